@@ -35,7 +35,8 @@ _POLL_S = 0.5
 _SETTLE_S = 3.0
 _ENDPOINT = "/v1/completions"
 _SPEEDUP = 0.2
-"""Steps of 25 ms, as of a model of 40 billion parameters: the control plane has time to spare."""
+"""Steps take 25 ms, as with a model of 40 billion parameters, so the control plane has spare
+time."""
 
 
 class Streams:
@@ -84,7 +85,7 @@ def _completion(chance: random.Random, input_len: int, output_len: int) -> dict[
 
 
 async def answer_batch(session: aiohttp.ClientSession, chance: random.Random, num: int) -> int:
-    """Answer a batch of so many lines; return how many were answered."""
+    """Answer a batch of `num_lines` lines; return how many were answered."""
     lines = [
         json.dumps(
             {

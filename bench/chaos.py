@@ -1,25 +1,30 @@
-"""Chaos: things fail at random under live streams, and no token is lost, repeated or changed.
+"""Injects random faults under live streams, and checks that no token is lost, repeated or changed.
 
     python bench/chaos.py --kills 60
     python bench/chaos.py --soak 3600 --every 15 --standby
     python bench/chaos.py --roles --kills 60
+    python bench/chaos.py --family window --kills 60
+    python bench/chaos.py --family recurrent --kills 60
     python bench/chaos.py --turns 500
     python bench/chaos.py --agent 40
 
 A service of two routers, a scheduler and two workers serves 64 streams of every kind, through
-clients that resume. Again and again a process is killed with SIGKILL, or stopped for some seconds,
-or a link is cut or falls silent. Each stream is compared, token for token, with what it gave alone
-before anything failed.
+clients that resume. With --family the model has random weights, and layers with a window or
+recurrent ones. Repeatedly, a process is killed with SIGKILL or suspended for some seconds, or a
+link is cut or made silent. Each stream is compared, token for token, with its result alone before
+any fault.
 
 - `lost`, `duplicated`, `contradicted`: tokens.
 - `stall_p50_s`, `stall_p99_s`: the longest pause of a stream after a fault that it lived through;
   `kill_and_stop_stall_p99_s`: the same, without the faults of links.
 - `recomputed_after_scheduler_kill`: tokens that a new scheduler had computed again, in a first
   phase in which only the scheduler is killed. They belong to outputs that had just ended without a
-  router having read the end: less than a block of each (docs/failure.md). With --cramped
-  and --roles the number is shown and not judged: preempted sequences may be recomputed, and those
-  that move to a decode worker compute their last tokens again.
-- `blocks_exact`: whether at the end no block is held, and free + cached = total at each worker.
+  router having read the end: less than a block of each (docs/failure.md). With --cramped, --roles
+  and --family the number is shown and not judged: preempted sequences may be recomputed, those that
+  move to a decode worker compute their last tokens again, and recurrent ones all tokens since their
+  last checkpoint.
+- `blocks_exact`: whether at the end no block is held, and free + cached = total at each worker,
+  without those out of use.
 
 With --turns, clients send responses to be kept (/v1/responses) instead, while a process is killed
 every few seconds, and twice all of them at the same time. Each is read to its end, as a stream or
@@ -53,6 +58,7 @@ from pathlib import Path
 
 import numpy as np
 from faults.agent import Agent, write_model
+from faults.models import KINDS, write_family
 from faults.service import ChaosService, Fault, What, chaos_service
 from faults.streams import Stall, Streams, make_cases, stalls
 from faults.turns import TurnClient
@@ -62,7 +68,7 @@ from quire.client import AsyncClient
 from quire.v1.kv_pb2 import KvTier
 
 _NUM_BLOCKS = 2048
-"""Enough at each worker for all streams: only a scheduler's death has tokens recomputed."""
+"""Enough blocks at each worker for all streams, so only faults cause recomputation."""
 _NUM_BLOCKS_CRAMPED = 320
 """Enough for the longest request, and for a third of the streams."""
 _MAX_RECOMPUTED = 3 * 15
@@ -81,7 +87,7 @@ class Run:
     """Times, by the monotonic clock, and kinds."""
     recomputed: int = 0
     blocks: list[str] = field(default_factory=list)
-    """Which blocks are still held at the end."""
+    """The blocks that are still held at the end."""
 
 
 async def kill_schedulers(service: ChaosService, run: Run, num: int) -> None:
@@ -101,7 +107,7 @@ async def do_harm(
     pauses_s: Iterator[float],
     faults: Iterator[Fault],
 ) -> None:
-    """Let a fault happen after each pause; one in four comes before the previous one is mended."""
+    """Inject a fault after each pause; one in four comes before the previous one is repaired."""
     for pause_s, fault in zip(pauses_s, faults, strict=False):
         await asyncio.sleep(pause_s)
         print(
@@ -114,7 +120,10 @@ async def do_harm(
 
 
 async def wrong_blocks(client: AsyncClient) -> list[str]:
-    """Wait until no block is held at any worker; if that takes too long, say which still are."""
+    """Wait until no worker holds a block.
+
+    After a timeout, return the blocks that are still held.
+    """
     deadline = time.monotonic() + _IDLE_S
     while True:
         wrong = [
@@ -124,7 +133,8 @@ async def wrong_blocks(client: AsyncClient) -> list[str]:
             f"{kv.num_sequences} sequences"
             for kv in await client.describe_kv(timeout_s=30)
             for tier in kv.tiers
-            if tier.num_blank + tier.num_cached != tier.num_blocks or kv.num_sequences
+            if tier.num_blank + tier.num_cached + tier.num_retired != tier.num_blocks
+            or kv.num_sequences
         ]
         if not wrong or time.monotonic() > deadline:
             return wrong
@@ -132,7 +142,7 @@ async def wrong_blocks(client: AsyncClient) -> list[str]:
 
 
 def pauses_of(given: argparse.Namespace, chance: random.Random) -> Iterator[float]:
-    """Yield how long to wait before each fault, as often as there shall be one."""
+    """Yield the pause before each fault."""
     if given.soak is None:
         for _ in range(given.kills):
             yield chance.uniform(0.2, 2.0)
@@ -145,7 +155,7 @@ def pauses_of(given: argparse.Namespace, chance: random.Random) -> Iterator[floa
 
 
 def print_stalls(run: Run, found: Sequence[Stall]) -> None:
-    """Print what each kind of fault cost the streams that lived through it."""
+    """Print the stalls that each kind of fault caused."""
     table = Table("fault:<24", "times:d", "stall p50, s:.2f", "p99, s:.2f", "longest, s:.2f")
     for kind, times in sorted(Counter(kind for _, kind in run.faults).items()):
         pauses_s = [stall.stalled_s for stall in found if stall.kind == kind] or [0.0]
@@ -173,14 +183,15 @@ def _clock(at_s: float) -> str:
 
 
 async def run_chaos(given: argparse.Namespace) -> Results:
-    """Start the service, harm it, and return what was found."""
+    """Start the service, inject faults, and return the findings."""
     chance = random.Random(given.seed)
     run = Run()
     num_blocks = _NUM_BLOCKS_CRAMPED if given.cramped else _NUM_BLOCKS
     roles = ("prefill", "decode") if given.roles else ("both", "both")
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as name:
+        model = given.model if given.family is None else write_family(Path(name), given.family)
         async with chaos_service(
-            Path(name), given.model, num_blocks, has_standby=given.standby, roles=roles
+            Path(name), model, num_blocks, has_standby=given.standby, roles=roles
         ) as service:
             streams = Streams(service.targets)
             try:
@@ -222,7 +233,7 @@ async def run_chaos(given: argparse.Namespace) -> Results:
 
 
 async def run_turns(given: argparse.Namespace) -> Results:
-    """Let processes die while turns are computed, and return what became of the turns."""
+    """Kill processes while turns are computed, and return the results of the turns."""
     chance = random.Random(given.seed)
     num_kills = 0
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as name:
@@ -264,7 +275,7 @@ async def run_turns(given: argparse.Namespace) -> Results:
 
 
 async def run_agent(given: argparse.Namespace) -> Results:
-    """Let processes die while an agent works, and return whether that changed a byte."""
+    """Kill processes while an agent works, and return whether that changed any byte."""
     chance = random.Random(given.seed)
     results: Results = {"kills": 0, "turns": 0, "breaks": 0, "transcripts_that_differ": 0}
     speedup = _AGENT_SPEEDUP * (8 if given.quick else 1)
@@ -334,6 +345,7 @@ def _parse() -> argparse.Namespace:
     add("--standby", action="store_true", help="a second scheduler stands by for the first")
     add("--roles", action="store_true", help="one worker prefills, the other decodes")
     add("--model", type=Path, default=SHIPPED_MODEL)
+    add("--family", choices=KINDS, help="instead of --model: random weights, with such layers")
     add("--logs", type=Path, metavar="DIR", help="also keep the processes' logs here")
     return parser.parse_args()
 
@@ -352,7 +364,7 @@ if __name__ == "__main__":
         sys.exit(any(value for name, value in results.items() if name.startswith("turns_")))
     must_be_zero = ("lost", "duplicated", "contradicted", "wrong_streams")
     is_exact = results["blocks_exact"]
-    if not (given.cramped or given.roles):
+    if not (given.cramped or given.roles or given.family):
         most = given.scheduler_kills * given.streams * _MAX_RECOMPUTED
         is_exact = is_exact and results["recomputed_after_scheduler_kill"] <= most
     if any(results[name] for name in must_be_zero) or not is_exact:

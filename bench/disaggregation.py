@@ -1,8 +1,8 @@
-"""Prefill and decode apart, or together: which serves more requests within their objectives?
+"""Compares prefill and decode on separate workers with both on all workers, by goodput.
 
     python bench/disaggregation.py --quick
 
-Cores, placement and hand-off are those that serve (`scheduler_svc`), on simulated devices and a
+Cores, placement and hand-off are the real code of `scheduler_svc`, on simulated devices and a
 simulated clock: H200s with a model of 8 billion parameters in bf16, or of 70 billion in fp8, and a
 link between workers of --link-gbit. Prompts and outputs have log-normal lengths around the given
 means, no prefix is shared, and requests arrive at random (Poisson).
@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model on one device, and what its users expect."""
+    """A model on one device, and its objectives."""
 
     name: str
     time_model: TimeModel
@@ -107,7 +107,7 @@ LOADS = (
 
 @dataclass(slots=True)
 class History:
-    """When a request came, and when each of its tokens."""
+    """The arrival times of a request and of its tokens."""
 
     arrived_s: float
     num_tokens: int
@@ -225,7 +225,7 @@ class SimulatedSession:
             await asyncio.sleep(_LAUNCH_S + num_bytes / self._link_bytes_per_s)
 
     def check_alive(self) -> None:
-        """It is never lost."""
+        """Do nothing: it is never lost."""
 
     def trouble(self) -> None:
         """It never hangs."""
@@ -302,7 +302,7 @@ class SimulatedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the requests of one simulation."""
+    """The outcome of one simulation's requests."""
 
     good_shares: tuple[float, ...]
     """Of each objective between tokens."""
@@ -317,7 +317,7 @@ class Outcome:
 async def serve(
     model: Model, load: Load, roles: Sequence[Role], rate: float, given: argparse.Namespace
 ) -> Outcome:
-    """Serve requests at `rate` per second, and return how they fared."""
+    """Serve requests at `rate` per second, and return the outcome."""
     loop = asyncio.get_running_loop()
     rng = np.random.default_rng(given.seed)
     histories: dict[int, History] = {}
@@ -347,7 +347,7 @@ async def serve(
         choice = placer.choose(request, sessions, can_refuse=False)
         assert choice is not None
         sessions[choice.index].submit(request)
-    end_s = loop.time() + 5 * output_s  # who is not served until then is not served well
+    end_s = loop.time() + 5 * output_s  # requests that are not served until then are not good
     while loop.time() < end_s and any(not each.is_complete for each in histories.values()):  # noqa: ASYNC110
         await asyncio.sleep(0.5)
     handing_off.cancel()
@@ -364,7 +364,7 @@ def _outcome(
     quantile: float | None,
 ) -> Outcome:
     ttft_s = load.ttft_s * model.ttft_factor
-    steady = histories[len(histories) // 3 :]  # the first ones find an idle service
+    steady = histories[len(histories) // 3 :]  # skip the first requests, which find an idle service
     begun = [each for each in steady if each.at_s]
     gaps = [np.diff(each.at_s) for each in begun if len(each.at_s) > 1]
     loads = [session.core.load() for session in sessions]

@@ -1,4 +1,4 @@
-"""Exactness: whatever is done to a stream's KV, the stream is what it is alone, in every format.
+"""Checks that streams stay exact in every format while their KV is preempted, moved and lost.
 
     python bench/exactness.py --streams 2500
     python bench/exactness.py --formats bfloat16,bfloat16+int8 --streams 500 --json FILE
@@ -6,9 +6,9 @@
 For each format of weights and KV, a service of one router, one scheduler and two workers serves 64
 streams at a time from pools that hold a sixth of them: greedy and sampled outputs, several per
 prompt, penalties, grammars, beams, and LoRA adapters; the workers guess tokens by n-grams. So
-sequences are preempted, swapped to the host, spilled to the disk, and recomputed. Besides,
-the disk tier's file system is filled up and freed again and again, so that moves to the disk fail;
-the scheduler is killed, and the next one takes over; and workers are killed, so that the other one
+sequences are preempted, swapped to the host, spilled to the disk, and recomputed. In addition, the
+disk tier's file system is repeatedly filled up and freed, so that moves to the disk fail; the
+scheduler is killed, and the next one takes over; and workers are killed, so that the other one
 recomputes what they held. Each stream is compared, token for token, with what it gave alone.
 
 The disk tier needs a small file system of its own, so this mounts a tmpfs; without the right to
@@ -60,7 +60,7 @@ _DISTURBANCES = (
     ("adopted tokens", "scheduler", "quire_adopted_tokens_total"),
     ("right guesses", "worker-0", "quire_worker_spec_decode_num_accepted_tokens_total"),
 )
-"""What must have happened to a format's streams: title, process and counter."""
+"""The disturbances that each format's streams must have: title, process and counter."""
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ async def fill_and_free(directory: Path, has_space: asyncio.Lock) -> None:
     filler = directory / "filler"
     while True:
         async with has_space:
-            with contextlib.suppress(OSError):  # no space left: as it should be
+            with contextlib.suppress(OSError):  # no space left, as intended
                 filler.write_bytes(bytes(_DISK_MB * 2**20))
             await asyncio.sleep(_FULL_S)
             filler.unlink(missing_ok=True)
@@ -194,7 +194,7 @@ async def run_format(given: argparse.Namespace, name: str) -> tuple[Streams, Cou
 
 
 async def until_judged(streams: Streams, num: int, name: str) -> None:
-    """Wait until so many streams were compared; say what is wrong, and at times how many are."""
+    """Wait until `num` streams were compared; print errors and the progress."""
     next_s = time.monotonic() + _PROGRESS_S
     num_said = 0
     while streams.verdict.num_streams < num:

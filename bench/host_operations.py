@@ -107,7 +107,7 @@ def _through_launcher(twin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare_launcher(name: str) -> Callable[..., Any]:
-    """Has attention launch its kernels, and give zeros."""
+    """Replace attention: launch its kernels and return zeros."""
     launcher = getattr(importlib.import_module(f"kernels.triton.{name.split('_')[1]}"), name)
 
     def prepare(*args: Any, out: torch.Tensor, **kwargs: Any) -> Callable[[Any], None]:

@@ -1,4 +1,4 @@
-"""What KV events cost: a change, a snapshot of many blocks, and a step that runs meanwhile.
+"""Measures the cost of KV events: a change, a snapshot of many blocks, and a concurrent step.
 
 Prints one JSON line. `held_ms` is the CPU time for which one slice of a snapshot holds the event
 loop: what a step of scheduling waits. `step_p99_ms` and `step_max_ms` say how late a task that
@@ -86,14 +86,14 @@ async def idle(seconds: float) -> list[float]:
 
 @dataclass
 class Snapshot:
-    """What one snapshot took, and what it did to others."""
+    """The cost of one snapshot, and the delay of other tasks."""
 
     took_s: float = 0.0
     num_bytes: int = 0
     held_s: list[float] = field(default_factory=list)
     """CPU time of each turn of the event loop."""
     late_s: list[float] = field(default_factory=list)
-    """How late the ticks ran meanwhile."""
+    """How late the ticks ran during the snapshot."""
 
 
 async def snapshot(events: KvEvents) -> Snapshot:
@@ -147,7 +147,7 @@ async def measure(num_blocks: int, block_size: int, rounds: int) -> dict[str, fl
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--block-size", type=int, default=16)

@@ -1,4 +1,4 @@
-"""Overload: sends ten times as many requests as the service can serve.
+"""Measures overload: sends ten times as many requests as the service can serve.
 
     python bench/overload.py --quick
 

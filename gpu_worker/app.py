@@ -1,4 +1,4 @@
-"""Runs a worker: starts its servers first, then loads the model, which takes a while."""
+"""Runs a worker: starts its servers, then loads the model, which takes longer."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -35,7 +35,7 @@ _POLL_S = 0.0002
 _STUCK_S = 120.0
 """A step that takes longer counts as stuck; long prefills on a CPU take less."""
 _STOP_S = 5.0
-"""How long `stop` waits for a running step: a hung device must not keep the process alive."""
+"""How long `stop` waits for a running step; a hung device must not keep the process alive."""
 
 _T = TypeVar("_T")
 
@@ -60,7 +60,7 @@ class _Call:
     function: Callable[[AnyExecutor], Any]
     result: "asyncio.Future[Any]"
     is_between_steps: bool = False
-    """Whether it must run with no step in flight."""
+    """Whether the job must run with no step in flight."""
 
 
 class _Stop:

@@ -41,7 +41,7 @@ class AdapterSteps(Protocol):
 
 
 class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
-    """The worker's `AdapterService`: changes adapters one after another, while steps go on."""
+    """The worker's `AdapterService`: changes adapters one after another, while steps continue."""
 
     def __init__(self, worker: WorkerService) -> None:
         self._worker = worker
@@ -68,7 +68,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         request: adapters_pb2.LoadAdapterRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> adapters_pb2.LoadAdapterResponse:
-        """Read an adapter while steps go on, then make it available to steps."""
+        """Read an adapter while steps continue, then make it available to steps."""
         del context
         self._worker.check_epoch(request.epoch)
         _check_name(request.name, self._worker.model_id)

@@ -28,23 +28,22 @@ class WorkerSettings(ProcessSettings):
     """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
     Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md)."""
     cache_dir: Path = DEFAULT_CACHE_DIR
-    """Directory for what is derived from GGUF files or downloaded from URLs. Names on the hub have
-    the hub's own cache (HF_HOME)."""
+    """Directory for files that are made from GGUF files or downloaded from URLs. Models from the
+    hub are in the hub's own cache (HF_HOME)."""
     unloaded: bool = False
     """Whether to start without the model, until an operator, or a router with --on-demand, loads
     it."""
     model_class: str = ""
-    """The implementation that runs the model: a class of yours, as package.module:Class
-    (docs/models.md); or "transformers". Empty: our own if it supports the architecture, else
-    transformers'."""
+    """The implementation that runs the model: your class as package.module:Class (docs/models.md),
+    or "transformers". Empty: Quire's own if it supports the architecture, else transformers'."""
     served_model_name: str = ""
     """The model's name in requests; empty: the directory's name."""
     worker_id: str = Field(default_factory=socket.gethostname)
     """This worker's name in logs and for the scheduler; unset: the machine's name."""
     role: Role = Role.BOTH
-    """What the scheduler gives this worker while other workers take the rest: prompts (prefill),
-    decoding (decode), or both. Requests move with their KV through host-kv-memory-gb of both
-    workers (docs/fleet.md)."""
+    """The part of requests that this worker computes while workers with the other role are
+    attached: prompts (prefill), decoding (decode), or both. Requests move with their KV through the
+    host memory of both workers, host-kv-memory-gb (docs/fleet.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the model runs: cpu, cuda, cuda:N; auto is cuda if there is one."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -55,12 +54,12 @@ class WorkerSettings(ProcessSettings):
     the model then outputs nonsense."""
     quantization: Literal["int8", "int4"] | None = None
     """Quantize the weights of linear maps when they are read, for less memory and faster decoding;
-    for our own implementations or yours. int8: a scale per output. int4: a scale and an
-    offset per 32 inputs of an output; the map to the vocabulary stays int8. Maps that a quantized
+    for Quire's own implementations or yours. int8: a scale per output. int4: a scale and an offset
+    per 32 inputs of an output; the map to the vocabulary stays int8. Maps that a quantized
     checkpoint packs stay as they are. Unset: not quantized."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters as NAME=DIR, in PEFT's format, separated by commas. A request whose model is
-    NAME uses that adapter. For our own implementations, on one device (docs/models.md)."""
+    NAME uses that adapter. For Quire's own implementations, on one device (docs/models.md)."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Most tokens of a sequence, prompt and output; unset: the model's limit."""
     max_num_seqs: PositiveInt | None = None
@@ -114,19 +113,20 @@ class WorkerSettings(ProcessSettings):
     """How KV is encoded on the disk: none; lz4, zstd or gzip, without loss, with an optional level
     such as zstd:3; int8 or fp8, in half the space but less precise."""
     far_kv_url: str = ""
-    """A directory that workers and cells share, where prompts' KV is kept for requests with the
-    same prefix: any URL that fsspec knows, such as file:///mnt/kv or s3://BUCKET/kv. Needs host
-    memory for KV, and quire[far]. Empty: none."""
+    """A directory in which workers and cells share the KV of prompts, for requests with the same
+    prefix: any URL that fsspec knows, such as file:///mnt/kv or s3://BUCKET/kv. Needs host memory
+    for KV, and quire[far]. Empty: none."""
     far_kv_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 100.0
-    """About how much KV far-kv-url holds, in GiB; the oldest is deleted. The same for all workers
-    that share it."""
+    """Approximate limit on the KV in far-kv-url, in GiB; the oldest is deleted. Must be equal at
+    all workers that share it."""
     kv_checksum: bool = False
     """Check each block that comes back from host memory; if it has changed, its tokens are
     recomputed."""
     kv_transfer: Literal["grpc", "nixl"] = "grpc"
-    """How KV comes from other workers. nixl: straight out of the memory of a worker that has it,
-    too, by RDMA or from process to process; else, and from the others, over gRPC. What reaches
-    NIXL's ports can read the host memory for KV, whatever TLS says. Needs quire[nixl]."""
+    """How KV is read from other workers. nixl: directly from the memory of workers that also use
+    nixl, by RDMA or from process to process; over gRPC from all others. Any process that can
+    connect to NIXL's ports can read the host memory for KV, regardless of TLS. Needs
+    quire[nixl]."""
     speculative: Literal["ngram", "draft"] | None = None
     """How to guess the next tokens, which the model verifies several at a time; the output does not
     change. ngram: the tokens that followed an earlier occurrence of the last few. draft: the output
@@ -153,12 +153,17 @@ class WorkerSettings(ProcessSettings):
     num_threads: PositiveInt | None = None
     """Threads that compute on a CPU, shared by the ranks on this machine; unset: one per physical
     core that this process may use."""
+    amx: Literal["auto", "on", "off"] = "auto"
+    """Whether linear maps in bfloat16 use Intel's AMX, on a CPU that has it. auto: if its results
+    are right and it is faster; the worker's first start on a machine checks and times it, and the
+    finding is kept. on: if its results are right. off: never. Results differ in their last bits, so
+    with workers on several machines choose on or off for all."""
     tensor_parallel_size: PositiveInt = 1
     """Devices that split each layer of the model; together they are one worker and hold its weights
     and KV. Must divide the model's heads (docs/parallelism.md)."""
     pipeline_parallel_size: PositiveInt = 1
-    """Stages, each with a part of the layers, on tensor-parallel-size devices of its own; they work
-    one after another."""
+    """Pipeline stages, which work one after another; each has a part of the layers, on
+    tensor-parallel-size separate devices."""
     rank: Annotated[int, Field(ge=0)] = 0
     """With several machines: the first rank that runs here. Rank 0 talks to the scheduler; the
     others serve no port."""
@@ -374,7 +379,9 @@ class WorkerSettings(ProcessSettings):
                 f"device is {self.device}, which is one GPU, but {self.num_local_ranks} ranks run"
                 " here: give cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
             )
-        if self.speculative is not None:  # ranks would guess differently, each by its own clock
+        if (
+            self.speculative is not None
+        ):  # ranks would guess different numbers of tokens, because their clocks differ
             raise ValueError(
                 f"speculative is {self.speculative}; it must be unset with tensor_parallel_size or"
                 " pipeline_parallel_size"

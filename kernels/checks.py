@@ -140,7 +140,7 @@ def check_options(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Require attention's options to be positive, and `sinks` fp32, one for each head of `query`.
+    """Require positive options of attention, and fp32 `sinks`, one for each head of `query`.
 
     Raises:
         ValueError: naming the option, its value and what is required.
@@ -154,7 +154,7 @@ def check_options(
 
 
 def check_rows(num_seqs: int, num_tokens: int, out: torch.Tensor | None) -> None:
-    """Require a row of the query for each row of the block tables; with `out` there may be more.
+    """Require one row of the query per row of the block tables; with `out` there may be more.
 
     Raises:
         ValueError: naming both.

@@ -42,8 +42,8 @@ class Sequences:
     shared: SharedPrefixes | None = None
     """None: each attends to all of its own blocks."""
     scratch: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
-    """By shape: room for partial results, which one launch after another uses. For a graph it must
-    be allocated within the capture, so that the graph keeps it."""
+    """Scratch memory for partial results, by shape; launches use it one after another. For a graph
+    it must be allocated within the capture, so that the graph keeps it."""
 
     def room(self, *shape: int) -> torch.Tensor:
         """Return float32 of this shape; the next call returns the same memory."""

@@ -1,4 +1,4 @@
-"""Runs a router and tells, among its metrics, how long its event loop was held.
+"""Runs a router with an additional metric: how long its event loop was held.
 
     python -m engines.watched_router FLAGS
 

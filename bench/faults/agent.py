@@ -1,4 +1,4 @@
-"""A scripted agent: its model calls a tool at each turn, and processes die in between.
+"""A scripted agent, whose model calls a tool at each turn, while processes are killed.
 
 The model is a simulated worker's script: the chat template ends each result of the tool with an end
 token, so that turn N of the conversation gets output N (`Script` in sim_worker/draw.py).
@@ -93,7 +93,7 @@ class Agent:
         """Streams and calls that broke."""
 
     async def run(self) -> bytes:
-        """Return what was said, called, noted and counted, to the end."""
+        """Run to the end; return the transcript of texts, calls, notes and counts."""
         notes, transcript = Notes(), []
         turn = self._respond if self._api == "responses" else self._message
         async with aiohttp.ClientSession() as session:
@@ -148,7 +148,7 @@ class Agent:
     async def _message(
         self, session: aiohttp.ClientSession, state: dict[str, Any]
     ) -> tuple[object, list[tuple[str, dict[str, str]]]]:
-        """Take a turn of a conversation that the agent keeps; what breaks is asked again."""
+        """Take a turn of a conversation that the agent keeps; a broken call is repeated."""
         messages = state.setdefault("messages", [{"role": "user", "content": _TASK}])
         if results := state.get("results"):
             content = [

@@ -1,4 +1,4 @@
-"""Worst bodies: requests at most as large as the limit that cost a router as much as they can.
+"""Searches for the request bodies, of at most the limit, that cost a router the most.
 
 A body is a *place* (an HTTP route's field, or a field of a gRPC method's message) filled with many
 of one *unit*. A search draws both, and draws bodies like the worst ones that it has found.
@@ -16,7 +16,7 @@ from quire.kserve import open_inference_pb2  # noqa: F401 - its descriptors
 from quire.v1 import adapters_pb2, inference_pb2, loading_pb2  # noqa: F401 - their descriptors
 
 _COUNTS: Final = (17, 65, 1_024, 4_095, 5_400, 8_190, 10_900, 16_300, 32_700, 10**9)
-"""Just below a limit, or as many as fit."""
+"""Counts of units: just below a limit, or as many as fit."""
 
 # --- HTTP -----------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ _WIRE_VALUES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a body is made; all else follows."""
+    """The parameters that determine a body."""
 
     kind: str
     """"list", "object", "text" or "grpc"."""
@@ -169,7 +169,7 @@ class Body:
 
 
 def draw_shape(rng: random.Random) -> Shape:
-    """Return any shape."""
+    """Draw a random shape."""
     match kind := rng.choice(("list", "list", "object", "text", "grpc")):
         case "list":
             place, unit = rng.choice([*_LISTS]), rng.choice([*_VALUES])

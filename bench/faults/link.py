@@ -29,12 +29,12 @@ class Link:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def cut(self) -> None:
-        """Cut every connection; bytes on their way are lost, and the next connections work."""
+        """Cut every connection; bytes in transit are lost, and new connections work."""
         for connection in tuple(self._connections):
             connection.cancel()
 
     async def silence(self, seconds: float) -> None:
-        """Pass nothing on for a time, on any connection, as if the network were gone."""
+        """Pass on nothing for a time, on any connection, as if the network were down."""
         self._passes.clear()
         try:
             await asyncio.sleep(seconds)

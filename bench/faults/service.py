@@ -1,4 +1,4 @@
-"""The service that chaos harms: its processes, the links between them, and what can fail."""
+"""The service for chaos tests: processes, the links between them, and their faults."""
 
 import asyncio
 import contextlib
@@ -22,22 +22,22 @@ _SUPERVISE_S = 0.5
 _STOP_S = 30.0
 _START_S = 180.0
 _SCHEDULER = "scheduler"
-"""In faults and questions: the scheduler that serves, of possibly several."""
+"""The name, in faults, of the scheduler that serves now."""
 _EXIT_STALE_EPOCH = 3
 """The exit code of a scheduler that a newer one has replaced; a supervisor would start it again."""
 
 
 class What(StrEnum):
-    """What can happen to a process, or to the link before it."""
+    """The kinds of faults of a process, or of the link before it."""
 
     KILLED = "killed"
-    """SIGKILL; it is started again after some seconds."""
+    """SIGKILL, and a restart after some seconds."""
     STOPPED = "stopped"
     """SIGSTOP, and SIGCONT after some seconds."""
     CUT = "link cut"
     """All connections break."""
     SILENT = "link silent"
-    """Nothing passes for some seconds, and then all that was held up."""
+    """The link delays everything for some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,10 @@ class ChaosService:
                     yield Fault(what, name, 0.0 if what is What.CUT else hang_s)
 
     async def befall(self, fault: Fault) -> None:
-        """Let a fault happen; returns when what failed is there again, though not ready yet."""
+        """Inject a fault.
+
+        Returns when the process or link is back, though perhaps not ready yet.
+        """
         name = await self._resolve(fault.name)
         process, link = self._processes[name], self._links[name]
         match fault.what:
@@ -214,7 +217,7 @@ class ChaosService:
         return [_SCHEDULER, *(name for name in self._processes if name not in self._schedulers)]
 
     async def _resolve(self, name: str) -> str:
-        """Return the process that is meant: of the schedulers the ready one, if one is."""
+        """Return the named process; for the scheduler, the ready one if there is one."""
         if name != _SCHEDULER:
             return name
         for each in self._schedulers:
@@ -242,7 +245,7 @@ class ChaosService:
             await asyncio.sleep(_SUPERVISE_S)
 
     async def _have_others_stood_by(self) -> bool:
-        """Whether each scheduler but the one that serves waits for its turn."""
+        """Whether each scheduler except the serving one stands by."""
         serving = await self._resolve(_SCHEDULER)
         others = (self._processes[each] for each in self._schedulers if each != serving)
         return all('"standing by"' in each.log_tail(1) for each in others)

@@ -1,4 +1,4 @@
-"""Streams that are live while things fail, each compared with its result when nothing fails."""
+"""Streams during faults, each compared with its result without faults."""
 
 import asyncio
 import contextlib
@@ -72,7 +72,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Verdict:
-    """What is wrong with all streams so far; counts are of tokens."""
+    """The errors of all streams so far, with counts of tokens."""
 
     num_streams: int = 0
     num_tokens: int = 0
@@ -202,7 +202,7 @@ class Streams:
                 ):
                     stream.take(event)
             except (UnavailableError, TooBusyError) as error:
-                if not stream.outputs:  # refused: nothing was promised
+                if not stream.outputs:  # a refused request has promised nothing
                     await asyncio.sleep(_ASK_AGAIN_S)
                     continue
                 stream.error = f"{type(error).__name__}: {error}"

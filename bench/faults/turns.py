@@ -1,4 +1,4 @@
-"""Turns of /v1/responses while processes die: each is followed to its end, and compared."""
+"""Turns of /v1/responses while processes are killed, each followed to its end and compared."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ class TurnVerdict:
 
 
 class TurnClient:
-    """A client of several routers that knows nothing of what happens to them."""
+    """A client of several routers that does not know about faults."""
 
     def __init__(self, urls: Sequence[str], chance: random.Random) -> None:
         self._urls = urls
@@ -44,7 +44,7 @@ class TurnClient:
         self.verdict = TurnVerdict()
 
     async def prepare(self, num: int, max_tokens: int) -> None:
-        """Ask each question once while nothing fails, and keep nothing of it."""
+        """Ask each question once without faults; the answers are not stored."""
         async with aiohttp.ClientSession() as session:
             for i in range(num):
                 body = {
@@ -58,7 +58,7 @@ class TurnClient:
                 self._references.append((body, _text(answer)))
 
     async def keep_asking(self, num: int, at_once: int) -> None:
-        """Run `num` turns to their ends, so many at a time."""
+        """Run `num` turns to their ends, several at a time."""
         left = iter(range(num))
 
         async def ask() -> None:

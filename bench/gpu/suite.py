@@ -1,8 +1,8 @@
 """Runs the GPU tests and benchmarks, in up to three calls, and prints one table: see gpu.sh.
 
-Every part is a process of its own with a time limit. If a part fails or has no time left, its line
-in the table says so; the table and gpu.json are written in any case. --cpu-smoke runs every part
-with the smallest shapes on a CPU: it measures nothing, and shows that the scripts work.
+Every part is a separate process with a time limit. If a part fails or has no time left, its line in
+the table says so; the table and gpu.json are written in any case. --cpu-smoke runs every part with
+the smallest shapes on a CPU: it measures nothing, and shows that the scripts work.
 """
 
 import argparse

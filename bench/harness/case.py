@@ -29,7 +29,7 @@ _START = time.monotonic()
 
 
 class BenchError(Exception):
-    """Nothing can be measured; the message says why."""
+    """The measurement is impossible; the message says why."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -298,9 +298,9 @@ async def grpc_tok_s(target: str, workload: Workload, concurrency: int) -> float
         async def send(request: inference_pb2.GenerateRequest) -> None:
             nonlocal num_tokens
             async for response in stub.Generate(request):
-                num_tokens += len(response.delta.token_ids)  # the end has none
+                num_tokens += len(response.delta.token_ids)  # the last message has no text
 
-        await stub.ListModels(inference_pb2.ListModelsRequest())  # connects
+        await stub.ListModels(inference_pb2.ListModelsRequest())  # opens the connection
         started = time.perf_counter()
         await in_parallel(requests, concurrency, send)
         duration_s = time.perf_counter() - started

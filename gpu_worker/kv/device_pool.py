@@ -50,7 +50,7 @@ class KvPool:
         """Allocate zeroed memory: an unwritten slot may be read and multiplied by 0.
 
         Args:
-            config: The model's config, or that of this rank's part.
+            config: The config of the model or of this rank's part.
             num_blocks: Initial size.
             block_size: Token slots of a block.
             dtypes: The dtypes in which K and V are stored.
@@ -86,7 +86,7 @@ class KvPool:
     def key_cache(self, layer: int) -> torch.Tensor:
         """Keys of one layer: a strided view `[B, P, HKV, D]`.
 
-        Of each KV group's layers, other blocks are valid.
+        For the layers of each KV group, different blocks are valid.
         """
         return self._keys[layer].numbers
 
@@ -121,7 +121,7 @@ class KvPool:
         self.num_blocks = num_blocks
 
     def close(self) -> None:
-        """Free elastic memory. Views of it must not be used any more."""
+        """Free elastic memory. Views of it must no longer be used."""
         if self._memory is not None:
             self._memory.close()
 

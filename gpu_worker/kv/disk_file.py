@@ -1,8 +1,8 @@
-"""The file behind the disk tier: one record per disk block, valid as a whole or not at all.
+"""The file of the disk tier: one record per disk block, each valid as a whole or not at all.
 
-Length and checksum of each record are in memory, where no disk can lose or revert them: a record
-that is torn, short, stale, misplaced or changed is an error. A file without a name does not outlive
-the process; one that is kept has them on the disk, too (`kept_file`).
+Length and checksum of each record are in memory, where no disk error can change them. So a record
+that is torn, short, stale, misplaced or changed is detected. A file without a name disappears with
+the process; a named file also has lengths and checksums on the disk (`kept_file`).
 """
 
 import contextlib
@@ -36,7 +36,8 @@ class DiskFile:
     ) -> None:
         """Create the file; it grows as it is written.
 
-        With `identity` it is kept: the next process with this identity finds its named records.
+        With `identity` the file is kept: the next process with this identity finds its named
+        records.
 
         Raises:
             OSError: No file can be created in `directory`.
@@ -60,7 +61,8 @@ class DiskFile:
         """int64[num_blocks]: length of each record; 0: the disk block is empty."""
         self._checksums = np.zeros(num_blocks, np.uint32)
         self.found: dict[int, Named] = {}
-        """What an earlier process has named and this one has not overwritten, oldest first."""
+        """Records that an earlier process has named and this one has not overwritten, oldest
+        first."""
         if self._headers is not None:
             self.found = {each.block: each for each in self._headers.read(block_bytes)}
             for named in self.found.values():
@@ -78,16 +80,18 @@ class DiskFile:
         self._record_bytes[disk_block] = 0
         self.found.pop(disk_block, None)
         if self._headers is not None:
-            with contextlib.suppress(OSError):  # the checksum of what is written there is another
+            with contextlib.suppress(
+                OSError
+            ):  # whatever is written there later has another checksum
                 self._headers.erase(disk_block)
 
     def name(self, disk_block: int, label: bytes) -> None:
-        """Say what a written record is, for the next process; raises OSError."""
+        """Store the label of a written record for the next process; raises OSError."""
         if self._headers is not None and (num_bytes := int(self._record_bytes[disk_block])):
             self._headers.name(disk_block, label, num_bytes, int(self._checksums[disk_block]))
 
     def distrust(self, disk_blocks: Sequence[int] | None = None) -> None:
-        """Erase the names of doubtful records, so that no later process finds them; None: all."""
+        """Erase the labels of doubtful records, to hide them from later processes; None: all."""
         if self._headers is None:
             return
         try:
@@ -97,7 +101,7 @@ class DiskFile:
                 for disk_block in disk_blocks:
                     self._headers.erase(disk_block)
                 self._headers.sync()
-        except OSError:  # then no process may find it
+        except OSError:  # no process may find the file then
             self._headers = None
             self._path.unlink(missing_ok=True)
 
@@ -105,7 +109,7 @@ class DiskFile:
         """Write uint8[block_bytes] to an empty disk block; returns the record's bytes.
 
         Raises:
-            LostRecordError, OSError: It stays empty.
+            LostRecordError, OSError: The disk block stays empty.
         """
         record = (block.data,) if self._codec is None else self._codec.encode(block)
         num_bytes, checksum = 0, 0

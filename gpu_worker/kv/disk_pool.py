@@ -1,4 +1,4 @@
-"""The disk tier of KV memory: moves between host and disk blocks, made by its own threads.
+"""The disk tier of KV memory: moves between host and disk blocks, on separate threads.
 
 Symbols: `BH` host blocks, `BD` disk blocks, `E` bytes of a host block.
 """
@@ -23,11 +23,11 @@ from gpu_worker.kv.codecs.records import Bytes, RecordCodec
 from gpu_worker.kv.disk_file import DiskFile
 
 _NUM_STORING, _NUM_LOADING = 2, 4
-"""Threads. Loads have more, because sequences wait for them, and their own, so that no load waits
-behind a store."""
+"""Numbers of threads. Loads have separate threads, to never wait behind stores, and more of them,
+because sequences wait for loads."""
 _STAGING_BYTES = 256 * 1024**2
 _MAX_WAIT_S = 0.25
-"""Most seconds that all stores of a step together wait for room in the staging area."""
+"""Longest total wait of a step's stores for room in the staging area."""
 
 _Work: TypeAlias = Callable[[int, int], int]
 """Moves a block from source to target; returns the bytes read or written on disk."""
@@ -65,7 +65,7 @@ NO_ENDED_MOVES = EndedMoves(_NONE, _NONE, _NONE, _NONE)
 
 
 class DiskPool:
-    """Disk blocks [0, num_blocks). Called from one thread; knows no owner.
+    """Disk blocks [0, num_blocks). Called from one thread; does not know the owners of blocks.
 
     A store copies its source at the call to a staging area of bounded size. A step's stores wait
     briefly for room there, then fail. A failed store loses a cached block or makes one sequence
@@ -87,8 +87,9 @@ class DiskPool:
             num_blocks: BD.
             directory: Where to create the file.
             codec: How blocks are encoded on disk; None: as on the host.
-            identity: What makes the KV what it is; then the file outlives this process, and the
-                next with the same identity finds its blocks. None: the file has no name.
+            identity: Identifies the model and layout of the KV. The file then outlives this
+            process, and the next process with the same identity finds its blocks. None: the file
+            has no name.
 
         Raises:
             OSError: No file can be created there.
@@ -105,7 +106,7 @@ class DiskPool:
         self._storing = ThreadPoolExecutor(_NUM_STORING, "disk-store")
         self._loading = ThreadPoolExecutor(_NUM_LOADING, "disk-load")
         self._lock = threading.Lock()
-        """Guards `_under_way` and `_ended`, which the disk threads also change."""
+        """Guards `_under_way` and `_ended`, which disk threads change."""
         self._under_way: dict[_Move, Future[None]] = {}
         """Moves in flight, in the order of their steps."""
         self._ended: list[tuple[_Move, bool]] = []
@@ -113,7 +114,7 @@ class DiskPool:
         self._logged: set[_Kind] = set()
 
     def take_found(self) -> tuple[Int32Array, Labels]:
-        """Return what an earlier process has stored and named, oldest first.
+        """Return the blocks that an earlier process has stored and named, oldest first.
 
         Returns:
             int32[N] blocks and uint8[N, 32] labels.
@@ -123,13 +124,13 @@ class DiskPool:
         return np.array(list(found), np.int32), labels.reshape(len(found), HASH_BYTES)
 
     def scratch(self, count: int) -> Int32Array:
-        """Return int32[count] blocks to overwrite: those without a label first, then the oldest."""
+        """Return int32[count] blocks to overwrite: unlabelled ones first, then the oldest."""
         oldest = np.array(list(self._file.found), np.int32)
         empty = np.setdiff1d(np.arange(self.num_blocks, dtype=np.int32), oldest)
         return np.concatenate([empty, oldest])[:count]
 
     def name(self, blocks: Int32Array, labels: Labels) -> None:
-        """Say what stored blocks are, for the next process.
+        """Store the labels of stored blocks for the next process.
 
         Args:
             blocks: int32[N].
@@ -142,7 +143,7 @@ class DiskPool:
                 self._warn_once(_Kind.STORE, error)
 
     def distrust(self, blocks: Int32Array | None = None) -> None:
-        """Make sure that no later process finds blocks that may be wrong; None: all."""
+        """Hide blocks that may be wrong from later processes; None: all."""
         self._file.distrust(None if blocks is None else blocks.tolist())
 
     def store(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
@@ -192,7 +193,7 @@ class DiskPool:
 
     def take_ended(self, step_id: int) -> EndedMoves:
         """Return the moves of this and earlier steps that have ended since the last call."""
-        if not self._ended:  # as in most steps
+        if not self._ended:  # true in most steps
             return NO_ENDED_MOVES
         with self._lock:
             taken = [each for each in self._ended if each[0].step_id <= step_id]
@@ -247,7 +248,7 @@ class DiskPool:
     def _start(
         self, threads: ThreadPoolExecutor, move: _Move, work: _Work, source: int, target: int
     ) -> None:
-        with self._lock:  # so that the move is registered before it can end
+        with self._lock:  # register the move before it can end
             self._under_way[move] = threads.submit(self._run, move, work, source, target)
 
     def _run(self, move: _Move, work: _Work, source: int, target: int) -> None:
@@ -265,7 +266,7 @@ class DiskPool:
 
     def _end(self, move: _Move, *, is_good: bool) -> None:
         with self._lock:
-            self._under_way.pop(move, None)  # absent if it never began
+            self._under_way.pop(move, None)  # absent if the move never began
             self._ended.append((move, is_good))
         metrics.DISK_MOVES.labels(move.kind, "done" if is_good else "failed").inc()
 

@@ -1,10 +1,10 @@
 """The far tier: KV blocks as objects in a store that workers and cells share, through fsspec.
 
-Each block is an object, named by its label under a directory that says what made the KV. A header
-repeats the label and has a checksum, so an object that is torn, changed or another's is not used,
-and is deleted. Threads of our own do the calls, since a store may hang: they end with the process.
-A load waits at most `_LOAD_S` for its turn, and as long for the store, whatever is stored at the
-time. After failures in a row the store is left alone for a time.
+Each block is an object, named by its label, in a directory that identifies the model and layout of
+the KV. A header repeats the label and has a checksum: an object that is torn, changed or misplaced
+is not used, and is deleted. Daemon threads make the calls, because a store may hang. A load waits
+at most `_LOAD_S` for a thread and `_LOAD_S` for the store, even during stores. After several
+failures in a row the store is not used for a time.
 """
 
 import asyncio
@@ -29,18 +29,18 @@ _MAGIC: Final = b"QuireFr1"
 _HEADER: Final = struct.Struct("<8s32sQI")
 """Magic, label, bytes of the content, their CRC-32."""
 _NUM_THREADS: Final = 8
-"""For loads, and as many for all else."""
+"""Threads for loads; as many again for all other calls."""
 _LOAD_S: Final = 2.0
 _MAX_FAILURES: Final = 3
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 300.0
 _MAX_STORING_BYTES: Final = 256 * 1024**2
-"""Copies of blocks that wait to be stored; beyond it, blocks are not stored."""
+"""Most bytes of copies that wait to be stored; beyond this, blocks are not stored."""
 _SWEEP_SHARE: Final = 1 / 16
-"""The directory is looked through after so much of its limit was stored."""
+"""After storing this share of the limit, the directory is swept."""
 _OBJECT: Final = re.compile(r"/quire-kv/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}(\.\d+-\d+)?$")
-"""The paths of objects, and of drafts that a killed process left."""
+"""Matches the paths of objects, and of temporary files that a killed process left."""
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "created")
-"""What storages call the time of an object's last change."""
+"""The names that storages give to the time of an object's last change."""
 
 _T = TypeVar("_T")
 _Work = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
@@ -52,17 +52,18 @@ class FarStore:
     """Blocks in a shared store. Called from one event loop."""
 
     def __init__(self, system: Any, root: str, identity: bytes, max_bytes: int) -> None:
-        """`system` is fsspec's; in `root` there, KV takes about `max_bytes` at most."""
+        """`system` is an fsspec file system; KV takes about `max_bytes` in its directory `root`."""
         self._system = system
         self._root = f"{root}/quire-kv"
         self._directory = f"{self._root}/{identity.hex()[:32]}"
         self._max_bytes = max_bytes
         self._loads: _Work = queue.SimpleQueue()
         self._turns = asyncio.Semaphore(_NUM_THREADS)
-        """So a load has a thread at once, unless the store hangs."""
+        """Limits loads to the number of threads, so a load gets a thread at once unless the store
+        hangs."""
         self._stores: _Work = queue.SimpleQueue()
         self._num_storing_bytes = 0
-        self._num_unswept_bytes = max_bytes  # the first store looks through it
+        self._num_unswept_bytes = max_bytes  # the first store sweeps the directory
         self._num_failures = 0
         self._pause_s = _FIRST_PAUSE_S
         self._paused_until_s = 0.0
@@ -71,20 +72,20 @@ class FarStore:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the store is left alone, because it failed."""
+        """Whether the store is not used for now, because it failed."""
         return monotonic() < self._paused_until_s
 
     def close(self) -> None:
-        """End the threads, each after what it does now and all that was asked for before."""
+        """End the threads after all earlier calls."""
         for work in (self._loads, self._stores) * _NUM_THREADS:
             work.put(None)
 
     async def load(self, label: bytes) -> bytes | None:
-        """Return the content of a block; None if it is not there, or not in time."""
+        """Return the content of a block; None if it is missing or does not arrive in time."""
         try:
             async with asyncio.timeout(_LOAD_S):
                 await self._turns.acquire()
-        except TimeoutError:  # the store is busy, which is no failure
+        except TimeoutError:  # the store is busy, which does not count as a failure
             _count("load", "refused")
             return None
         try:
@@ -133,7 +134,7 @@ class FarStore:
             _log.warning("the far store is left alone", pause_s=self._pause_s, reason=repr(error))
             self._paused_until_s = monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
-            self._num_failures = _MAX_FAILURES - 1  # one more failure is enough
+            self._num_failures = _MAX_FAILURES - 1  # one more failure pauses it again
 
     # --- on the threads -------------------------------------------------------------------------
 
@@ -166,7 +167,7 @@ class FarStore:
             self._system.pipe_file(path, data)
 
     def _sweep(self) -> None:
-        """Delete the oldest of the stores' objects beyond the limit, whoever has stored them."""
+        """Delete the oldest objects beyond the limit, including those of other workers."""
         found = self._system.find(self._root, detail=True).items()
         objects = [
             (_time_of(info), path, info["size"]) for path, info in found if _OBJECT.search(path)
@@ -180,7 +181,7 @@ class FarStore:
             try:
                 self._system.rm_file(path)
                 _count("sweep", "done")
-            except FileNotFoundError:  # another worker sweeps, too
+            except FileNotFoundError:  # another worker may sweep at the same time
                 continue
             except Exception as error:  # noqa: BLE001 - each storage has its own
                 _count("sweep", "failed")
@@ -211,7 +212,7 @@ def _run(work: _Work) -> None:
     while (item := work.get()) is not None:
         future, function = item
         if not future.set_running_or_notify_cancel():
-            continue  # its time was over before it began
+            continue  # it timed out before it began
         with contextlib.suppress(RuntimeError):  # the event loop is closed: the process ends
             try:
                 result = function()
@@ -236,7 +237,7 @@ def _header(label: bytes, content: bytes) -> bytes:
 
 
 def _time_of(info: dict[str, Any]) -> str:
-    """The time of an object's last change, as text that sorts: all objects are in one storage."""
+    """Return the time of an object's last change, as text that sorts within one storage."""
     for key in _TIMES:
         if (when := info.get(key)) is not None:
             return f"{when:020.6f}" if isinstance(when, float | int) else str(when)

@@ -3,11 +3,11 @@
 Symbols: `B` device blocks, `BH` host blocks, `Y` bytes of a block, `E` bytes of a block in the
 host: Y, or fewer with a codec.
 
-On CUDA the copies run on two streams of their own, one per direction (`copy_streams.py`). The
-computing stream may overwrite blocks that are swapped out, so it first gathers them in a staging
-area, from which they are copied to the host. If there are too many for the staging area, it waits
-for the copies instead. Computation waits for a swap-in one step later. On a CPU all copies are done
-when a call returns.
+On CUDA the copies run on two separate streams, one per direction (`copy_streams.py`). The computing
+stream may overwrite blocks that are swapped out, so it first gathers them in a staging area, from
+which they are copied to the host. If there are too many for the staging area, it waits for the
+copies instead. Computation waits for a swap-in one step later. On a CPU all copies are done when a
+call returns.
 """
 
 import mmap
@@ -182,7 +182,7 @@ class HostPool:
         return dst[~is_intact]
 
     def accept(self, blocks: Int32Array) -> None:
-        """Trust the present contents of int32[N] host blocks: store their checksums."""
+        """Accept the current contents of int32[N] host blocks: store their checksums."""
         if self._checksums is not None:
             self._await_stores()
             for block in blocks.tolist():
@@ -195,7 +195,7 @@ class HostPool:
         return self._host_blocks.numpy()[block_ids].tobytes()
 
     def checksum(self, block_ids: Int32Array) -> int | None:
-        """CRC-32 of what `read` returns, without a copy; None as `read`."""
+        """CRC-32 of the contents that `read` would return, without a copy; None as `read`."""
         if not self._are_intact(block_ids):
             return None
         checksum = 0
@@ -225,7 +225,7 @@ class HostPool:
         """Gather the blocks in the staging area, and store them while the device computes."""
         assert self._streams is not None, "only called with a staging area"
         self._streams.begin_staging()
-        order = np.argsort(dst)  # then only host blocks break runs
+        order = np.argsort(dst)  # here only host blocks break runs
         ops.gather_blocks(self._device_blocks, self._on_device(src[order]), staging)
         with (
             self._streams.storing_staged(),

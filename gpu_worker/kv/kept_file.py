@@ -1,11 +1,13 @@
-"""Files of KV that outlive their process: whose each is, and which records in it are named.
+"""KV files that outlive their process: ownership, and labels of their records.
 
-A file begins with a page that says what made its KV, the *identity*. A header for each block
+A file begins with a page that identifies the model and layout of its KV, the *identity*. A header
+for each block
 follows: the label of its content, length and checksum of its record, and the header's own checksum.
-It is written after the record, when the step that stored it has its result, and erased before the
-record is overwritten, or if its content may be wrong. So a process that is killed leaves a record
-named rightly, or not at all. Only erasures of wrong content are synced: a machine that loses power
-may have older headers and records, but a record that is not the header's has another checksum.
+A header is written after its record, when the step that stored the record has its result. It is
+erased before the record is overwritten, or if the content may be wrong. So if the process is
+killed, each record has the right label or none. Only erasures of wrong content are synced: after a
+power loss there may be older headers and records, but a record that does not belong to its header
+has another checksum.
 
 A file belongs to the process that has locked it.
 """
@@ -26,20 +28,20 @@ HEADER_BYTES: Final = 64
 
 _MAGIC: Final = b"QuireKV1"
 _FIRST: Final = struct.Struct("<8s32sQI")
-"""Magic, identity, generation, checksum of these."""
+"""Magic, identity, generation, and a checksum of these."""
 _HEADER: Final = struct.Struct("<32sQQQII")
 """Label, generation, age, bytes of the record, its checksum, checksum of these."""
 _PREFIX: Final = "quire-kv-"
 _SUFFIX: Final = ".blocks"
 _MAX_FILES: Final = 1024
 _PART: Final = 2**16
-"""Headers read at a time."""
+"""Number of headers to read at a time."""
 
 _log = structlog.get_logger()
 
 
 class Named(NamedTuple):
-    """A record whose content a label names."""
+    """A record with a label."""
 
     age: int
     block: int
@@ -49,10 +51,10 @@ class Named(NamedTuple):
 
 
 def open_kept(directory: Path, identity: bytes) -> tuple[int, Path]:
-    """Open and lock the file of an identity, or make it. Raises OSError.
+    """Open and lock a file of an identity, or create one. Raises OSError.
 
-    Workers that are alike have a file each. Files of other identities that are not locked are
-    deleted, so that the disk's space stays bounded.
+    Equal workers have separate files. Unlocked files of other identities are deleted, to limit the
+    space on the disk.
     """
     own = f"{_PREFIX}{identity.hex()[:16]}-"
     for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
@@ -98,10 +100,10 @@ def _lock(path: Path, flags: int) -> int | None:
 
 
 class Headers:
-    """The first page of a kept file, and behind it a header for each block."""
+    """The first page of a kept file, and the header of each block after it."""
 
     def __init__(self, fd: int, identity: bytes, num_blocks: int) -> None:
-        """What another identity made is void; raises OSError."""
+        """Headers of another identity are ignored; raises OSError."""
         self._fd = fd
         self._identity = identity
         self._num_blocks = num_blocks
@@ -118,7 +120,7 @@ class Headers:
         return PAGE_BYTES + -(-self._num_blocks * HEADER_BYTES // PAGE_BYTES) * PAGE_BYTES
 
     def read(self, most_bytes: int) -> list[Named]:
-        """Return what is named, oldest first; called once, at first."""
+        """Return the records with labels, oldest first; called once, before anything else."""
         found: list[Named] = []
         for first in range(0, self._num_blocks, _PART):
             size = min(_PART, self._num_blocks - first) * HEADER_BYTES
@@ -138,23 +140,23 @@ class Headers:
         return found
 
     def name(self, block: int, label: bytes, num_bytes: int, checksum: int) -> None:
-        """Name a record that is written; raises OSError."""
+        """Write the header of a written record; raises OSError."""
         self._age += 1
         header = _HEADER.pack(label, self._generation, self._age, num_bytes, checksum, 0)
         os.pwrite(self._fd, _sealed(header), PAGE_BYTES + block * HEADER_BYTES)
 
     def erase(self, block: int) -> None:
-        """Take a record's name away; raises OSError."""
+        """Erase a record's header; raises OSError."""
         os.pwrite(self._fd, bytes(HEADER_BYTES), PAGE_BYTES + block * HEADER_BYTES)
 
     def erase_all(self) -> None:
-        """Take all names away; raises OSError."""
+        """Erase all headers; raises OSError."""
         self._generation = (self._generation or 0) + 1
         os.pwrite(self._fd, _sealed(_FIRST.pack(_MAGIC, self._identity, self._generation, 0)), 0)
         self.sync()
 
     def sync(self) -> None:
-        """Make sure that what was erased stays so, even if the machine loses power."""
+        """Make erasures permanent, even if the machine loses power."""
         os.fdatasync(self._fd)
 
     def _read_generation(self) -> int | None:

@@ -2,7 +2,7 @@
 
 All groups allocate blocks from one pool, so a block has the same size in each. It holds the KV of
 some tokens in the layers of one group, which may differ in kv heads and head dim. If the layers of
-a group do not fill its blocks, these have room to spare.
+a group do not fill its blocks, the rest is unused.
 """
 
 import math
@@ -19,20 +19,20 @@ MAX_GROUPS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Where the KV of each layer is."""
+    """The KV group and place of each layer."""
 
     windows: tuple[KvWindow, ...]
-    """By group: what a token sees."""
+    """The window of each group."""
     group_of: tuple[int, ...]
-    """By layer: its group, which says in which blocks its KV is."""
+    """The group of each layer, which determines the blocks of its KV."""
     num_state_groups: int = 0
-    """How many of the last groups hold states. Recurrent layers have numbers of their own."""
+    """How many of the last groups hold states. Recurrent layers are numbered separately."""
     states_per_block: int = 1
     """Recurrent layers whose states a block holds."""
 
     @property
     def layers_per_block(self) -> int:
-        """Of the group with most layers."""
+        """Layers of the largest group."""
         return max(map(self.group_of.count, self.group_of), default=0)
 
 
@@ -49,9 +49,10 @@ def group_layers(
     The size of a block is the one that wastes least memory with at most `MAX_GROUPS` groups.
 
     Args:
-        windows: By layer: what a token sees.
+        windows: The window of each layer.
         max_model_len: A window at least as long counts as none.
-        sizes: By layer: bytes of a token's KV, or numbers in that ratio. Empty: all are alike.
+        sizes: Bytes of a token's KV in each layer, or numbers in that ratio. Empty: all layers are
+        equal.
     """
     sizes = sizes or (1,) * len(windows)
     kinds: dict[KvWindow, list[int]] = defaultdict(list)
@@ -60,7 +61,7 @@ def group_layers(
         kinds[None if length is None or length >= max_model_len else window].append(layer)
     if len(kinds) == 1:
         return one_group(len(windows), *kinds)
-    # A best block is as large as some layers of a kind that follow each other.
+    # The best block size is that of some run of consecutive layers of one kind.
     fits = {
         sum(sizes[layer] for layer in layers[start:stop])
         for layers in kinds.values()
@@ -87,7 +88,7 @@ def _order(window: KvWindow) -> tuple[bool, int, bool]:
 
 
 def _parts(layers: list[int], sizes: Sequence[int], fit: int) -> list[list[int]]:
-    """Cut layers into runs of at most `fit` bytes each."""
+    """Split layers into runs of at most `fit` bytes each."""
     parts: list[list[int]] = []
     room = 0
     for layer in layers:
@@ -97,22 +98,6 @@ def _parts(layers: list[int], sizes: Sequence[int], fit: int) -> list[list[int]]
         parts[-1].append(layer)
         room -= sizes[layer]
     return parts
-
-
-def fitting_block_size(
-    block_size: int, block_bytes: int, state_bytes: int, num_states: int, num_groups: int
-) -> int:
-    """Return the least multiple of `block_size` with which `MAX_GROUPS` groups hold all states.
-
-    Args:
-        block_size: Token slots of a block.
-        block_bytes: Bytes of such a block.
-        state_bytes: The state of one recurrent layer.
-        num_states: Recurrent layers.
-        num_groups: The groups of attention.
-    """
-    per_block = -(-num_states // max(1, MAX_GROUPS - num_groups))
-    return block_size * -(-per_block * state_bytes // block_bytes)
 
 
 def add_states(groups: LayerGroups, per_block: int, num_states: int) -> LayerGroups:

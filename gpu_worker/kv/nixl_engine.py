@@ -1,10 +1,10 @@
 """Reads other workers' host blocks with NIXL: by RDMA, or from process to process on one machine.
 
-A read goes to a staging buffer, never to a host block: its content is checked before it counts.
-And a read that failed may still write its buffer, so that buffer is not used again.
+A read goes to a staging buffer, never directly to a host block, because its content must be checked
+first. A failed read may still write to its buffer later, so that buffer is not reused.
 
-The agent of the worker that is read has to work, too, to connect and to answer. NIXL's own thread
-for that takes a whole core all the time; so ours runs only while another worker reads (`serving`).
+The agent of the other worker must also run, to connect and to answer. NIXL's own thread for this
+occupies a core all the time, so Quire runs its own only while another worker reads (`serving`).
 """
 
 import asyncio
@@ -24,9 +24,10 @@ from contract.arrays import Int32Array
 Bytes = npt.NDArray[np.uint8]
 
 _STAGING_BYTES: Final = 16 * 1024**2
-"""Unless one block is larger. A checksum and a copy of so much delay a step by about 1 ms."""
+"""Size of the staging buffer, unless one block is larger. A checksum and a copy of this size delay
+a step by about 1 ms."""
 _READ_S: Final = 5.0
-"""A read of one staging buffer that takes longer counts as hung."""
+"""A read of one staging buffer that takes longer than this counts as hung."""
 _POLL_S: Final = 0.0001
 _AVOID_S: Final = 60.0
 """How long a worker that could not be read is not tried again."""
@@ -42,23 +43,23 @@ def load_agent(name: str) -> Any:
 
 
 class TransferFailedError(Exception):
-    """The content was not read; it may come by another way."""
+    """The content was not read; the caller may use another transport."""
 
 
 class NixlEngine:
     """Registers this worker's host blocks, and reads those of others. Called from one event loop.
 
-    What reaches the agent's ports can read the registered memory.
+    Any process that can connect to the agent's ports can read the registered memory.
     """
 
     def __init__(self, agent: Any, host_blocks: Bytes) -> None:
-        """Register uint8[BH, E], which stay where they are until `close`."""
+        """Register uint8[BH, E], whose memory must stay in place until `close`."""
         self._agent = agent
         self._block_bytes: int = host_blocks.shape[1]
         self._host_blocks = host_blocks.reshape(-1)
         agent.register_memory(_region(self._host_blocks), "DRAM")
         self.agent_metadata: bytes = agent.get_agent_metadata()
-        """What other agents need in order to read."""
+        """The data that other agents need to read from this one."""
         self._staging = self._new_staging()
         self._turn = asyncio.Lock()
         """Held while the staging buffer is in use."""
@@ -68,10 +69,11 @@ class NixlEngine:
         self._calling = threading.Lock()
         """Held for each call to the agent."""
         self._peers: dict[bytes, str] = {}
-        """Names of the agents that can be read, by their metadata, the latest last."""
+        """Maps agents' metadata to their names, the most recently used last."""
         self._avoided: dict[int, float] = {}
         self._retired: deque[Bytes] = deque()
-        """Buffers of failed reads: kept until so many others have failed that none writes them."""
+        """Buffers of failed reads, kept until enough later reads have failed that none still writes
+        them."""
         self._is_closed = False
 
     @property
@@ -90,7 +92,7 @@ class NixlEngine:
         return not (self._is_closed or is_avoided)
 
     def avoid(self, instance_id: int) -> None:
-        """Do not try a worker for some time."""
+        """Do not read from a worker for some time."""
         now_s = time.monotonic()
         self._avoided = {each: s for each, s in self._avoided.items() if s > now_s}
         self._avoided[instance_id] = now_s + _AVOID_S
@@ -108,7 +110,7 @@ class NixlEngine:
             checksum: CRC-32 of the contents.
 
         Raises:
-            TransferFailedError: They are not there.
+            TransferFailedError: The contents could not be read.
         """
         async with self._turn:
             if self._is_closed:
@@ -119,7 +121,7 @@ class NixlEngine:
             try:
                 yield await asyncio.shield(work)
             except asyncio.CancelledError:
-                await asyncio.wait([work])  # it may still write the buffer
+                await asyncio.wait([work])  # the read may still write to the buffer
                 raise
 
     @contextlib.contextmanager
@@ -178,14 +180,14 @@ class NixlEngine:
             with self._calling:
                 state = self._agent.check_xfer_state(handle)
         with self._calling:
-            self._agent.release_xfer_handle(handle)  # cancels it, if it has not ended
+            self._agent.release_xfer_handle(handle)  # cancels the transfer if it has not ended
         return state
 
     def _serve(self) -> None:
         while self._num_serving and not self._is_closed:
             with self._calling:
                 if self._agent is not None:
-                    self._agent.get_new_notifs()  # there are none; makes its progress
+                    self._agent.get_new_notifs()  # the call makes progress; there are none
             time.sleep(_POLL_S)
 
     def _places(self, address: int, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -205,7 +207,7 @@ class NixlEngine:
 
     def _forget_peer(self, metadata: bytes) -> None:
         if (peer := self._peers.pop(metadata, None)) is not None:
-            with contextlib.suppress(Exception):  # it is gone
+            with contextlib.suppress(Exception):  # the worker is gone
                 self._agent.remove_remote_agent(peer)
 
     def _new_staging(self) -> Bytes:
@@ -226,7 +228,7 @@ class NixlEngine:
         with self._calling:
             for metadata in tuple(self._peers):
                 self._forget_peer(metadata)
-            self._agent = None  # ends its connections
+            self._agent = None  # closes its connections
         self._host_blocks = np.empty(0, np.uint8)
 
 

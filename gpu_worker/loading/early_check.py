@@ -16,23 +16,23 @@ _READERS: Final = {
 
 
 def check_config(settings: WorkerSettings, report: Report) -> None:
-    """Raise ModelError for what loading would refuse without a look at the weights.
+    """Raise ModelError for problems that are visible without weights and without torch.
 
-    What needs torch to be known, loading refuses itself.
+    Loading checks everything else.
     """
     directory = find_model(settings.model, settings.cache_dir, report, with_weights=False)
     if not (directory / "config.json").exists():
-        return  # loading refuses it
+        return  # loading refuses the model
     fields = read_json(directory / "config.json")
     if settings.model_class not in ("", "transformers"):
-        return  # a class of the user's reads what it likes
+        return  # a user's class may read any fields
     read_config = _READERS.get(read_architecture(fields))
     if read_config is None or settings.model_class:
         return
     try:
         config = read_config(fields)
     except UnsupportedError:
-        return  # transformers may run it
+        return  # transformers may support it
     if settings.max_model_len is not None and settings.max_model_len > config.max_model_len:
         raise ModelError(
             f"max-model-len is {settings.max_model_len}; {settings.model_id} takes at most"

@@ -131,7 +131,7 @@ def _run_largest_step(
     step = largest_step(limits)
     num_blocks = sum(len(new.block_ids) for new in step.new_sequences)
     limits = replace(limits, num_blocks=num_blocks)
-    torch.cuda.empty_cache()  # what loading the weights has freed
+    torch.cuda.empty_cache()  # memory that loading the weights has freed
     torch.cuda.reset_peak_memory_stats(device)
     pool = KvPool(config, num_blocks, limits.block_size, dtypes, device)
     Executor(model, pool, limits, (), device, ranks=ranks).step(step)
@@ -146,9 +146,9 @@ def graph_bytes(
 ) -> int:
     """Bytes that all graphs hold.
 
-    All graphs share torch's memory, so they need what the largest computation does. The driver
-    keeps memory for each graph, by the number of its kernels. That is about the same for all sizes,
-    so it is measured with one.
+    All graphs share torch's memory, so they need as much as the largest computation. The driver
+    keeps memory for each graph in proportion to its kernels. Their number is about the same for all
+    sizes, so it is measured with one size.
     """
     pool = KvPool(config, 1, limits.block_size, dtypes, device)
     last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
@@ -159,7 +159,7 @@ def graph_bytes(
     of_driver = 0
     with torch.inference_mode():
         decodes.rehearse()
-        # A model that cannot be captured in pieces may raise anything, then and now.
+        # A model that cannot be captured in pieces may raise any error, here and later.
         with contextlib.suppress(Exception):
             pieces.rehearse()
         peak = torch.cuda.max_memory_allocated(device)
@@ -175,7 +175,7 @@ def _driver_bytes(pieces: PiecewiseGraphs, device: torch.device) -> int:
     """Bytes of the driver for the pieces of one size."""
     backend = CudaGraphs(device)
     used = []
-    for size in pieces.sizes[:2]:  # the first also pays what is paid once
+    for size in pieces.sizes[:2]:  # the first capture includes one-time costs
         pieces.capture_size(size, backend)
         free, total = torch.cuda.mem_get_info(device)
         used.append(total - free - torch.cuda.memory_reserved(device))
@@ -183,7 +183,7 @@ def _driver_bytes(pieces: PiecewiseGraphs, device: torch.device) -> int:
 
 
 def largest_step(limits: Limits) -> Plan:
-    """The largest step: the most tokens over the most rows, and each row samples.
+    """Return the largest step: as many tokens and rows as possible, and each row samples.
 
     The rows use the sampling parameters that take most memory. Blocks are numbered from 0.
     """

@@ -49,10 +49,10 @@ class LowerTiers:
 def kv_identity(
     settings: WorkerSettings, directory: Path, dtype: torch.dtype, groups: LayerGroups
 ) -> bytes:
-    """Return a hash of all that determines the KV of a token, besides the tokens before it.
+    """Return a hash of everything, except earlier tokens, that determines the KV of a token.
 
-    With a far tier, which other machines share, files of the model count by name and content.
-    Otherwise they count by name, size and time of change, so copied ones count as others.
+    With a far tier, which other machines share, the model's files are hashed by name and content.
+    Otherwise they are hashed by name, size and time of change, so copies count as different.
     """
     describe = _content if settings.far_kv_url else _size_and_time
     files = sorted((path.name, describe(path)) for path in directory.iterdir() if path.is_file())
@@ -83,7 +83,7 @@ def _content(path: Path) -> bytes:
 def open_lower_tiers(
     settings: WorkerSettings, pool: KvPool, config: ModelConfig, identity: bytes | None = None
 ) -> LowerTiers:
-    """Allocate the tiers. With `identity`, the disk's blocks are kept for the next process.
+    """Allocate the tiers. With `identity`, the disk's blocks outlive the process.
 
     Raises:
         ModelError: The disk has not enough room, or there is a disk tier without a host tier.
@@ -146,7 +146,7 @@ def _open_disk_pool(
 def _record_codec(
     settings: WorkerSettings, block_bytes: int, pool: KvPool, config: ModelConfig
 ) -> RecordCodec | None:
-    """The codec of the disk, on top of the host's."""
+    """Return the codec of the disk, applied after the host's."""
     spec, host = settings.disk_codec, settings.host_codec
     if spec.is_lossless:
         itemsize = 1 if host.is_quantized else pool.layout.itemsize

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gpu_worker.operations import AdapterServicer
 
 _NO_MEMORY: Final = ("out of memory", "can't allocate memory", "Cannot allocate memory")
-"""Messages of torch's and the system's out-of-memory errors that have no type of their own."""
+"""Messages of out-of-memory errors of torch and the system that have no specific type."""
 
 _UNLOADED: Final = "its model is unloaded"
 
@@ -244,7 +244,7 @@ class ModelSlot:
         model.memory.stop()
         if model.far is not None:
             model.far.close()
-        if model.transfer is not None:  # before the memory goes that other workers read
+        if model.transfer is not None:  # before freeing the memory that other workers read
             await model.transfer.close()
         await asyncio.to_thread(_begin_release)
         if not await model.steps.stop():  # drops the executor, which holds the memory
@@ -255,7 +255,7 @@ class ModelSlot:
         _log.info("unloaded the model")
 
     def _settings_of(self, directory: Path) -> WorkerSettings:
-        """The settings for another model, without those that describe the flags' model only."""
+        """Return the settings for another model, without those about the flags' model only."""
         if _is_same(directory, Path(self._settings.model)):
             return self._settings
         other = {"model": str(directory), "served_model_name": "", "lora": ()}
@@ -314,7 +314,7 @@ def _explain(error: Exception, directory: Path) -> Exception:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Clear the frames of an error and its causes, so that they hold no memory."""
+    """Clear the frames of an error and its causes, which would keep memory alive."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import structlog
@@ -14,16 +13,16 @@ import torch
 from contract.pooling import Abilities
 from contract.worker_limits import Chunk, Limits
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.kv.layer_groups import (
-    LayerGroups,
-    add_states,
-    fitting_block_size,
-    group_layers,
-    one_group,
-)
-from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
+from gpu_worker.kv.layer_groups import LayerGroups, one_group
+from gpu_worker.kv.layout import KvDtypes, block_bytes, group_attention, kv_dtypes, place_states
 from gpu_worker.loading import kv_memory
-from gpu_worker.loading.device import pick_attention, pick_device, pick_dtype, set_num_threads
+from gpu_worker.loading.device import (
+    pick_attention,
+    pick_device,
+    pick_dtype,
+    set_amx,
+    set_num_threads,
+)
 from gpu_worker.loading.kv_memory import open_pool_memory
 from gpu_worker.loading.kv_tiers import LowerTiers, kv_identity, open_lower_tiers
 from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
@@ -50,12 +49,10 @@ from model_files.locate import find_model
 
 _GIB = 1024**3
 _LARGE_GPU_BYTES = 75 * 2**30
-"""Slightly less than what a GPU of 80 GB says that it has."""
+"""Slightly less than the memory that a GPU of 80 GB reports."""
 _LARGEST_GPU_BYTES = 120 * 2**30
 _CPU_SATURATING_TOKENS = 512
-"""From so many tokens of a step on, arithmetic bounds a CPU."""
-_MAX_BLOCK_SIZE = 8192
-"""With larger blocks the prefix cache would find little. Chosen, not measured."""
+"""From this many tokens per step on, a CPU is bound by arithmetic."""
 
 _log = structlog.get_logger()
 
@@ -67,6 +64,8 @@ class RankModel:
     executor: Executor
     device: torch.device
     num_threads: int
+    uses_amx: bool
+    """Whether a CPU's linear maps use Intel's AMX."""
     tiers: LowerTiers
     has_structured_output: bool
     limits: Limits
@@ -81,7 +80,7 @@ class RankModel:
     """The rates of all ranks together."""
     abilities: Abilities
     identity: bytes | None
-    """A hash of all that determines the KV; None: random weights, or no KV."""
+    """A hash of everything that determines the KV; None: random weights, or no KV."""
     load_adapter: Callable[[str, Path], Adapter]
     """Loads an adapter from its name and directory; raises ModelError."""
 
@@ -96,8 +95,8 @@ def load_rank_model(
     Args:
         member: Which rank this is, and its settings.
         report: Called with status and progress; an error that it raises ends the load.
-        meet: Connects the ranks, called when this one knows that it can serve the settings; returns
-        None if there are no other ranks.
+        meet: Connects the ranks, called when this rank knows that it can serve the settings;
+        returns None if there are no other ranks.
 
     Raises:
         ModelError: the model cannot be served as the settings ask, or not one KV block fits.
@@ -114,10 +113,10 @@ def _load_rank_model(
     meet: Callable[[Place, torch.device], Ranks | None],
     undo: ExitStack,
 ) -> RankModel:
-    """As `load_rank_model`; `undo` gets what must be released if a later step fails.
+    """As `load_rank_model`; `undo` collects the resources to release if a later step fails.
 
     First it checks everything that needs no weights: device, config, dtypes, adapters. Then the
-    ranks meet, so that no rank loads gigabytes in vain. Weights are loaded before KV memory is
+    ranks connect, before any of them loads gigabytes. Weights are loaded before KV memory is
     allocated, because on a GPU the KV pool gets the memory that the largest step leaves. All ranks
     use the smallest number of blocks. Then the host and disk tiers are built, and last the
     executor: graphs are captured at the pool's final addresses, and rates are measured with all
@@ -127,6 +126,7 @@ def _load_rank_model(
     device = pick_device(settings.device, member.number)
     attention = pick_attention(settings.attention_backend, device)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
+    uses_amx = set_amx(settings.amx, device)
     quantization = Quantization(settings.quantization) if settings.quantization else None
     is_dummy = settings.load_format == "dummy"
     if is_dummy:
@@ -137,7 +137,7 @@ def _load_rank_model(
     abilities = read_abilities(directory, config, place.num_ranks)
     dtype = pick_dtype(settings.dtype, config, device)
     limits = _limits(settings, config, device)
-    has_kv = config.num_layers > 0
+    has_kv = not config.is_encoder
     dtypes = _kv_dtypes(settings, config, dtype, place) if has_kv else ()
     groups = _layer_groups(settings, config, limits, place, dtypes) if has_kv else one_group(0)
     if config.num_states:
@@ -209,7 +209,7 @@ def _load_rank_model(
     if tiers.disk_pool is not None:
         undo.callback(tiers.disk_pool.close)
     structured = None
-    if place.rank == 0 and has_kv:  # rank 0 samples
+    if place.rank == 0 and has_kv:  # only rank 0 samples
         structured = _structured_output(directory, limits.vocab_size, eos_token_ids, device)
     drafter = _drafter(settings, limits, draft_model)
     executor = Executor(
@@ -224,8 +224,8 @@ def _load_rank_model(
         ranks=ranks,
         drafter=drafter,
         adapters=adapters,
-        # An encoder keeps no KV: the parts of a prompt would not see each other. And a step that
-        # was broken off has advanced some recurrent states.
+        # No step halving for an encoder: without KV, the parts of a prompt would not see each
+        # other. None for recurrent layers: an interrupted step has already advanced some states.
         takes_parts=abilities.generates and not config.num_states,
     )
     if has_kv and _has_graphs(settings, device):
@@ -236,7 +236,7 @@ def _load_rank_model(
         _capture_graphs(executor, backend, report, drafter, shares_prefixes=shares_prefixes)
     if has_kv and device.type == "cuda":
         report("compiling kernels", None)
-        # Rank 0 alone has grammars, and all ranks must warm up alike.
+        # Only rank 0 has grammars, and all ranks must warm up in the same way.
         has_grammars = structured is not None and ranks is None
         warm_up(
             executor,
@@ -261,6 +261,7 @@ def _load_rank_model(
         device=device,
         dtype=dtype,
         num_threads=num_threads,
+        uses_amx=uses_amx,
         block_bytes=bytes_per_block,
         max_num_blocks=None if pool_memory is None else len(pool.blocks_as_bytes),
         tiers=tiers,
@@ -273,7 +274,7 @@ def _load_rank_model(
 
 
 def _check_without_kv(settings: WorkerSettings, config: ModelConfig) -> None:
-    """Check that no setting is about the KV or the drafts of a model that has neither."""
+    """Check that no setting concerns KV or drafts, which an encoder does not have."""
     for name in ("host_kv_memory_gb", "disk_kv_memory_gb", "kv_cache_memory_gb", "speculative"):
         if value := getattr(settings, name):
             raise ModelError(
@@ -339,9 +340,9 @@ def _capture_graphs(
     *,
     shares_prefixes: bool = False,
 ) -> None:
-    """Capture graphs for each kind of step. Where that fails, log a warning and go on without.
+    """Capture graphs for each kind of step; if a capture fails, log a warning and continue.
 
-    With a drafter all steps are of the second kind: their tokens come from the host.
+    With a drafter, all steps are of the second kind, because their tokens come from the host.
     """
     kinds: list[tuple[str, Callable[..., None]]] = [("steps with prompts", executor.capture_pieces)]
     if drafter is None:
@@ -360,7 +361,7 @@ def _capture_graphs(
         else:
             seconds = round(time.monotonic() - start_s, 1)
             _log.info("captured CUDA graphs", steps=steps, seconds=seconds)
-    torch.cuda.empty_cache()  # cached by the runs before the captures
+    torch.cuda.empty_cache()  # memory that the runs before the captures have cached
 
 
 def _kv_dtypes(
@@ -392,17 +393,15 @@ def _layer_groups(
     """
     num_layers = len(place.layers(config.num_layers))
     is_whole = num_layers == config.num_layers
-    if not config.windows or settings.draft_model is not None or not is_whole:
+    if settings.draft_model is not None or not is_whole:
         if any(isinstance(window, Chunk) for window in config.windows):
             raise ModelError(
                 f"draft-model is {settings.draft_model}; {config.architecture}'s attention has"
                 " chunks, and is supported without a draft model alone"
             )
         return one_group(num_layers)
-    layers = range(num_layers)
-    sizes = [prod(config.kv_shape(layer)) * dtypes[layer].itemsize for layer in layers]
-    groups = group_layers(config.windows, limits.max_model_len, sizes)
-    if groups.windows != (None,):
+    groups = group_attention(config, dtypes, limits.max_model_len)
+    if groups.windows not in {(), (None,)}:
         _log.info("KV groups", windows=groups.windows, layers_per_block=groups.layers_per_block)
     return groups
 
@@ -414,7 +413,7 @@ def _for_chunks(
     limits: Limits,
     device: torch.device,
 ) -> WorkerSettings:
-    """The settings with which chunked attention can be computed, if the model has any.
+    """Return the settings adjusted for chunked attention, if the model has it.
 
     Raises:
         ModelError: A block would belong to two chunks.
@@ -433,9 +432,10 @@ def _for_chunks(
 
 
 def _default_sizes(device_bytes: int | None) -> tuple[int, int]:
-    """The most sequences and tokens of a step, by a GPU's memory; None: a CPU.
+    """Return the default number of sequences and tokens of a step, by a GPU's memory; None: a CPU.
 
-    Those of GPUs are not measured: devices with much memory have the arithmetic for longer steps.
+    The defaults for GPUs are not measured; they assume that devices with more memory compute
+    faster.
     """
     if device_bytes is None:
         return 64, 2048
@@ -471,23 +471,12 @@ def _with_states(
                 f"{name.replace('_', '-')} is {codec}; {config.architecture} has recurrent layers,"
                 " whose states must not be rounded"
             )
-    asked, num_states = settings.block_size, config.num_states
-    size = fitting_block_size(
-        asked,
-        block_bytes(config, asked, dtypes, groups),
-        config.state_bytes,
-        num_states,
-        len(groups.windows),
-    )
-    if size > _MAX_BLOCK_SIZE:
-        raise ModelError(
-            f"the state of a recurrent layer has {config.state_bytes} bytes, and a block would need"
-            f" {size} tokens to hold as much; at most {_MAX_BLOCK_SIZE} are supported"
-        )
-    per_block = block_bytes(config, size, dtypes, groups) // config.state_bytes
-    groups = add_states(groups, min(per_block, num_states), num_states)
+    groups, size = place_states(config, settings.block_size, dtypes, groups)
     _log.info(
-        "recurrent layers", layers=num_states, block_size=size, state_groups=groups.num_state_groups
+        "recurrent layers",
+        layers=config.num_states,
+        block_size=size,
+        state_groups=groups.num_state_groups,
     )
     return groups, replace(limits, block_size=size)
 
@@ -513,7 +502,7 @@ def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device)
         default_seqs, settings.max_num_batched_tokens or default_tokens
     )
     most_tokens = max(default_tokens, max_num_seqs)
-    if config.num_layers == 0:
+    if config.is_encoder:
         # A prompt is computed in one step, and its vector counts as a token of its row.
         if (settings.max_num_batched_tokens or max_model_len) < max_model_len:
             raise ModelError(
@@ -550,7 +539,7 @@ def _num_blocks(
 ) -> int:
     if settings.num_blocks is not None:
         return settings.num_blocks
-    if config.num_layers == 0:  # blocks have no bytes
+    if config.is_encoder:  # blocks have no bytes
         return limits.max_num_seqs * limits.max_blocks_per_row
     if settings.kv_cache_memory_gb is not None:
         num_bytes = int(settings.kv_cache_memory_gb * _GIB)

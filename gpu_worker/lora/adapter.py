@@ -28,7 +28,7 @@ class AdaptedMap:
     name: MapName
     num_in: int
     modules: tuple[tuple[str, int], ...]
-    """Name in the checkpoint and number of outputs of each."""
+    """Name in the checkpoint and number of outputs of each map."""
 
 
 def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
@@ -77,7 +77,7 @@ class Adapter:
 
     id: LoraAdapter
     layers: tuple[Mapping[MapName, LowRankMap], ...]
-    """By layer: the additions, by map."""
+    """The additions of each layer, by map."""
     native: NativeAdapter | None = None
     """The same additions for the native decoder; None if it has no code for them."""
 

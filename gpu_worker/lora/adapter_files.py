@@ -34,8 +34,8 @@ _OF_TRAINING: Final = frozenset(
 )
 """Fields without effect on a trained adapter, unless a field that is refused is set, too.
 
-Any other field is accepted only with a neutral value, so that a newer variant of LoRA is refused
-and not mistaken for LoRA.
+Any other field is accepted only with a neutral value: a newer variant of LoRA must not be mistaken
+for LoRA.
 """
 _NEUTRAL: Final[tuple[object, ...]] = (None, False, "none", "", [], {})
 _HARMLESS_STARTS: Final = (None, True, False, "gaussian", "orthogonal", "eva")
@@ -207,7 +207,8 @@ def _low_rank_map(
             first_rank += rank
         first_out += num_out
     return LowRankMap(
-        make_linear(down.to(device, dtype), None), make_linear(up.to(device, dtype), None)
+        make_linear(down.to(device, dtype), None, is_low_rank=True),
+        make_linear(up.to(device, dtype), None, is_low_rank=True),
     )
 
 

@@ -60,7 +60,7 @@ class AdapterTable:
 
     def free_unused(self) -> None:
         """Free removed adapters that no row uses any more. Call this when rows are released."""
-        if not self._leaving:  # almost always
+        if not self._leaving:  # true almost always
             return
         for number in self._leaving - self._numbers_in_use():
             self._leaving.remove(number)
@@ -89,7 +89,7 @@ class StepAdapters:
     """The same adapters for the native decoder; None if it has no code for one of them."""
 
     def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
-        """The layer at this index, with the adapters' additions to its maps."""
+        """Return the layer at this index, with the adapters' additions to its maps."""
         mlp = layer.feed_forward
         if isinstance(mlp, GatedMlp):
             mlp = replace(
@@ -145,7 +145,7 @@ def step_adapters(
     Returns:
         None if no token has an adapter.
     """
-    if not numbers.any():  # always so on a worker without adapters
+    if not numbers.any():  # always true on a worker without adapters
         return None
     used = [number for number in np.unique(numbers).tolist() if number != NO_ADAPTER]
     native = _native(numbers, {number: adapters[number] for number in used})

@@ -11,7 +11,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Memory that machine and control group still allow this process."""
+    """Memory that this process may still allocate, by the limits of machine and control group."""
     bounds = []
     if (available := _meminfo().get("MemAvailable")) is not None:
         bounds.append(available)

@@ -80,7 +80,7 @@ class ElasticMemory:
         self.num_bytes = num_bytes
 
     def close(self) -> None:
-        """Free everything, addresses included. Views must not be used any more."""
+        """Free everything, including the addresses. Views must no longer be used."""
         self._chunks.unmap(0, self._num_chunks(self.num_bytes))
         self._chunks.close()
 
@@ -162,7 +162,7 @@ class CpuChunks:
 
 
 _CHUNK_BYTES = 32 * 1024**2
-"""Mapping a whole GPU takes thousands of calls, not tens of thousands; finer steps have no use."""
+"""Smallest chunk: mapping a whole GPU takes thousands of calls, and finer steps are not needed."""
 
 
 class VirtualMemoryError(Exception):

@@ -1,7 +1,7 @@
 """Memory pressure: derives a level from how much memory is available. Needs no torch.
 
-A worse level takes effect at once, a better one after several better readings in a row: reacting
-to a level improves the readings, and the first of them must not end the reaction.
+A worse level takes effect at once, a better one only after several better readings in a row: the
+reaction to a level improves the readings, and the first better reading must not end the reaction.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Protocol
 from contract.info import MemoryLevel
 
 _NUM_BETTER = 5
-"""Better readings in a row that lower the level."""
+"""Number of better readings in a row that lower the level."""
 _WARNING_SHARE = 0.03
 _CRITICAL_SHARE = 0.01
 
@@ -40,7 +40,7 @@ class Thresholds:
 def choose_thresholds(
     warning: float | None, critical: float | None, available: int, total: int
 ) -> Thresholds:
-    """The operator's thresholds; else 3 % and 1 %, or less on a device that is full by design.
+    """Return the operator's thresholds, or the defaults: 3 % and 1 %, less on a full device.
 
     Args:
         warning: Share of total memory, at least `critical`; None: not set.

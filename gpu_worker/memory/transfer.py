@@ -72,7 +72,7 @@ class Download:
     """Copies tensors to the host without waiting for the device; on a CPU there is no copy."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
-        """Start the copies, behind all work enqueued before."""
+        """Start the copies, after all earlier work."""
         self._tensors = [_to_host(tensor) for tensor in tensors]
         self._arrived: torch.cuda.Event | None = None
         if tensors[0].is_cuda:

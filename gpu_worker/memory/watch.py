@@ -1,4 +1,4 @@
-"""Watches the memory of the worker's device on a thread, and reports when it gets short.
+"""Watches the memory of the worker's device on a thread, and reports shortages.
 
 A GPU's numbers come from its driver and torch's allocator; a CPU's from the machine and the
 process's control group.

@@ -44,7 +44,7 @@ class AttentionMetadata:
     max_query_len: int
     """The longest chunk of this step, in tokens."""
     num_decodes: int
-    """The first so many sequences have one token each."""
+    """Number of sequences with one token; these come first."""
     wanted: "WantedTokens | None" = None
     """Tokens whose final hidden states are wanted; None: all."""
     adapters: StepAdapters | None = None
@@ -52,9 +52,10 @@ class AttentionMetadata:
     token_types: torch.Tensor | None = None
     """int64[T]: 1 for tokens of the second text of a pair; None: there are none."""
     by_group: tuple["AttentionMetadata", ...] = ()
-    """With several KV groups: the metadata of each, which differ in slots and block tables, and in
-    their sequences if a group has chunks: what a token sees of its chunk is then a sequence of its
-    own. The first group's slots and tables are also in this object. Empty: there is one group."""
+    """With several KV groups: the metadata of each group. They differ in slots and block tables,
+    and also in sequences if a group has chunks, because each chunk of the window then counts as a
+    separate sequence. This object has the slots and tables of the first group. Empty: there is one
+    group."""
     shared: SharedPrefixes | None = None
     """The beginnings that decodes share; None: each attends to its own."""
     attend_between: AttendBetween | None = None
@@ -76,7 +77,7 @@ class AttentionMetadata:
 
     @cached_property
     def decodes(self) -> Sequences | None:
-        """The decodes alone; None: there are none."""
+        """Only the decodes; None: there are none."""
         if self.num_decodes == 0:
             return None
         which = slice(self.num_decodes)
@@ -84,7 +85,7 @@ class AttentionMetadata:
 
     @cached_property
     def chunks(self) -> Sequences | None:
-        """The chunks alone, whose tokens follow those of the decodes; None: there are none."""
+        """Only the chunks, whose tokens follow the decodes' tokens; None: there are none."""
         if self.num_decodes == len(self.seq_lens):
             return None
         which = slice(self.num_decodes, None)
@@ -100,7 +101,7 @@ class AttentionMetadata:
 class WantedTokens:
     """The tokens whose final hidden states are wanted: the last ones of each sequence, or none.
 
-    The last layer stores K and V of all tokens, and then computes these tokens only.
+    The last layer stores K and V of all tokens, but then computes only these tokens.
     """
 
     places: torch.Tensor
@@ -212,7 +213,9 @@ def attend(
         def attend_to(step: AttentionMetadata) -> None:
             step = step.in_layer(pool, layer)
             # Chunks first, because this may overwrite the rows of the decodes.
-            if step.chunks is not None and len(query) > step.num_decodes:  # else none is wanted
+            if (
+                step.chunks is not None and len(query) > step.num_decodes
+            ):  # otherwise none is wanted
                 attend_chunks(step.chunks)
             if step.decodes is not None:
                 attend_decodes(step.decodes)

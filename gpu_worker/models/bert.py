@@ -36,7 +36,7 @@ _ACTIVATIONS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig(ModelConfig):
-    """What the model needs besides `ModelConfig`, in which it has no layers with KV."""
+    """The fields that an encoder needs besides `ModelConfig`, which has no layers with KV here."""
 
     hidden_size: int
     intermediate_size: int
@@ -162,7 +162,7 @@ class Bert:
         return metadata.select(hidden)
 
     def _attend(self, qkv: torch.Tensor, bounds: list[int]) -> torch.Tensor:
-        """Attend within each sequence, one by one, so that none depends on the others."""
+        """Attend within each sequence separately, so that sequences do not affect each other."""
         heads = qkv.view(len(qkv), 3, self.config.num_heads, -1).permute(1, 2, 0, 3)  # [3,H,T,D]
         parts = [
             functional.scaled_dot_product_attention(*heads[:, None, :, start:end])[0]
@@ -182,7 +182,7 @@ class Bert:
 
 
 def build_bert(config: BertConfig, weights: Weights) -> Bert:
-    """Build the model from a checkpoint, in which the encoder may have a name of its own."""
+    """Build the model from a checkpoint, in which tensors of the encoder may have a prefix."""
     base = "roberta." if config.is_roberta else "bert."
     prefix = base if any(name.startswith(base) for name in weights.names) else ""
     hidden = config.hidden_size

@@ -19,27 +19,31 @@ class ModelConfig:
     max_model_len: int
     """Most tokens of a sequence."""
     num_layers: int
-    """Layers with attention: each has keys and values in the KV pool. 0: an encoder, which keeps
-    none."""
+    """Layers with attention: each has keys and values in the KV pool."""
     num_kv_heads: int
-    """Of the layers that `kv_shapes` does not name."""
+    """KV heads of each layer, unless `kv_shapes` is set."""
     head_dim: int
-    """The head dim of keys and values of these layers."""
+    """Head dim of keys and values of each layer, unless `kv_shapes` is set."""
     kv_shapes: tuple[tuple[int, int], ...] = ()
-    """By layer: kv heads and head dim. Empty: all have `num_kv_heads` and `head_dim`."""
+    """KV heads and head dim of each layer. Empty: all have `num_kv_heads` and `head_dim`."""
     latent_dim: int | None = None
     """With multi-head latent attention: a value is the first `latent_dim` numbers of its key, so it
     is not stored; None: values are stored."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json; may be empty."""
     windows: tuple[KvWindow, ...] = ()
-    """By layer: what a token sees. Empty: all in each."""
+    """The window of each layer. Empty: no layer has a window."""
     num_states: int = 0
-    """Recurrent layers, each with a state for a sequence."""
+    """Number of recurrent layers; each has one state per sequence."""
     state_bytes: int = 0
-    """The largest of these states."""
+    """Bytes of the largest state."""
     dtype: str
     """The checkpoint's dtype, one of `DTYPES`; float32 if config.json has none."""
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it keeps nothing of a token, and so generates nothing."""
+        return self.num_layers == self.num_states == 0
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
         """Kv heads and head dim of a layer."""
@@ -68,7 +72,7 @@ def read_architecture(fields: JsonFields) -> str:
 
 
 def read_model_config(fields: JsonFields) -> ModelConfig:
-    """Parse config.json, and generation_config.json beside it, by the names that most families use.
+    """Parse config.json and generation_config.json, by the field names of most families.
 
     Raises:
         ModelError: A file or field is missing or malformed.

@@ -16,7 +16,7 @@ class LlamaConfig(ModelConfig):
     num_heads: int
     """A multiple of `num_kv_heads`."""
     intermediate_size: int
-    """Of each expert, if there are experts."""
+    """MLP size; of each expert, if there are experts."""
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool

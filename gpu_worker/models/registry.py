@@ -39,11 +39,11 @@ class ModelSource(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """What is known of the model before its weights are read."""
+        """The facts about the model that are known before its weights are read."""
 
     @property
     def local_config(self) -> ModelConfig:
-        """The same for this rank's part, if the model is on several devices."""
+        """The config of this rank's part, if the model is on several devices."""
 
     def load(
         self,
@@ -55,7 +55,7 @@ class ModelSource(Protocol):
         """Read the weights and build the model.
 
         Args:
-            dtype: Of weights and activations.
+            dtype: The dtype of weights and activations.
             device: Where to put them.
             progress: Called with the fraction of weights read, up to 1.
             ranks: The devices that share the model; None: this device only.
@@ -216,7 +216,7 @@ def _of_transformers(
     if place.num_ranks > 1:
         raise _not_shared(f"{architecture}, which is run by transformers' model,", place)
     try:
-        # Imported here: it takes seconds, and few workers need it.
+        # Imported here, because it takes seconds and few workers need it.
         from gpu_worker.models.transformers.model import TransformersSource  # noqa: PLC0415
     except ModuleNotFoundError as error:
         if error.name != "transformers":

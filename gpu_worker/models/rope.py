@@ -1,4 +1,4 @@
-"""Rotary position embedding: parses what config.json asks for. Needs no torch."""
+"""Parses the rotary position embedding of config.json. Needs no torch."""
 
 import math
 from dataclasses import dataclass
@@ -64,13 +64,13 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Each frequency divided by a factor of its own (https://arxiv.org/abs/2402.13753)."""
+    """Each frequency divided by a separate factor (https://arxiv.org/abs/2402.13753)."""
 
     factors: tuple[float, ...]
     attention_factor: float
     """Multiplies rotated queries and keys."""
     max_model_len: int | None
-    """Where other factors begin to hold for the whole sequence; None: they hold at any length."""
+    """The length from which other factors apply to the whole sequence; None: no such length."""
 
 
 RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
@@ -111,7 +111,7 @@ def rope_from_fields(
     kind = rope.get("rope_type", default=rope.get("type", default="default"))
     scaling: RopeScaling | None
     match kind:
-        case "default" | "dynamic":  # dynamic differs beyond max_position_embeddings alone
+        case "default" | "dynamic":  # dynamic scaling differs only beyond max_position_embeddings
             scaling = None
         case "linear":
             scaling = LinearScaling(rope.number("factor"))

@@ -67,7 +67,7 @@ def _stretch_as_yarn(wavelengths: torch.Tensor, theta: float, scaling: YarnScali
     head_dim = 2 * len(wavelengths)
 
     def dimension(turns: float) -> float:
-        """Where a frequency makes so many turns in the original context."""
+        """Return the dimension whose frequency makes this many turns in the original context."""
         longest = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return head_dim * math.log(longest) / (2 * math.log(theta))
 
@@ -75,6 +75,6 @@ def _stretch_as_yarn(wavelengths: torch.Tensor, theta: float, scaling: YarnScali
     if scaling.is_truncated:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
-    last += 0.001 if first == last else 0  # as transformers, so that nothing is divided by 0
+    last += 0.001 if first == last else 0  # as transformers does, to avoid a division by 0
     divided = ((torch.arange(len(wavelengths)) - first) / (last - first)).clamp(0.0, 1.0)
     return divided / (scaling.factor * wavelengths) + (1 - divided) / wavelengths

@@ -92,7 +92,7 @@ class Follower:
             except OSError as error:
                 _end(f"rank 0 is lost: {error}")
             if frame.kind is Kind.CLOSE:
-                os._exit(0)  # no cleanup is needed, and a collective may hang
+                os._exit(0)  # exit without cleanup, because a collective may hang
             self._frames.put(frame)
 
 

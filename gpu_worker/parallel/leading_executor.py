@@ -18,8 +18,8 @@ from gpu_worker.step.rows import Rows
 class LeadingExecutor:
     """An `Executor` for the step loop that drives the executors of all ranks.
 
-    All ranks refuse a bad step alike, before any of them computes. If a step fails in another way,
-    other ranks may be in the middle of it, so the group ends.
+    All ranks refuse a bad step in the same way, before any of them computes. If a step fails in
+    another way, other ranks may be in the middle of it, so the group ends.
     """
 
     def __init__(self, executor: Executor, leader: Leader) -> None:
@@ -67,13 +67,13 @@ class LeadingExecutor:
             self._executor.distrust()
 
     def resize_pool(self, num_blocks: int) -> None:
-        """Refuse: each rank has a pool of its own."""
+        """Refuse, because each rank has a separate pool."""
         raise UnimplementedError(
             f"num_blocks is {num_blocks}: a pool on several devices cannot be resized"
         )
 
     def add_adapter(self, number: int, adapter: Adapter) -> None:  # noqa: ARG002
-        """Refuse: each rank would need its part of the adapter."""
+        """Refuse, because each rank would need its part of the adapter."""
         raise UnimplementedError("a model on several devices cannot have adapters")
 
     def remove_adapter(self, number: int) -> None:

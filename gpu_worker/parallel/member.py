@@ -30,7 +30,8 @@ _ALIKE: Final = (
     "host_kv_codec",
     "kv_checksum",
 )
-"""Settings that must be equal on all ranks; otherwise ranks compute nonsense or wait forever."""
+"""Settings that must be equal on all ranks; otherwise the ranks compute nonsense or wait for
+ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class LocalRanks:
     """The processes of this machine's other ranks. A context manager that ends them."""
 
     def __init__(self, member: Member) -> None:
-        """Start them, if `member` is the first process of the command.
+        """Start the other ranks, if `member` is the first process of the command.
 
         Each ends when its standard input ends, which happens when this process ends.
         """
@@ -129,7 +130,7 @@ class LocalRanks:
                 raise ModelError(f"a rank of this machine has ended with {code}; its log says why")
 
     def end(self) -> None:
-        """End those that still run."""
+        """End the processes that still run."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()

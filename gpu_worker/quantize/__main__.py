@@ -1,4 +1,4 @@
-"""Quantizes a model: `quire quantize` starts it, in a process of its own, with torch."""
+"""Quantizes a model, in a separate process that `quire quantize` starts, because it needs torch."""
 
 import argparse
 import sys

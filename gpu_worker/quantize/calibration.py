@@ -1,7 +1,7 @@
 """Runs a text through a model of transformers, layer by layer, and rounds each layer's maps.
 
-A layer's maps are fitted to what they get once the layers before are rounded, so that later layers
-make up for earlier ones' errors.
+A layer's maps are fitted to their inputs after earlier layers were rounded, so later layers
+compensate for earlier errors.
 """
 
 import contextlib
@@ -17,9 +17,10 @@ from gpu_worker.quantize.rounding import RoundedWeight, round_for_inputs
 from gpu_worker.weights.json_fields import ModelError
 
 _MOST_CHARACTERS: Final = 16
-"""Characters of text that are read for each token wanted; few tokens have more."""
+"""Characters of text to read per token; few tokens have more."""
 _ROUTERS: Final = ("gate", "router")
-"""The maps that choose experts: small, and a rounded one would choose others."""
+"""The maps that choose experts. They stay as they are: they are small, and rounding would change
+the choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Rounding:
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error
-    """The first layer has been reached; the rest of the model need not run."""
+    """Raised at the first layer, because the rest of the model need not run."""
 
 
 def read_samples(path: Path, tokenizer: Any, num_samples: int, length: int) -> torch.Tensor:
@@ -51,7 +52,7 @@ def read_samples(path: Path, tokenizer: Any, num_samples: int, length: int) -> t
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"calibrate is {path}; it cannot be read as text: {error}") from error
     part = max(1, len(text) // num_samples)
-    if part < length * _MOST_CHARACTERS:  # a short text: all of it, one sample after another
+    if part < length * _MOST_CHARACTERS:  # a short text is used completely, sample after sample
         ids = tokenizer.encode(text, add_special_tokens=False)
         samples = [ids[at : at + length] for at in range(0, len(ids), length)]
     else:
@@ -79,7 +80,7 @@ def round_layers(
         model: A causal language model of transformers, in float32.
         samples: Token ids int64[S, T]; None: each weight is rounded to
             the nearest integer.
-        rounding: How.
+        rounding: The parameters of rounding.
         progress: Called with the number of layers that are done, and the number of all.
 
     Raises:

@@ -1,8 +1,8 @@
 """Rounds the weight of a linear map to integers so that the map's outputs change least.
 
-GPTQ (Frantar et al., 2022): input features are rounded one after another, and each one's error is
-made up for by the features that are still to be rounded, as far as the two occur together in the
-map's inputs. Features with large inputs go first; a group's scale is chosen before.
+GPTQ (Frantar et al., 2022): input features are rounded one after another. The features that are not
+rounded yet compensate for each error, as far as they are correlated in the map's inputs. Features
+with large inputs go first. A group's scale is chosen before its features are rounded.
 
 Symbols: `N` output features of a linear map, `K` its input features, `G` groups of these.
 """
@@ -13,11 +13,11 @@ from typing import Final
 import torch
 
 _RANGES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-"""Grids that are tried, as shares of a group's range: a smaller one is finer and cuts outliers."""
+"""Candidate grids, as shares of a group's range; a smaller grid is finer but clips outliers."""
 _DAMPING: Final = 0.01
-"""This share of the features' mean square is added to each, so that no feature has almost none."""
+"""This share of the features' mean square is added to each feature, as damping."""
 _PIECE: Final = 128
-"""Features that are rounded before their errors are passed to the features after them."""
+"""Number of features to round before passing their errors to later features."""
 _LEAST_SCALE: Final = 1e-6
 
 
@@ -103,7 +103,7 @@ def _error_shares(products: torch.Tensor) -> torch.Tensor:
 def _fit_grid(
     weight: torch.Tensor, squares: torch.Tensor, bits: int, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and zeros, float32[N, G], of the least error, weighted by the inputs' squares."""
+    """Return scales and zeros, float32[N, G], of the least error weighted by squared inputs."""
     groups = weight.view(weight.shape[0], -1, group_size)
     importance = squares.float().view(1, -1, group_size)
     scales, zeros = _grid(groups, bits, _RANGES[0])

@@ -1,6 +1,7 @@
 """The random number of each draw, and the draw for rows on a CPU with top-k, top-p or min-p.
 
-`sampler.py` chooses the code that draws: this, C for the other rows on a CPU, or a GPU's kernel.
+`sampler.py` chooses the code that draws: this module, C code for other rows on a CPU, or a GPU's
+kernel.
 
 Symbols: `S` sequences, `V` vocabulary.
 """

@@ -1,13 +1,12 @@
-"""Keeps outputs to their grammars: which tokens may come next.
+"""Structured output: computes which tokens each row's grammar allows next.
 
-A row's grammar advances with each token that the row samples. On a GPU that, and computing the next
-mask, happens on a thread as soon as the token is known, while the next step computes; the sampler
-waits only if it is late. On a CPU no core is free during a step, and two threads that compete for
-Python's lock cost more than the masks: there the sampler computes them when it needs them. On a
-CPU, too, a row whose grammar forces a *run* of tokens, such as the rest of a key, needs no masks
-for the run, and no logits either unless something else asks for them. Grammars are compiled on
-another thread while the prompt is computed; if that takes longer than the prompt, the step in which
-the row first samples waits.
+A row's grammar advances with each token that the row samples. On a GPU, a thread advances the
+grammar and computes the next mask as soon as the token is known, while the next step computes; the
+sampler waits only if the thread is late. On a CPU no core is free during a step, and two threads
+that compete for the GIL cost more than the masks, so the sampler computes masks when it needs them.
+Also on a CPU, a row whose grammar forces a *run* of tokens, such as the rest of a key, needs no
+masks for the run, and usually no logits. Grammars are compiled on another thread while the prompt
+is computed; if that takes longer than the prompt, the step in which the row first samples waits.
 
 Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit a token.
 """
@@ -91,7 +90,7 @@ class _Promise(Protocol):
 
 
 class _AtNeed:
-    """Work done on first request, by the thread that asks."""
+    """Work that the first thread to request its result does."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
@@ -103,7 +102,10 @@ class _AtNeed:
 
 
 class _Row:
-    """A row's position in its grammar, and what may come next. Used by one thread at a time."""
+    """A row's position in its grammar, and the tokens allowed next.
+
+    Used by one thread at a time.
+    """
 
     __slots__ = ("admitted", "forced", "is_stuck", "matcher", "run", "sampled")
 
@@ -112,14 +114,14 @@ class _Row:
         self.run: Sequence[int] = ()
         """Tokens that must come next; the first ones may have been sampled already."""
         self.sampled: list[int] = []
-        """The sampled ones of `run`. The matcher gets them all at once, because each time it
-        recomputes what it forces."""
+        """The tokens of `run` sampled so far. The matcher gets all of them at once, because it
+        recomputes the forced tokens each time."""
         self.forced: int | None = None
-        """The only token that may come next; None: what `admitted` says."""
+        """The only token allowed next; None: see `admitted`."""
         self.admitted: Int32Array
         """int32[W], valid if `forced` is None: token t is bit t % 32 of word t // 32."""
         self.is_stuck = False
-        """Whether no token may come."""
+        """Whether no token is allowed."""
 
     def take(self, token_id: int) -> bool:
         """Advance by a sampled token. Returns whether the matcher has advanced, too."""
@@ -280,7 +282,7 @@ class StructuredOutput:
                     self._begun.pop(row).result()
 
     def _look(self, entries: Sequence[_Row]) -> None:
-        """Compute which tokens may come next; none if the matcher has failed."""
+        """Compute the tokens allowed next; none if the matcher has failed."""
         free = entries
         if self._asks_for_runs:
             free = []

@@ -41,22 +41,23 @@ class SamplingTable:
         self.num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
         self.is_plain = np.zeros(max_num_seqs, np.bool_)
-        """Whether its logits are sampled from as they are, but for a grammar, and only a token is
-        wanted."""
+        """Whether only a token is requested and, except for a grammar, nothing changes the
+        logits."""
         self.end_token_ids = np.full(
             (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
         )
-        """What ends a row: end-of-sequence tokens unless it ignores them, and its stop tokens."""
+        """The tokens that end a row: end-of-sequence tokens, unless it ignores them, and its stop
+        tokens."""
         self.bias: dict[int, tuple[Int64Array, Float32Array]] = {}
-        """Row to token ids and what is added to their logits; rows that have a bias only."""
+        """Maps a row with a bias to token ids and the numbers added to their logits."""
         self.pools = np.zeros(max_num_seqs, np.bool_)
         """Whether the row makes a vector instead of drawing."""
         self.pools_all = np.zeros(max_num_seqs, np.bool_)
         """Whether its vector needs the hidden states of tokens other than the last."""
         self.pooling: dict[int, Pooling] = {}
-        """How rows that pool do so."""
+        """The pooling of rows that pool."""
         self.allowed: dict[int, Int64Array] = {}
-        """Row to the only token ids that may be drawn; rows that are limited only."""
+        """Maps a limited row to the only token ids that it may draw."""
 
     def set(self, row: int, params: SamplingParams) -> None:
         """Give `row` its parameters; their seed is set."""

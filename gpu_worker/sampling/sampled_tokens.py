@@ -1,4 +1,4 @@
-"""What a step sampled: on the device, and on its way to the host.
+"""The tokens that a step sampled, on the device and in transit to the host.
 
 Symbols: `S` sequences that sample, `L` of them that want log-probabilities.
 """
@@ -15,7 +15,7 @@ from contract.step import StepLogprob
 from gpu_worker.memory.transfer import Download
 
 _LEAST_NORM = 1e-12
-"""As in torch's `normalize`: a vector of zeros stays one."""
+"""As in torch's `normalize`: a vector of zeros stays zero."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,14 +41,14 @@ class Vectors:
     places: Int64Array
     """int64[P] on the host: which of the S sequences, ascending."""
     pooling: tuple[Pooling, ...]
-    """What each asked for."""
+    """The pooling of each sequence."""
     values: torch.Tensor
     """float32[P, D]: whole vectors, not normalized."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """What the sampler drew, on the device."""
+    """The results of the sampler, on the device."""
 
     token_ids: torch.Tensor
     """int64[S]; any valid id where `is_finite` is false."""
@@ -62,7 +62,7 @@ class Sampled:
 
 
 def merged(parts: Sequence[Sampled]) -> Sampled:
-    """Join what the parts of a step sampled, in order; at least one part."""
+    """Join the samples of a step's parts, in order; at least one part."""
     if len(parts) == 1:
         return parts[0]
     firsts = np.cumsum([0, *(len(part.token_ids) for part in parts)])
@@ -120,7 +120,7 @@ def _merged_logprobs(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostSampled:
-    """What a step sampled, on the host."""
+    """The results of a step's sampling, on the host."""
 
     token_ids: Int64Array
     """int64[S]."""
@@ -144,7 +144,7 @@ class Readback:
     """A step's sampled tokens, on their way to the host."""
 
     def __init__(self, sampled: Sampled) -> None:
-        """Start the copies, behind all work enqueued before."""
+        """Start the copies, after all earlier work."""
         self._sampled = sampled
         tensors = [sampled.token_ids, sampled.is_finite]
         if (logprobs := sampled.logprobs) is not None:
@@ -174,7 +174,7 @@ def _host_vectors(
     vectors: Vectors,
     values: Float32Array,  # [P, D]
 ) -> tuple[tuple[int, bytes], ...]:
-    """Cut and normalize each vector as it was asked for."""
+    """Cut and normalize each vector as requested."""
     made = []
     for place, pooling, vector in zip(
         vectors.places.tolist(), vectors.pooling, values, strict=True

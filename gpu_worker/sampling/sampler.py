@@ -35,7 +35,7 @@ _LEAST_LOG: Final = -87.0
 """Exponentials of lower numbers are subnormal float32, and slow."""
 _LEAST_WEIGHT: Final = 1.7e-38
 """Slightly above exp(_LEAST_LOG)."""
-NOBODY: Final = np.empty(0, np.int64)
+NO_SEQUENCES: Final = np.empty(0, np.int64)
 """The empty list of indexes."""
 
 
@@ -87,7 +87,7 @@ class Sampler:
         """
         table = self.table
         is_finite = finite_rows(logits)
-        if table.is_plain[rows].all():  # as in most steps
+        if table.is_plain[rows].all():  # true in most steps
             token_ids, stuck = self._choose_admitted(logits, rows, positions)
             return Sampled(token_ids, is_finite, None, stuck)
         raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
@@ -105,7 +105,7 @@ class Sampler:
         logprobs = None
         if raw_logprobs is not None:
             logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
-        if slots is not None:  # last: if memory is short, all this is called again
+        if slots is not None:  # last, because all of this is called again if memory is short
             (index,) = upload([penalized], self._device)
             self._counts.record(slots, token_ids.index_select(0, index))
         return Sampled(token_ids, is_finite, logprobs, stuck)
@@ -174,7 +174,7 @@ class Sampler:
         logits.index_put_((index, token_ids), logits.new_full((), -torch.inf))
 
     def _suppress_others(self, logits: torch.Tensor, rows: Int64Array) -> None:
-        """Suppress what rows that are limited to certain tokens may not draw."""
+        """Suppress the tokens that limited rows may not draw."""
         places = np.nonzero(self.table.is_limited[rows])[0]
         if not len(places):
             return
@@ -197,7 +197,7 @@ class Sampler:
                 stuck = self._structured.restrict(logits, rows[places].tolist(), places)
                 return self._choose(logits, rows, positions, is_suppressed=True), stuck
         is_limited = bool(self.table.is_limited[rows].any())
-        return self._choose(logits, rows, positions, is_suppressed=is_limited), NOBODY
+        return self._choose(logits, rows, positions, is_suppressed=is_limited), NO_SEQUENCES
 
     def _choose(
         self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, *, is_suppressed: bool
@@ -324,7 +324,7 @@ def sample_others(
     token_ids[forced.places] = forced.token_ids
     is_finite = finite_rows(hidden.float())
     if not len(places):
-        return Sampled(torch.from_numpy(token_ids), is_finite, None, NOBODY)
+        return Sampled(torch.from_numpy(token_ids), is_finite, None, NO_SEQUENCES)
     sampled = sample(hidden.index_select(0, torch.from_numpy(places)), places)
     token_ids[places] = sampled.token_ids.numpy()
     is_finite.numpy()[places] = sampled.is_finite.numpy()

@@ -11,7 +11,8 @@ from contract.arrays import Float32Array, Int64Array
 from gpu_worker.memory.transfer import upload
 
 _FEW = (64, 1024)
-"""Candidates that a CPU tries first: sorting a whole vocabulary takes milliseconds per row."""
+"""Number of candidates that a CPU tries first; sorting a whole vocabulary takes milliseconds per
+row."""
 
 
 def truncate(
@@ -91,14 +92,14 @@ def _boundaries_among(
         weights.sum(1, keepdim=True, dtype=torch.float64),
     )
     reaching_p = 1 + (sums < p * total).sum(1, keepdim=True)
-    # Where k exceeds the candidates, the total is wrong, and so is what reaches p.
+    # Where k exceeds the candidates, the total is wrong, and so is the number that reaches p.
     count = torch.where((p < 1) & ((k <= num_candidates) | (k == num_tokens)), reaching_p, k)
     count = torch.minimum(count, k)
     return candidates.gather(1, count.clamp(max=num_candidates) - 1), count
 
 
 def _sorted(logits: torch.Tensor) -> torch.Tensor:
-    """Each row descending. On a CPU numpy sorts in a quarter of torch's time."""
+    """Sort each row in descending order. On a CPU numpy takes a quarter of torch's time."""
     if logits.device.type == "cpu":
         return torch.from_numpy(np.sort(logits.neg().numpy(), axis=1)).neg_()
     return logits.sort(dim=1, descending=True).values

@@ -1,1 +1,1 @@
-"""The gRPC services of a worker, and the messages that they read and write."""
+"""The gRPC services of a worker, and the parsing of their messages."""

@@ -171,7 +171,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             UnavailableError: The worker drains, or its first model is not loaded yet.
         """
         if self._is_draining or not (self._is_unloaded or self._info is not None):
-            self._loaded()  # raises if it drains or loads
+            self._loaded()  # raises if the worker drains or loads
         self._attachments.of(epoch)
         return self._worker_id
 
@@ -223,7 +223,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             scheduler_id=request.scheduler_id,
             num_held_rows=len(attachment.holdings.rows),
         )
-        info, _ = self._loaded()  # read again: the previous scheduler may have resized it
+        info, _ = (
+            self._loaded()
+        )  # read again, because the previous scheduler may have resized the pool
         return worker_pb2.AttachResponse(
             worker=worker_info_to_proto(info), former_epoch=former_epoch
         )
@@ -243,8 +245,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             self._attachments.require_newest(attachment)
             await context.write(part)
 
-    # Writes instead of yielding: a generator left at a `yield` when the scheduler goes is closed
-    # only when it is garbage-collected, and until then its stream would not count as ended.
+    # Writes instead of yielding. If the scheduler leaves while a generator waits at a `yield`, the
+    # generator is closed only when it is garbage-collected; until then its stream would count as
+    # open.
     async def Execute(  # noqa: N802 - the proto's name
         self,
         request_iterator: AsyncIterator[worker_pb2.StepBatch],

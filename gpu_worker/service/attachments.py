@@ -1,4 +1,4 @@
-"""Attachments: the worker belongs to one scheduler at a time, that of the newest epoch."""
+"""Attachments: at any time the worker obeys one scheduler, the one with the newest epoch."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Attachment:
     has_stream: bool = False
     """Whether an `Execute` stream has sent a batch; only one may."""
     num_open_streams: int | None = None
-    """`Execute` streams opened since it began that are open; None: there was none yet."""
+    """Number of open `Execute` streams of this attachment; None: none was opened yet."""
     last_step_id: int = 0
     """The step of the last batch received."""
     done_step_id: int = 0
@@ -31,9 +31,9 @@ class Attachments:
     def __init__(self) -> None:
         self.newest: Attachment | None = None
         self.num_beats = 0
-        """How often the schedulers of the newest epochs were heard."""
+        """Number of heartbeats of the attached schedulers."""
         self.is_cut_off = False
-        """Whether the newest scheduler hears none of its routers, as it said last."""
+        """Whether the newest scheduler last reported that it hears none of its routers."""
 
     def begin(self, epoch: int) -> Attachment:
         """Begin a scheduler's attachment. A scheduler may attach again.
@@ -52,7 +52,7 @@ class Attachments:
         return self.newest
 
     def hear(self, epoch: int, *, is_cut_off: bool) -> None:
-        """Count a sign of life, if it is of the scheduler that has attached."""
+        """Count a heartbeat, if it comes from the attached scheduler."""
         if self.newest is not None and epoch == self.newest.epoch:
             self.num_beats += 1
             self.is_cut_off = is_cut_off

@@ -1,4 +1,4 @@
-"""Moves host blocks to the far tier's store, and from there."""
+"""Moves host blocks to and from the far tier's store."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _NUM_AT_ONCE: Final = 8
 _FETCH_S: Final = 10.0
-"""After so long no more blocks are asked for: those that wait hold host blocks."""
+"""After this time no more blocks are requested, because waiting requests hold host blocks."""
 
 
 async def store_far(
@@ -24,7 +24,7 @@ async def store_far(
     labels: Sequence[BlockHash],
     check: Callable[[], None],
 ) -> int:
-    """Copy int32[N] blocks, and begin to store them; return how many there was room for.
+    """Copy int32[N] blocks and begin to store them; return how many fit the queue.
 
     `check` is called after each copy; it raises if the block may have had another content.
 
@@ -47,15 +47,15 @@ async def fetch_far(
     block_bytes: int,
     check: Callable[[], None],
 ) -> int:
-    """Fill int32[N] blocks, and return how many have come, from the first on.
+    """Fill int32[N] blocks; return how many of the first ones have arrived.
 
-    The first one is asked for alone: if it is not there, the others are not either.
+    The first block is requested alone: if it is missing, so are the others.
 
     Args:
         blocks: This worker's host blocks.
-        far: Where the contents are.
+        far: The store that has the contents.
         block_ids: Distinct target blocks.
-        labels: Of the contents.
+        labels: Labels of the contents.
         block_bytes: Bytes of a block in the host.
         check: Called before each write; raises if the blocks are no longer the caller's.
     """

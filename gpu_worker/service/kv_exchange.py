@@ -1,9 +1,9 @@
 """Moves KV between two workers: sends host blocks, and fills host blocks from another worker.
 
 The scheduler names the blocks, and ensures that nothing else reads or writes them at the same time.
-Contents travel in the host's encoding, in pieces, so that steps run in between: in messages, or, if
-both workers have NIXL, straight out of the source's memory. Then messages only tell where they are
-and their checksums.
+Contents are sent in the host's encoding and in pieces, between which steps run. They are sent in
+messages or, if both workers have NIXL, read directly from the source's memory; then messages
+contain only addresses and checksums.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class HostBlocks(Protocol):
         """
 
     async def checksum_host_blocks(self, block_ids: Int32Array) -> int:
-        """CRC-32 of what `read_host_blocks` returns; raises what that raises."""
+        """CRC-32 of the result of `read_host_blocks`; raises the same errors."""
 
     async def write_host_blocks(self, block_ids: Int32Array, content: bytes | Bytes) -> None:
         """Fill int32[N] distinct blocks; `content` as `read_host_blocks` returns it."""
@@ -56,11 +56,11 @@ async def read_kv(
     block_bytes: int,
     transfer: NixlEngine | None = None,
 ) -> AsyncGenerator[worker_pb2.ReadKvResponse]:
-    """Yield int32[N] blocks in pieces, in their order: their contents, or where to read them.
+    """Yield int32[N] blocks in pieces, in order: their contents, or where to read these.
 
     Args:
         blocks: This worker's host blocks.
-        block_ids: What to read.
+        block_ids: The blocks to read.
         block_bytes: Bytes of a block in the host.
         transfer: The engine by which the caller reads them; None: send the contents.
 
@@ -82,7 +82,7 @@ async def read_kv(
             checksum = await blocks.checksum_host_blocks(part)
             yield worker_pb2.ReadKvResponse(memory=memory, crc32=checksum, num_blocks=len(part))
             memory = None
-        await asyncio.sleep(_PULL_TIMEOUT_S)  # the caller ends the call when it has read them
+        await asyncio.sleep(_PULL_TIMEOUT_S)  # the caller ends the call after reading them
 
 
 async def pull_kv(
@@ -103,11 +103,11 @@ async def pull_kv(
     Args:
         blocks: This worker's host blocks.
         source_target: A gRPC target.
-        request: What to read there.
+        request: The request for the other worker.
         block_ids: Distinct target blocks.
         block_bytes: Bytes of a block in the host.
         check: Called before each write; raises if the blocks are no longer the caller's.
-        tls: For the call to that worker; None: plaintext.
+        tls: TLS of the call to that worker; None: plaintext.
         transfer: Used if the source has the same engine; None: contents travel in messages.
 
     Raises:
@@ -131,7 +131,7 @@ async def pull_kv(
 
 
 class _Pull:
-    """Blocks that come from one worker."""
+    """One pull of blocks from a worker."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _Pull:
         request: worker_pb2.ReadKvRequest,
         transfer: NixlEngine | None = None,
     ) -> None:
-        """Make the request, and write what comes."""
+        """Make the request, and write the contents that arrive."""
         sources = unpack_int32(request.host_block_ids, "host_block_ids")
         memory = worker_pb2.KvMemory()
         num_done = 0
@@ -177,7 +177,7 @@ class _Pull:
                         await self._write(part, content, "nixl")
                 num_done += num_blocks
                 if transfer is not None and num_done == len(sources):
-                    call.cancel()  # the source serves until then
+                    call.cancel()  # the source serves until the call ends
                     break
         except grpc.aio.AioRpcError as error:
             code, details = error.code().name, error.details()

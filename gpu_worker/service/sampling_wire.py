@@ -1,4 +1,4 @@
-"""Parses from protobuf how a sequence is sampled."""
+"""Parses the sampling parameters and the adapter of a sequence from protobuf."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -14,7 +14,7 @@ from quire.v1 import worker_pb2
 
 
 def plan_of(batch: worker_pb2.StepBatch, limits: Limits) -> Plan:
-    """Parse a batch, the sampling parameters of its new sequences included.
+    """Parse a batch, including the sampling parameters of its new sequences.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range.

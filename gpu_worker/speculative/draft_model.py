@@ -1,4 +1,4 @@
-"""Guesses with a smaller model of the same vocabulary, which has KV memory of its own.
+"""Guesses with a smaller model of the same vocabulary, which has separate KV memory.
 
 Its pool has as many blocks as the model's, and a row uses the same block numbers in both, so the
 scheduler allocates nothing for it. This module tracks which of its KV is valid:

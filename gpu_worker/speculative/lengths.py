@@ -1,4 +1,4 @@
-"""Chooses how many tokens to guess for each row, by comparing chance and cost.
+"""Chooses how many tokens to guess for each row, by probability and cost.
 
 A guess is made if its chance of being kept exceeds its cost in tokens. Both are learned from past
 steps. A step of `T` tokens takes about `a + b T` seconds. If rows gain tokens at a rate `r`,
@@ -27,11 +27,11 @@ _IDLE_MEMORY = 0.98
 _STEP_MEMORY = 0.99
 """The factor by which each step reduces the weight of old steps in the cost of a step."""
 _TRIAL_STEPS = 32
-"""One step in so many does the opposite of the better choice."""
+"""One step in this many does the opposite of the better choice."""
 _MAX_SLOWNESS = 3.0
 """A slower step counts as this many times the mean, because something else interfered."""
 _PRIOR_TRIED, _PRIOR_KEPT = 2.0, 1.4
-"""A row's prior: as if so many guesses had been tried and kept."""
+"""A row's prior, as numbers of guesses tried and kept."""
 _MAX_CHANCE = 0.999
 _MIN_SPREAD = 1e-3
 """Least variance of tokens per step for a fit, relative to the squared mean."""

@@ -1,4 +1,4 @@
-"""Guesses a row's next tokens: those that followed its last few tokens at an earlier place.
+"""Guesses the tokens that followed an earlier occurrence of a row's last few tokens.
 
 This works if the output repeats its prompt or itself: code, quotations, tables. A guess costs a
 look-up, and needs no second model. Source: Saxena, Prompt Lookup Decoding, 2023.

@@ -91,7 +91,7 @@ class Speculation:
             return np.ones(len(token_ids), np.bool_)
         ends = self._sampler.table.ends(scheduled.rows[scheduled.sampling], token_ids)
         goes_on = (token_ids == scheduled.guesses) & is_finite & ~ends  # bool[N]
-        # A token is kept if all earlier ones of its row go on.
+        # A token is kept if all earlier tokens of its row continue.
         num_breaks = np.cumsum(~goes_on) - ~goes_on  # [N]: before each token
         first = np.searchsorted(scheduled.sampling, scheduled.sampling)  # [N]: of the same row
         kept: BoolArray = num_breaks == num_breaks[first]

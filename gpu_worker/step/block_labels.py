@@ -1,9 +1,9 @@
-"""Labels of the blocks of every tier: hashes that the scheduler assigns and that follow the bytes.
+"""Labels of the blocks of every tier: content hashes, assigned by the scheduler.
 
-A label describes a block's bytes. It is copied when they are copied and removed when they are
-written, so a label stays right if the scheduler assigned the right one. A device block
-whose bytes are known to be wrong is *void*: it gets no label until it is overwritten from its
-first slot, or until a copy replaces it.
+A label describes a block's bytes. It is copied with the bytes, and removed when they are written,
+so it stays correct if the scheduler assigned it correctly. A device block whose bytes are known to
+be wrong is *void*: it gets no label until it is overwritten from its first slot, or until a copy
+replaces it.
 
 Nothing here waits: a copy that a GPU will make later, in stream order, counts as made.
 """
@@ -24,7 +24,7 @@ from gpu_worker.step.rows import Rows, ScheduledRows
 
 
 class LabelPins:
-    """Stores which labels the scheduler has pinned, and until when, for the next scheduler.
+    """Stores the labels that the scheduler has pinned, with their ends, for the next scheduler.
 
     A worker never evicts, so a pin has no effect here. A pin belongs to a label and not to a block,
     so it stays valid when the block moves. If there are too many pins, those that expire first are
@@ -33,7 +33,7 @@ class LabelPins:
 
     def __init__(self, max_pins: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_pins = max_pins
-        """As many as there are blocks. A limit is needed because the scheduler reports no
+        """Equal to the number of blocks. There must be a limit, because the scheduler reports no
         unpinning."""
         self._clock = clock
         self._ends: dict[BlockHash, float] = {}  # in the order of pinning
@@ -85,7 +85,7 @@ class TierLabels:
         self._ages[blocks] = ages
 
     def of(self, blocks: Int32Array) -> tuple[Labels, Int64Array]:
-        """Copies of the labels and ages of int32[N] blocks, as `assign` takes them."""
+        """Return copies of the labels and ages of int32[N] blocks, for `assign`."""
         return self._labels[blocks], self._ages[blocks]
 
     def remove(self, blocks: Int32Array | Int64Array) -> None:

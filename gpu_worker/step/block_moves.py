@@ -80,7 +80,7 @@ class BlockMoves:
         return ends
 
     def distrust(self, disk_blocks: Int32Array | None = None) -> None:
-        """Make sure that no later process finds these disk blocks, or any."""
+        """Hide these disk blocks, or all, from later processes."""
         if self.disk_pool is not None and (disk_blocks is None or len(disk_blocks)):
             self.disk_pool.distrust(disk_blocks)
 

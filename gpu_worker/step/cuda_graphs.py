@@ -11,7 +11,7 @@ from gpu_worker.models.attention import AttentionMetadata
 from gpu_worker.parallel.collectives import Ranks
 
 Between: TypeAlias = Callable[[Callable[[], object]], object]
-"""Ends the running graph, and begins the next one behind the work that it is given."""
+"""Ends the running graph, inserts eager work, and begins the next graph."""
 
 
 class Forward(Protocol):
@@ -33,16 +33,16 @@ class GraphBackend(Protocol):
     def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
         """Capture the device work of `compute`; the returned function replays it.
 
-        Work that `compute` passes to the function that it gets is not captured: a replay calls it,
-        between two graphs. Calls `compute` more than once. Any exception means that it cannot be
-        captured.
+        `compute` gets a function; work that it passes to this function is not captured, but called
+        by a replay between two graphs. `compute` is called more than once. Any exception means that
+        the computation cannot be captured.
         """
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor at the same address that does not keep the memory.
 
-        Work between graphs needs it: tensors of graphs get their memory once, while they are
-        captured, and a tensor that the work kept would not leave its memory to later ones.
+        Work between graphs needs this: the tensors of graphs are allocated during the capture, and
+        a tensor that the work keeps would block its memory for later tensors.
         """
 
 
@@ -62,7 +62,7 @@ class CudaGraphs:
         with torch.cuda.stream(self._stream):
             compute(lambda work: work())
             torch.cuda.synchronize()
-            gc.collect()  # what is freed during a capture could break it
+            gc.collect()  # freeing memory during a capture could break it
             torch.cuda.empty_cache()
             capture = _Capture(self._pool, self._stream.device_index)
             with capture.running():
@@ -81,10 +81,10 @@ class CudaGraphs:
 class GraphsOfAll:
     """The `GraphBackend` of one of several ranks: a capture that fails in one fails in all.
 
-    Ranks communicate within a step, so all must replay it, padded alike, or none. They decide from
-    the same StepBatch, and have the same graphs. In the run before a capture they communicate, too:
-    if it fails in one alone, the others wait until that one's process ends. Not run on hardware
-    yet.
+    Ranks communicate within a step, so either all of them replay it, with the same padding, or none
+    does. They decide from the same StepBatch, and have the same graphs. In the run before a capture
+    they communicate, too: if it fails in one alone, the others wait until that one's process ends.
+    Not run on hardware yet.
     """
 
     def __init__(self, backend: GraphBackend, ranks: Ranks) -> None:
@@ -129,10 +129,10 @@ class _Capture:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Capture what the block computes; leave torch as it was if that fails.
+        """Capture the work of the block; if that fails, restore torch's state.
 
-        Torch up to 2.13 does not: when it cannot end a capture, the allocator goes on as if the
-        capture were running.
+        Torch up to 2.13 does not restore it: if a capture cannot be ended, the allocator behaves as
+        if the capture were still running.
         """
         try:
             self._begin()

@@ -32,7 +32,7 @@ _STEP = 8
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """The batch sizes that get a graph, ascending; the last is `max_num_seqs`.
 
-    They double up to 8, then grow by 8, and from 128 on by an eighth. This keeps both the padding
+    They double up to 8, then grow by 8, and from 128 on by an eighth, which keeps both the padding
     and the number of captures low.
     """
     sizes, size = [], 1
@@ -149,7 +149,7 @@ class DecodeGraphs:
         tables = [of_group[:size] for of_group in self._block_tables]
 
         def compute(_: Between) -> None:
-            # Made within the capture, and so is the room that its kernels share.
+            # Made within the capture, like the work space that its kernels share.
             metadata = AttentionMetadata(
                 slot_mapping=slots[0],
                 block_tables=tables[0],

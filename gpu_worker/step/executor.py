@@ -358,7 +358,7 @@ class Executor:
 def _of_sampled(
     logprobs: tuple[StepLogprob, ...], has_sampled: BoolArray
 ) -> tuple[StepLogprob, ...]:
-    """Keep the log-probabilities of rows that did sample, with indexes among these rows."""
+    """Keep the log-probabilities of rows that sampled, with indexes among these rows."""
     if not logprobs:
         return ()
     places = np.cumsum(has_sampled) - 1

@@ -31,7 +31,7 @@ class InputBatch:
     positions: torch.Tensor
     """int64[T]: each token's index in its sequence."""
     metadata: AttentionMetadata
-    """Its wanted tokens are those before the sampled ones."""
+    """Its wanted tokens are the tokens before the sampled ones."""
     sampling_rows: torch.Tensor
     """int64[N]: the row of each sampled token."""
 
@@ -54,12 +54,13 @@ class HostInputs:
     tables: tuple[Int32Array, ...]
     """By KV group: int32[S, M]."""
     pieces: tuple["Pieces | None", ...]
-    """By KV group: the pieces of sequences in a group with chunks, to which its table belongs."""
+    """By KV group: the pieces of sequences, if the group has chunks; its table is for these
+    pieces."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Sequences cut at the borders of chunks: in chunked attention each piece is one of its own.
+    """Sequences split at the borders of chunks: chunked attention treats each piece as a sequence.
 
     Symbols: `C` pieces.
     """
@@ -69,7 +70,7 @@ class Pieces:
     starts: Int32Array
     """int32[C + 1]: where each piece's tokens start in the step."""
     seqs: Int64Array
-    """int64[C]: the sequence of each."""
+    """int64[C]: the sequence of each piece."""
     first_blocks: Int64Array
     """int64[C]: the index of the chunk's first block."""
 
@@ -77,7 +78,7 @@ class Pieces:
         """Block tables, int32[C, M], that begin with the chunk; from those of the sequences."""
         width = -(-int(self.seq_lens.max()) // block_size)
         indices = self.first_blocks[:, None] + np.arange(width)
-        # What is beyond a sequence's end is not read.
+        # Entries beyond a sequence's end are not read.
         indices = np.minimum(indices, tables.shape[1] - 1)
         of_pieces: Int32Array = tables[self.seqs[:, None], indices]
         return of_pieces
@@ -271,7 +272,7 @@ def _with_pieces(
 
 
 def _num_decodes(starts: Int32Array | Int64Array) -> int:
-    """How many sequences at the beginning have one token."""
+    """Return the number of sequences at the beginning that have one token."""
     return int(np.logical_and.accumulate(np.diff(starts) == 1).sum())
 
 
@@ -306,7 +307,7 @@ def _wanted(
 def places_before_sampled(
     scheduled: ScheduledRows, starts: Int32Array
 ) -> tuple[Int64Array, Int32Array]:
-    """The tokens before the sampled ones: each sequence's last in the step, or none.
+    """Return the tokens before the sampled ones: each sequence's last in the step, or none.
 
     Args:
         scheduled: The step.

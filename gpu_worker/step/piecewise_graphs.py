@@ -1,9 +1,10 @@
 """Steps of few tokens, computed by CUDA graphs of everything but attention.
 
-All of a model but attention depends on the number of a step's tokens alone. So for some numbers of
-tokens the forward pass is captured in pieces, one more than there are layers, and a step of any
-prompts and decodes replays the pieces of the next larger number, and launches attention between
-them, on its own sequences. What fills it up are *padding tokens*: stored nowhere, results ignored.
+Everything in a model except attention depends only on the number of a step's tokens. So for some
+numbers of tokens, the forward pass is captured in pieces, one more than there are layers. A step of
+any prompts and decodes replays the pieces of the next larger number, and launches attention between
+them on its own sequences. *Padding tokens* fill the rest: they are stored nowhere, and their
+results are ignored.
 
 Symbols: `T` tokens of the graphs, `N` of a step, `S` its sequences, `R` rows, `E` hidden size.
 """
@@ -97,7 +98,7 @@ class PiecewiseGraphs:
         )
         self._hidden: torch.Tensor | None = None  # [the largest T, E], after the first run
         self._step: AttentionMetadata | None = None
-        """That of the step that replays; None before the first, when nothing is attended to."""
+        """The metadata of the step that replays; None before the first step, without attention."""
 
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture all sizes, the largest first; see `DecodeGraphs.capture`.
@@ -118,7 +119,7 @@ class PiecewiseGraphs:
         self._computation(self.sizes[-1], None)(lambda _: None)
 
     def takes(self, scheduled: ScheduledRows) -> bool:
-        """Whether there are graphs for so many tokens."""
+        """Whether there are graphs for this many tokens."""
         return 0 < scheduled.num_tokens <= self.sizes[-1]
 
     def replay(self, rows: Rows, scheduled: ScheduledRows, *, is_all_known: bool) -> Replayed:
@@ -170,8 +171,8 @@ class PiecewiseGraphs:
     def _computation(self, size: int, backend: GraphBackend | None) -> Callable[[Between], None]:
         """The computation of T = `size` tokens, from the inputs to the hidden states."""
         sources, given, positions, *slots = upload_into(self._inputs, self._padding(size))
-        # A model that looked at the sequences would capture what it saw; on the meta device there
-        # is nothing to see.
+        # A model that reads the sequences would capture their values; on the meta device there are
+        # none.
         unknown = torch.empty(2, 1, dtype=torch.int32, device="meta")
         attended: set[int] = set()
 

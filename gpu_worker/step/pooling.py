@@ -16,7 +16,7 @@ from contract.pooling import PoolingKind
 from gpu_worker.memory.transfer import upload
 from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.sampling.sampled_tokens import Sampled, Vectors
-from gpu_worker.sampling.sampler import NOBODY, finite_rows
+from gpu_worker.sampling.sampler import NO_SEQUENCES, finite_rows
 from gpu_worker.step.rows import ScheduledRows
 
 
@@ -29,13 +29,13 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """What a row's vector needs of its tokens so far: the hidden states' sum, or the first one.
+    """The state of a row's pooling: the sum of the hidden states so far, or the first one.
 
     Sums are float64, so that a mean does not depend on how the prompt was cut into chunks.
     """
 
     end: int
-    """How many tokens these are."""
+    """Number of tokens so far."""
     before: torch.Tensor | None
     """`value` before the last chunk."""
     value: torch.Tensor
@@ -43,16 +43,16 @@ class _Kept:
 
 
 class Pooler:
-    """Keeps what the vectors of rows need from the chunks of their prompts so far."""
+    """Makes vectors of rows, and keeps the state of their pooling between chunks."""
 
     def __init__(self, table: SamplingTable, model: object) -> None:
         self._table = table
         self._model = model
         self._kept: dict[int, _Kept] = {}
-        """By row; stays until another sequence in the row is pooled."""
+        """The state by row; it stays until another sequence in the row is pooled."""
 
     def add(self, hidden: torch.Tensor, scheduled: ScheduledRows) -> None:
-        """Keep what rows need of a step's hidden states, `[T, E]`.
+        """Add a step's hidden states, `[T, E]`, to the rows' state.
 
         If memory is short, the same chunk may come again, in parts.
         """
@@ -123,15 +123,15 @@ def sample_or_pool(
     Args:
         pools: bool[S], whether a sequence is pooled; at least one is.
         hidden: `[S, E]`, the last hidden state of each.
-        sample: Samples the others, given their hidden states and their indices, int64[*].
-        pool: Makes the vectors of those that are pooled, given the same of theirs.
+        sample: Samples the other sequences, given their hidden states and indices, int64[*].
+        pool: Makes the vectors of pooled sequences, given their hidden states and indices.
     """
     (pooled,), (others,) = pools.nonzero(), (~pools).nonzero()
     pooled_t, others_t = upload([pooled, others], hidden.device)
     vectors = pool(hidden.index_select(0, pooled_t), pooled)
     is_finite = finite_rows(vectors.values)
     if not len(others):
-        return Sampled(torch.zeros_like(pooled_t), is_finite, None, NOBODY, vectors)
+        return Sampled(torch.zeros_like(pooled_t), is_finite, None, NO_SEQUENCES, vectors)
     sampled = sample(hidden.index_select(0, others_t), others)
     token_ids = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
     token_ids.index_copy_(0, others_t, sampled.token_ids)

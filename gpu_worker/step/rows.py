@@ -25,8 +25,8 @@ from contract.step import NewSequence, Plan, StepLogprob
 from contract.worker_limits import Limits, first_seen
 
 _NUM_LOGPROBS = 32
-"""How many of its last tokens' log-probabilities each row keeps. When the scheduler dies, fewer
-tokens than this are in flight, in steps and messages, and have not reached a router."""
+"""For how many of its last tokens each row keeps log-probabilities. When a scheduler dies, fewer
+tokens than this are in flight in steps and messages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +72,7 @@ class Rows:
         self.token_ids = np.zeros((num_rows, limits.max_model_len), np.int32)
         """int32[R, max_model_len]: known tokens whose values have arrived."""
         self.windows = limits.kv_windows
-        """By KV group: what a token sees."""
+        """The window of each KV group."""
         self.num_groups = len(limits.kv_windows)
         self.block_tables = np.zeros((num_rows, limits.max_table_len), np.int32)
         """int32[R, M * G]: for every `block_size` tokens an entry of each KV group. Entries behind

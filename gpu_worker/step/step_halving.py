@@ -21,7 +21,8 @@ def halves(scheduled: ScheduledRows) -> tuple[ScheduledRows, ScheduledRows] | No
     KV that the first part has stored.
 
     Returns:
-        None if the step cannot be split because it has only one token, or one row with its guesses.
+        None if the step cannot be split, because it has only one token, or one row with its
+        guesses.
     """
     ends = np.cumsum(scheduled.lens)  # [S]
     cut = int(ends[-1]) // 2  # tokens of the first part

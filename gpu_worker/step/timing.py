@@ -13,8 +13,8 @@ from gpu_worker.step.rows import ScheduledRows
 class BusyClock:
     """Adds up device time from `begin` to `end`, without waiting for the device.
 
-    On CUDA a span begins when the device reaches it in stream order. So in the wall time minus the
-    busy time the device had no step. Called from one thread.
+    On CUDA a span begins when the device reaches it in stream order. So the wall time minus the
+    busy time is the time without a step on the device. Called from one thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +56,7 @@ pauses cost at most a thirtieth."""
 
 
 def head_start_s(scheduled: ScheduledRows, num_prompt: Int64Array, execute_s: float) -> float:
-    """How long a CPU should compute nothing after a step, so that first tokens get through.
+    """Return how long a CPU should pause after a step, to let first tokens be delivered.
 
     A token passes worker, scheduler and router on the cores that the next step takes. With two
     cores and a model whose prompt takes 65 ms, a first token reached its client 5.2 ms after it was

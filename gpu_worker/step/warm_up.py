@@ -1,8 +1,8 @@
 """Executes every kind of step once before the worker serves.
 
 Triton compiles a kernel when it is first launched with new types, options or strides. That takes
-seconds, in which all streams would stand still. So a worker on a GPU launches each variant at its
-start; `tests/kernels/test_compile_keys.py` checks that random steps afterwards need no other.
+seconds, in which all streams would stall. So a worker on a GPU launches each variant at its start;
+`tests/kernels/test_compile_keys.py` checks that random steps afterwards need no other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -136,7 +136,7 @@ def _new(
     num_tokens: int,
     most_tokens: int,
 ) -> NewSequence:
-    """A sequence whose blocks it may share with others: what they hold does not matter."""
+    """Make a sequence; its blocks may be shared, because their contents do not matter."""
     num_blocks = -(-most_tokens // limits.block_size) * len(limits.kv_windows)
     return NewSequence(
         seq_id=row,

@@ -78,7 +78,7 @@ def has_nan(tensor: torch.Tensor) -> bool:
 class _Safetensors:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle: Any  # its package types it wrongly
+        self._handle: Any  # the package's type hint is wrong
         try:
             self._handle = safe_open(path, framework="pt", device="cpu")
         except (OSError, SafetensorError) as error:
@@ -135,7 +135,7 @@ def _open_files(directory: Path) -> Sequence[TensorFile]:
 
 def _shard_names(weight_map: JsonFields) -> Iterator[str]:
     for tensor, name in weight_map.values.items():
-        # Only files beside the index: an index from a stranger must not point elsewhere.
+        # Only files beside the index: an untrusted index must not point elsewhere.
         if not isinstance(name, str) or name != Path(name).name:
             raise weight_map.error(tensor, f"is {name!r}; it must be the name of a file beside it")
         yield name

@@ -40,17 +40,17 @@ def unpack_blocks(kind: str, rows: torch.Tensor) -> QuantizedWeight:
 
 
 def _split(numbers: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Several dimensions of these sizes instead of the last."""
+    """Split the last dimension into dimensions of these sizes."""
     return numbers.reshape(*numbers.shape[:-1], *sizes)
 
 
 def _halves(numbers: torch.Tensor) -> torch.Tensor:
-    """Low nibbles, then high ones: `[..., n]` to `[..., 2 n]`."""
+    """Return low nibbles, then high nibbles: `[..., n]` to `[..., 2 n]`."""
     return torch.cat((numbers & 15, numbers >> 4), dim=-1)
 
 
 def _float16(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """One number of each block: float32 `[N, B, 1]`."""
+    """Read one float16 number of each block: float32 `[N, B, 1]`."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
 
 
@@ -129,5 +129,5 @@ _UNPACK: Final[dict[str, Callable[[torch.Tensor], Parts]]] = {
 BLOCK_SIZES: Final = {
     kind.name: kind.block_size for kind in TENSOR_TYPES.values() if kind.is_quantized
 }
-"""Numbers of a block, by the name of the type."""
+"""Maps the name of a type to the numbers in a block."""
 BLOCK_BYTES: Final = {kind.name: kind.block_bytes for kind in TENSOR_TYPES.values()}

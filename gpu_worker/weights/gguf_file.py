@@ -38,7 +38,7 @@ _IN_LAYERS: Final = {
 }
 _EXPERTS: Final = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 _IN_CONFIG: Final = re.compile(r"rope_(freqs|factors_(long|short))\.weight")
-"""Tensors that config.json holds."""
+"""Tensors whose values are in config.json."""
 _LAYER: Final = re.compile(r"blk\.(\d+)\.(.+)")
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -50,7 +50,7 @@ class _Rows:
     tensor: GgufTensor
     expert: int | None = None
     num_rotated_heads: int | None = None
-    """Heads whose rows are in the order of Llama's own rotation, pair by pair."""
+    """Number of heads whose rows are in the order of Llama's own rotation, pair by pair."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ class GgufFile:
 
 
 def open_gguf_files(directory: Path) -> list[GgufFile]:
-    """The files of a directory that `model_files` laid out; none if it has none.
+    """Return the GGUF files of a directory that `model_files` made; may be empty.
 
     Raises:
         ModelError: As `GgufFile`.

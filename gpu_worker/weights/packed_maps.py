@@ -35,7 +35,7 @@ from gpu_worker.weights.stored_format import (
 from gpu_worker.weights.tensor_file import Piece
 
 _AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""For eight consecutive outputs: the nibble of their word that each is in."""
+"""For each of eight consecutive outputs, its nibble in their word."""
 _MOST_GROUP: Final = 128
 _LEAST_GROUP: Final = 32
 """Packed maps take group sizes that are powers of two in this range."""
@@ -97,9 +97,9 @@ def _in_awq_order(nibbles: torch.Tensor) -> torch.Tensor:
 
 
 def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> QuantizedWeight | None:
-    """A part of a weight, in groups of a size that packed maps take; None if there is none.
+    """Return a part of a weight, in groups of a size that packed maps support; None if impossible.
 
-    Groups may be split into smaller ones with the same scale, so that none is cut in two.
+    Groups are split into smaller ones with the same scale if the part would cut a group.
     """
     num_in = weight.values.shape[1]
     start, stop, _ = columns.indices(num_in)
@@ -161,9 +161,9 @@ class Fp8Weight:
 def unpack_fp8(
     stored: Fp8Format, tensors: Mapping[str, torch.Tensor], rows: slice, columns: slice
 ) -> Fp8Weight:
-    """A part of the weight of a map; exact. `tensors` as named by `fp8_tensors`.
+    """Return a part of the weight of a map, exactly; `tensors` as named by `fp8_tensors`.
 
-    Blocks are split into smaller ones with the same scale, so that none is cut in two.
+    Blocks are split into smaller ones with the same scale if the part would cut a block.
     """
     weight, scales = tensors["weight"], tensors[stored.scale_name]
     num_out, num_in = weight.shape
@@ -217,7 +217,7 @@ class PackedMaps:
         device: torch.device,
         fill: Callable[[Piece, torch.Tensor], None],
     ) -> None:
-        """Arguments as for `Weights`. On the meta device it only asks for tensors."""
+        """Arguments as for `Weights`. On the meta device it only requests tensors."""
         self._stored = stored
         self._names = names
         self._dtype = dtype
@@ -226,7 +226,7 @@ class PackedMaps:
         self._num_packed = 0
         self._num_dequantized = 0
         self._marks: Collection[str]
-        """Ends of the names of tensors, one of which each packed map has."""
+        """Suffixes of tensor names; each packed map has a tensor with one of these."""
         match stored:
             case IntegerFormat():
                 self._marks = ("qweight",)
@@ -249,7 +249,7 @@ class PackedMaps:
 
         Args:
             pieces: Weights `[N, K]`, or some of their rows or columns; some may not be packed.
-            bias: Of all of them.
+            bias: The bias of the fused map.
 
         Raises:
             ModelError: A tensor contradicts the format.
@@ -397,7 +397,7 @@ class PackedMaps:
             )
 
     def _refuse_bias(self, name: str, num_out: int) -> None:
-        """Refuse a bias that the model lacks, unless it is zero: some GPTQ writers add those."""
+        """Refuse a bias that the model lacks, unless it is zero, as some GPTQ writers add it."""
         if f"{name}.bias" not in self._names:
             return
         bias = torch.empty(num_out, device=self._reading_on)

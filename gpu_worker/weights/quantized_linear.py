@@ -18,10 +18,10 @@ _INT4_GROUP_SIZE: Final = 32
 """5 bits per weight, with scales and offsets of 16 bits."""
 _INT4_KERNEL_GROUPS: Final = (32, 64, 128)
 _INT4_RANGES: Final = (1.0, 0.85)
-"""The grids that are tried, as shares of a group's range: the whole range keeps weights that are on
-a grid already; a smaller one is finer, which suits all but the few outliers. Each group takes the
-grid with less error. In the shipped model the error is then 0.6 % less than with the whole range
-alone; four shares would make it 1.3 % less."""
+"""Candidate grids, as shares of a group's range. The whole range keeps weights that are already on
+a grid; a smaller range is finer, which suits all weights except outliers. Each group takes the grid
+with less error. In the shipped model the error is then 0.6 % less than with the whole range alone;
+four shares would make it 1.3 % less."""
 _INT4_FITS: Final = 2
 _FLOAT32_EPS: Final = 1e-6
 _PIECE: Final = 2**18
@@ -47,7 +47,7 @@ class QuantizedWeight:
     scales: torch.Tensor
     """float32 `[N, G]`, each for K / G values of a row."""
     offsets: torch.Tensor | None
-    """As the scales; None: zeros.
+    """Shaped like the scales; None: zeros.
 
     The kernel multiplies with scales and offsets in float16; at 4 bits, with the offsets for values
     from 0 to 15, so that GGUF's Q4_0 and Q4_1 are kept exactly.
@@ -90,7 +90,7 @@ class QuantizedWeight:
 
 
 def can_quantize(num_in: int, quantization: Quantization) -> bool:
-    """Whether weights with K input features can be quantized so."""
+    """Whether weights with K input features can be quantized in this way."""
     return quantization is Quantization.INT8 or num_in % _INT4_GROUP_SIZE == 0
 
 
@@ -177,12 +177,12 @@ def make_quantized_linear(
 ) -> Linear:
     """The map `x @ weight.T + bias`, of integers where our own kernel takes them.
 
-    Else the weight is dequantized: the same map in more memory.
+    Otherwise the weight is dequantized: the same map in more memory.
 
     Args:
         weight: The caller need not keep it.
         bias: `[N]` of `dtype`.
-        dtype: Of the activations.
+        dtype: The dtype of the activations.
     """
     if not can_multiply(weight, dtype):
         return make_linear(weight.dequantized().to(dtype), bias)
@@ -194,5 +194,5 @@ def make_quantized_linear(
 
 
 def _no_zeros(scales: torch.Tensor) -> torch.Tensor:
-    """Replace scales of 0 or NaN, which occur where all weights are equal: any other will do."""
+    """Replace scales of 0 or NaN, which occur where all weights are equal, by 1."""
     return torch.where(scales > 0, scales, 1.0)

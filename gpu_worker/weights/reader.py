@@ -115,8 +115,8 @@ class Weights:
 
         Args:
             num_in: K.
-            parts: Of each map: the name; the number of groups of its outputs, such as heads, of
-                which this rank takes `Place.groups`; and the size of a group.
+            parts: For each map: the name; the number of groups of its outputs, such as heads, of
+            which this rank takes `Place.groups`; and the size of a group.
             bias: Whether they have one.
         """
         shares = []
@@ -158,9 +158,9 @@ class Weights:
     def head(self, weight: torch.Tensor) -> Linear:
         """The map to the vocabulary, from its weight `[V, E]`, which may be the embedding.
 
-        If other maps are quantized, it has 8 bits: no measurable loss, while 4 bits cost the
-        shipped model 1.3 % of perplexity, and 16 bits would be much of what a small model reads per
-        step. The embedding itself is looked up, not multiplied, and stays as it is.
+        If other maps are quantized, it has 8 bits, without measurable loss: 4 bits cost the shipped
+        model 1.3 % of perplexity, and 16 bits would be a large part of the bytes that a small model
+        reads per step. The embedding itself is looked up, not multiplied, and stays as it is.
         """
         return self._map(weight, None, Quantization.INT8 if self._quantization else None)
 
@@ -268,7 +268,9 @@ def load_weights(
     unexpected = [name for name in unused if not plan.ignores(name)]
     if unexpected:
         raise ModelError(f"{directory} has {_some(unexpected)}, unknown to {architecture}")
-    if ranks is not None:  # the first plan covers the whole model, so that all ranks refuse alike
+    if (
+        ranks is not None
+    ):  # the first plan covers the whole model, so all ranks refuse in the same cases
         num_elems.clear()
         build(Weights(checkpoint.names, dtype, _META, count, quantization, ranks, stored))
     total, num_read = math.fsum(num_elems.values()), 0

@@ -44,7 +44,7 @@ class IntegerFormat:
 
 
 class ScaleShape(Enum):
-    """What shares a scale."""
+    """The part of a map that shares a scale."""
 
     TENSOR = "tensor"
     """The whole map."""
@@ -57,7 +57,7 @@ class Fp8Format:
     """Weights in float8_e4m3fn, with scales."""
 
     scale_shape: ScaleShape | tuple[int, int]
-    """Or the outputs and inputs of a block that shares a scale."""
+    """A `ScaleShape`, or the outputs and inputs of a block that shares a scale."""
     scale_name: str
     """The tensor's name, after the map's name and a dot."""
 
@@ -81,8 +81,8 @@ StoredFormat: TypeAlias = IntegerFormat | Fp8Format | GgufFormat
 def read_stored_format(fields: JsonFields) -> StoredFormat | None:
     """How a checkpoint stores its maps, by its config.json; None: as plain numbers.
 
-    Which maps are packed is seen from the tensors. Lists such as `modules_to_not_convert` and
-    `ignore` say the same, differently for each method, and are not read.
+    The tensors show which maps are packed. Lists such as `modules_to_not_convert` and `ignore` have
+    the same information, in a different form for each method, and are not read.
 
     Raises:
         ModelError: The format is not supported; the message names what.

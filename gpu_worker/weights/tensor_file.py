@@ -1,4 +1,4 @@
-"""What every file of a checkpoint gives: named tensors, whole or in part."""
+"""The interface of a checkpoint's files: named tensors, read whole or in part."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ class TensorFile(Protocol):
 
     @property
     def path(self) -> Path:
-        """For errors."""
+        """The path, for errors."""
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""

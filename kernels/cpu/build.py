@@ -10,12 +10,12 @@ from typing import Final
 
 SOURCES: Final = Path(__file__).parent / "src"
 SHIPPED: Final = Path(__file__).parent / "compiled"
-"""Where `python -m kernels.cpu` puts a library that ships with the package."""
+"""The directory for libraries that ship with the package, by `python -m kernels.cpu`."""
 
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _FLAGS: Final = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-Wno-psabi", "-fopenmp")
 _LINK_FLAGS: Final = ("-shared", "-lm")
-"""Not linked to OpenMP: its symbols come from the library that torch has loaded."""
+"""OpenMP is not linked, because its symbols come from the library that torch has loaded."""
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _TIMEOUT_S: Final = 300
 
@@ -25,7 +25,7 @@ class BuildError(Exception):
 
 
 def cache_directory() -> Path:
-    """Return where a user's compiled libraries are kept.
+    """Return the directory of a user's compiled libraries.
 
     Raises:
         BuildError: The user has no home directory.
@@ -39,7 +39,7 @@ def cache_directory() -> Path:
 def find_or_build(directory: Path) -> Path:
     """Return the library for this CPU: shipped with the package, in `directory`, or compiled there.
 
-    Several processes may do this at once: each compiles to a name of its own, then renames it.
+    Several processes may do this at once: each compiles to a unique name, then renames it.
 
     Raises:
         BuildError: there is no compiler, it fails, or `directory` cannot be written.
@@ -105,9 +105,9 @@ def _run_all(commands: list[list[str]]) -> None:
 
 
 def _key() -> str:
-    """Return a hash of what a library was compiled from and for: sources, flags, CPU.
+    """Return a hash of a library's sources, flags and CPU.
 
-    The compiler is not part of it: a library stays valid, and is found where there is none.
+    It does not include the compiler, so a library is found even without one.
     """
     digest = hashlib.sha256("\0".join((*_FLAGS, *_LINK_FLAGS, _cpu())).encode())
     for source in sorted(SOURCES.iterdir()):
@@ -116,7 +116,7 @@ def _key() -> str:
 
 
 def _cpu() -> str:
-    """The CPU's instruction sets, as far as the system tells."""
+    """Return the CPU's instruction sets, as far as the system reports them."""
     features = [platform.machine()]
     if _CPU_INFO.is_file():
         lines = _CPU_INFO.read_text().splitlines()

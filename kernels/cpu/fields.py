@@ -1,7 +1,7 @@
-"""What C is told of the paged caches: the fields of its `attention` and `store_kv`, from tensors.
+"""Computes the fields of C's `attention` and `store_kv` from tensors.
 
-An op passes numbers and calls C at once. A program (`kernels.cpu.library.Program`) passes names,
-for which each of its steps has the numbers.
+An op passes numbers and calls C at once. A program (`kernels.cpu.library.Program`) passes names;
+each of its steps has the numbers for them.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim of queries and keys, `DV` that of
 values, `B` blocks, `P` block size.
@@ -14,7 +14,7 @@ import torch
 from kernels.cpu.library import DTYPES, KV_FORMATS, Field
 
 _SPLIT: Final = 512
-"""Positions of a sequence that one piece of work attends to for a lone token; `SPLIT` in C."""
+"""Positions per split when a sequence has a single query token; `SPLIT` in C."""
 _LANES: Final = 16
 
 
@@ -24,7 +24,7 @@ class LayerCaches(NamedTuple):
     keys: torch.Tensor
     """[B, P, HKV, D]: int8 or float8_e4m3fn if there are scales, else of the model's dtype."""
     values: torch.Tensor | None
-    """As `keys`, perhaps with another head dim; None, to store keys alone."""
+    """As `keys`, perhaps with another head dim; None: only keys are stored."""
     key_scales: torch.Tensor | None = None
     """bfloat16[B, P, HKV]; None: not quantized."""
     value_scales: torch.Tensor | None = None
@@ -32,7 +32,7 @@ class LayerCaches(NamedTuple):
 
 
 def address(tensor: torch.Tensor | None) -> int:
-    """Return where a tensor's memory begins; 0, which is C's NULL, for None."""
+    """Return the address of a tensor's memory; 0, which is C's NULL, for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -77,10 +77,10 @@ def attention_fields(
 
 
 def num_partials(num_heads: int, value_dim: int, num_seqs: int, max_len: int) -> int:
-    """Return how many float32 attention needs for partial results; 0: all results are whole.
+    """Return the number of float32 that attention needs for partial results; 0: none.
 
-    A lone token of a long sequence is computed in pieces, which other threads may take. No
-    sequence has more than `max_len` tokens.
+    A single query token of a long sequence is computed in splits, by several threads. `max_len`
+    bounds the length of the sequences.
     """
     num_splits = -(-max_len // _SPLIT)
     if num_splits == 1:

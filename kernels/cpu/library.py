@@ -1,4 +1,4 @@
-"""Loads the compiled kernels, once in a process, into the thread pool that torch computes with."""
+"""Loads the compiled kernels, once per process; they run in torch's thread pool."""
 
 import ctypes
 import functools
@@ -16,13 +16,13 @@ import torch
 from kernels.cpu.build import BuildError, cache_directory, find_or_build
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-"""C's numbers for the dtypes it computes in; with others the twins compute."""
+"""C's numbers for its dtypes; the twins compute with all others."""
 KV_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """C's numbers for the dtypes of a quantized cache; 0 is the dtype of the model."""
 
 Field: TypeAlias = "float | str | Call"
-"""A field of a kernel's structure: a number; in a program also a name, whose number each run gives,
-or another call of the program, which stands for the address of its structure."""
+"""A field of a kernel's structure: a number. In a program also a name, for which each run has a
+number, or another call of the program, which means the address of that call's structure."""
 
 _FIELD_BYTES: Final = 8
 _MAPS: Final = Path("/proc/self/maps")
@@ -31,14 +31,14 @@ _MAPS: Final = Path("/proc/self/maps")
 class Kernel:
     """One C function `quire_NAME`, which takes a pointer to a structure of 8-byte fields.
 
-    Of each there are two more functions for programs: `quire_NAME_count` says into how many shares
-    a call should be cut, `quire_NAME_share` does one share.
+    Programs use two more functions of each kernel: `quire_NAME_count` returns the number of shares
+    of a call, and `quire_NAME_share` computes one share.
     """
 
     def __init__(self, library: ctypes.CDLL, name: str, fields: str) -> None:
         """`fields` are the structure's, in C's order: `*` marks a pointer, `.` a double.
 
-        All others are int64. A structure within it is written out, field by field.
+        All others are int64. Fields of nested structures are listed one by one.
         """
         function = getattr(library, f"quire_{name}")
         function.argtypes = (ctypes.c_char_p,)
@@ -65,6 +65,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
+        self.path = path
         kernel = functools.partial(Kernel, library)
         self.rms_norm = kernel(
             "rms_norm",
@@ -97,6 +98,16 @@ class Library:
             "draw",
             "num_draws num_tokens *logits *places *temperature *uniform *token_ids logits_stride",
         )
+        self.selective_scan = kernel(
+            "selective_scan",
+            "type num_seqs num_tokens num_heads head_dim num_groups width a_width"
+            " *x *dt *a *b *c *d *state *out *state_out",
+        )
+        self.delta_scan = kernel(
+            "delta_scan",
+            "type num_seqs num_tokens num_key_heads num_heads key_dim head_dim"
+            " *q *k *v *g *beta *state *out *state_out .scale",
+        )
         attention = (
             "type format num_seqs num_tokens num_heads num_kv_heads head_dim value_dim block_size"
             " window"
@@ -112,7 +123,7 @@ class Library:
         """The second half of `attention` with the same fields, if there are partial results."""
         linear = (
             "num_rows num_in num_out x_type kept out_type *x *weight *scales *offsets *bias *out"
-            " group x_stride out_stride is_gated"
+            " group x_stride out_stride is_gated is_low_rank"
             " *next.attention next.num_runs next.num_runs_after"
         )
         self.linear = kernel("linear", linear)
@@ -130,6 +141,11 @@ class Library:
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
+        self.use_amx: Callable[[bool], bool] = library.quire_use_amx
+        """Has maps of bfloat16 use Intel's AMX, or not; returns whether they do from now on, which
+        only a CPU with AMX can. No kernel may run meanwhile."""
+        library.quire_use_amx.argtypes = (ctypes.c_int64,)
+        library.quire_use_amx.restype = ctypes.c_bool
 
 
 class Call(NamedTuple):
@@ -137,21 +153,21 @@ class Call(NamedTuple):
 
     kernel: Kernel
     fields: tuple[Field, ...]
-    """As for `kernel.pack`; what they point to must live as long as the program."""
+    """As for `kernel.pack`; the memory behind pointers must live as long as the program."""
     joins: bool = False
-    """Whether its shares need only the same shares of the call before, not the whole call."""
+    """Whether each share needs only the same share of the previous call, not the whole call."""
 
 
 class Program:
     """Calls that run one after another, without the threads going to sleep in between."""
 
     def __init__(self, library: Library, calls: Sequence[Call], num_apart: int) -> None:
-        """No call may change what another reads or writes, unless it is `num_apart` later or more.
+        """A call must not change memory that a call less than `num_apart` earlier uses.
 
-        That includes the call itself: a thread that lost its core repeats, late, what others did.
+        A call must not change its own inputs either: a late thread may repeat the work of others.
 
         Raises:
-            ValueError: more than `num_apart` calls join one another: they would wait for ever.
+            ValueError: more than `num_apart` calls join one another, and would wait for ever.
             KeyError: a field is a call that is not in `calls`.
         """
         num_joined = 0
@@ -190,7 +206,10 @@ class Program:
         self._head = struct.pack("@Pqq", ctypes.addressof(self._table), len(calls), num_apart)
 
     def __call__(self, numbers: Mapping[str, int] | None = None) -> None:
-        """Run it; one thread at a time may. `numbers` are the integers that fields name."""
+        """Run the program, from one thread at a time.
+
+        `numbers` has the integer for each named field.
+        """
         for name, before in self._given.items():
             number = (numbers or {})[name]
             if number != before:  # unchanged fields stay in the caches of the threads
@@ -200,9 +219,9 @@ class Program:
 
 @functools.cache
 def native() -> Library | None:
-    """Return the library, compiled now if it never was (seconds); None if it cannot be.
+    """Return the library, after compiling it if necessary (seconds); None if that fails.
 
-    A warning says why it is None, once.
+    One warning gives the reason.
     """
     try:
         path = find_or_build(cache_directory())
@@ -218,7 +237,7 @@ def native() -> Library | None:
 
 
 def _share_openmp() -> None:
-    """Have the library use torch's OpenMP: a second one would start threads of its own."""
+    """Make the library use torch's OpenMP; a second OpenMP would start more threads."""
     if not _MAPS.is_file():
         return
     for line in _MAPS.read_text().splitlines():

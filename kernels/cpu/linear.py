@@ -17,9 +17,9 @@ from kernels.cpu.program.kv_ahead import NOTHING_AHEAD, PANEL, KvAhead
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 _KEPT_AS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 3}
-"""C's number for how weights are kept, by the dtype of the panels; int16 holds four of 4 bits."""
+"""C's number for the format of weights, by the panels' dtype; an int16 has four 4-bit weights."""
 _UNROLL: Final = 8
-"""Input features that C unpacks together of integers."""
+"""Number of input features of integer weights that C unpacks together."""
 _GROUP_MULTIPLE: Final = 32
 
 
@@ -29,19 +29,27 @@ def can_pack(weight: torch.Tensor) -> bool:
         weight.device.type == "cpu"
         and weight.dtype in DTYPES
         and (weight.dtype is torch.float32 or weight.shape[1] % 2 == 0)
-        and native() is not None  # last: it compiles the library, which a GPU worker does not need
+        and native()
+        is not None  # last, because it compiles the library, which a GPU worker does not need
     )
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedLinear":
-    """Lay out `weight` [N, K] for `x @ weight.T + bias`, `bias` [N]; `can_pack` must hold."""
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None, *, is_low_rank: bool = False
+) -> "PackedLinear":
+    """Lay out `weight` [N, K] for `x @ weight.T + bias`, `bias` [N]; `can_pack` must hold.
+
+    If `is_low_rank`, the map gives the bits that the kernels for adapters give
+    (`kernels.cpu.program.low_rank`).
+    """
     num_in = weight.shape[1]
     padded = _padded(weight)
     if weight.dtype is torch.float32:
         panels = padded.view(-1, PANEL, num_in).transpose(1, 2)
     else:
         panels = padded.view(-1, PANEL, num_in // 2, 2).transpose(1, 2)
-    return _packed(weight, panels, None, None, bias, weight.dtype)
+    packed = _packed(weight, panels, None, None, bias, weight.dtype)
+    return replace(packed, _is_low_rank=is_low_rank)
 
 
 def pack_heads(weight: torch.Tensor) -> "PackedHeads":
@@ -159,15 +167,16 @@ class PackedLinear:
     """float16[ceil(N / 32), G, 32] of integers."""
     _offsets: torch.Tensor | None
     _bias: torch.Tensor | None
+    _is_low_rank: bool = False
 
     @property
     def can_gate(self) -> bool:
-        """Whether `call` can be gated: no panel has both gates and what they gate."""
+        """Whether `call` can be gated: no panel has both gates and gated features."""
         return self.num_out % (2 * PANEL) == 0
 
     @property
     def can_fetch_ahead(self) -> bool:
-        """Whether `call` fetches anything for a later one."""
+        """Whether `call` can prefetch memory for a later call."""
         return self.panels.dtype is torch.bfloat16
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -195,8 +204,8 @@ class PackedLinear:
     ) -> Call:
         """Return the call that maps the first rows of `x` `[T, K]` to `out` `[T, N]`.
 
-        Both have the map's dtype; rows may lie apart. `ahead` is what it fetches for a later call.
-        If `is_gated`, the map's output is `[gate, up]`, and `out` `[T, N / 2]` gets
+        Both have the map's dtype; rows may lie apart. `ahead` is the memory to prefetch for a later
+        call. If `is_gated`, the map's output is `[gate, up]`, and `out` `[T, N / 2]` gets
         `silu(gate) * up`, rounded where the map and `silu_mul` round; `can_gate` must hold.
         """
         fields = self._fields(x, out, num_rows, ahead, is_gated=is_gated)
@@ -211,7 +220,7 @@ class PackedLinear:
             DTYPES[self.dtype], _KEPT_AS[self.panels.dtype], DTYPES[out.dtype],
             x.data_ptr(), self.panels.data_ptr(), address(self._scales), address(self._offsets),
             address(self._bias), out.data_ptr(), self.num_in // num_groups,
-            x.stride(0), out.stride(0), is_gated, *ahead,
+            x.stride(0), out.stride(0), is_gated, self._is_low_rank, *ahead,
         )  # fmt: skip
 
 
@@ -221,7 +230,7 @@ class PackedHeads:
 
     _library: Library
     _first: PackedLinear
-    """The first head's map; its panels are followed by those of the others."""
+    """The first head's map; the panels of the other heads follow its panels."""
     _num_heads: int
     """H."""
 

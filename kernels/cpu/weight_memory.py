@@ -21,7 +21,7 @@ class _Region:
     """Memory given out from its start on; it is freed with the last tensor in it."""
 
     def __init__(self, num_bytes: int) -> None:
-        num_bytes += _HUGE_PAGE_BYTES  # what lies before the first border of a page is skipped
+        num_bytes += _HUGE_PAGE_BYTES  # skip the memory before the first page border
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -31,7 +31,7 @@ class _Region:
         self._used_bytes = 0
 
     def take(self, num_bytes: int) -> torch.Tensor | None:
-        """Return unused memory, uint8[num_bytes]; None if so much is not left."""
+        """Return unused memory, uint8[num_bytes]; None if too little is left."""
         start = self._used_bytes
         if start + num_bytes > len(self._memory):
             return None
@@ -58,7 +58,7 @@ class WeightMemory:
         return taken.view(weight.dtype).view(weight.shape).copy_(weight)
 
     def begin_region(self) -> None:
-        """Put later weights into a new region, so that earlier ones free theirs when they go."""
+        """Start a new region for later weights, so earlier weights can free theirs."""
         with self._lock:
             self._region = None
 

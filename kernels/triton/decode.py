@@ -26,7 +26,7 @@ _MIN_SEQS: Final = (
     256  # sequences are rounded up to multiples of this, so that few variants are compiled
 )
 _MOST_ROWS: Final = 16
-"""Most query heads that one program attends with, over latents. Not measured."""
+"""Most query heads per program with latent attention. Not measured."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Launches a kernel again and again with mostly the same arguments."""
+"""Launches a kernel repeatedly with mostly the same arguments."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from collections.abc import Hashable, Mapping
@@ -6,10 +6,11 @@ from typing import Any
 
 
 class Launch:
-    """A kernel with the arguments that stay.
+    """A kernel with its constant arguments.
 
     Triton looks for the compiled kernel at each launch, by the types, alignments and values of all
-    arguments. This looks once for each variant, and then launches what Triton found.
+    arguments. This class looks it up once per variant, and then launches the compiled kernel
+    directly.
     """
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], options: Mapping[str, int]) -> None:
@@ -26,8 +27,8 @@ class Launch:
     def __call__(self, grid: tuple[int, int, int], variant: Hashable, **changing: Any) -> None:
         """Launch with the other arguments.
 
-        `variant` must differ if a changing argument asks for another compiled kernel. Those that
-        are constant for the compiler do; others must be exempt from specialization.
+        `variant` must differ if a changing argument needs another compiled kernel. This holds for
+        arguments that are constant for the compiler; all others must be exempt from specialization.
         """
         compiled = self._compiled.get(variant)
         if compiled is None:

@@ -22,7 +22,7 @@ _RUN: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How the product is cut. No number of these was measured."""
+    """The tile sizes of the product. None of these numbers was measured."""
 
     rows: int
     columns: int
@@ -31,14 +31,14 @@ class Tile:
     num_warps: int
     num_stages: int
     max_splits: int
-    """Most parts of the input features that are summed apart, so that few tiles fill a device."""
+    """Most splits of the input features, which let few tiles fill a device."""
 
 
 TILES: Final = (Tile(16, 64, 4, 4, 4, 16), Tile(64, 128, 2, 8, 3, 1), Tile(128, 128, 2, 8, 3, 1))
-"""The first with enough rows is taken, else the last. Rows alone choose, so a captured step replays
-what it was captured with."""
+"""The first tile with enough rows is used, else the last. Only the number of rows chooses the tile,
+so a captured step replays the same one."""
 FEWEST_ROWS: Final = (1, *(tile.rows + 1 for tile in TILES[:-1]))
-"""For each tile the fewest rows for which it is taken."""
+"""The smallest number of rows for each tile."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -168,9 +168,9 @@ def quantized_linear(
 ) -> torch.Tensor:
     """Return `x @ w + bias` [T, N], as `kernels.reference.quantized_linear` says.
 
-    `values`, `scales` and `offsets` are contiguous. A row's result depends on other rows only by
-    their number, which chooses the tile and into how many parts K is cut. Needs fp32 scratch of up
-    to 16 * T * N if T is at most 16.
+    `values`, `scales` and `offsets` are contiguous. A row's result depends on other rows only
+    through their number, which chooses the tile and the splits of K. Needs fp32 scratch of up to 16
+    * T * N if T is at most 16.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

@@ -1,1 +1,1 @@
-"""How the lower tiers encode KV: as it is, compressed, or quantized."""
+"""Codecs of KV in the lower tiers: none, lossless compression, or quantization."""

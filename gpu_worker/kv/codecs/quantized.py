@@ -9,15 +9,15 @@ import torch
 from gpu_worker.kv.codecs.names import Codec, CodecSpec
 
 _SCALE = torch.bfloat16
-"""Has float32's range. Rounding the scale costs little precision, because numbers are divided by
-the rounded scale."""
+"""The dtype of scales. It has float32's range. Rounding a scale costs little precision, because
+numbers are divided by the rounded scale."""
 _FP8_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-"""The value of each byte."""
+"""The fp8 value of each byte."""
 _LARGEST = {Codec.INT8: 127.0, Codec.FP8: 448.0}
 
 
 class QuantizedCodec:
-    """Encodes blocks on the device where they are.
+    """Encodes blocks on the device that holds them.
 
     A number's error is at most 1/120 (int8) or 1/25 (fp8) of the largest in its row; less for small
     numbers in fp8. A row that contains an infinity or NaN decodes to infinities or NaNs.

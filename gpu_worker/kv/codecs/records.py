@@ -33,7 +33,7 @@ class RecordCodec(Protocol):
 class QuantizedRecords:
     """A quantized codec on the CPU, applied to a block part by part.
 
-    Parts are so small that torch does not use several threads: the step needs the cores.
+    The parts are too small for torch to use several threads, because the step needs the cores.
     """
 
     def __init__(self, codec: QuantizedCodec, num_parts: int) -> None:

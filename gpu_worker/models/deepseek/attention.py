@@ -1,9 +1,8 @@
-"""Multi-head latent attention (https://arxiv.org/abs/2405.04434): the pool keeps latents only.
+"""Multi-head latent attention (https://arxiv.org/abs/2405.04434): the pool stores only latents.
 
 A head's key is a map of the latent, so `q . (U c) = (U^T q) . c`: queries are mapped to the
-latent's space, attend to latents as if they were keys and values of one kv head, and what comes out
-is mapped to the head's values. Prompts and decodes compute the same, in the same order, so chunks
-change no result.
+latent's space, attend to latents as keys and values of one kv head, and the result is mapped to the
+head's values. Prompts and decodes compute the same, in the same order, so chunks change no result.
 
 Symbols: `T` tokens, `N` wanted tokens, `H` heads, `E` hidden size, `Q` query rank, `L` latent dim,
 `D` plain dim, `R` rotary dim, `V` value dim.
@@ -105,7 +104,7 @@ class LatentAttention:
         return self.output(values.flatten(1))
 
     def _paired(self, x: torch.Tensor) -> torch.Tensor:
-        """Order the R last dimensions so that a pair has one of each half, as `rotary` takes it."""
+        """Reorder the last R dimensions: each pair gets one of each half, as `rotary` expects."""
         if not self.config.is_interleaved:
             return x
         return x.reshape(*x.shape[:-1], -1, 2).mT.flatten(-2)

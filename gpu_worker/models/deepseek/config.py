@@ -19,32 +19,33 @@ class DeepseekConfig(ModelConfig):
     hidden_size: int
     num_heads: int
     query_rank: int | None
-    """Width that queries are projected to before they are split into heads; None: not at all."""
+    """Width that queries are projected to before they are split into heads; None: no projection."""
     latent_dim: int
     """Width of the latent that keys and values are computed from."""
     plain_dim: int
     """Dimensions of a head's queries and keys that are not rotated."""
     rotary_dim: int
-    """Those that are."""
+    """Dimensions of a head's queries and keys that are rotated."""
     value_dim: int
-    """Of a head."""
+    """Dimensions of a head's values."""
     attention_scale: float
     attention_bias: bool
     """Whether the projections from and to the hidden state have biases."""
     is_interleaved: bool
-    """Whether rotation pairs neighbouring dimensions; otherwise dimension i of each half."""
+    """Whether rotation pairs neighbouring dimensions; otherwise it pairs dimension i of each
+    half."""
     rope: RopeConfig
     rms_norm_eps: float
     tie_word_embeddings: bool
     intermediate_size: int
-    """Of layers without experts."""
+    """MLP size of layers without experts."""
     has_experts: tuple[bool, ...]
-    """By layer."""
+    """Whether each layer has experts."""
     experts: "DeepseekExpertsConfig | None"
     """None: no layer has any."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Multiplies what attention and feed-forward part add."""
+    """Multiplies the outputs of attention and feed-forward part."""
     logits_scale: float = 1.0
 
 
@@ -54,8 +55,8 @@ class Routing(Enum):
     SOFTMAX = "softmax"
     """As DeepSeek V2: a group's score is its best expert's."""
     SIGMOID = "sigmoid"
-    """As DeepSeek V3: for the choice each expert has a bias, and a group's score is the sum of its
-    two best experts'."""
+    """As DeepSeek V3: experts are chosen with a bias, and a group's score is the sum of its two
+    best experts' scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,9 @@ class DeepseekExpertsConfig:
     """Whether the shares of a token's experts are made to sum to 1, before `share_factor`."""
     share_factor: float
     intermediate_size: int
-    """Of each expert."""
+    """MLP size of each expert."""
     num_shared: int
-    """Shared experts are one MLP, so many times as wide as a routed one."""
+    """Number of shared experts: one MLP that is this many times as wide as a routed one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class _Family:
     num_dense: int = 0
     """Layers without experts before those with them."""
     reads_layer_types: bool = False
-    """Whether `mlp_layer_types` says which layers have experts, if it is there."""
+    """Whether `mlp_layer_types`, if set, names the layers with experts."""
     reads_interleave: bool = True
     is_interleaved: bool = True
     tie_word_embeddings: bool = False

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from contract.worker_limits import Chunk, KvWindow, window_length
-from gpu_worker.models.transformers.recurrent import RecurrentLayer, StateRecorder
+from gpu_worker.models.transformers.recurrent import RecurrentLayer, StateRecorder, cache_name
 from gpu_worker.weights.json_fields import ModelError
 
 MaskFunction = Callable[
@@ -60,7 +60,7 @@ def read_window(sees: MaskFunction, num_positions: int) -> int | None:
 _numbers = count()
 
 CHUNKED: Final = "chunked_attention"
-"""The type of layers in which a token sees those of its chunk."""
+"""The type of layers in which a token sees only tokens of its chunk."""
 _NUM_TOKENS: Final = 3
 _OWN_ATTENTION: Final = "its attention does not go through transformers' attention interface"
 
@@ -92,7 +92,7 @@ class AttentionCall:
     window: KvWindow
     """None if the window is as long as the context."""
     source: int
-    """The layer whose keys and values it reads: itself, or one before."""
+    """The layer whose keys and values it reads: itself or an earlier one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def register_attention(function: Any) -> str:
 
 
 def forget_attention(name: str) -> None:
-    """Unregister an attention, which frees the model that it is a method of."""
+    """Unregister an attention; this frees its model."""
     AttentionInterface._global_mapping.pop(name, None)  # noqa: SLF001 - it has no method for that
 
 
@@ -143,7 +143,7 @@ def base_name(causal: Any) -> str:
     prefix = causal.base_model_prefix
     if isinstance(getattr(causal, prefix, None), PreTrainedModel):
         return str(prefix)
-    # Some text models that also exist within larger ones have the prefix of these.
+    # Some text models that also exist within larger models use the prefix of the larger ones.
     children = causal.named_children()
     names = [str(name) for name, child in children if isinstance(child, PreTrainedModel)]
     if len(names) != 1:
@@ -162,7 +162,7 @@ def record_calls(
     Args:
         config: The model's config.
         max_model_len: Its longest sequence.
-        is_recurrent: Whether some layers keep a state. The others then need not attend.
+        is_recurrent: Whether some layers keep a state; then not every layer must attend.
 
     Raises:
         ModelError: The model attends in a way that paged attention does not support, or not once
@@ -171,7 +171,7 @@ def record_calls(
     recorder = _Recorder(max_model_len, config)
     config = copy.deepcopy(config)
     for rope in batch_dependent_ropes(config):
-        rope["rope_type"] = "default"  # other types read positions, which have no contents here
+        rope["rope_type"] = "default"  # other types read positions, which have no values here
     name = register_attention(recorder.attend)
     # In bfloat16 it shows which states are float32 in any case.
     dtype = {"dtype": torch.bfloat16} if is_recurrent else {}
@@ -185,6 +185,7 @@ def record_calls(
             base = getattr(model, base_name(model))
             _refuse_positions(base)
             states = StateRecorder(config, base) if is_recurrent else None
+            cache = cache_name(base) or "past_key_values"
             tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64)
             with nullcontext() if states is None else states.watch():
                 base(
@@ -193,8 +194,8 @@ def record_calls(
                     # Without an attention mask or a cache, transformers looks for several
                     # sequences in `position_ids`.
                     attention_mask=None if is_recurrent else torch.ones_like(tokens),
-                    past_key_values=states,
                     use_cache=is_recurrent,
+                    **{cache: states},
                 )
     except ModelError:
         raise
@@ -203,7 +204,7 @@ def record_calls(
             raise ModelError(_OWN_ATTENTION) from error
         raise ModelError(f"its shapes cannot be found out: {error}") from error
     layers = sorted(call.layer for call in recorder.calls)
-    if not layers:
+    if not layers and not (states and states.layers_by_module):
         raise ModelError(_OWN_ATTENTION)
     if states is not None:
         if layers != sorted(states.attending):
@@ -218,14 +219,14 @@ def record_calls(
 
 
 def _refuse_positions(base: torch.nn.Module) -> None:
-    """Refuse positions as RoBERTa's, which are counted behind the number of the padding token."""
+    """Refuse positions that start after the padding token's number, as RoBERTa's."""
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
         raise ModelError("its positions depend on padding tokens")
 
 
 @contextmanager
 def _unchecked_distributions() -> Iterator[None]:
-    """Have no distribution check its arguments, which have no values on the meta device."""
+    """Turn off distributions' argument checks: tensors on the meta device have no values."""
     before = Distribution._validate_args  # noqa: SLF001 - there is only a setter
     Distribution.set_default_validate_args(value=False)
     try:
@@ -272,7 +273,7 @@ class _Recorder:
         self, *_: Any, mask_function: MaskFunction, local_size: int | None = None, **__: Any
     ) -> None:
         if self._chunk is not None and local_size == self._chunk:
-            return  # it depends on padding, and of that there is none
+            return  # it depends on padding, which does not exist here
         self.mask_windows.add(read_window(mask_function, self._max_model_len))
 
     def attend(
@@ -281,7 +282,7 @@ class _Recorder:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,  # by place or by name
+        attention_mask: torch.Tensor | None = None,  # positional or keyword argument
         **given: Any,
     ) -> tuple[torch.Tensor, None]:
         layer = getattr(module, "layer_idx", None)

@@ -1,13 +1,12 @@
-"""Runs the recurrent layers of a `transformers` model on states that are in blocks of the KV pool.
+"""Runs the recurrent layers of a `transformers` model on states in blocks of the KV pool.
 
-To the block space a recurrent layer is one whose tokens see only the token before: a window of two.
-The block that holds a token's place holds the state after that token, so each token overwrites the
-state in its block, and a full block is a checkpoint: the state after its last token. Nothing
-rewinds a state. A sequence that must compute a token again starts from a full block, or from
-nothing.
+In the block space, a recurrent layer has a window of two tokens. The state after a token is in the
+block of that token's position: each token overwrites the state in its block, and a full block is a
+checkpoint, the state after its last token. A state cannot be rewound. A sequence that must compute
+a token again starts from a full block or from its beginning.
 
-A module of `transformers` takes sequences of one length. So a prompt's chunk is computed apart,
-piece by piece between block boundaries, and decodes are computed together.
+A module of `transformers` takes sequences of one length. So a prompt's chunk is computed
+separately, piece by piece between block boundaries; decodes are computed together.
 
 Symbols: `T` tokens, `S` sequences, `E` hidden size.
 """
@@ -26,6 +25,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.models.transformers.scans import token_by_token
 from gpu_worker.weights.json_fields import ModelError
 
 _CACHE_NAMES: Final = ("cache_params", "past_key_values")
@@ -34,7 +34,7 @@ _STORED: Final = torch.float32
 _ALIGNMENT: Final = 16
 
 _Key = tuple[str, int]
-"""Whether it is a "conv" or a "recurrent" state, and which."""
+"""The kind of a state, "conv" or "recurrent", and its number."""
 
 
 @dataclass(slots=True)
@@ -42,9 +42,9 @@ class StateTensor:
     """One tensor of a layer's state."""
 
     shape: tuple[int, ...]
-    """Of one sequence."""
+    """The shape for one sequence."""
     is_float32: bool
-    """Whether its dtype is float32 whatever the model's is."""
+    """Whether its dtype is float32 regardless of the model's dtype."""
 
 
 @dataclass(slots=True)
@@ -74,10 +74,10 @@ class StateRecorder(DynamicCache):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Know which module runs."""
+        """Record which module runs."""
         handles = []
         for name, module in self._base.named_modules():
-            if _cache_name(module) is None:
+            if cache_name(module) is None:
                 continue
 
             def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
@@ -130,6 +130,7 @@ class RecurrentStates:
         """Let the modules of `layers` compute with states of the pool."""
         self._pool: KvPool | None = None
         self._pieces: list[_Pieces] = []
+        self._num_bytes = max(layer.num_bytes for layer in layers)
         for number, layer in enumerate(layers):
             self._take_over(base.get_submodule(layer.module), number, layer)
 
@@ -153,10 +154,10 @@ class RecurrentStates:
         self._pool, self._pieces = None, []
 
     def _take_over(self, module: nn.Module, number: int, layer: RecurrentLayer) -> None:
-        original = module.forward
+        name = cache_name(module)
+        assert name is not None, "the recorder has seen it"
+        original = token_by_token(module)
         signature = inspect.signature(original)
-        cache_name = _cache_name(module)
-        assert cache_name is not None, "the recorder has seen it"
         hidden_name = next(iter(signature.parameters))
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -167,7 +168,7 @@ class RecurrentStates:
 
             def compute(part: torch.Tensor, state: "_State") -> torch.Tensor:
                 given.arguments[hidden_name] = part
-                given.arguments[cache_name] = state
+                given.arguments[name] = state
                 out: torch.Tensor = original(*given.args, **given.kwargs)
                 return out
 
@@ -182,7 +183,7 @@ class RecurrentStates:
         pool = self._pool
         assert pool is not None, "only `forward` runs it"
         group, place = divmod(number, pool.groups.states_per_block)
-        start = place * layer.num_bytes
+        start = place * self._num_bytes
         memory = pool.blocks_as_bytes[:, start : start + layer.num_bytes].view(_STORED)  # [B, N]
         pieces = self._pieces[group]
         out: torch.Tensor | None = None
@@ -212,7 +213,7 @@ class _Pieces:
     """The parts of a step in which states advance; none crosses a block boundary."""
 
     together_places: list[int]
-    """The places in the batch of single tokens that wait for no other piece."""
+    """Indexes in the batch of single tokens that depend on no other piece."""
     together_reads: list[int]
     together_writes: list[int]
     apart: list[tuple[int, int, int | None, int]]
@@ -221,7 +222,7 @@ class _Pieces:
 
 
 def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size: int) -> _Pieces:
-    """Cut a step at block boundaries.
+    """Split a step at block boundaries.
 
     Args:
         spans: By sequence: its first position in the step, the end, and its place in the batch.
@@ -314,6 +315,7 @@ class _State:
         return recurrent_states
 
 
-def _cache_name(module: nn.Module) -> str | None:
+def cache_name(module: nn.Module) -> str | None:
+    """The parameter that takes the cache of a module's forward pass, if it has one."""
     names = inspect.signature(module.forward).parameters
     return next((name for name in _CACHE_NAMES if name in names), None)

@@ -2,7 +2,7 @@
 
 Called op by op, a step of one token spends a third of its time between the ops, in Python and in
 waking threads. Making a program takes as long as a small step, so a program serves all steps of
-about its size: each run tells it the counts and addresses of its step.
+about its size: each run passes the counts and addresses of its step.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `D` head dim, `E` hidden
 size.
@@ -23,22 +23,22 @@ from kernels.cpu.program.layer_calls import ALL, WANTED, LayerCalls, NativeLayer
 from kernels.cpu.program.workspace import NativeShape, Workspace
 
 _APART_BYTES: Final = 8 << 20
-"""A program has as many workspaces as fit in this, and at least two, for its layers in turn."""
+"""A program has as many workspaces as fit in this size, at least two; its layers take turns."""
 _LARGE_TOKENS: Final = 512
 """Programs for more tokens than this have room for a multiple of it."""
 _DTYPE: Final = torch.bfloat16
 
 
 class _Size(NamedTuple):
-    """What a program has room for, and which calls it has."""
+    """The capacity of a program, and the kinds of its calls."""
 
     num_tokens: int
     num_wanted: int | None
-    """None: all tokens are wanted, and have no memory of their own."""
+    """None: all tokens are wanted, and need no separate memory."""
     has_partials: bool
     """Whether attention may give partial results."""
     num_ranks: int
-    """The most of a token's adapter; 0: no token has one."""
+    """The highest rank of a token's adapter; 0: no token has an adapter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +49,7 @@ class _Step:
     partials: tuple[str, ...]
     """Names of the addresses of attention's partial results; layers take turns with them."""
     memory: tuple[torch.Tensor, ...]
-    """What must live as long as the program."""
+    """Tensors that must live as long as the program."""
 
 
 class NativeDecoder:
@@ -115,9 +115,9 @@ class NativeDecoder:
         """Make a program for steps of up to this size.
 
         Layer i writes to workspace i modulo their number. If some tokens are not wanted, the last
-        layer goes on in a workspace of its own with the wanted ones, after it has stored all keys
-        and values. The calls of each attention are made first: the maps of the layer before point
-        at them, to fetch what they will read.
+        layer stores all keys and values, and then continues with the wanted tokens in a separate
+        workspace. The calls of each attention are made first: the maps of the previous layer refer
+        to them, to prefetch what they will read.
         """
         shape = replace(self._shape, num_ranks=size.num_ranks)
         num_layers = len(self._layers)
@@ -160,7 +160,7 @@ class NativeDecoder:
             calls.append(
                 layer_calls.add_norm(ends[-1], total.data_ptr(), norm, StepField.OUT, rows[-1].num)
             )
-        # A layer reads what the one before wrote, until that one's memory is used again.
+        # A layer reads the output of the previous layer before that layer's memory is reused.
         reused = itertools.islice(firsts, num_works, None)
         num_apart = min(
             (there - here for here, there in zip(firsts[1:], reused, strict=False)),
@@ -169,7 +169,7 @@ class NativeDecoder:
         return _Step(Program(self._library, calls, num_apart), partials, (memory, total))
 
     def _aheads(self, attentions: Sequence[Sequence[Call]]) -> list[dict[str, KvAhead]]:
-        """Return what each layer's maps fetch for later, given each layer's attention."""
+        """Return the prefetches of each layer's maps, given each layer's attention."""
         aheads: list[dict[str, KvAhead]] = [{} for _ in attentions]
         for i, attention in enumerate(attentions):
             if not attention:
@@ -193,11 +193,11 @@ class NativeDecoder:
     def _memory_for(self, num_elements: int) -> torch.Tensor:
         """Return bfloat16[num_elements] or more. Programs share it, because no two run at once.
 
-        It is allocated once: the system would clear new pages, which takes some hundredths of the
-        time of a step of 2,048 tokens.
+        It is allocated once, because the system clears new pages, which takes a few percent of a
+        step of 2,048 tokens.
         """
         if self._memory.numel() < num_elements:
-            self._steps.clear()  # they would keep the memory before
+            self._steps.clear()  # they would keep the old memory alive
             self._memory = torch.empty(num_elements, dtype=_DTYPE)
         return self._memory
 

@@ -36,7 +36,7 @@ class StepField(StrEnum):
     WANTED_ADAPTERS = auto()
     """`RowAdapters` of the wanted tokens."""
     OUT = auto()
-    """Where the final hidden states go."""
+    """The address for the final hidden states."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +48,7 @@ class NativeWanted:
     query_start_loc: torch.Tensor
     """int32[S + 1]: where each sequence's wanted tokens start among these."""
     adapters: RowAdapters | None = None
-    """Of these tokens; None if the step has none."""
+    """The adapters of these tokens; None if the step has no adapters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ class NativeInputs:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The number of each `StepField` that this step has, but OUT."""
+        """The number of each `StepField` of this step, except OUT."""
         numbers: dict[str, int] = {
             StepField.NUM_TOKENS: len(self.hidden),
             StepField.NUM_SEQS: len(self.seq_lens),
@@ -107,7 +107,7 @@ class NativeInputs:
         return numbers
 
     def check(self, hidden_size: int) -> None:
-        """Raise ValueError if C would read something else than what the fields say."""
+        """Raise ValueError if a tensor does not have the documented shape, dtype or strides."""
         num_tokens, (num_seqs, width) = len(self.hidden), self.block_tables.shape
         tensors = [
             ("hidden", self.hidden, torch.bfloat16, (num_tokens, hidden_size)),

@@ -1,4 +1,4 @@
-"""Which keys and values each linear map of a native program fetches while it computes.
+"""Plans which keys and values each linear map of a native program prefetches.
 
 With many rows a linear map leaves memory idle, while attention of many short sequences waits for
 little else. So the maps between two attentions fetch what the second one will read: each product
@@ -23,12 +23,12 @@ PANEL: Final = 32
 
 
 class KvAhead(NamedTuple):
-    """What one map fetches of what `attention` reads: the fields of C's `struct kv_part`."""
+    """The part of the memory of `attention` that one map prefetches: C's `struct kv_part`."""
 
     attention: Call | int
-    """0: it fetches nothing."""
+    """0: the map prefetches nothing."""
     num_runs: int
-    """The most runs that it fetches with each tile of rows after the first."""
+    """Most runs to prefetch with each tile of rows after the first."""
     num_runs_after: int
     """Runs per tile that the maps between this one and the attention fetch; this map skips them."""
 
@@ -37,10 +37,11 @@ NOTHING_AHEAD: Final = KvAhead(0, 0, 0)
 
 
 def share_out(attention: Call, maps: Mapping[_Place, tuple[int, int]]) -> dict[_Place, KvAhead]:
-    """Return what each of the maps before `attention` fetches of what that reads.
+    """Divide the memory that `attention` reads among the maps before it.
 
     `maps` are in the order in which they run, each with its number of input and output features.
-    The last ones fetch as much as they can: what is fetched late is likelier to be in a cache yet.
+    The last maps prefetch as much as they can, because memory that is fetched late is likelier to
+    be still in a cache.
     """
     aheads: dict[_Place, KvAhead] = {}
     num_after = 0

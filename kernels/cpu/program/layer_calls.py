@@ -1,4 +1,4 @@
-"""The native calls of one layer of a decoder, for steps of any size that their memory has room for.
+"""The native calls of one decoder layer, for all step sizes that fit their memory.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
 heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size.
@@ -22,7 +22,7 @@ _DTYPE: Final = DTYPES[torch.bfloat16]
 
 
 class Rows(NamedTuple):
-    """Names of facts about some rows: their number, each sequence's first, and the adapters."""
+    """Names of the numbers that describe some rows: count, start of each sequence, adapters."""
 
     num: Field
     starts: Field
@@ -75,7 +75,7 @@ class LayerCalls:
         ahead: Mapping[str, KvAhead],
         wanted: Workspace | None = None,
     ) -> Iterator[Call]:
-        """Yield the calls of layer `index`, which read what the layer before wrote to `before`.
+        """Yield the calls of layer `index`, which read the previous layer's output in `before`.
 
         Args:
             index: of the layer.
@@ -84,7 +84,7 @@ class LayerCalls:
             before: None for the first layer.
             work: where its calls write.
             attention: the calls that `attend` gave for this layer.
-            ahead: what its maps fetch for later, by their names in MAPS.
+            ahead: the prefetches of its maps, by their names in MAPS.
             wanted: of the last layer, if not all tokens' final hidden states are wanted: where the
                 calls for the wanted tokens write. All tokens' keys and values are stored; what
                 comes after that is computed for the wanted ones alone.
@@ -156,7 +156,7 @@ class LayerCalls:
     def add_norm(
         self, before: Workspace, total: int, weight: torch.Tensor, out: Field, num_rows: Field
     ) -> Call:
-        """Return the call that adds up what the layer `before` wrote, and normalises the sum.
+        """Return the call that adds the output of layer `before`, and normalises the sum.
 
         The sum goes to `total` and the normalised sum to `out`; both are addresses of bfloat16
         `[num_rows, E]`. `weight` is `[E]`.
@@ -239,7 +239,7 @@ class _Maps(NamedTuple):
         *,
         is_gated: bool = False,
     ) -> Iterator[Call]:
-        """Yield the calls from `x` to `out`, with what adapters add if there are any.
+        """Yield the calls from `x` to `out`, including adapters if there are any.
 
         If `is_gated`, the map gives `[gate, up]`, and `silu(gate) * up` goes to `out`.
         """

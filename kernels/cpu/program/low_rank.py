@@ -1,4 +1,4 @@
-"""LoRA adapters of a native decoder: what they add to the linear maps of its layers, in C.
+"""LoRA adapters of a native decoder: their additions to linear maps, in C.
 
 Symbols: `T` tokens, `L` layers, `K` input features of a map, `N` its output features, `R` ranks of
 an adapter's pair of maps, `G` groups of tokens of one adapter each.
@@ -63,7 +63,7 @@ def _spans(panels: torch.Tensor) -> torch.Tensor:
 
 
 class RowAdapters:
-    """Which adapter each token of a step has, as C reads it."""
+    """The adapter of each token of a step, in the form for C."""
 
     def __init__(
         self, numbers: npt.NDArray[np.int64], adapters: Mapping[int, NativeAdapter]
@@ -108,7 +108,7 @@ def low_rank_calls(
     *,
     is_gated: bool = False,
 ) -> Iterator[Call]:
-    """Yield the calls that write `alone` plus what adapters make of `x` to `out`.
+    """Yield the calls that write `alone` plus the adapters' additions for `x` to `out`.
 
     They follow the call of the map from `x` to `alone`. All tensors are bfloat16; rows may lie
     apart.

@@ -1,7 +1,7 @@
-"""Memory for what the calls of a native decoder's layers pass on to one another.
+"""Memory for the intermediate results of a native decoder's layers.
 
-Each call writes to a tensor of its own, and layers take turns with a few workspaces: nothing is
-written twice while a late thread may still be at it (`kernels.cpu.library.Program`).
+Each call writes to a separate tensor, and layers take turns with a few workspaces, so no memory is
+overwritten while a late thread may still use it (`kernels.cpu.library.Program`).
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
 `I` intermediate size, `N` outputs of a linear map, `R` ranks of adapters.
@@ -22,7 +22,7 @@ _LINE: Final = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeShape:
-    """What a decoder's layers have in common."""
+    """The sizes that all layers of a decoder share."""
 
     hidden_size: int
     num_heads: int
@@ -33,14 +33,15 @@ class NativeShape:
     has_qk_norm: bool
     """Whether heads of queries and keys are normalised."""
     is_gated: bool
-    """Whether the map to gate and up, or what adds adapters to it, gives their product."""
+    """Whether the call of the map to gate and up, or of its adapters, computes the gated
+    product."""
     num_ranks: int = 0
     """R, at most; 0: there are no adapters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedWork:
-    """Where a map's calls write before its output, if there are adapters; both bfloat16."""
+    """The intermediate results of a map with adapters; both bfloat16."""
 
     alone: torch.Tensor
     """[T, N]: what the model's map gives."""
@@ -50,7 +51,7 @@ class AdaptedWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
-    """Where the calls of one layer write, in their order; all bfloat16."""
+    """The outputs of one layer's calls, in order; all bfloat16."""
 
     residual: torch.Tensor  # [T, E]: the sum of all layers before; unused in the first layer
     normed: torch.Tensor  # [T, E]
@@ -77,7 +78,7 @@ class Workspace:
 
     @classmethod
     def of(cls, shape: NativeShape, num_tokens: int, memory: torch.Tensor) -> "Workspace":
-        """Lay it out in `memory`, bfloat16[num_elements]."""
+        """Lay out a workspace in `memory`, bfloat16[num_elements]."""
         parts, at = {}, 0
         for name, size in _sizes(shape).items():
             length = num_tokens * math.prod(size)

@@ -1,4 +1,4 @@
-/* Divides a batch's attention into items of work, in a fixed order, and says what each costs. */
+/* Divides a batch's attention into items of work, in a fixed order, each with its cost. */
 #ifndef QUIRE_ATTENTION_WALK_H
 #define QUIRE_ATTENTION_WALK_H
 

@@ -153,7 +153,7 @@ static void work(struct run *run, int worker)
     int64_t patience_ns = MIN_PATIENCE_NS;
     _Atomic int *place = &run->workers[worker].place;
     for (int call; (call = atomic_load(&run->present)) < program->num_calls;) {
-        /* Stored before it takes a share: no thread goes on to memory that this call uses. */
+        /* Stored before it takes a share: no thread continues to memory that this call uses. */
         atomic_store(place, call);
         int next = next_call(program, call);
         /* The last call of the group must be as far from late threads as the first. */
