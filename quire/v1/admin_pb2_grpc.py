@@ -26,11 +26,12 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Operates the process that it is called on.
+    """Controls the process that receives the call.
 
     Who may call: on a router with API keys, an operator's key. On any other process that requires client
-    certificates (--tls-client-ca), any caller with a certificate. On all others, callers by Unix socket
-    and, with --local-drain, by loopback. Other callers are refused with PERMISSION_DENIED.
+    certificates (--tls-client-ca), any caller with a certificate. On all other processes, callers
+    through a Unix socket and, with --local-drain, through loopback. Other callers are refused with
+    PERMISSION_DENIED.
     """
 
     def __init__(self, channel):
@@ -47,11 +48,12 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Operates the process that it is called on.
+    """Controls the process that receives the call.
 
     Who may call: on a router with API keys, an operator's key. On any other process that requires client
-    certificates (--tls-client-ca), any caller with a certificate. On all others, callers by Unix socket
-    and, with --local-drain, by loopback. Other callers are refused with PERMISSION_DENIED.
+    certificates (--tls-client-ca), any caller with a certificate. On all other processes, callers
+    through a Unix socket and, with --local-drain, through loopback. Other callers are refused with
+    PERMISSION_DENIED.
     """
 
     def Drain(self, request, context):
@@ -78,11 +80,12 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Operates the process that it is called on.
+    """Controls the process that receives the call.
 
     Who may call: on a router with API keys, an operator's key. On any other process that requires client
-    certificates (--tls-client-ca), any caller with a certificate. On all others, callers by Unix socket
-    and, with --local-drain, by loopback. Other callers are refused with PERMISSION_DENIED.
+    certificates (--tls-client-ca), any caller with a certificate. On all other processes, callers
+    through a Unix socket and, with --local-drain, through loopback. Other callers are refused with
+    PERMISSION_DENIED.
     """
 
     @staticmethod

@@ -28,34 +28,35 @@ if _version_not_supported:
 class InferenceServiceStub(object):
     """Generates text from a prompt.
 
-    A conversation. The client calls `Generate` with a prompt, as text or as token ids. A request
-    that cannot be served is refused with a gRPC status before anything is streamed: INVALID_ARGUMENT
-    names the field, the value and the limit (and carries google.rpc.BadRequest); NOT_FOUND means an
-    unknown model, ALREADY_EXISTS a `request_id` of a live request, RESOURCE_EXHAUSTED a full queue
-    (with google.rpc.RetryInfo), UNAVAILABLE a service that is starting, draining, or without a needed
-    process, UNIMPLEMENTED a feature that the model or this version lacks (such as a chat template),
-    DEADLINE_EXCEEDED a deadline that has passed or cannot be met, INTERNAL a bug. After acceptance
-    the stream carries, for each of the `n` outputs, deltas in order and then exactly one `finished`;
-    after the last of these, one `usage`; then it ends with OK. Events of different outputs
-    interleave. A failure after acceptance is a `finished` with reason ERROR. A call whose deadline
-    passes ends with DEADLINE_EXCEEDED. Ending the call early, by cancellation or deadline, stops the
-    work within two steps.
+    The protocol: the client calls `Generate` with a prompt, as text or as token ids. A request that
+    cannot be served is refused with a gRPC status before anything is streamed. INVALID_ARGUMENT
+    names the field, the value and the limit (and carries google.rpc.BadRequest). NOT_FOUND means an
+    unknown model. ALREADY_EXISTS means that a live request has this `request_id`. RESOURCE_EXHAUSTED
+    means a full queue (with google.rpc.RetryInfo). UNAVAILABLE means that the service is starting or
+    draining, or that a process it needs is missing. UNIMPLEMENTED means a feature that the model or
+    this version lacks (such as a chat template). DEADLINE_EXCEEDED means that the deadline has
+    passed or cannot be met. INTERNAL means a bug. After acceptance the stream carries, for each of
+    the `n` outputs, deltas in order and then exactly one `finished`; after the last `finished` comes
+    one `usage`; then the stream ends with OK. Events of different outputs interleave. A failure
+    after acceptance is a `finished` with reason ERROR. A call whose deadline passes ends with
+    DEADLINE_EXCEEDED. If a call ends early, by cancellation or deadline, its computation stops
+    within two steps.
 
-    A stream that breaks is not the end of a request that is `resumable`: for a grace period (30 s by
-    default; the scheduler's --resume-grace-s) the request continues, and its outputs are kept.
-    `Resume`, through any router, says how much of each output the client has, and streams the rest:
-    nothing is lost, repeated or changed. The newest call owns the request; an older call that is still open
-    ends its outputs with reason ERROR and code ABORTED. Ending a call does not stop the work of a
-    resumable request; `Cancel` does. After `Resume` answers NOT_FOUND, send the request again.
+    A `resumable` request survives a broken stream: for a grace period (30 s by default; the
+    scheduler's --resume-grace-s) the request continues, and its outputs are kept. The client calls
+    `Resume` through any router, says how much of each output it has, and receives the rest: nothing
+    is lost, repeated or changed. The newest call owns the request; an older call that is still open
+    ends its outputs with reason ERROR and code ABORTED. A resumable request continues when its call
+    ends; `Cancel` stops it. If `Resume` answers NOT_FOUND, send the request again.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, is a request's priority: higher runs
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, is its tenant. The scheduler's
-    policy decides their effect; by default requests run in the order of their arrival. A router with API
-    keys requires one as `authorization: Bearer KEY`, else UNAUTHENTICATED. The key determines the
-    tenant; naming another tenant is PERMISSION_DENIED, and so are `DescribeKv` and `DescribeActivity`
-    without an operator's key. The call's deadline counts: a request that cannot meet it is refused at
-    once with DEADLINE_EXCEEDED.
+    policy decides their effect; by default requests run in the order of their arrival. A router with
+    API keys requires one as `authorization: Bearer KEY`; a call without a key fails with
+    UNAUTHENTICATED. The key determines the tenant. A call that names another tenant fails with
+    PERMISSION_DENIED, as do `DescribeKv` and `DescribeActivity` without an operator's key. A request
+    that cannot meet the call's deadline is refused immediately with DEADLINE_EXCEEDED.
     """
 
     def __init__(self, channel):
@@ -124,34 +125,35 @@ class InferenceServiceStub(object):
 class InferenceServiceServicer(object):
     """Generates text from a prompt.
 
-    A conversation. The client calls `Generate` with a prompt, as text or as token ids. A request
-    that cannot be served is refused with a gRPC status before anything is streamed: INVALID_ARGUMENT
-    names the field, the value and the limit (and carries google.rpc.BadRequest); NOT_FOUND means an
-    unknown model, ALREADY_EXISTS a `request_id` of a live request, RESOURCE_EXHAUSTED a full queue
-    (with google.rpc.RetryInfo), UNAVAILABLE a service that is starting, draining, or without a needed
-    process, UNIMPLEMENTED a feature that the model or this version lacks (such as a chat template),
-    DEADLINE_EXCEEDED a deadline that has passed or cannot be met, INTERNAL a bug. After acceptance
-    the stream carries, for each of the `n` outputs, deltas in order and then exactly one `finished`;
-    after the last of these, one `usage`; then it ends with OK. Events of different outputs
-    interleave. A failure after acceptance is a `finished` with reason ERROR. A call whose deadline
-    passes ends with DEADLINE_EXCEEDED. Ending the call early, by cancellation or deadline, stops the
-    work within two steps.
+    The protocol: the client calls `Generate` with a prompt, as text or as token ids. A request that
+    cannot be served is refused with a gRPC status before anything is streamed. INVALID_ARGUMENT
+    names the field, the value and the limit (and carries google.rpc.BadRequest). NOT_FOUND means an
+    unknown model. ALREADY_EXISTS means that a live request has this `request_id`. RESOURCE_EXHAUSTED
+    means a full queue (with google.rpc.RetryInfo). UNAVAILABLE means that the service is starting or
+    draining, or that a process it needs is missing. UNIMPLEMENTED means a feature that the model or
+    this version lacks (such as a chat template). DEADLINE_EXCEEDED means that the deadline has
+    passed or cannot be met. INTERNAL means a bug. After acceptance the stream carries, for each of
+    the `n` outputs, deltas in order and then exactly one `finished`; after the last `finished` comes
+    one `usage`; then the stream ends with OK. Events of different outputs interleave. A failure
+    after acceptance is a `finished` with reason ERROR. A call whose deadline passes ends with
+    DEADLINE_EXCEEDED. If a call ends early, by cancellation or deadline, its computation stops
+    within two steps.
 
-    A stream that breaks is not the end of a request that is `resumable`: for a grace period (30 s by
-    default; the scheduler's --resume-grace-s) the request continues, and its outputs are kept.
-    `Resume`, through any router, says how much of each output the client has, and streams the rest:
-    nothing is lost, repeated or changed. The newest call owns the request; an older call that is still open
-    ends its outputs with reason ERROR and code ABORTED. Ending a call does not stop the work of a
-    resumable request; `Cancel` does. After `Resume` answers NOT_FOUND, send the request again.
+    A `resumable` request survives a broken stream: for a grace period (30 s by default; the
+    scheduler's --resume-grace-s) the request continues, and its outputs are kept. The client calls
+    `Resume` through any router, says how much of each output it has, and receives the rest: nothing
+    is lost, repeated or changed. The newest call owns the request; an older call that is still open
+    ends its outputs with reason ERROR and code ABORTED. A resumable request continues when its call
+    ends; `Cancel` stops it. If `Resume` answers NOT_FOUND, send the request again.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, is a request's priority: higher runs
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, is its tenant. The scheduler's
-    policy decides their effect; by default requests run in the order of their arrival. A router with API
-    keys requires one as `authorization: Bearer KEY`, else UNAUTHENTICATED. The key determines the
-    tenant; naming another tenant is PERMISSION_DENIED, and so are `DescribeKv` and `DescribeActivity`
-    without an operator's key. The call's deadline counts: a request that cannot meet it is refused at
-    once with DEADLINE_EXCEEDED.
+    policy decides their effect; by default requests run in the order of their arrival. A router with
+    API keys requires one as `authorization: Bearer KEY`; a call without a key fails with
+    UNAUTHENTICATED. The key determines the tenant. A call that names another tenant fails with
+    PERMISSION_DENIED, as do `DescribeKv` and `DescribeActivity` without an operator's key. A request
+    that cannot meet the call's deadline is refused immediately with DEADLINE_EXCEEDED.
     """
 
     def Generate(self, request, context):
@@ -173,23 +175,23 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a `resumable` request, whether or not a call reads it. NOT_FOUND as for `Resume`.
+        """Cancels a `resumable` request, even if no call reads it. NOT_FOUND as for `Resume`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateOnce(self, request, context):
-        """Returns the outputs of one prompt when all are complete. A failure of any output is the call's
-        status.
+        """Returns the outputs of one prompt when all are complete. If any output fails, the call fails
+        with its status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Turns inputs into vectors. All succeed, or the call fails; UNIMPLEMENTED if the model makes no
-        vectors, other errors as for `Generate`, with the index of the input.
+        """Turns inputs into vectors. If one input fails, the call fails. UNIMPLEMENTED if the model makes
+        no vectors; other errors as for `Generate`, with the index of the input.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,16 +227,17 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeKv(self, request, context):
-        """Returns which sequences hold which KV blocks, by worker and tier, for people and tools. NOT_FOUND
-        if the query names a worker that the scheduler does not have, UNAVAILABLE if it is not attached.
+        """Returns which sequences hold which KV blocks, by worker and tier. For operators and tools.
+        NOT_FOUND if the query names a worker that the scheduler does not have, UNAVAILABLE if it is
+        not attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeActivity(self, request, context):
-        """Returns each worker's load and latest steps, for people and tools. Errors are
-        those of `DescribeKv`.
+        """Returns each worker's load and latest steps. For operators and tools. Errors as for
+        `DescribeKv`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -309,34 +312,35 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 class InferenceService(object):
     """Generates text from a prompt.
 
-    A conversation. The client calls `Generate` with a prompt, as text or as token ids. A request
-    that cannot be served is refused with a gRPC status before anything is streamed: INVALID_ARGUMENT
-    names the field, the value and the limit (and carries google.rpc.BadRequest); NOT_FOUND means an
-    unknown model, ALREADY_EXISTS a `request_id` of a live request, RESOURCE_EXHAUSTED a full queue
-    (with google.rpc.RetryInfo), UNAVAILABLE a service that is starting, draining, or without a needed
-    process, UNIMPLEMENTED a feature that the model or this version lacks (such as a chat template),
-    DEADLINE_EXCEEDED a deadline that has passed or cannot be met, INTERNAL a bug. After acceptance
-    the stream carries, for each of the `n` outputs, deltas in order and then exactly one `finished`;
-    after the last of these, one `usage`; then it ends with OK. Events of different outputs
-    interleave. A failure after acceptance is a `finished` with reason ERROR. A call whose deadline
-    passes ends with DEADLINE_EXCEEDED. Ending the call early, by cancellation or deadline, stops the
-    work within two steps.
+    The protocol: the client calls `Generate` with a prompt, as text or as token ids. A request that
+    cannot be served is refused with a gRPC status before anything is streamed. INVALID_ARGUMENT
+    names the field, the value and the limit (and carries google.rpc.BadRequest). NOT_FOUND means an
+    unknown model. ALREADY_EXISTS means that a live request has this `request_id`. RESOURCE_EXHAUSTED
+    means a full queue (with google.rpc.RetryInfo). UNAVAILABLE means that the service is starting or
+    draining, or that a process it needs is missing. UNIMPLEMENTED means a feature that the model or
+    this version lacks (such as a chat template). DEADLINE_EXCEEDED means that the deadline has
+    passed or cannot be met. INTERNAL means a bug. After acceptance the stream carries, for each of
+    the `n` outputs, deltas in order and then exactly one `finished`; after the last `finished` comes
+    one `usage`; then the stream ends with OK. Events of different outputs interleave. A failure
+    after acceptance is a `finished` with reason ERROR. A call whose deadline passes ends with
+    DEADLINE_EXCEEDED. If a call ends early, by cancellation or deadline, its computation stops
+    within two steps.
 
-    A stream that breaks is not the end of a request that is `resumable`: for a grace period (30 s by
-    default; the scheduler's --resume-grace-s) the request continues, and its outputs are kept.
-    `Resume`, through any router, says how much of each output the client has, and streams the rest:
-    nothing is lost, repeated or changed. The newest call owns the request; an older call that is still open
-    ends its outputs with reason ERROR and code ABORTED. Ending a call does not stop the work of a
-    resumable request; `Cancel` does. After `Resume` answers NOT_FOUND, send the request again.
+    A `resumable` request survives a broken stream: for a grace period (30 s by default; the
+    scheduler's --resume-grace-s) the request continues, and its outputs are kept. The client calls
+    `Resume` through any router, says how much of each output it has, and receives the rest: nothing
+    is lost, repeated or changed. The newest call owns the request; an older call that is still open
+    ends its outputs with reason ERROR and code ABORTED. A resumable request continues when its call
+    ends; `Cancel` stops it. If `Resume` answers NOT_FOUND, send the request again.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, is a request's priority: higher runs
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, is its tenant. The scheduler's
-    policy decides their effect; by default requests run in the order of their arrival. A router with API
-    keys requires one as `authorization: Bearer KEY`, else UNAUTHENTICATED. The key determines the
-    tenant; naming another tenant is PERMISSION_DENIED, and so are `DescribeKv` and `DescribeActivity`
-    without an operator's key. The call's deadline counts: a request that cannot meet it is refused at
-    once with DEADLINE_EXCEEDED.
+    policy decides their effect; by default requests run in the order of their arrival. A router with
+    API keys requires one as `authorization: Bearer KEY`; a call without a key fails with
+    UNAUTHENTICATED. The key determines the tenant. A call that names another tenant fails with
+    PERMISSION_DENIED, as do `DescribeKv` and `DescribeActivity` without an operator's key. A request
+    that cannot meet the call's deadline is refused immediately with DEADLINE_EXCEEDED.
     """
 
     @staticmethod

@@ -26,15 +26,16 @@ if _version_not_supported:
 
 
 class KvEventServiceStub(object):
-    """Tells which blocks the prefix caches have, for those that choose among cells by prefix. For operators.
-    Schedulers with `--kv-events` have this service, and so have routers, which merge the streams of all
-    their schedulers.
+    """Reports which blocks the prefix caches hold, for load balancers that choose a cell by prompt
+    prefix. Operators only. Schedulers with `--kv-events` offer it. So do routers, which merge the
+    streams of all their schedulers.
 
-    The stream is, for each worker, a snapshot and then every change. A snapshot begins with `begin`, on
-    which the reader forgets all that it knows of the worker; then come `stored` and, since the cache
-    changes meanwhile, `removed`; at `end` the reader knows exactly what the worker's cache has at
-    `sequence`. If the reader falls behind, changes are dropped, and a new snapshot begins with the reason
-    FELL_BEHIND. If the worker is lost or attached again, `cleared` comes.
+    For each worker the stream carries a snapshot, and then every change. A snapshot starts with
+    `begin`: the reader then discards everything it knows about the worker. `stored` events follow,
+    and `removed` events for changes during the snapshot. At `end` the reader knows exactly what the
+    worker's cache holds at `sequence`. If the reader falls behind, changes are dropped, and a new
+    snapshot begins with the reason FELL_BEHIND. If the worker is lost or attached again, `cleared`
+    is sent.
     """
 
     def __init__(self, channel):
@@ -51,15 +52,16 @@ class KvEventServiceStub(object):
 
 
 class KvEventServiceServicer(object):
-    """Tells which blocks the prefix caches have, for those that choose among cells by prefix. For operators.
-    Schedulers with `--kv-events` have this service, and so have routers, which merge the streams of all
-    their schedulers.
+    """Reports which blocks the prefix caches hold, for load balancers that choose a cell by prompt
+    prefix. Operators only. Schedulers with `--kv-events` offer it. So do routers, which merge the
+    streams of all their schedulers.
 
-    The stream is, for each worker, a snapshot and then every change. A snapshot begins with `begin`, on
-    which the reader forgets all that it knows of the worker; then come `stored` and, since the cache
-    changes meanwhile, `removed`; at `end` the reader knows exactly what the worker's cache has at
-    `sequence`. If the reader falls behind, changes are dropped, and a new snapshot begins with the reason
-    FELL_BEHIND. If the worker is lost or attached again, `cleared` comes.
+    For each worker the stream carries a snapshot, and then every change. A snapshot starts with
+    `begin`: the reader then discards everything it knows about the worker. `stored` events follow,
+    and `removed` events for changes during the snapshot. At `end` the reader knows exactly what the
+    worker's cache holds at `sequence`. If the reader falls behind, changes are dropped, and a new
+    snapshot begins with the reason FELL_BEHIND. If the worker is lost or attached again, `cleared`
+    is sent.
     """
 
     def WatchKv(self, request, context):
@@ -86,15 +88,16 @@ def add_KvEventServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvEventService(object):
-    """Tells which blocks the prefix caches have, for those that choose among cells by prefix. For operators.
-    Schedulers with `--kv-events` have this service, and so have routers, which merge the streams of all
-    their schedulers.
+    """Reports which blocks the prefix caches hold, for load balancers that choose a cell by prompt
+    prefix. Operators only. Schedulers with `--kv-events` offer it. So do routers, which merge the
+    streams of all their schedulers.
 
-    The stream is, for each worker, a snapshot and then every change. A snapshot begins with `begin`, on
-    which the reader forgets all that it knows of the worker; then come `stored` and, since the cache
-    changes meanwhile, `removed`; at `end` the reader knows exactly what the worker's cache has at
-    `sequence`. If the reader falls behind, changes are dropped, and a new snapshot begins with the reason
-    FELL_BEHIND. If the worker is lost or attached again, `cleared` comes.
+    For each worker the stream carries a snapshot, and then every change. A snapshot starts with
+    `begin`: the reader then discards everything it knows about the worker. `stored` events follow,
+    and `removed` events for changes during the snapshot. At `end` the reader knows exactly what the
+    worker's cache holds at `sequence`. If the reader falls behind, changes are dropped, and a new
+    snapshot begins with the reason FELL_BEHIND. If the worker is lost or attached again, `cleared`
+    is sent.
     """
 
     @staticmethod

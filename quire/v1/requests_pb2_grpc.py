@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class RequestServiceStub(object):
-    """Operates the live requests of the router that it is called on; other routers have others. A
-    resumable request that no call reads belongs to no router, and is not listed.
+    """Manages the live requests of the router that receives the call. Each router has its own requests.
+    A resumable request that no call reads belongs to no router, and is not listed.
 
     Who may call: an operator, as for `AdminService`.
     """
@@ -56,34 +56,34 @@ class RequestServiceStub(object):
 
 
 class RequestServiceServicer(object):
-    """Operates the live requests of the router that it is called on; other routers have others. A
-    resumable request that no call reads belongs to no router, and is not listed.
+    """Manages the live requests of the router that receives the call. Each router has its own requests.
+    A resumable request that no call reads belongs to no router, and is not listed.
 
     Who may call: an operator, as for `AdminService`.
     """
 
     def ListRequests(self, request, context):
-        """Lists the requests that pass the filter, oldest first.
+        """Lists the requests that match the filter, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequests(self, request, context):
-        """Ends the requests that pass the filter, resumable ones too. Their clients get the error
-        PERMISSION_DENIED: as the call's status if they have read nothing yet, else as the end of each
-        output. INVALID_ARGUMENT if the filter has no field set. NOT_FOUND if it names a `request_id` that
-        is not live; one of a resumable request that no call reads is ended, too, if `tenant` is its
-        tenant.
+        """Cancels the requests that match the filter, including resumable ones. Their clients get the
+        error PERMISSION_DENIED: as the call's status if nothing has been streamed yet, otherwise as
+        the end of each output. INVALID_ARGUMENT if the filter has no field set. NOT_FOUND if it names
+        a `request_id` that is not live. A resumable request that no call reads is also cancelled, if
+        the filter has its `request_id` and its `tenant`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadUsage(self, request, context):
-        """Sums up what requests have used at all routers that share this one's --turn-store. What has
-        ended within the last seconds may be missing. UNIMPLEMENTED without --turn-store,
-        INVALID_ARGUMENT if there are more than 10,000 rows.
+        """Returns the usage of all routers that share this router's --turn-store. Requests that ended a
+        few seconds ago may be missing. UNIMPLEMENTED without --turn-store; INVALID_ARGUMENT if the
+        answer has more than 10,000 rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,8 +116,8 @@ def add_RequestServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RequestService(object):
-    """Operates the live requests of the router that it is called on; other routers have others. A
-    resumable request that no call reads belongs to no router, and is not listed.
+    """Manages the live requests of the router that receives the call. Each router has its own requests.
+    A resumable request that no call reads belongs to no router, and is not listed.
 
     Who may call: an operator, as for `AdminService`.
     """

@@ -27,18 +27,18 @@ if _version_not_supported:
 
 class SchedulerServiceStub(object):
     """Owns the sequences of one or more routers.
-    A conversation. The router opens `Connect` and sends `hello`; the scheduler answers `welcome` when a
-    worker is attached, because only then it knows its model. From then on the router sends
-    `submit` and `cancel` at any time, and the scheduler sends one `step` for each model step
-    with events for this router, with the events of all its sequences. If a router reads slowly, the
-    scheduler merges several steps into one. After half a second without events it sends an
-    empty `step`, so that a router notices when the scheduler hangs. A submitted
-    request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
-    some step. When the stream breaks, the scheduler cancels the router's sequences, except those of
-    requests that came with a `resume_record`. These run on for a grace period, and their outputs are
-    kept: any router may `resume` one, and receives everything in `resumed`. A router that reconnects
-    submits its live requests again, with the tokens produced so far; these replace the sequences of
-    these requests that still run.
+    The protocol: the router opens `Connect` and sends `hello`. The scheduler answers `welcome` as
+    soon as a worker is attached, because it knows its model only then. After that, the router may
+    send `submit` and `cancel` at any time. For each model step that has events for this router, the
+    scheduler sends one `step` with the events of all the router's sequences. If a router reads
+    slowly, the scheduler merges several steps into one. After half a second without events it sends
+    an empty `step`; a router that receives none knows that the scheduler hangs. A submitted request
+    is either `refused`, or each of its sequences ends with exactly one `finished`. When the stream
+    breaks, the scheduler cancels the router's sequences, except those of requests that have a
+    `resume_record`. Such requests keep running for a grace period, and their outputs are kept: any
+    router may `resume` one, and receives everything in `resumed`. A router that reconnects submits
+    its live requests again, with the tokens produced so far; they replace the sequences of the same
+    requests that still run.
     """
 
     def __init__(self, channel):
@@ -86,18 +86,18 @@ class SchedulerServiceStub(object):
 
 class SchedulerServiceServicer(object):
     """Owns the sequences of one or more routers.
-    A conversation. The router opens `Connect` and sends `hello`; the scheduler answers `welcome` when a
-    worker is attached, because only then it knows its model. From then on the router sends
-    `submit` and `cancel` at any time, and the scheduler sends one `step` for each model step
-    with events for this router, with the events of all its sequences. If a router reads slowly, the
-    scheduler merges several steps into one. After half a second without events it sends an
-    empty `step`, so that a router notices when the scheduler hangs. A submitted
-    request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
-    some step. When the stream breaks, the scheduler cancels the router's sequences, except those of
-    requests that came with a `resume_record`. These run on for a grace period, and their outputs are
-    kept: any router may `resume` one, and receives everything in `resumed`. A router that reconnects
-    submits its live requests again, with the tokens produced so far; these replace the sequences of
-    these requests that still run.
+    The protocol: the router opens `Connect` and sends `hello`. The scheduler answers `welcome` as
+    soon as a worker is attached, because it knows its model only then. After that, the router may
+    send `submit` and `cancel` at any time. For each model step that has events for this router, the
+    scheduler sends one `step` with the events of all the router's sequences. If a router reads
+    slowly, the scheduler merges several steps into one. After half a second without events it sends
+    an empty `step`; a router that receives none knows that the scheduler hangs. A submitted request
+    is either `refused`, or each of its sequences ends with exactly one `finished`. When the stream
+    breaks, the scheduler cancels the router's sequences, except those of requests that have a
+    `resume_record`. Such requests keep running for a grace period, and their outputs are kept: any
+    router may `resume` one, and receives everything in `resumed`. A router that reconnects submits
+    its live requests again, with the tokens produced so far; they replace the sequences of the same
+    requests that still run.
     """
 
     def Connect(self, request_iterator, context):
@@ -115,8 +115,8 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Defragment(self, request, context):
-        """Defragments the blocks of each attached worker while it keeps working.
-        Returns when all workers are done; UNAVAILABLE if no worker is attached, or one is lost during the
+        """Defragments the blocks of each attached worker while the worker keeps running steps. Returns
+        when all workers are done; UNAVAILABLE if no worker is attached, or one is lost during the
         call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -138,26 +138,27 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Migrate(self, request, context):
-        """Moves a live request with the KV of all its sequences to another worker, and returns when it has
-        arrived. Its output does not change, and nothing is computed again. If the move fails, the request
-        continues where it is or, if its worker is lost, elsewhere. NOT_FOUND if no such request is live
-        or there is no such worker; FAILED_PRECONDITION, with the reason, if it cannot be moved: a worker
-        has no host tier or not enough room in it, the two workers store KV in different formats, or the
-        prompt of several outputs is not computed yet; UNAVAILABLE if a worker is not attached, or is lost
-        during the call.
+        """Moves a live request, with the KV of all its sequences, to another worker, and returns when the
+        move is complete. The output does not change, and nothing is recomputed. If the move fails, the
+        request continues on its worker or, if that worker is lost, on another one. NOT_FOUND if no
+        such request is live or there is no such worker; FAILED_PRECONDITION, with the reason, if it
+        cannot be moved: a worker has no host tier or not enough room in it, the two workers store KV
+        in different formats, or the prompt of several outputs is not computed yet; UNAVAILABLE if a
+        worker is not attached, or is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResizeKv(self, request, context):
-        """Grows or shrinks a worker's KV pool while it keeps working, and reports progress until it is done;
-        it continues even if the caller disconnects. To grow, the worker needs the memory. To shrink, the
-        removed blocks are emptied first: cached contents go to the host tier or are lost, held contents
-        move to other blocks, and if these are too few, sequences are preempted. NOT_FOUND if there
-        is no such worker; INVALID_ARGUMENT if worker or size is missing; FAILED_PRECONDITION, with the
-        reason and the limit, if the pool cannot have this size, and nothing has changed; UNAVAILABLE
-        if the worker is not attached, or is lost during the call.
+        """Grows or shrinks a worker's KV pool while the worker keeps running steps, and reports progress
+        until it is done. The resize continues even if the caller disconnects. Growing needs free
+        memory on the worker. Shrinking empties the removed blocks first: cached contents go to the
+        host tier or are lost, and held contents move to other blocks. If there are too few other
+        blocks, sequences are preempted. NOT_FOUND if there is no such worker; INVALID_ARGUMENT if
+        worker or size is missing; FAILED_PRECONDITION, with the reason and the limit, if the pool
+        cannot have this size (then nothing has changed); UNAVAILABLE if the worker is not attached, or
+        is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -211,18 +212,18 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class SchedulerService(object):
     """Owns the sequences of one or more routers.
-    A conversation. The router opens `Connect` and sends `hello`; the scheduler answers `welcome` when a
-    worker is attached, because only then it knows its model. From then on the router sends
-    `submit` and `cancel` at any time, and the scheduler sends one `step` for each model step
-    with events for this router, with the events of all its sequences. If a router reads slowly, the
-    scheduler merges several steps into one. After half a second without events it sends an
-    empty `step`, so that a router notices when the scheduler hangs. A submitted
-    request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
-    some step. When the stream breaks, the scheduler cancels the router's sequences, except those of
-    requests that came with a `resume_record`. These run on for a grace period, and their outputs are
-    kept: any router may `resume` one, and receives everything in `resumed`. A router that reconnects
-    submits its live requests again, with the tokens produced so far; these replace the sequences of
-    these requests that still run.
+    The protocol: the router opens `Connect` and sends `hello`. The scheduler answers `welcome` as
+    soon as a worker is attached, because it knows its model only then. After that, the router may
+    send `submit` and `cancel` at any time. For each model step that has events for this router, the
+    scheduler sends one `step` with the events of all the router's sequences. If a router reads
+    slowly, the scheduler merges several steps into one. After half a second without events it sends
+    an empty `step`; a router that receives none knows that the scheduler hangs. A submitted request
+    is either `refused`, or each of its sequences ends with exactly one `finished`. When the stream
+    breaks, the scheduler cancels the router's sequences, except those of requests that have a
+    `resume_record`. Such requests keep running for a grace period, and their outputs are kept: any
+    router may `resume` one, and receives everything in `resumed`. A router that reconnects submits
+    its live requests again, with the tokens produced so far; they replace the sequences of the same
+    requests that still run.
     """
 
     @staticmethod

@@ -27,38 +27,38 @@ if _version_not_supported:
 
 class WorkerServiceStub(object):
     """Executes model steps on one device.
-    A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has
-    received, drops the rows of the previous scheduler, and answers with its model, rows and blocks.
-    `ReadHoldings` streams the rows and blocks of the previous scheduler, so that the new one can continue.
-    The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker
-    executes them in the order sent and answers each with one result, in that order. A worker obeys only
-    the newest epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
+    The protocol: the scheduler calls `Attach` with its epoch. The worker finishes the steps it has
+    received, removes the rows of the previous scheduler, and answers with its model and its numbers
+    of rows and blocks. `ReadHoldings` then streams the previous scheduler's rows and blocks, and the
+    new scheduler continues from them. The scheduler opens `Execute` and sends step batches, up to
+    two ahead of the results. The worker executes them in order and answers each with one result. A
+    worker obeys only the newest epoch: it refuses `Attach` or a batch of an older epoch with
+    FAILED_PRECONDITION.
 
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
-    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only what changes. A row
-    that has computed all its known tokens *decodes*: from the next step on it computes one token in
-    every step, its last sampled one, without being named in the batch, until it is released or has
-    `max_total_tokens`. A row that still has known tokens to compute does so only in the steps that
-    name it in `chunk_rows`.
+    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row that
+    has computed all its known tokens *decodes*: in every later step it computes one token, the last
+    sampled one, until it is released or has `max_total_tokens`. Batches do not name such rows. A row
+    that has known tokens left to compute is computed only in steps that name it in `chunk_rows`.
 
-    Labels. The scheduler may give a block a label, 32 bytes that the worker does not interpret. A label
-    describes the block's bytes: it is copied with them, to any tier, and removed when they are
-    overwritten, or found to be wrong. The scheduler may pin a
-    label for some time: the worker only stores pins, and reports them to the next scheduler.
+    Labels. The scheduler may give a block a label: 32 bytes that the worker does not interpret. A
+    label describes the block's content. It is copied with the content to any tier, and removed when
+    the content is overwritten or found to be corrupt. The scheduler may pin a label for some time.
+    The worker only stores pins, and reports them to the next scheduler.
 
-    Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
-    decoding row's last one, within the row's block table and length and the step's limit. It computes
-    them with the last one and keeps those that it would have sampled: the row gets 1 to K + 1 tokens in
-    a step, the same tokens as without drafts. Only the result tells the scheduler how many tokens a row
-    gained. So a row that has its `max_total_tokens` counts as decoding until it is released, like a row
-    that sampled a stop token.
+    Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may draft up to K tokens after a
+    decoding row's last token, within the row's block table and length and the step's token limit. It
+    computes the drafts together with the last token, and keeps the drafts that it would have
+    sampled. The row gains 1 to K + 1 tokens in a step, the same tokens as without drafts. The
+    scheduler learns the number of new tokens only from the result. So a row with `max_total_tokens`
+    tokens counts as decoding until it is released, like a row that sampled a stop token.
 
-    Lists of integers are packed in `bytes`, little-endian, as each field's comment says. Who may call.
-    With --tls-client-ca, only callers with a certificate of these authorities: schedulers, and other
-    workers for `ReadKv`. The worker does not distinguish the two. Without it, every caller that can
-    connect may claim the worker, run it, and read its host blocks: bind it to a private network or a
-    Unix socket. `PullKv` dials any address it is given; with --tls-ca it talks only to peers with a
-    certificate of these authorities.
+    Lists of integers are packed in `bytes`, little-endian; each field's comment names the integer
+    type. Who may call. With --tls-client-ca, only callers with a certificate of these authorities:
+    schedulers, and other workers for `ReadKv`. The worker does not distinguish the two. Without it,
+    every caller that can connect may attach the worker, run steps, and read its host blocks: bind
+    the worker to a private network or a Unix socket. `PullKv` connects to any address it is given;
+    with --tls-ca, only to peers with a certificate of these authorities.
     """
 
     def __init__(self, channel):
@@ -121,38 +121,38 @@ class WorkerServiceStub(object):
 
 class WorkerServiceServicer(object):
     """Executes model steps on one device.
-    A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has
-    received, drops the rows of the previous scheduler, and answers with its model, rows and blocks.
-    `ReadHoldings` streams the rows and blocks of the previous scheduler, so that the new one can continue.
-    The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker
-    executes them in the order sent and answers each with one result, in that order. A worker obeys only
-    the newest epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
+    The protocol: the scheduler calls `Attach` with its epoch. The worker finishes the steps it has
+    received, removes the rows of the previous scheduler, and answers with its model and its numbers
+    of rows and blocks. `ReadHoldings` then streams the previous scheduler's rows and blocks, and the
+    new scheduler continues from them. The scheduler opens `Execute` and sends step batches, up to
+    two ahead of the results. The worker executes them in order and answers each with one result. A
+    worker obeys only the newest epoch: it refuses `Attach` or a batch of an older epoch with
+    FAILED_PRECONDITION.
 
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
-    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only what changes. A row
-    that has computed all its known tokens *decodes*: from the next step on it computes one token in
-    every step, its last sampled one, without being named in the batch, until it is released or has
-    `max_total_tokens`. A row that still has known tokens to compute does so only in the steps that
-    name it in `chunk_rows`.
+    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row that
+    has computed all its known tokens *decodes*: in every later step it computes one token, the last
+    sampled one, until it is released or has `max_total_tokens`. Batches do not name such rows. A row
+    that has known tokens left to compute is computed only in steps that name it in `chunk_rows`.
 
-    Labels. The scheduler may give a block a label, 32 bytes that the worker does not interpret. A label
-    describes the block's bytes: it is copied with them, to any tier, and removed when they are
-    overwritten, or found to be wrong. The scheduler may pin a
-    label for some time: the worker only stores pins, and reports them to the next scheduler.
+    Labels. The scheduler may give a block a label: 32 bytes that the worker does not interpret. A
+    label describes the block's content. It is copied with the content to any tier, and removed when
+    the content is overwritten or found to be corrupt. The scheduler may pin a label for some time.
+    The worker only stores pins, and reports them to the next scheduler.
 
-    Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
-    decoding row's last one, within the row's block table and length and the step's limit. It computes
-    them with the last one and keeps those that it would have sampled: the row gets 1 to K + 1 tokens in
-    a step, the same tokens as without drafts. Only the result tells the scheduler how many tokens a row
-    gained. So a row that has its `max_total_tokens` counts as decoding until it is released, like a row
-    that sampled a stop token.
+    Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may draft up to K tokens after a
+    decoding row's last token, within the row's block table and length and the step's token limit. It
+    computes the drafts together with the last token, and keeps the drafts that it would have
+    sampled. The row gains 1 to K + 1 tokens in a step, the same tokens as without drafts. The
+    scheduler learns the number of new tokens only from the result. So a row with `max_total_tokens`
+    tokens counts as decoding until it is released, like a row that sampled a stop token.
 
-    Lists of integers are packed in `bytes`, little-endian, as each field's comment says. Who may call.
-    With --tls-client-ca, only callers with a certificate of these authorities: schedulers, and other
-    workers for `ReadKv`. The worker does not distinguish the two. Without it, every caller that can
-    connect may claim the worker, run it, and read its host blocks: bind it to a private network or a
-    Unix socket. `PullKv` dials any address it is given; with --tls-ca it talks only to peers with a
-    certificate of these authorities.
+    Lists of integers are packed in `bytes`, little-endian; each field's comment names the integer
+    type. Who may call. With --tls-client-ca, only callers with a certificate of these authorities:
+    schedulers, and other workers for `ReadKv`. The worker does not distinguish the two. Without it,
+    every caller that can connect may attach the worker, run steps, and read its host blocks: bind
+    the worker to a private network or a Unix socket. `PullKv` connects to any address it is given;
+    with --tls-ca, only to peers with a certificate of these authorities.
     """
 
     def Attach(self, request, context):
@@ -178,23 +178,24 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeDevice(self, request, context):
-        """Describes the device and its state, for people and tools; changes nothing.
+        """Describes the device and its state, for operators and tools. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadKv(self, request, context):
-        """Streams the contents of host blocks to another worker, or where they are and their checksums;
-        changes nothing. UNIMPLEMENTED if not `WorkerInfo.takes_kv`.
+        """Streams the contents of host blocks to another worker, or their addresses and checksums.
+        Changes nothing. UNIMPLEMENTED if not `WorkerInfo.takes_kv`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PullKv(self, request, context):
-        """Fetches contents of another worker's host blocks, by its `ReadKv`, into host blocks of this one.
-        Returns when the contents have arrived. If it fails, some blocks may have been overwritten.
+        """Fetches contents of another worker's host blocks through its `ReadKv` into host blocks of this
+        worker. Returns when the contents have arrived. If it fails, some blocks may have been
+        overwritten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,18 +210,20 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FetchKv(self, request, context):
-        """Fetches contents from the far tier into host blocks. Returns when they have arrived, or are known
-        not to be there, after a few seconds at most. UNIMPLEMENTED if not `WorkerInfo.has_far_kv`.
+        """Fetches contents from the far tier into host blocks. Returns after a few seconds at most: when
+        the contents have arrived, or are known to be missing. UNIMPLEMENTED if not
+        `WorkerInfo.has_far_kv`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AwaitDrain(self, request, context):
-        """Returns when the worker is about to end. The worker keeps working, but refuses to be attached again,
-        until the calling scheduler ends its `Execute`; before that, the scheduler may move sequences away.
-        If the scheduler did not call this, or takes longer than half of --drain-s, the worker itself ends
-        the stream with UNAVAILABLE, after the results of the steps that it has received.
+        """Returns when the worker starts to drain. The worker still executes steps, but refuses further
+        `Attach` calls, until the calling scheduler ends its `Execute`; before that, the scheduler may
+        move sequences to other workers. If the scheduler did not call this, or takes longer than half
+        of --drain-s, the worker itself ends the stream with UNAVAILABLE, after the results of the
+        steps that it has received.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -228,11 +231,11 @@ class WorkerServiceServicer(object):
 
     def ResizePool(self, request, context):
         """Changes the number of device blocks between two steps; the other blocks keep their contents.
-        Returns when the pool is resized: only then may a batch name a new block. Before it shrinks a pool,
-        the scheduler takes the removed blocks out of every row's table, and waits for the results of the
-        steps that use them.
-        UNIMPLEMENTED without `WorkerInfo.max_num_blocks`; FAILED_PRECONDITION, and nothing has changed, if
-        a row has a block that would be removed, or there is no memory for more.
+        Returns when the pool is resized; only then may a batch name a new block. Before the scheduler
+        shrinks a pool, it takes the removed blocks out of every row's table, and waits for the results
+        of the steps that use them. UNIMPLEMENTED without `WorkerInfo.max_num_blocks`.
+        FAILED_PRECONDITION, with nothing changed, if a row has a block that would be removed, or there
+        is not enough memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -301,38 +304,38 @@ def add_WorkerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
     """Executes model steps on one device.
-    A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has
-    received, drops the rows of the previous scheduler, and answers with its model, rows and blocks.
-    `ReadHoldings` streams the rows and blocks of the previous scheduler, so that the new one can continue.
-    The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker
-    executes them in the order sent and answers each with one result, in that order. A worker obeys only
-    the newest epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
+    The protocol: the scheduler calls `Attach` with its epoch. The worker finishes the steps it has
+    received, removes the rows of the previous scheduler, and answers with its model and its numbers
+    of rows and blocks. `ReadHoldings` then streams the previous scheduler's rows and blocks, and the
+    new scheduler continues from them. The scheduler opens `Execute` and sends step batches, up to
+    two ahead of the results. The worker executes them in order and answers each with one result. A
+    worker obeys only the newest epoch: it refuses `Attach` or a batch of an older epoch with
+    FAILED_PRECONDITION.
 
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
-    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only what changes. A row
-    that has computed all its known tokens *decodes*: from the next step on it computes one token in
-    every step, its last sampled one, without being named in the batch, until it is released or has
-    `max_total_tokens`. A row that still has known tokens to compute does so only in the steps that
-    name it in `chunk_rows`.
+    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row that
+    has computed all its known tokens *decodes*: in every later step it computes one token, the last
+    sampled one, until it is released or has `max_total_tokens`. Batches do not name such rows. A row
+    that has known tokens left to compute is computed only in steps that name it in `chunk_rows`.
 
-    Labels. The scheduler may give a block a label, 32 bytes that the worker does not interpret. A label
-    describes the block's bytes: it is copied with them, to any tier, and removed when they are
-    overwritten, or found to be wrong. The scheduler may pin a
-    label for some time: the worker only stores pins, and reports them to the next scheduler.
+    Labels. The scheduler may give a block a label: 32 bytes that the worker does not interpret. A
+    label describes the block's content. It is copied with the content to any tier, and removed when
+    the content is overwritten or found to be corrupt. The scheduler may pin a label for some time.
+    The worker only stores pins, and reports them to the next scheduler.
 
-    Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
-    decoding row's last one, within the row's block table and length and the step's limit. It computes
-    them with the last one and keeps those that it would have sampled: the row gets 1 to K + 1 tokens in
-    a step, the same tokens as without drafts. Only the result tells the scheduler how many tokens a row
-    gained. So a row that has its `max_total_tokens` counts as decoding until it is released, like a row
-    that sampled a stop token.
+    Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may draft up to K tokens after a
+    decoding row's last token, within the row's block table and length and the step's token limit. It
+    computes the drafts together with the last token, and keeps the drafts that it would have
+    sampled. The row gains 1 to K + 1 tokens in a step, the same tokens as without drafts. The
+    scheduler learns the number of new tokens only from the result. So a row with `max_total_tokens`
+    tokens counts as decoding until it is released, like a row that sampled a stop token.
 
-    Lists of integers are packed in `bytes`, little-endian, as each field's comment says. Who may call.
-    With --tls-client-ca, only callers with a certificate of these authorities: schedulers, and other
-    workers for `ReadKv`. The worker does not distinguish the two. Without it, every caller that can
-    connect may claim the worker, run it, and read its host blocks: bind it to a private network or a
-    Unix socket. `PullKv` dials any address it is given; with --tls-ca it talks only to peers with a
-    certificate of these authorities.
+    Lists of integers are packed in `bytes`, little-endian; each field's comment names the integer
+    type. Who may call. With --tls-client-ca, only callers with a certificate of these authorities:
+    schedulers, and other workers for `ReadKv`. The worker does not distinguish the two. Without it,
+    every caller that can connect may attach the worker, run steps, and read its host blocks: bind
+    the worker to a private network or a Unix socket. `PullKv` connects to any address it is given;
+    with --tls-ca, only to peers with a certificate of these authorities.
     """
 
     @staticmethod
