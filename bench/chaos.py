@@ -3,12 +3,15 @@
     python bench/chaos.py --kills 60
     python bench/chaos.py --soak 3600 --every 15 --standby
     python bench/chaos.py --roles --kills 60
+    python bench/chaos.py --family window --kills 60
+    python bench/chaos.py --family recurrent --kills 60
     python bench/chaos.py --turns 500
     python bench/chaos.py --agent 40
 
 A service of two routers, a scheduler and two workers serves 64 streams of every kind, through
-clients that resume. Repeatedly, a process is killed with SIGKILL or suspended for some seconds, or
-a link is cut or made silent. Each stream is compared, token for token, with its result alone before
+clients that resume. With --family the model has random weights, and layers with a window or
+recurrent ones. Repeatedly, a process is killed with SIGKILL or suspended for some seconds, or a
+link is cut or made silent. Each stream is compared, token for token, with its result alone before
 any fault.
 
 - `lost`, `duplicated`, `contradicted`: tokens.
@@ -16,10 +19,12 @@ any fault.
   `kill_and_stop_stall_p99_s`: the same, without the faults of links.
 - `recomputed_after_scheduler_kill`: tokens that a new scheduler had computed again, in a first
   phase in which only the scheduler is killed. They belong to outputs that had just ended without a
-  router having read the end: less than a block of each (docs/failure.md). With --cramped
-  and --roles the number is shown and not judged: preempted sequences may be recomputed, and those
-  that move to a decode worker compute their last tokens again.
-- `blocks_exact`: whether at the end no block is held, and free + cached = total at each worker.
+  router having read the end: less than a block of each (docs/failure.md). With --cramped, --roles
+  and --family the number is shown and not judged: preempted sequences may be recomputed, those that
+  move to a decode worker compute their last tokens again, and recurrent ones all tokens since their
+  last checkpoint.
+- `blocks_exact`: whether at the end no block is held, and free + cached = total at each worker,
+  without those out of use.
 
 With --turns, clients send responses to be kept (/v1/responses) instead, while a process is killed
 every few seconds, and twice all of them at the same time. Each is read to its end, as a stream or
@@ -53,6 +58,7 @@ from pathlib import Path
 
 import numpy as np
 from faults.agent import Agent, write_model
+from faults.models import KINDS, write_family
 from faults.service import ChaosService, Fault, What, chaos_service
 from faults.streams import Stall, Streams, make_cases, stalls
 from faults.turns import TurnClient
@@ -127,7 +133,8 @@ async def wrong_blocks(client: AsyncClient) -> list[str]:
             f"{kv.num_sequences} sequences"
             for kv in await client.describe_kv(timeout_s=30)
             for tier in kv.tiers
-            if tier.num_blank + tier.num_cached != tier.num_blocks or kv.num_sequences
+            if tier.num_blank + tier.num_cached + tier.num_retired != tier.num_blocks
+            or kv.num_sequences
         ]
         if not wrong or time.monotonic() > deadline:
             return wrong
@@ -182,8 +189,9 @@ async def run_chaos(given: argparse.Namespace) -> Results:
     num_blocks = _NUM_BLOCKS_CRAMPED if given.cramped else _NUM_BLOCKS
     roles = ("prefill", "decode") if given.roles else ("both", "both")
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as name:
+        model = given.model if given.family is None else write_family(Path(name), given.family)
         async with chaos_service(
-            Path(name), given.model, num_blocks, has_standby=given.standby, roles=roles
+            Path(name), model, num_blocks, has_standby=given.standby, roles=roles
         ) as service:
             streams = Streams(service.targets)
             try:
@@ -337,6 +345,7 @@ def _parse() -> argparse.Namespace:
     add("--standby", action="store_true", help="a second scheduler stands by for the first")
     add("--roles", action="store_true", help="one worker prefills, the other decodes")
     add("--model", type=Path, default=SHIPPED_MODEL)
+    add("--family", choices=KINDS, help="instead of --model: random weights, with such layers")
     add("--logs", type=Path, metavar="DIR", help="also keep the processes' logs here")
     return parser.parse_args()
 
@@ -355,7 +364,7 @@ if __name__ == "__main__":
         sys.exit(any(value for name, value in results.items() if name.startswith("turns_")))
     must_be_zero = ("lost", "duplicated", "contradicted", "wrong_streams")
     is_exact = results["blocks_exact"]
-    if not (given.cramped or given.roles):
+    if not (given.cramped or given.roles or given.family):
         most = given.scheduler_kills * given.streams * _MAX_RECOMPUTED
         is_exact = is_exact and results["recomputed_after_scheduler_kill"] <= most
     if any(results[name] for name in must_be_zero) or not is_exact:

@@ -6,10 +6,12 @@ A simulated worker replaces an H200 with a model of 8 billion parameters. One ro
 scheduler serve it; a separate, cheap process reads all streams as they arrive
 (harness/many_streams.py). Each row is a number of streams by one API:
 
+- By HTTP and gRPC with the defaults, each token an SSE event or message of its own; and as a
+  gateway calls: `gateway_grpc` is one call of `GenerateMany` on one connection, every token at
+  once, `gateway_http` has `--gateway-interval` tokens in an event.
 - The device is slowed down such that each stream gets `--rate` tokens a second (fewer with many
-  streams, at most `--most` tokens/s in all), so that no reader falls behind and each token is an
-  SSE event or message of its own: processor time of router and scheduler per token. "tokens/piece"
-  says how many tokens came in one.
+  streams, at most `--most` tokens/s in all), so that no reader falls behind: processor time of
+  router and scheduler per token. "tokens/piece" says how many tokens came in one event.
 - The device at full speed: the highest tokens/s, and how many the device could give. All processes,
   the reader among them, share this machine's cores, so on a small machine this is the machine's
   limit and not the router's.
@@ -70,7 +72,33 @@ class Cost:
     """The device's maximum rate."""
 
 
-async def measure_one(api: str, num_streams: int, rate: float | None, seconds: float) -> Cost:
+@dataclass(frozen=True, slots=True)
+class Face:
+    """How the streams are asked for."""
+
+    name: str
+    """In the table and in the names of the results."""
+    api: str
+    """As `harness.many_streams` calls it."""
+    stream_interval: int = 1
+    per_connection: int = 64
+    """Streams of a connection, by gRPC."""
+
+
+def faces(interval: int) -> dict[str, Face]:
+    """Return all ways to ask, by name; by HTTP a gateway has `interval` tokens in an event."""
+    return {
+        face.name: face
+        for face in (
+            Face("http", "http"),
+            Face("grpc", "grpc"),
+            Face("gateway_http", "http", stream_interval=interval),
+            Face("gateway_grpc", "grpc-many", per_connection=1 << 20),
+        )
+    }
+
+
+async def measure_one(face: Face, num_streams: int, rate: float | None, seconds: float) -> Cost:
     """Measure a number of streams; `rate` is each stream's tokens per second, None: full speed."""
     steps_per_s = 1 / _H200.step_s(num_streams, num_streams * 256)
     num_tokens = min(int((_WARM_UP_S + seconds + 10) * (rate or steps_per_s)), _MAX_MODEL_LEN - 64)
@@ -93,8 +121,8 @@ async def measure_one(api: str, num_streams: int, rate: float | None, seconds: f
         async with modules(Path(name), module_to_flags) as processes:
             router, scheduler = processes["router"], processes["scheduler_svc"]
             http = router.base_url.removeprefix("http://")
-            address = http if api == "http" else f"{HOST}:{port}"
-            async with reader(api, address, num_streams, num_tokens) as reading:
+            address = http if face.api == "http" else f"{HOST}:{port}"
+            async with reader(face, address, num_streams, num_tokens) as reading:
                 await asyncio.sleep(_WARM_UP_S)
                 windows = [
                     await measure_window(router, scheduler, seconds / _NUM_WINDOWS)
@@ -129,15 +157,16 @@ async def measure_window(
 
 @contextlib.asynccontextmanager
 async def reader(
-    api: str, address: str, num_streams: int, num_tokens: int
+    face: Face, address: str, num_streams: int, num_tokens: int
 ) -> AsyncIterator[Callable[[], Awaitable[int]]]:
     """Read streams in a separate process, from the first token of each.
 
     Yields a function that ends the reading and returns how many pieces have arrived.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "harness.many_streams", api, address, f"--model={_MODEL}"),
+        *(sys.executable, "-m", "harness.many_streams", face.api, address, f"--model={_MODEL}"),
         *(f"--streams={num_streams}", f"--tokens={num_tokens}"),
+        *(f"--stream-interval={face.stream_interval}", f"--per-connection={face.per_connection}"),
         stdout=asyncio.subprocess.PIPE,
         env=environment(),
     )
@@ -176,39 +205,48 @@ async def num_generated(router: Process) -> int:
 async def measure(given: argparse.Namespace) -> Results:
     results: dict[str, float] = {}
     seconds = 5.0 if given.quick else given.seconds
+    known = faces(given.gateway_interval)
     columns = ("streams:d", "rate/stream:.0f", "tokens/s:,.0f", "device's:,.0f")
     table = Table(
-        *("api:<4", *columns, "tokens/piece:.2f"),
+        *("api:<12", *columns, "tokens/piece:.2f"),
         *("router us/token:.1f", "least:.1f", "scheduler us/token:.1f", "least:.1f"),
     )
     for num_streams in given.streams:
         rate = min(given.rate, given.most / num_streams)
-        for api in given.apis:
+        for name in given.apis:
+            face = known[name]
             for each_rate in (rate,) if given.paced_only else (rate, None):
-                progress(f"{num_streams} streams by {api} ...")
-                cost = await measure_one(api, num_streams, each_rate, seconds)
+                progress(f"{num_streams} streams by {name} ...")
+                cost = await measure_one(face, num_streams, each_rate, seconds)
                 table.row(
-                    *(api, num_streams, each_rate, cost.tokens_per_s, cost.device_tokens_per_s),
+                    *(name, num_streams, each_rate, cost.tokens_per_s, cost.device_tokens_per_s),
                     *(cost.tokens_per_piece, cost.router_us.median, cost.router_us.least),
                     *(cost.scheduler_us.median, cost.scheduler_us.least),
                 )
-                name = f"{api}_{num_streams}"
+                key = f"{name}_{num_streams}"
                 if each_rate is None:
-                    results[f"max_tokens_per_s_{name}"] = cost.tokens_per_s
-                    results[f"device_tokens_per_s_{name}"] = cost.device_tokens_per_s
+                    results[f"max_tokens_per_s_{key}"] = cost.tokens_per_s
+                    results[f"device_tokens_per_s_{key}"] = cost.device_tokens_per_s
                     continue
-                results[f"router_us_per_token_{name}"] = cost.router_us.median
-                results[f"tokens_per_piece_{name}"] = cost.tokens_per_piece
+                results[f"router_us_per_token_{key}"] = cost.router_us.median
+                results[f"scheduler_us_per_token_{key}"] = cost.scheduler_us.median
+                results[f"tokens_per_piece_{key}"] = cost.tokens_per_piece
                 results.setdefault(
                     f"scheduler_us_per_token_{num_streams}", cost.scheduler_us.median
                 )
+    progress(json.dumps(results))
     return results
 
 
 if __name__ == "__main__":
     parser = arguments(__doc__, quick="5 seconds a row, and 256 streams only unless given")
     parser.add_argument("--streams", type=numbers, help="numbers of streams")
-    parser.add_argument("--apis", type=lambda text: text.split(","), default=["http", "grpc"])
+    parser.add_argument(
+        "--apis", type=lambda text: text.split(","), default=[*faces(1)], help=", ".join(faces(1))
+    )
+    parser.add_argument(
+        "--gateway-interval", type=int, default=4, help="tokens of an event by gateway_http"
+    )
     parser.add_argument("--rate", type=float, default=40.0, help="tokens/s of a stream")
     parser.add_argument("--most", type=float, default=10_240.0, help="tokens/s of all streams")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")

@@ -4,8 +4,10 @@
 
 Costs are processor time, so that other work on the machine hardly counts. Sequences decode with
 blocks of 16 tokens, so one in sixteen crosses a block boundary in each step. `growth` compares
-1,024 with 64 running sequences when four cross a boundary in both cases. `hash` is the prefix
-cache's cost per prompt block. Goals: 0.14 us per sequence at 1,024; growth at most 2.
+1,024 with 64 running sequences when four cross a boundary in both cases. `two groups` compares a
+model whose other layers have a window with a model that has none, step by step in turns. `hash` is
+the prefix cache's cost per prompt block. Goals: 0.14 us per sequence at 1,024; growth at most 2;
+two groups at most 1.5 times one.
 
 With the interpreter of an environment that has vLLM, its scheduler is timed at the same sizes, each
 right after ours, and so is its hashing.
@@ -23,48 +25,77 @@ from harness.device import SimulatedWorker
 from harness.processes import BENCH, Answerer
 
 from contract.hashing import extend_chain, root_hash
+from contract.worker_limits import KvWindow
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 
 SIZES = (64, 256, 1024, 4096)
+WINDOW = 128
+"""Of the second group; all prompts are as long, so that each new block lets one go."""
+
+
+class Decoding:
+    """Sequences that decode, spread over a block."""
+
+    def __init__(
+        self,
+        num_seqs: int,
+        block_size: int,
+        num_steps: int,
+        kv_windows: tuple[KvWindow, ...] = (None,),
+    ) -> None:
+        """Compute all prompts, and leave room for `num_steps` tokens of each sequence."""
+        max_len = 256 + num_steps + 2 * block_size
+        self._core = Scheduler(
+            SchedulerConfig(
+                num_blocks=1 + num_seqs * (max_len // block_size + 2) * len(kv_windows),
+                block_size=block_size,
+                kv_windows=kv_windows,
+                max_num_seqs=num_seqs,
+                max_num_batched_tokens=max(num_seqs, 8192),
+                max_model_len=max_len,
+                max_waiting=num_seqs,
+            )
+        )
+        rng = np.random.default_rng(0)
+        for key in range(num_seqs):
+            prompt = rng.integers(0, 32_000, 128 + key % block_size).astype(np.int32)
+            request = Request(SourceId(0), SeqKey(key), "", prompt, 1, max_len - len(prompt), b"")
+            self._core.submit(request, 0.0)
+        self._worker = SimulatedWorker(num_seqs)
+        while self._worker.num_decoding < num_seqs:
+            plan = self._core.schedule(0.0)
+            assert plan is not None
+            self._core.update(self._worker.execute(plan))
+
+    def step_s(self) -> float:
+        """Processor seconds of a step."""
+        start = time.thread_time()
+        plan = self._core.schedule(0.0)
+        assert plan is not None
+        scheduled = time.thread_time()
+        outcome = self._worker.execute(plan)
+        executed = time.thread_time()
+        self._core.update(outcome)
+        cost_s = time.thread_time() - executed + scheduled - start
+        assert self._core.load().num_preemptions == 0
+        return cost_s
 
 
 def step_us(num_seqs: int, block_size: int, num_steps: int) -> float:
     """Median microseconds of a step in which `num_seqs` sequences decode, spread over a block."""
-    max_len = 256 + num_steps + 2 * block_size
-    core = Scheduler(
-        SchedulerConfig(
-            num_blocks=num_seqs * (max_len // block_size + 2),
-            block_size=block_size,
-            max_num_seqs=num_seqs,
-            max_num_batched_tokens=max(num_seqs, 8192),
-            max_model_len=max_len,
-            max_waiting=num_seqs,
-        )
-    )
-    rng = np.random.default_rng(0)
-    for key in range(num_seqs):
-        prompt = rng.integers(0, 32_000, 128 + key % block_size).astype(np.int32)
-        max_tokens = max_len - len(prompt)
-        core.submit(Request(SourceId(0), SeqKey(key), "", prompt, 1, max_tokens, b""), 0.0)
-    worker = SimulatedWorker(num_seqs)
-    while worker.num_decoding < num_seqs:
-        plan = core.schedule(0.0)
-        assert plan is not None
-        core.update(worker.execute(plan))
-    costs_s = []
-    for _ in range(num_steps):
-        start = time.thread_time()
-        plan = core.schedule(0.0)
-        assert plan is not None
-        scheduled = time.thread_time()
-        outcome = worker.execute(plan)
-        executed = time.thread_time()
-        core.update(outcome)
-        costs_s.append(time.thread_time() - executed + scheduled - start)
-    assert core.load().num_preemptions == 0
-    return statistics.median(costs_s) * 1e6
+    decoding = Decoding(num_seqs, block_size, num_steps)
+    return statistics.median(decoding.step_s() for _ in range(num_steps)) * 1e6
+
+
+def groups_us(num_seqs: int, block_size: int, num_steps: int) -> tuple[float, float]:
+    """Median microseconds of a step with one KV group, and with a second that has a window."""
+    one = Decoding(num_seqs, block_size, num_steps)
+    two = Decoding(num_seqs, block_size, num_steps, (None, WINDOW))
+    costs_s = [(one.step_s(), two.step_s()) for _ in range(num_steps)]
+    of_one, of_two = (statistics.median(costs) * 1e6 for costs in zip(*costs_s, strict=True))
+    return of_one, of_two
 
 
 def hash_us_per_block(num_blocks: int = 512, block_size: int = 16) -> float:
@@ -101,6 +132,9 @@ def measure(given: argparse.Namespace) -> Results:
         results["growth_1024_over_64"] = many / few
         print("growth, 1,024 over 64 with four borders each:", end=" ")
         print(f"{many:.1f} / {few:.1f} = {many / few:.2f}")
+        one, two = groups_us(1024, 16, num_steps)
+        results["two_groups_over_one"] = two / one
+        print(f"two groups, over one: {two:.1f} / {one:.1f} = {two / one:.2f}")
         results["hash_us_per_block"] = cost = hash_us_per_block()
         print(f"hash: {cost:.3f} us per block of 16 tokens", end="")
         if vllm:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 
 class FinishReason(StrEnum):
@@ -24,9 +24,11 @@ class TokenLogprob:
     """Token id and log-probability, best first."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
-    """New tokens of one output, and the new text that can no longer change."""
+class OutputDelta(NamedTuple):
+    """New tokens of one output, and the new text that can no longer change.
+
+    A tuple is made in half the time of a frozen dataclass; there is one for nearly every token.
+    """
 
     output_index: int
     token_offset: int

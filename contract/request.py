@@ -18,6 +18,7 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024
 MAX_N: Final = 64
 """Most outputs of one request."""
+MAX_STREAM_INTERVAL: Final = 1024
 MAX_MESSAGES: Final = 4096
 """Most messages of a chat."""
 
@@ -92,6 +93,8 @@ class GenerateRequest:
     """The markers by which the tokens of thinking are counted; None: the model does not think."""
     resumable: bool = False
     """Whether the request continues when its stream breaks, so that the client may resume it."""
+    stream_interval: int | None = None
+    """New tokens of an output that go out together; None: as the router is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class ThinkingMarkers:
 
 @dataclass(frozen=True, slots=True)
 class StopOptions:
-    """How outputs become text: stop strings, special tokens, thinking.
+    """How outputs become text and are streamed: stop strings, special tokens, thinking.
 
     The record of a resumable request contains it, so another router can continue the text.
     """
@@ -119,6 +122,7 @@ class StopOptions:
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     thinking: ThinkingMarkers | None = None
+    stream_interval: int = 1
 
 
 @dataclass(frozen=True, slots=True)

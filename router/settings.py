@@ -9,6 +9,7 @@ from typing import Annotated, Final, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from contract.request import MAX_STREAM_INTERVAL
 from model_files.errors import ModelError
 from model_files.locate import DEFAULT_CACHE_DIR, ModelPlace, name_of, place_of
 from router.access.api_keys import ApiKeys, read_keys_file
@@ -69,6 +70,9 @@ class RouterSettings(ProcessSettings):
     vllm_engine: bool = False
     """Whether gRPC has `vllm.grpc.engine.VllmEngine`, the engine contract of the Shepherd Model
     Gateway (docs/fleet.md)."""
+    openengine: bool = False
+    """Whether gRPC has `openengine.v1`, the experimental contract of the OpenEngine project, as of
+    its release v0.1.0 (docs/fleet.md)."""
     shared_http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """A further HTTP port that several routers of one machine share; they then share --grpc-port,
     too. Each router gets some of the connections. Each needs a separate --http-port."""
@@ -125,6 +129,9 @@ class RouterSettings(ProcessSettings):
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of requests to trace (--otlp-traces-endpoint), among those without a traceparent from
     their client."""
+    stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
+    """New tokens of an output that go out together, where a request has no stream_interval: fewer
+    and larger events cost less. The first token and the last ones do not wait."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of threads that tokenize prompts."""
 
@@ -166,8 +173,10 @@ class RouterSettings(ProcessSettings):
             raise ValueError(f"--cell: {twice[0]}: two models have this name")
         if self.on_demand is not None and not self.cell:
             raise ValueError(f"--on-demand: {self.on_demand}: needs several models (--cell)")
-        if self.cell and self.vllm_engine:
-            raise ValueError("--vllm-engine: its calls name no model; it cannot be with --cell")
+        for flag in ("vllm_engine", "openengine"):
+            if self.cell and getattr(self, flag):
+                name = flag.replace("_", "-")
+                raise ValueError(f"--{name}: it describes one model; it cannot be with --cell")
         return self
 
     @property

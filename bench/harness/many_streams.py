@@ -4,7 +4,8 @@
 
 `control_plane.py` starts it. All streams begin at once and are read as they come, with plain
 sockets: a client library takes more time per token than the router. By gRPC, `--per-connection`
-streams share a connection, as those of one channel do; by HTTP each has its own. Prints a line of
+streams share a connection, as those of one channel do, and with `grpc-many` one call; by HTTP each
+has its own. Prints a line of
 JSON when every stream has its first token, and another after SIGTERM: how many tokens and pieces
 (SSE events or messages with tokens) have come.
 """
@@ -63,17 +64,26 @@ class HttpStream:
 
 
 class GrpcConnection:
-    """An HTTP/2 connection with calls of `InferenceService.Generate`."""
+    """An HTTP/2 connection with calls of `InferenceService`.
+
+    With `is_many` the requests share a call of `GenerateMany`; else each is one of `Generate`.
+    """
 
     _DATA, _HEADERS, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 4, 6, 7, 8
     _ACK = _END_STREAM = 1
     _END_HEADERS = 4
     _MOST = 2**31 - 1
 
-    def __init__(self, address: tuple[str, int], requests: list[bytes], counts: Counts) -> None:
+    def __init__(
+        self, address: tuple[str, int], requests: list[bytes], counts: Counts, *, is_many: bool
+    ) -> None:
         self._counts = counts
+        self._is_many = is_many
+        self._stream_to_rest: dict[int, bytes] = {}
+        """The beginnings of messages that are cut in two."""
         self._rest = b""
         self.socket = socket.create_connection(address)
+        method = b"GenerateMany" if is_many else b"Generate"
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         window = (4).to_bytes(2, "big") + self._MOST.to_bytes(4, "big")  # INITIAL_WINDOW_SIZE
         more = (self._MOST - 65_535).to_bytes(4, "big")
@@ -82,7 +92,7 @@ class GrpcConnection:
             for name, value in (
                 (b":method", b"POST"),
                 (b":scheme", b"http"),
-                (b":path", b"/quire.v1.InferenceService/Generate"),
+                (b":path", b"/quire.v1.InferenceService/" + method),
                 (b":authority", b"localhost"),
                 (b"te", b"trailers"),
                 (b"content-type", b"application/grpc"),
@@ -90,10 +100,12 @@ class GrpcConnection:
         )
         sent = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", _frame(self._SETTINGS, 0, 0, window)]
         sent.append(_frame(self._WINDOW_UPDATE, 0, 0, more))
-        for index, request in enumerate(requests):
-            stream, message = 2 * index + 1, b"\0" + len(request).to_bytes(4, "big") + request
+        messages = [b"\0" + len(request).to_bytes(4, "big") + request for request in requests]
+        for index, message in enumerate([messages] if is_many else [[each] for each in messages]):
+            stream = 2 * index + 1
             sent.append(_frame(self._HEADERS, self._END_HEADERS, stream, headers))
-            sent.append(_frame(self._DATA, self._END_STREAM, stream, message))
+            sent += [_frame(self._DATA, 0, stream, each) for each in message]
+            sent.append(_frame(self._DATA, self._END_STREAM, stream, b""))
         self.socket.sendall(b"".join(sent))
 
     def receive(self, piece: bytes) -> None:
@@ -117,16 +129,29 @@ class GrpcConnection:
         self._rest = data[start:]
 
     def _count(self, stream: int, data: bytes) -> None:
+        data = self._stream_to_rest.pop(stream, b"") + data
         start = 0
-        while start < len(data):  # the server sends a message in one frame if the window has room
+        while start < len(data):
             size = int.from_bytes(data[start + 1 : start + 5], "big")
+            if len(data) < start + 5 + size:
+                self._stream_to_rest[stream] = data[start:]
+                return
             message = data[start + 5 : start + 5 + size]
-            response = inference_pb2.GenerateResponse.FromString(message)
-            if num_tokens := len(response.delta.token_ids):
-                self._counts.num_pieces += 1
-                self._counts.num_tokens += num_tokens
-                self._counts.started.add((self, stream))
+            if self._is_many:
+                for event in inference_pb2.GenerateManyResponse.FromString(message).events:
+                    if event.HasField("error"):
+                        sys.exit(f"a request ended: {event.error.message}")
+                    self._count_delta(event.number, event.delta)
+            else:
+                response = inference_pb2.GenerateResponse.FromString(message)
+                self._count_delta(stream, response.delta)
             start += 5 + size
+
+    def _count_delta(self, number: int, delta: inference_pb2.OutputDelta) -> None:
+        if num_tokens := len(delta.token_ids):
+            self._counts.num_pieces += 1
+            self._counts.num_tokens += num_tokens
+            self._counts.started.add((self, number))
 
 
 def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
@@ -136,15 +161,22 @@ def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
 def _http_bodies(given: argparse.Namespace) -> Iterator[bytes]:
     for prompt in _prompts(given):
         body = {"model": given.model, "prompt": prompt, "max_tokens": given.tokens, "stream": True}
-        yield json.dumps({**body, "ignore_eos": True}).encode()
+        body |= {"ignore_eos": True, "stream_interval": given.stream_interval}
+        yield json.dumps(body).encode()
 
 
 def _grpc_requests(given: argparse.Namespace) -> Iterator[bytes]:
-    for prompt in _prompts(given):
+    for index, prompt in enumerate(_prompts(given)):
         sampling = common_pb2.SamplingParams(max_tokens=given.tokens, ignore_eos=True)
         token_ids = inference_pb2.TokenIds(ids=prompt)
-        request = inference_pb2.GenerateRequest(token_ids=token_ids, sampling=sampling)
-        yield request.SerializeToString()
+        request = inference_pb2.GenerateRequest(
+            token_ids=token_ids, sampling=sampling, stream_interval=given.stream_interval
+        )
+        if given.api == "grpc-many":
+            many = inference_pb2.GenerateManyRequest(number=index + 1, generate=request)
+            yield many.SerializeToString()
+        else:
+            yield request.SerializeToString()
 
 
 def _prompts(given: argparse.Namespace) -> Iterator[list[int]]:
@@ -163,7 +195,8 @@ def read(given: argparse.Namespace, counts: Counts) -> None:
     else:
         requests, size = list(_grpc_requests(given)), given.per_connection
         parts = [requests[start : start + size] for start in range(0, len(requests), size)]
-        connections = [GrpcConnection(address, part, counts) for part in parts]
+        is_many = given.api == "grpc-many"
+        connections = [GrpcConnection(address, part, counts, is_many=is_many) for part in parts]
     ready = selectors.DefaultSelector()
     for each in connections:
         ready.register(each.socket, selectors.EVENT_READ, each)
@@ -190,11 +223,12 @@ def _end(*_: object) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("api", choices=("http", "grpc"))
+    parser.add_argument("api", choices=("http", "grpc", "grpc-many"))
     parser.add_argument("address")
     parser.add_argument("--model", required=True)
     parser.add_argument("--streams", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True, help="of each stream, at most")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens of an event")
     parser.add_argument("--per-connection", type=int, default=64, help="streams, by gRPC")
     given = parser.parse_args()
     counts = Counts()

@@ -112,6 +112,7 @@ def stop_options_to_bytes(request: GenerateRequest) -> bytes:
             has_begun=thinking.has_begun,
             recurs=thinking.recurs,
         ),
+        stream_interval=request.stream_interval,
     ).SerializeToString()
 
 
@@ -129,6 +130,7 @@ def stop_options_from_bytes(record: bytes) -> StopOptions:
         message.include_stop_str_in_output,
         message.skip_special_tokens,
         thinking,
+        message.stream_interval or 1,
     )
 
 

@@ -100,22 +100,6 @@ def _parts(layers: list[int], sizes: Sequence[int], fit: int) -> list[list[int]]
     return parts
 
 
-def fitting_block_size(
-    block_size: int, block_bytes: int, state_bytes: int, num_states: int, num_groups: int
-) -> int:
-    """Return the least multiple of `block_size` with which `MAX_GROUPS` groups hold all states.
-
-    Args:
-        block_size: Token slots of a block.
-        block_bytes: Bytes of a block of that size.
-        state_bytes: The state of one recurrent layer.
-        num_states: Recurrent layers.
-        num_groups: The groups of attention.
-    """
-    per_block = -(-num_states // max(1, MAX_GROUPS - num_groups))
-    return block_size * -(-per_block * state_bytes // block_bytes)
-
-
 def add_states(groups: LayerGroups, per_block: int, num_states: int) -> LayerGroups:
     """Add the groups of recurrent layers, with the states of `per_block` layers in a block."""
     num_groups = -(-num_states // per_block)

@@ -13,12 +13,20 @@ and the rotated key that all heads share.
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from math import prod
 from typing import Final, TypeAlias
 
 import torch
 
-from gpu_worker.kv.layer_groups import LayerGroups, one_group
+from gpu_worker.kv.layer_groups import (
+    MAX_GROUPS,
+    LayerGroups,
+    add_states,
+    group_layers,
+    one_group,
+)
 from gpu_worker.models.config import ModelConfig
+from gpu_worker.weights.json_fields import ModelError
 from kernels.kv_formats import LARGEST, SCALE_DTYPE
 
 KvDtypes: TypeAlias = torch.dtype | tuple[torch.dtype, ...]
@@ -26,6 +34,11 @@ KvDtypes: TypeAlias = torch.dtype | tuple[torch.dtype, ...]
 
 _QUANTIZED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _ALIGNMENT: Final = 16
+_CHECKPOINT_BYTES: Final = 64 * 1024
+"""Without attention a checkpoint of all states takes at most so much for each token: half of what
+the KV of Llama 3 8B takes. Chosen, not measured."""
+_MAX_BLOCK_SIZE: Final = 8192
+"""With larger blocks the prefix cache would find little. Chosen, not measured."""
 
 
 def kv_dtypes(
@@ -74,7 +87,9 @@ class BlockLayout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a stored number; 1 if any layer is quantized."""
+        """Bytes of a stored number; 1 if any layer is quantized. Without keys: of a state's."""
+        if not self.keys:
+            return torch.float32.itemsize
         return 1 if self.is_quantized else self.keys[0].dtype.itemsize
 
 
@@ -109,6 +124,8 @@ def block_layout(
             end = side.numbers.stop if side.scales is None else side.scales.stop
             ends[group] = end if side.scales is None else _aligned(end)
     num_sides = len(stored) * groups.layers_per_block
+    if groups.num_state_groups:
+        ends.append(groups.states_per_block * config.state_bytes)
     return BlockLayout(tuple(keys), tuple(values) or None, num_sides, max(ends))
 
 
@@ -117,6 +134,58 @@ def block_bytes(
 ) -> int:
     """Bytes of one block of `block_size` token slots; see `block_layout`."""
     return block_layout(config, block_size, dtypes, groups).block_bytes
+
+
+def group_attention(config: ModelConfig, dtypes: KvDtypes, max_model_len: int) -> LayerGroups:
+    """Group the layers with attention by what a token sees; none without such layers.
+
+    Args:
+        config: The model's config.
+        dtypes: In which K and V are stored.
+        max_model_len: A window at least as long counts as none.
+    """
+    if config.num_layers == 0:
+        return LayerGroups((), ())
+    if not config.windows:
+        return one_group(config.num_layers)
+    if isinstance(dtypes, torch.dtype):
+        dtypes = (dtypes,) * config.num_layers
+    sizes = [prod(config.kv_shape(each)) * dtype.itemsize for each, dtype in enumerate(dtypes)]
+    return group_layers(config.windows, max_model_len, sizes)
+
+
+def place_states(
+    config: ModelConfig, block_size: int, dtypes: KvDtypes, groups: LayerGroups
+) -> tuple[LayerGroups, int]:
+    """Add the groups of recurrent layers to those of attention, and find a block size for both.
+
+    Beside attention, blocks grow until `MAX_GROUPS` groups hold all states. Without, one group
+    does.
+
+    Args:
+        config: The model's config; it has states.
+        block_size: The least block size; the one found is a multiple.
+        dtypes: In which K and V are stored.
+        groups: The groups of attention; none without.
+
+    Raises:
+        ModelError: Blocks would be too large.
+    """
+    num_states, state_bytes = config.num_states, config.state_bytes
+    if config.num_layers == 0:
+        num_tokens = min(-(-num_states * state_bytes // _CHECKPOINT_BYTES), _MAX_BLOCK_SIZE)
+        size = block_size * -(-num_tokens // block_size)
+        return add_states(groups, num_states, num_states), size
+    per_block = -(-num_states // max(1, MAX_GROUPS - len(groups.windows)))
+    least = block_bytes(config, block_size, dtypes, groups)
+    size = block_size * -(-per_block * state_bytes // least)
+    if size > _MAX_BLOCK_SIZE:
+        raise ModelError(
+            f"the state of a recurrent layer has {state_bytes} bytes, and a block would need"
+            f" {size} tokens to hold as much; at most {_MAX_BLOCK_SIZE} are supported"
+        )
+    per_block = block_bytes(config, size, dtypes, groups) // state_bytes
+    return add_states(groups, min(per_block, num_states), num_states), size
 
 
 def _side(start: int, num_scales: int, head_dim: int, dtype: torch.dtype) -> Side:

@@ -3,12 +3,16 @@
 import os
 from pathlib import Path
 
+import structlog
 import torch
 
 from gpu_worker.models.config import ModelConfig, resolve_dtype
 from gpu_worker.weights.json_fields import ModelError
+from kernels.cpu.amx_choice import choose_amx
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+
+_log = structlog.get_logger()
 
 
 def pick_device(name: str, number: int = 0) -> torch.device:
@@ -62,6 +66,32 @@ def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
     count = max(1, (num_threads or num_physical_cores()) // num_sharing)
     torch.set_num_threads(count)
     return count
+
+
+def set_amx(wanted: str, device: torch.device) -> bool:
+    """Decide whether the CPU's linear maps use Intel's AMX, as the setting `amx` says; log why.
+
+    Returns whether they do. Call it after `set_num_threads`, which its times depend on.
+    """
+    choice = choose_amx(wanted) if device.type == "cpu" else None
+    if choice is None:
+        if wanted == "on":
+            _log.warning("no AMX, which the setting amx asks for", device=device.type)
+        return False
+    found = choice.findings
+    if found is None:
+        _log.info("linear maps without AMX, as the setting amx says")
+    elif found.failure is not None:
+        _log.warning("linear maps without AMX: its check failed", failure=found.failure)
+    else:
+        _log.info(
+            f"linear maps {'with' if choice.uses_amx else 'without'} AMX",
+            amx=wanted,
+            measured=found.date,
+            ms_of_512_rows={"amx": found.amx_prompt_ms, "avx512": found.avx512_prompt_ms},
+            ms_of_1_row={"amx": found.amx_row_ms, "avx512": found.avx512_row_ms},
+        )
+    return choice.uses_amx
 
 
 def num_physical_cores() -> int:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import structlog
@@ -14,16 +13,10 @@ import torch
 from contract.pooling import Abilities
 from contract.worker_limits import Chunk, Limits
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.kv.layer_groups import (
-    LayerGroups,
-    add_states,
-    fitting_block_size,
-    group_layers,
-    one_group,
-)
-from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
+from gpu_worker.kv.layer_groups import LayerGroups, one_group
+from gpu_worker.kv.layout import KvDtypes, block_bytes, group_attention, kv_dtypes, place_states
 from gpu_worker.loading import kv_memory
-from gpu_worker.loading.device import pick_device, pick_dtype, set_num_threads
+from gpu_worker.loading.device import pick_device, pick_dtype, set_amx, set_num_threads
 from gpu_worker.loading.kv_memory import open_pool_memory
 from gpu_worker.loading.kv_tiers import LowerTiers, kv_identity, open_lower_tiers
 from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
@@ -54,8 +47,6 @@ _LARGE_GPU_BYTES = 75 * 2**30
 _LARGEST_GPU_BYTES = 120 * 2**30
 _CPU_SATURATING_TOKENS = 512
 """From this many tokens per step on, a CPU is bound by arithmetic."""
-_MAX_BLOCK_SIZE = 8192
-"""With larger blocks the prefix cache would find little. Chosen, not measured."""
 
 _log = structlog.get_logger()
 
@@ -67,6 +58,8 @@ class RankModel:
     executor: Executor
     device: torch.device
     num_threads: int
+    uses_amx: bool
+    """Whether a CPU's linear maps use Intel's AMX."""
     tiers: LowerTiers
     has_structured_output: bool
     limits: Limits
@@ -126,6 +119,7 @@ def _load_rank_model(
     settings, place = member.settings, member.place
     device = pick_device(settings.device, member.number)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
+    uses_amx = set_amx(settings.amx, device)
     quantization = Quantization(settings.quantization) if settings.quantization else None
     is_dummy = settings.load_format == "dummy"
     if is_dummy:
@@ -136,7 +130,7 @@ def _load_rank_model(
     abilities = read_abilities(directory, config, place.num_ranks)
     dtype = pick_dtype(settings.dtype, config, device)
     limits = _limits(settings, config, device)
-    has_kv = config.num_layers > 0
+    has_kv = not config.is_encoder
     dtypes = _kv_dtypes(settings, config, dtype, place) if has_kv else ()
     groups = _layer_groups(settings, config, limits, place, dtypes) if has_kv else one_group(0)
     if config.num_states:
@@ -248,6 +242,7 @@ def _load_rank_model(
         device=device,
         dtype=dtype,
         num_threads=num_threads,
+        uses_amx=uses_amx,
         block_bytes=bytes_per_block,
         max_num_blocks=None if pool_memory is None else len(pool.blocks_as_bytes),
         tiers=tiers,
@@ -362,17 +357,15 @@ def _layer_groups(
     """
     num_layers = len(place.layers(config.num_layers))
     is_whole = num_layers == config.num_layers
-    if not config.windows or settings.draft_model is not None or not is_whole:
+    if settings.draft_model is not None or not is_whole:
         if any(isinstance(window, Chunk) for window in config.windows):
             raise ModelError(
                 f"draft-model is {settings.draft_model}; {config.architecture}'s attention has"
                 " chunks, and is supported without a draft model alone"
             )
         return one_group(num_layers)
-    layers = range(num_layers)
-    sizes = [prod(config.kv_shape(layer)) * dtypes[layer].itemsize for layer in layers]
-    groups = group_layers(config.windows, limits.max_model_len, sizes)
-    if groups.windows != (None,):
+    groups = group_attention(config, dtypes, limits.max_model_len)
+    if groups.windows not in {(), (None,)}:
         _log.info("KV groups", windows=groups.windows, layers_per_block=groups.layers_per_block)
     return groups
 
@@ -442,23 +435,12 @@ def _with_states(
                 f"{name.replace('_', '-')} is {codec}; {config.architecture} has recurrent layers,"
                 " whose states must not be rounded"
             )
-    asked, num_states = settings.block_size, config.num_states
-    size = fitting_block_size(
-        asked,
-        block_bytes(config, asked, dtypes, groups),
-        config.state_bytes,
-        num_states,
-        len(groups.windows),
-    )
-    if size > _MAX_BLOCK_SIZE:
-        raise ModelError(
-            f"the state of a recurrent layer has {config.state_bytes} bytes, and a block would need"
-            f" {size} tokens to hold as much; at most {_MAX_BLOCK_SIZE} are supported"
-        )
-    per_block = block_bytes(config, size, dtypes, groups) // config.state_bytes
-    groups = add_states(groups, min(per_block, num_states), num_states)
+    groups, size = place_states(config, settings.block_size, dtypes, groups)
     _log.info(
-        "recurrent layers", layers=num_states, block_size=size, state_groups=groups.num_state_groups
+        "recurrent layers",
+        layers=config.num_states,
+        block_size=size,
+        state_groups=groups.num_state_groups,
     )
     return groups, replace(limits, block_size=size)
 
@@ -484,7 +466,7 @@ def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device)
         default_seqs, settings.max_num_batched_tokens or default_tokens
     )
     most_tokens = max(default_tokens, max_num_seqs)
-    if config.num_layers == 0:
+    if config.is_encoder:
         # A prompt is computed in one step, and its vector counts as a token of its row.
         if (settings.max_num_batched_tokens or max_model_len) < max_model_len:
             raise ModelError(
@@ -521,7 +503,7 @@ def _num_blocks(
 ) -> int:
     if settings.num_blocks is not None:
         return settings.num_blocks
-    if config.num_layers == 0:  # blocks of an encoder have no bytes
+    if config.is_encoder:  # blocks have no bytes
         return limits.max_num_seqs * limits.max_blocks_per_row
     if settings.kv_cache_memory_gb is not None:
         num_bytes = int(settings.kv_cache_memory_gb * _GIB)

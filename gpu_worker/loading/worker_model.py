@@ -147,7 +147,7 @@ def _load_adapter(
 def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
     limits, measured = loaded.limits, loaded.rates
     host_pool, num_ranks = loaded.tiers.host_pool, settings.num_ranks
-    name = device_name(loaded.device)
+    name = device_name(loaded.device) + (" with AMX" if loaded.uses_amx else "")
     return WorkerInfo(
         worker_id=settings.worker_id,
         device=name if num_ranks == 1 else f"{num_ranks} x {name}",

@@ -207,7 +207,8 @@ def _low_rank_map(
             first_rank += rank
         first_out += num_out
     return LowRankMap(
-        make_linear(down.to(device, dtype), None), make_linear(up.to(device, dtype), None)
+        make_linear(down.to(device, dtype), None, is_low_rank=True),
+        make_linear(up.to(device, dtype), None, is_low_rank=True),
     )
 
 

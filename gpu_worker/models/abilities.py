@@ -26,7 +26,7 @@ def read_abilities(directory: Path, config: ModelConfig, num_ranks: int) -> Abil
     """
     fields = read_json(directory / "config.json")
     size = next((fields.positive_int(name) for name in _SIZE_FIELDS if fields.has(name)), 0)
-    if config.num_layers == 0:  # an encoder
+    if config.is_encoder:
         if config.architecture.endswith("ForSequenceClassification"):
             return Abilities((Task.SCORE,))
         pooling = _read_pooling(directory, Pooling(PoolingKind.MEAN, normalize=True))

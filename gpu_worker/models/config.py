@@ -19,8 +19,7 @@ class ModelConfig:
     max_model_len: int
     """Most tokens of a sequence."""
     num_layers: int
-    """Layers with attention: each has keys and values in the KV pool. 0: an encoder, which keeps
-    none."""
+    """Layers with attention: each has keys and values in the KV pool."""
     num_kv_heads: int
     """KV heads of each layer, unless `kv_shapes` is set."""
     head_dim: int
@@ -40,6 +39,11 @@ class ModelConfig:
     """Bytes of the largest state."""
     dtype: str
     """The checkpoint's dtype, one of `DTYPES`; float32 if config.json has none."""
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it keeps nothing of a token, and so generates nothing."""
+        return self.num_layers == self.num_states == 0
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
         """Kv heads and head dim of a layer."""

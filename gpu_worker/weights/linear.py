@@ -18,7 +18,9 @@ HeadMaps: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 """A linear map for each head: writes the image of `[T, H, K]` to `[T, H, N]`, row by row."""
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def make_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, *, is_low_rank: bool = False
+) -> Linear:
     """The map `x @ weight.T + bias` in the device's fastest form.
 
     On a CPU the weight is packed once, here, for our own kernel: few rows then cost only reading
@@ -28,9 +30,10 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     Args:
         weight: `[N, K]`; the caller need not keep it.
         bias: `[N]`, of the weight's dtype.
+        is_low_rank: Whether it is a factor of a LoRA adapter's addition.
     """
     if native.can_pack(weight):
-        return native.pack(weight, bias)
+        return native.pack(weight, bias, is_low_rank=is_low_rank)
     return lambda x: functional.linear(x, weight, bias)
 
 

@@ -1,6 +1,7 @@
 """Kernels in C for CPUs, compiled on the machine that runs them and called through ctypes.
 
 `build` compiles the sources in `src`, `library` loads the result into torch's thread pool, `ops`
-checks tensors and calls it, `linear` and `quantized` are linear maps with packed weights, and
-`program` runs all layers of a decoder in one call. `python -m kernels.cpu` compiles ahead of time.
+checks tensors and calls it, `linear` has linear maps with packed weights, and `program` runs all
+layers of a decoder in one call. `amx_choice` decides whether linear maps use Intel's AMX. `python
+-m kernels.cpu` compiles ahead of time.
 """

@@ -65,6 +65,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
+        self.path = path
         kernel = functools.partial(Kernel, library)
         self.rms_norm = kernel(
             "rms_norm",
@@ -97,6 +98,16 @@ class Library:
             "draw",
             "num_draws num_tokens *logits *places *temperature *uniform *token_ids logits_stride",
         )
+        self.selective_scan = kernel(
+            "selective_scan",
+            "type num_seqs num_tokens num_heads head_dim num_groups width a_width"
+            " *x *dt *a *b *c *d *state *out *state_out",
+        )
+        self.delta_scan = kernel(
+            "delta_scan",
+            "type num_seqs num_tokens num_key_heads num_heads key_dim head_dim"
+            " *q *k *v *g *beta *state *out *state_out .scale",
+        )
         attention = (
             "type format num_seqs num_tokens num_heads num_kv_heads head_dim value_dim block_size"
             " window"
@@ -112,7 +123,7 @@ class Library:
         """The second half of `attention` with the same fields, if there are partial results."""
         linear = (
             "num_rows num_in num_out x_type kept out_type *x *weight *scales *offsets *bias *out"
-            " group x_stride out_stride is_gated"
+            " group x_stride out_stride is_gated is_low_rank"
             " *next.attention next.num_runs next.num_runs_after"
         )
         self.linear = kernel("linear", linear)
@@ -130,6 +141,11 @@ class Library:
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
+        self.use_amx: Callable[[bool], bool] = library.quire_use_amx
+        """Has maps of bfloat16 use Intel's AMX, or not; returns whether they do from now on, which
+        only a CPU with AMX can. No kernel may run meanwhile."""
+        library.quire_use_amx.argtypes = (ctypes.c_int64,)
+        library.quire_use_amx.restype = ctypes.c_bool
 
 
 class Call(NamedTuple):

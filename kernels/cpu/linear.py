@@ -34,15 +34,22 @@ def can_pack(weight: torch.Tensor) -> bool:
     )
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedLinear":
-    """Lay out `weight` [N, K] for `x @ weight.T + bias`, `bias` [N]; `can_pack` must hold."""
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None, *, is_low_rank: bool = False
+) -> "PackedLinear":
+    """Lay out `weight` [N, K] for `x @ weight.T + bias`, `bias` [N]; `can_pack` must hold.
+
+    If `is_low_rank`, the map gives the bits that the kernels for adapters give
+    (`kernels.cpu.program.low_rank`).
+    """
     num_in = weight.shape[1]
     padded = _padded(weight)
     if weight.dtype is torch.float32:
         panels = padded.view(-1, PANEL, num_in).transpose(1, 2)
     else:
         panels = padded.view(-1, PANEL, num_in // 2, 2).transpose(1, 2)
-    return _packed(weight, panels, None, None, bias, weight.dtype)
+    packed = _packed(weight, panels, None, None, bias, weight.dtype)
+    return replace(packed, _is_low_rank=is_low_rank)
 
 
 def pack_heads(weight: torch.Tensor) -> "PackedHeads":
@@ -160,6 +167,7 @@ class PackedLinear:
     """float16[ceil(N / 32), G, 32] of integers."""
     _offsets: torch.Tensor | None
     _bias: torch.Tensor | None
+    _is_low_rank: bool = False
 
     @property
     def can_gate(self) -> bool:
@@ -212,7 +220,7 @@ class PackedLinear:
             DTYPES[self.dtype], _KEPT_AS[self.panels.dtype], DTYPES[out.dtype],
             x.data_ptr(), self.panels.data_ptr(), address(self._scales), address(self._offsets),
             address(self._bias), out.data_ptr(), self.num_in // num_groups,
-            x.stride(0), out.stride(0), is_gated, *ahead,
+            x.stride(0), out.stride(0), is_gated, self._is_low_rank, *ahead,
         )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from kernels.checks import (
 )
 from kernels.cpu.fields import LayerCaches, address, attention_fields, num_partials, store_fields
 from kernels.cpu.library import DTYPES, Library, native
+from kernels.reference import scan as in_torch
 from kernels.reference.draw import draw as draw_in_torch
 
 _TOKENS_AND_HEADS: Final = 3  # dimensions of [T, H, N]
@@ -299,3 +300,112 @@ def draw(
         token_ids.data_ptr(), logits.stride(0),
     )  # fmt: skip
     return token_ids
+
+
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor,
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advance the states of Mamba layers by `T` tokens. CPUs only, in C or else by its twin.
+
+    For each token: `state = state * exp(dt * a) + dt * x * b`, and the output is the sum over `N`
+    of `state * c`, plus `d * x`. All is computed in float32, token by token: to the bit, results
+    do not depend on how tokens are cut into calls, nor on other sequences.
+
+    Symbols: `G` groups of heads, `N` numbers of a state for each of `P`, here the head dim.
+
+    Args:
+        x: [S, T, H, P], `T` tokens of each sequence.
+        dt: float32[S, T, H].
+        a: float32[H, N], or [H, 1] for the same in all `N`; negative.
+        b: [S, T, G, N], of the dtype of `x`.
+        c: As `b`.
+        d: float32[H].
+        state: float32[S, H, P, N], not changed; None: zeros.
+
+    Returns:
+        The output, as `x`; and the new state.
+    """
+    x, dt, a, b, c, d = (each.contiguous() for each in (x, dt, a, b, c, d))
+    state = None if state is None else state.contiguous()
+    num_seqs, num_tokens, num_heads, head_dim = x.shape
+    num_groups, width = b.shape[2:]
+    states = (num_seqs, num_heads, head_dim, width)
+    check_tensor("dt", dt, (num_seqs, num_tokens, num_heads), torch.float32, x)
+    check_tensor("a", a, (num_heads, width if a.shape[1] > 1 else 1), torch.float32, x)
+    check_tensor("b", b, (num_seqs, num_tokens, num_groups, width), x.dtype, x)
+    check_tensor("c", c, tuple(b.shape), x.dtype, x)
+    check_tensor("d", d, (num_heads,), torch.float32, x)
+    if state is not None:
+        check_tensor("state", state, states, torch.float32, x)
+    if num_heads % num_groups:
+        raise ValueError(f"b has {num_groups} groups; they must divide x's {num_heads} heads")
+    library = native()
+    if library is None or x.dtype not in DTYPES:
+        return in_torch.selective_scan(x, dt, a, b, c, d, state)
+    out, state_out = torch.empty_like(x), x.new_empty(states, dtype=torch.float32)
+    library.selective_scan(
+        DTYPES[x.dtype], num_seqs, num_tokens, num_heads, head_dim, num_groups, width, a.shape[1],
+        x.data_ptr(), dt.data_ptr(), a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr(),
+        0 if state is None else state.data_ptr(), out.data_ptr(), state_out.data_ptr(),
+    )  # fmt: skip
+    return out, state_out
+
+
+def delta_scan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advance the states of gated delta nets by `T` tokens. CPUs only, in C or else by its twin.
+
+    For each token: `state = state * exp(g)`, `state = state + k (v - k state) * beta`, and the
+    output is `q state`, with queries and keys of length 1, and queries divided by the root of `K`.
+    As in `selective_scan`, results do not depend on how tokens are cut into calls.
+
+    Symbols: `HK` heads of queries and keys, `K` their dim, `P` the dim of values.
+
+    Args:
+        q: [S, T, HK, K].
+        k: [S, T, HK, K].
+        v: [S, T, H, P].
+        g: float32[S, T, H], not positive.
+        beta: float32[S, T, H].
+        state: float32[S, H, K, P], not changed; None: zeros.
+
+    Returns:
+        The output, as `v`; and the new state.
+    """
+    q, k, v, g, beta = (each.contiguous() for each in (q, k, v, g, beta))
+    state = None if state is None else state.contiguous()
+    num_seqs, num_tokens, num_key_heads, key_dim = k.shape
+    num_heads, head_dim = v.shape[2:]
+    states = (num_seqs, num_heads, key_dim, head_dim)
+    check_tensor("q", q, tuple(k.shape), v.dtype, v)
+    check_tensor("k", k, (num_seqs, num_tokens, num_key_heads, key_dim), v.dtype, v)
+    check_tensor("v", v, (num_seqs, num_tokens, num_heads, head_dim), v.dtype, v)
+    check_tensor("g", g, (num_seqs, num_tokens, num_heads), torch.float32, v)
+    check_tensor("beta", beta, (num_seqs, num_tokens, num_heads), torch.float32, v)
+    if state is not None:
+        check_tensor("state", state, states, torch.float32, v)
+    if num_heads % num_key_heads:
+        raise ValueError(f"k has {num_key_heads} heads; they must divide v's {num_heads}")
+    library = native()
+    if library is None or v.dtype not in DTYPES:
+        return in_torch.delta_scan(q, k, v, g, beta, state)
+    out, state_out = torch.empty_like(v), v.new_empty(states, dtype=torch.float32)
+    library.delta_scan(
+        DTYPES[v.dtype], num_seqs, num_tokens, num_key_heads, num_heads, key_dim, head_dim,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(),
+        0 if state is None else state.data_ptr(), out.data_ptr(), state_out.data_ptr(),
+        key_dim**-0.5,
+    )  # fmt: skip
+    return out, state_out

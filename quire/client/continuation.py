@@ -8,7 +8,7 @@ import secrets
 import uuid
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from contract.errors import (
     AlreadyExistsError,
@@ -165,8 +165,7 @@ class Continuation:
             )
         output.token_ids_to_repeat = output.token_ids_to_repeat[num_again:]
         output.text_to_repeat = output.text_to_repeat[num_chars_again:]
-        new = replace(
-            delta,
+        new = delta._replace(
             token_offset=delta.token_offset + num_again,
             token_ids=delta.token_ids[num_again:],
             text=delta.text[num_chars_again:],

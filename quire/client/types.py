@@ -58,6 +58,7 @@ class GenerateOptions(TypedDict, total=False):
     cache_pin_s: float | None
     request_id: str
     resumable: bool
+    stream_interval: int | None
 
 
 @dataclass(frozen=True, slots=True)

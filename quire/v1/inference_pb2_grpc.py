@@ -70,6 +70,11 @@ class InferenceServiceStub(object):
                 request_serializer=quire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/quire.v1.InferenceService/GenerateMany',
+                request_serializer=quire_dot_v1_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Resume = channel.unary_stream(
                 '/quire.v1.InferenceService/Resume',
                 request_serializer=quire_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
@@ -163,6 +168,20 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateMany(self, request_iterator, context):
+        """Carries many requests on one call, for a gateway: a message has the news of all of them, so that a
+        model step costs one message and not one for each stream. Each request has a `number`, which the
+        client chooses, and is otherwise as with `Generate` or `Resume`; requests do not affect each other.
+        The last event of each request is its `usage` or an `error`; then its number may be used again. A
+        number that is in use ends the call with INVALID_ARGUMENT. A client that reads slowly gets fewer and larger
+        deltas. When the client has sent all it wants, the call ends after the last event. A call that
+        breaks ends its requests as a `Generate` call that breaks. The call's metadata has the API key; its
+        deadline ends all requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Resume(self, request, context):
         """Continues the stream of a `resumable` request after what the client already has. NOT_FOUND if
         this tenant has no such request, or its grace period is over; FAILED_PRECONDITION if
@@ -250,6 +269,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=quire_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=quire_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.GenerateManyRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Resume': grpc.unary_stream_rpc_method_handler(
                     servicer.Resume,
@@ -360,6 +384,33 @@ class InferenceService(object):
             '/quire.v1.InferenceService/Generate',
             quire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             quire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/quire.v1.InferenceService/GenerateMany',
+            quire_dot_v1_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -109,16 +109,18 @@ class OutputSoFar(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., finished: bool = ..., end: _Optional[_Union[SequenceFinished, _Mapping]] = ...) -> None: ...
 
 class StopOptions(_message.Message):
-    __slots__ = ("stop", "include_stop_str_in_output", "skip_special_tokens", "thinking")
+    __slots__ = ("stop", "include_stop_str_in_output", "skip_special_tokens", "thinking", "stream_interval")
     STOP_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     THINKING_FIELD_NUMBER: _ClassVar[int]
+    STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     stop: _containers.RepeatedScalarFieldContainer[str]
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     thinking: ThinkingMarkers
-    def __init__(self, stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ..., thinking: _Optional[_Union[ThinkingMarkers, _Mapping]] = ...) -> None: ...
+    stream_interval: int
+    def __init__(self, stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ..., thinking: _Optional[_Union[ThinkingMarkers, _Mapping]] = ..., stream_interval: _Optional[int] = ...) -> None: ...
 
 class ThinkingMarkers(_message.Message):
     __slots__ = ("begin", "ends", "has_begun", "recurs")

@@ -1,6 +1,7 @@
 """The gRPC API: `quire.v1.InferenceService`."""
 
 import uuid
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from contract.codec.outputs import (
@@ -20,10 +21,12 @@ from contract.codec.request import (
 )
 from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
-from contract.request import GenerateRequest
+from contract.request import MAX_STREAM_INTERVAL, GenerateRequest
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.access.tenancy import TENANT_KEY, with_precedence
+from router.grpc.bounds import RefusedRequest
 from router.grpc.call import CallContext, deadline_of, metadata_of
+from router.grpc.many import ManyCall
 from router.request.cells import Cells
 from router.request.live import LiveRequest
 from router.request.vectors import check_inputs, make_vectors, pooling_of
@@ -49,6 +52,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """
         await _stream(await self._cells.generate(_request(request, context)), context)
 
+    async def GenerateMany(  # noqa: N802
+        self,
+        requests: AsyncIterator[inference_pb2.GenerateManyRequest | RefusedRequest],
+        context: CallContext,
+    ) -> None:
+        """Serve many requests; a write takes longer than all else about a token."""
+        await ManyCall(self._cells, context).serve(requests)
+
     async def Resume(  # noqa: N802
         self, request: inference_pb2.ResumeRequest, context: CallContext
     ) -> None:
@@ -72,6 +83,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GenerateOnceResponse:
         """Collect the events; if an output fails, the call does."""
         domain_request = _request(request.request, context)
+        if domain_request.stream_interval is not None:
+            raise InvalidArgumentError(
+                "stream_interval",
+                f"is {domain_request.stream_interval}; GenerateOnce does not stream",
+            )
+        domain_request = replace(domain_request, stream_interval=MAX_STREAM_INTERVAL)
         response = inference_pb2.GenerateOnceResponse()
         async with await self._cells.generate(domain_request) as live:
             response.request_id = live.request_id
@@ -208,7 +225,8 @@ async def _stream(live: LiveRequest, context: CallContext) -> None:
     async with live:
         async for event in live:
             if isinstance(event, OutputDelta):  # nearly all events: use the same message again
-                write_delta(event, response)
+                response.delta.Clear()
+                write_delta(event, response.delta)
                 await context.write(response)
                 continue
             if isinstance(event, OutputFinished) and event.finish_reason is FinishReason.DEADLINE:

@@ -1,6 +1,7 @@
 """Limits clients' gRPC requests before they are parsed: bytes, quota, and number of fields."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -8,7 +9,7 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor
 
-from contract.errors import InvalidArgumentError
+from contract.errors import InvalidArgumentError, QuireError
 from router.request.cells import Cells
 from rpc.status import rewrapped
 
@@ -18,9 +19,11 @@ MAX_SMALL_BYTES: Final = 64 * 1024
 """Largest message of a method whose requests have no prompt, text or tokens."""
 _MAX_VARINT_BYTES: Final = 10
 
+_GENERATE_MANY: Final = "/quire.v1.InferenceService/GenerateMany"
 _GENERATING: Final = frozenset(
     (
         "/quire.v1.InferenceService/Generate",
+        _GENERATE_MANY,
         "/quire.v1.InferenceService/GenerateOnce",
         "/quire.v1.InferenceService/Embed",
         "/vllm.grpc.engine.VllmEngine/Generate",
@@ -33,6 +36,14 @@ _LARGE: Final = _GENERATING | {
     "/quire.v1.InferenceService/Tokenize",
     "/quire.v1.InferenceService/Detokenize",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRequest:
+    """Stands for a request of `GenerateMany` that was not parsed: the call's others go on."""
+
+    number: int
+    error: QuireError
 
 
 class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -60,11 +71,19 @@ class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
 
     def _bounded(self, method: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        def bounded(data: bytes) -> Any:
+        def check(data: bytes) -> None:
             self._check_size(method, len(data))
             if method in _GENERATING:
                 self._cells.check_quota(len(data))
             check_num_fields(data, _request_type(method))
+
+        def bounded(data: bytes) -> Any:
+            try:
+                check(data)
+            except QuireError as error:
+                if method == _GENERATE_MANY and (number := _first_number(data)) is not None:
+                    return RefusedRequest(number, error.with_traceback(None))
+                raise
             return parse(data)
 
         return bounded
@@ -78,6 +97,16 @@ class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             raise InvalidArgumentError(
                 "request", f"has {num_bytes} bytes; it must have at most {most}{setting}"
             )
+
+
+def _first_number(data: bytes) -> int | None:
+    """Return the value of a message's field 1, a varint, if the message begins with it."""
+    if data[:1] != b"\x08":
+        return None
+    try:
+        return _varint(data, 1)[0]
+    except IndexError:
+        return None
 
 
 def _request_type(method: str) -> Descriptor:

@@ -74,6 +74,7 @@ def infer_call_from_proto(message: open_inference_pb2.ModelInferRequest) -> Infe
     fields = fields_from_proto(message, inputs)
     if fields.timeout is not None and fields.timeout <= 0:
         raise InvalidArgumentError("timeout", f"is {fields.timeout}; it must be above 0")
+    fields.check()
     exclude_input = fields.exclude_input_in_output
     if exclude_input is None:
         exclude_input = fields.stream

@@ -59,11 +59,16 @@ class Inference:
         *,
         tokenizer_threads: int,
         chats: ChatSettings = ChatSettings(),  # noqa: B008 - it never changes
+        stream_interval: int = 1,
     ) -> None:
-        """Serve one model; `model_name` is its name in the router's flags."""
+        """Serve one model; `model_name` is its name in the router's flags.
+
+        `stream_interval` is that of requests that have none.
+        """
         self.name = model_name
         self._metrics = metrics.of_model(model_name)
         self.entry = entry
+        self._stream_interval = stream_interval
         self.schedulers = schedulers
         self._admission, self._quotas = entry.admission, entry.quotas
         self.model = ServedModel(model_name, schedulers)
@@ -114,6 +119,8 @@ class Inference:
         self.schedulers.check_room(request.n)
         if self.entry.has_api_keys:
             request = claim(request)
+        stream_interval = request.stream_interval or self._stream_interval
+        request = replace(request, stream_interval=stream_interval)
         request_id = request.request_id or uuid.uuid4().hex
         admitted = self._admission.admit(request.tenant, request_id, self.name)
         lease: Lease | None = None
@@ -190,6 +197,7 @@ class Inference:
             request.include_stop_str_in_output,
             request.skip_special_tokens,
             request.thinking,
+            request.stream_interval or 1,
         )
         live = self._start(record, request.n, stop_options, model, lease, is_kept=is_kept)
         if span.is_recording():
@@ -220,6 +228,7 @@ class Inference:
                 ),
                 end_token_ids,
                 stop_options.thinking,
+                stop_options.stream_interval,
             )
             for index in range(n)
         ]

@@ -154,6 +154,11 @@ class LiveRequest:
         return [first + output.index for output in self.outputs if output.finished is None]
 
     @property
+    def has_events(self) -> bool:
+        """Whether an event of an output is due that the reader has not taken."""
+        return bool(self._outputs_with_events)
+
+    @property
     def num_completion_tokens(self) -> int:
         """Number of tokens of all outputs so far."""
         return sum(len(output.token_ids) for output in self.outputs)
@@ -227,11 +232,13 @@ class LiveRequest:
             self._metrics.inter_token_latency.observe(now - output.last_token_at)
         output.last_token_at = now
         output.push(token_id, logprob)
-        self._outputs_with_events[output.index] = None
-        if output.finished is None:
-            return False
-        self._observe_end(output)
-        return True
+        if output.finished is not None:
+            self._outputs_with_events[output.index] = None
+            self._observe_end(output)
+            return True
+        if len(output.token_ids) >= output.num_tokens_due:
+            self._outputs_with_events[output.index] = None
+        return False
 
     def replay(self, events: Iterable[Event]) -> None:
         """Add the tokens and ends that another process has computed for this request.

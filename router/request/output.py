@@ -25,8 +25,18 @@ class LiveOutput:
         stop_matcher: StopMatcher,
         end_token_ids: Container[int],
         thinking: ThinkingMarkers | None = None,
+        stream_interval: int = 1,
     ) -> None:
-        """`end_token_ids` end the sequence; their text is not part of the output."""
+        """Make an output without tokens.
+
+        Args:
+            index: Its place among the request's outputs.
+            detokenizer: Makes the text.
+            stop_matcher: Finds stop strings in the text.
+            end_token_ids: They end the sequence; their text is not part of the output.
+            thinking: How thinking is told from the rest; None: it is not counted.
+            stream_interval: New tokens after which a delta is due; the first is due at once.
+        """
         self.index = index
         self.token_ids = array("i")
         """int32: all tokens so far; they are sent again if the request is resubmitted."""
@@ -41,7 +51,10 @@ class LiveOutput:
         self._end_token_ids = end_token_ids
         self._thinking = None if thinking is None else ThinkingCounter(thinking)
         self._may_think = self._thinking is not None
+        self._stream_interval = stream_interval
         self._num_tokens_taken = 0
+        self.num_tokens_due = 1
+        """How many tokens the output must have for its next delta; its end is always due."""
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._end_taken = False
@@ -121,6 +134,7 @@ class LiveOutput:
                 logprobs=tuple(skipped),
             )
         self._num_tokens_taken = self.num_skipped = received.num_tokens
+        self.num_tokens_due = received.num_tokens + 1
         self._end_taken = received.finished
 
     def take(self) -> OutputDelta | OutputFinished | None:
@@ -128,9 +142,13 @@ class LiveOutput:
         offset, num_tokens = self._num_tokens_taken, len(self.token_ids)
         text = "".join(self._text)
         if text or offset < num_tokens:
-            token_ids = tuple(self.token_ids[offset:])
+            if num_tokens == offset + 1:  # as nearly always: without a copy of the array
+                token_ids: tuple[int, ...] = (self.token_ids[offset],)
+            else:
+                token_ids = tuple(self.token_ids[offset:])
             logprobs = tuple(self._logprobs)
             self._num_tokens_taken = num_tokens
+            self.num_tokens_due = num_tokens + self._stream_interval
             self._text.clear()
             self._logprobs.clear()
             return OutputDelta(self.index, offset, token_ids, text, logprobs)

@@ -17,6 +17,7 @@ from contract.request import (
     MAX_REQUEST_ID_CHARS,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
+    MAX_STREAM_INTERVAL,
     GenerateRequest,
     Model,
 )
@@ -52,6 +53,8 @@ def check_request(request: GenerateRequest, model: Model, max_prompt_bytes: int)
     check_tenant(request.tenant)
     check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     check_range("n", request.n, 1, MAX_N)
+    if request.stream_interval is not None:
+        check_range("stream_interval", request.stream_interval, 1, MAX_STREAM_INTERVAL)
     _check_stop(request.stop)
     request.sampling.check(
         "sampling", vocab_size=model.vocab_size, max_model_len=model.max_model_len

@@ -78,11 +78,12 @@ class LiveTable:
             if live is None:
                 continue
             num_tokens += 1
-            changed[live] = None
             logprob = logprobs.get(i) if logprobs else None
             if live.push_token(seq_key, token_id, logprob, now, is_new=is_new):
                 del table[seq_key]
                 stopped.append(seq_key)
+            if live.has_events:
+                changed[live] = None
         if is_new:
             self._metrics.generation_tokens.inc(num_tokens)
         for ending in events.endings:

@@ -62,6 +62,7 @@ class RunningSet:
             if config.num_draft_tokens
             else SteadyDecodes(config, steps)
         )
+        self._begun: list[Sequence] = []  # with states, and decoding since the last step
         self._released_rows: list[int] = []  # for the next plan
         self._turns: list[Started | Preempted] = []  # for the next plan
 
@@ -116,14 +117,17 @@ class RunningSet:
     def give_back(self, step: StepId) -> None:
         """Give back blocks behind windows, for the sequences that need new blocks at `step`.
 
-        Steps in flight may still read them. But the worker runs steps and copies in order, and a
-        later step writes them.
+        Blocks of states are large, and a decode may need no other for long, so those of a prompt's
+        last chunk go back at once. Steps in flight may still read what is given back. But the
+        worker runs steps and copies in order, and a later step writes it.
         """
         passed: list[DeviceBlockId] = []
         for seq in self._prefilling:
             if not seq.loading_block_ids:
                 passed += self._groups.take_passed(seq.block_ids, seq.num_computed_tokens)
-        due = self._decodes.due(step)
+        begun = [seq for seq in self._begun if seq.status is SeqStatus.DECODE]
+        self._begun = []
+        due = [*self._decodes.due(step), *begun]
         rows = [seq.row for seq in due if seq.row is not None]
         known = self._rows.num_tokens_by_row[rows].tolist() if rows else ()
         for seq, num_known in zip(due, known, strict=True):
@@ -265,6 +269,8 @@ class RunningSet:
             return False
         self._prefilling.remove(seq)
         seq.set_status(SeqStatus.DECODE)
+        if self._groups.has_states:
+            self._begun.append(seq)
         self._decodes.start(seq, builder.step_id)
         return True
 

@@ -1,5 +1,6 @@
 """With recurrent layers, greedy tokens equal `transformers`, whatever happens to the states."""
 
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,25 @@ LFM2 = {
     "layer_types": ["conv", "conv", "full_attention", "conv"],
     "block_auto_adjust_ff_dim": False,
 }
+DIES_IN_A_STORE = """
+import os, pathlib, signal, sys
+
+died = pathlib.Path(__file__).with_name("died")
+write, calls = os.pwritev, []
+
+def half(fd, parts, offset):
+    calls.append(offset)
+    if len(calls) == 20:
+        record = bytes().join(parts)
+        os.pwrite(fd, record[: len(record) // 2], offset)
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(fd, parts, offset)
+
+if "gpu_worker" in sys.orig_argv and not died.exists():
+    os.pwritev = half
+"""
+"""A `sitecustomize`: the first worker dies when it has written half of its 20th disk block."""
 PROMPT = [5 + i % 490 for i in range(100)]
 LENGTHS = (1, 15, 16, 33, 64, 65, 90)
 
@@ -77,27 +97,28 @@ def test_moved_to_another_worker_which_is_killed(model_dirs, run_dir):
             service.start_first_again()
 
 
-def test_a_killed_worker_s_states_are_found_on_the_disk(model_dirs, run_dir, tmp_path):
-    model_dir = model_dirs.get("lfm2", **LFM2)
+def test_a_worker_killed_amid_a_store_finds_its_states_on_the_disk(model_dirs, run_dir, tmp_path):
+    model_dir = model_dirs.get("mamba")  # all its blocks hold states
     draw = random.Random(4)
     prompts = [[draw.randrange(5, 500) for _ in range(90)] for _ in range(12)]
     outputs = greedy_tokens(model_dir, prompts, 40)
     worker = ["--num-blocks=60", "--host-kv-memory-gb=0.0002", "--kv-checksum"]
     worker += ["--disk-kv-memory-gb=0.05", f"--disk-kv-dir={tmp_path}"]
-    with Service(run_dir(), model_dir, worker=worker) as service:
+    (tmp_path / "sitecustomize.py").write_text(DIES_IN_A_STORE)
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    with Service(run_dir(), model_dir, worker=worker, env={"PYTHONPATH": path}) as service:
 
         def generate(prompt: list[int]) -> Result:
             request = generate_request(prompt, max_tokens=40, ignore_eos=True)
             return read(service.stub.Generate(request, timeout=200))
 
-        def num_stored() -> float | None:
-            return service.metrics(service.scheduler)["quire_kv_stored_blocks_total"] or None
-
-        assert [generate(prompt).outputs[0] for prompt in prompts] == outputs
-        eventually(num_stored, "blocks are on the disk")
-        service.worker.kill()
-        service.start_worker()
-        eventually(lambda: service.load().num_cached_disk_blocks or None, "blocks are found")
+        with ThreadPoolExecutor(1) as thread:
+            alone = thread.submit(lambda: [generate(prompt).outputs[0] for prompt in prompts])
+            eventually(lambda: (tmp_path / "died").exists() or None, "the worker dies in a store")
+            service.worker.kill()
+            service.start_worker()
+            eventually(lambda: service.load().num_cached_disk_blocks or None, "blocks are found")
+            assert alone.result() == outputs
         results = [generate(prompt) for prompt in prompts]
         assert [result.outputs[0] for result in results] == outputs
         assert sum(result.usage.cached_tokens for result in results) > 0

@@ -1,11 +1,24 @@
-"""A pytest plugin: the C kernels compiled for the kind of CPU that QUIRE_TEST_MARCH names.
+"""A pytest plugin: the C kernels as on the kind of CPU that QUIRE_TEST_CPU names.
 
-QUIRE_TEST_MARCH=x86-64-v3 pytest -p tests.kernels.other_cpu tests/kernels/test_native_*.py
+QUIRE_TEST_CPU=x86-64-v3 pytest -p tests.kernels.other_cpu tests/kernels/test_native_*.py
+
+That is one of the compiler's names; or "amx": this CPU, with Intel's AMX emulated in plain C.
 """
 
+import hashlib
 import os
+from pathlib import Path
 
-from kernels.cpu import build
+from kernels.cpu import build, library
 
-MARCH = os.environ["QUIRE_TEST_MARCH"]
-build._FLAGS = tuple(f"-march={MARCH}" if "-march" in flag else flag for flag in build._FLAGS)
+CPU = os.environ["QUIRE_TEST_CPU"]
+
+if CPU == "amx":
+    HEADER = Path(__file__).parent / "amx_emulated.h"
+    digest = hashlib.sha256(HEADER.read_bytes()).hexdigest()  # a name for what it is compiled to
+    emulation = f'-DAMX_EMULATION="{HEADER}"', f"-DAMX_EMULATION_DIGEST={digest}"
+    build._FLAGS = ("-O1", *build._FLAGS[1:], *emulation)  # compiles in half the time
+    emulated = library.native()
+    assert emulated is None or emulated.use_amx(True)
+else:
+    build._FLAGS = tuple(f"-march={CPU}" if "-march" in flag else flag for flag in build._FLAGS)

@@ -36,7 +36,9 @@ class Map:
         self.apply = pack(self.weight, None)
         self.pairs = dict(enumerate(pairs, start=1))
         self.packed = {
-            number: None if pair is None else tuple(pack(weight, None) for weight in pair)
+            number: None
+            if pair is None
+            else tuple(pack(each, None, is_low_rank=True) for each in pair)
             for number, pair in self.pairs.items()
         }
         self.adapters = {

@@ -11,7 +11,7 @@ import pytest
 from kernels.cpu.library import native
 
 ROOT = Path(__file__).parents[2]
-MARCH = "x86-64-v3"
+CPU = "x86-64-v3"
 CASES = "eight_bits or half_precision or (torch_s and 13) or low_rank"
 
 
@@ -28,7 +28,7 @@ def test_kernels_for_avx2_alone_pass_the_tests_of_our_own():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env={**os.environ, "QUIRE_TEST_MARCH": MARCH, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "QUIRE_TEST_CPU": CPU, "PYTHONPATH": str(ROOT)},
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert " passed" in result.stdout

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from contract.worker_limits import Chunk, KvWindow, window_length
-from gpu_worker.models.transformers.recurrent import RecurrentLayer, StateRecorder
+from gpu_worker.models.transformers.recurrent import RecurrentLayer, StateRecorder, cache_name
 from gpu_worker.weights.json_fields import ModelError
 
 MaskFunction = Callable[
@@ -185,6 +185,7 @@ def record_calls(
             base = getattr(model, base_name(model))
             _refuse_positions(base)
             states = StateRecorder(config, base) if is_recurrent else None
+            cache = cache_name(base) or "past_key_values"
             tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64)
             with nullcontext() if states is None else states.watch():
                 base(
@@ -193,8 +194,8 @@ def record_calls(
                     # Without an attention mask or a cache, transformers looks for several
                     # sequences in `position_ids`.
                     attention_mask=None if is_recurrent else torch.ones_like(tokens),
-                    past_key_values=states,
                     use_cache=is_recurrent,
+                    **{cache: states},
                 )
     except ModelError:
         raise
@@ -203,7 +204,7 @@ def record_calls(
             raise ModelError(_OWN_ATTENTION) from error
         raise ModelError(f"its shapes cannot be found out: {error}") from error
     layers = sorted(call.layer for call in recorder.calls)
-    if not layers:
+    if not layers and not (states and states.layers_by_module):
         raise ModelError(_OWN_ATTENTION)
     if states is not None:
         if layers != sorted(states.attending):

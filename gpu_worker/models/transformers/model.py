@@ -191,6 +191,7 @@ class _Given(nn.Module):
 class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
     """The parts of a base's output that causal models read."""
 
+    cache_params: None = None
     router_logits: None = None
     shared_kv_states: None = None
 
@@ -220,16 +221,22 @@ _RECURRENT_TYPES: Final = {"conv", "hybrid", "linear_attention", "mamba", "mlp",
 _RECURRENT_FAMILIES: Final = {
     "bamba",
     "falcon_h1",
+    "falcon_mamba",
     "granitemoehybrid",
+    "jamba",
     "lfm2",
     "lfm2_moe",
+    "mamba",
+    "mamba2",
     "nemotron_h",
     "olmo_hybrid",
     "qwen3_5_text",
     "qwen3_next",
 }
-"""Model types with recurrent layers that the tests compare with transformers. Jamba and Mamba are
-not among them, because they can continue a prompt from a state only token by token."""
+"""Model types with recurrent layers that the tests compare with transformers."""
+_LONGEST_BY_STATE: Final = 131_072
+"""Most tokens of a sequence, if all layers are recurrent and the config has no limit. Chosen:
+states have no limit, but the worker keeps the tokens of a row."""
 
 
 class TransformersSource:
@@ -268,8 +275,8 @@ class TransformersSource:
             vocab_size=self._hf_config.vocab_size,
             max_model_len=max_model_len,
             num_layers=len(storing),
-            num_kv_heads=calls[0].num_kv_heads,
-            head_dim=calls[0].head_dim,
+            num_kv_heads=calls[0].num_kv_heads if calls else 0,
+            head_dim=calls[0].head_dim if calls else 0,
             kv_shapes=tuple(shapes) if len(set(shapes)) > 1 else (),
             windows=tuple(call.window for call in storing),
             num_states=len(self._recurrent),
@@ -352,7 +359,8 @@ def _refuse_config(config: PreTrainedConfig) -> None:
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES - _RECURRENT_TYPES
     if others:
         raise ModelError(f"it has layers of type {', '.join(sorted(others))}")
-    if "position_ids" not in inspect.signature(model_class.forward).parameters:
+    names = inspect.signature(model_class.forward).parameters
+    if "position_ids" not in names and not _is_recurrent(config):
         raise ModelError("it takes no position_ids")
 
 
@@ -378,7 +386,8 @@ def _refuse_sharing(calls: tuple[AttentionCall, ...]) -> None:
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:
-    length = getattr(config, "max_position_embeddings", None)
+    default = _LONGEST_BY_STATE if _is_recurrent(config) else None
+    length = getattr(config, "max_position_embeddings", default)
     if not isinstance(length, int) or length < 1:
         raise ModelError(f"max_position_embeddings is {length}; it must be a positive integer")
     # Beyond these lengths, rotation would depend on the longest sequence of a batch.

@@ -25,6 +25,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.models.transformers.scans import token_by_token
 from gpu_worker.weights.json_fields import ModelError
 
 _CACHE_NAMES: Final = ("cache_params", "past_key_values")
@@ -76,7 +77,7 @@ class StateRecorder(DynamicCache):
         """Record which module runs."""
         handles = []
         for name, module in self._base.named_modules():
-            if _cache_name(module) is None:
+            if cache_name(module) is None:
                 continue
 
             def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
@@ -129,6 +130,7 @@ class RecurrentStates:
         """Let the modules of `layers` compute with states of the pool."""
         self._pool: KvPool | None = None
         self._pieces: list[_Pieces] = []
+        self._num_bytes = max(layer.num_bytes for layer in layers)
         for number, layer in enumerate(layers):
             self._take_over(base.get_submodule(layer.module), number, layer)
 
@@ -152,10 +154,10 @@ class RecurrentStates:
         self._pool, self._pieces = None, []
 
     def _take_over(self, module: nn.Module, number: int, layer: RecurrentLayer) -> None:
-        original = module.forward
+        name = cache_name(module)
+        assert name is not None, "the recorder has seen it"
+        original = token_by_token(module)
         signature = inspect.signature(original)
-        cache_name = _cache_name(module)
-        assert cache_name is not None, "the recorder has seen it"
         hidden_name = next(iter(signature.parameters))
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -166,7 +168,7 @@ class RecurrentStates:
 
             def compute(part: torch.Tensor, state: "_State") -> torch.Tensor:
                 given.arguments[hidden_name] = part
-                given.arguments[cache_name] = state
+                given.arguments[name] = state
                 out: torch.Tensor = original(*given.args, **given.kwargs)
                 return out
 
@@ -181,7 +183,7 @@ class RecurrentStates:
         pool = self._pool
         assert pool is not None, "only `forward` runs it"
         group, place = divmod(number, pool.groups.states_per_block)
-        start = place * layer.num_bytes
+        start = place * self._num_bytes
         memory = pool.blocks_as_bytes[:, start : start + layer.num_bytes].view(_STORED)  # [B, N]
         pieces = self._pieces[group]
         out: torch.Tensor | None = None
@@ -313,6 +315,7 @@ class _State:
         return recurrent_states
 
 
-def _cache_name(module: nn.Module) -> str | None:
+def cache_name(module: nn.Module) -> str | None:
+    """The parameter that takes the cache of a module's forward pass, if it has one."""
     names = inspect.signature(module.forward).parameters
     return next((name for name in _CACHE_NAMES if name in names), None)

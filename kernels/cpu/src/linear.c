@@ -8,9 +8,11 @@
  * the integers.
  *
  * x in bf16 is multiplied in bf16, if the CPU has a dot product for it, else in fp32. The sums are fp32,
- * each over k in ascending order for any number of rows, so a row's result depends on no other row. For
+ * each over k in the same order for any number of rows, so a row's result depends on no other row. For
  * many rows a panel is unpacked once to what the product takes; few rows unpack it as they multiply. A
- * unit of work is one panel for one part of the rows; a share is some units. */
+ * unit of work is one panel for one part of the rows; a share is some units. With AMX all maps of bf16
+ * but those of adapters take its products (amx.h), for any number of rows. */
+#include "amx.h"
 #include "kv_ahead.h"
 #include "thread_memory.h"
 
@@ -39,12 +41,29 @@ struct linear {
     int64_t group;                /* k of a group: K, or a multiple of 8; of 32 if there are offsets */
     int64_t x_stride, out_stride;
     int64_t is_gated; /* the weight is [gate; up], 2 * num_out; out = silu(gate) * up */
+    int64_t is_low_rank; /* it gives the bits of low_rank.c, which has no products of AMX */
     struct kv_part next; /* what it fetches for the next attention */
 };
 
+INLINE bool has_amx_products(const struct linear *a)
+{
+#ifdef HAS_AMX
+    return quire_uses_amx && a->x_type == BF16 && !a->is_low_rank;
+#else
+    return (void)a, false;
+#endif
+}
+
 INLINE step_kind kind_of(const struct linear *a)
 {
+    if (has_amx_products(a)) return PAIRS;
     return a->kept == FLOAT_WEIGHTS ? FLOATS : step_kind_of((dtype)a->x_type);
+}
+
+/* How many of `num_rows` each product takes: equal parts; but as many as AMX has room for. */
+INLINE int64_t height_of(const struct linear *a, int64_t num_rows)
+{
+    return has_amx_products(a) ? AMX_ROWS : ceil_div(num_rows, ceil_div(num_rows, TILE_ROWS));
 }
 
 INLINE b_format format_of(const struct linear *a)
@@ -157,6 +176,9 @@ PANEL_PRODUCT(nibbles_as_pairs_product, PAIRS, NIBBLES, false, true)
 /* The product with a panel of this format, or with what is unpacked of one. */
 static product_function *product_of(const struct linear *a, b_format format, bool is_scaled)
 {
+#ifdef HAS_AMX
+    if (has_amx_products(a)) return is_scaled ? scaled_amx_product : amx_product;
+#endif
     if (HAS_BF16_DOT && kind_of(a) == PAIRS)
         return format == BYTES     ? bytes_as_pairs_product
                : format == NIBBLES ? nibbles_as_pairs_product
@@ -172,7 +194,7 @@ static product_function *product_of(const struct linear *a, b_format format, boo
 static void unpack_panel(const struct linear *a, const char *panel, int64_t length, char *out)
 {
     b_format format = format_of(a);
-    if (HAS_BF16_DOT && kind_of(a) == PAIRS) {
+    if (kind_of(a) == PAIRS) {
         if (format == BYTES) unpack(PAIRS, BYTES, panel, length, out);
         else unpack(PAIRS, NIBBLES, panel, length, out);
     } else {
@@ -210,7 +232,7 @@ static void unpacked_product(const struct linear *a, const struct rows *rows, co
 {
     const int64_t num_rows = rows->end - rows->first, chunk = chunk_of(a);
     const int64_t step_k = kind_of(a) == PAIRS ? 2 : 1;
-    const int64_t num_tiles = ceil_div(num_rows, TILE_ROWS), height = ceil_div(num_rows, num_tiles);
+    const int64_t height = height_of(a, num_rows), num_tiles = ceil_div(num_rows, height);
     product_function *multiply = product_of(a, PLAIN, is_grouped(a));
     const struct product first = p;
     p.b = rows->panel, p.ahead_bytes = 0;
@@ -243,11 +265,11 @@ static void multiply_panel(const struct linear *a, const struct rows *rows, int6
 {
     float sums[2][CACHED_ROWS * PANEL] __attribute__((aligned(64)));
     const int64_t num_rows = rows->end - rows->first, num_panels = ceil_div(a->num_out, PANEL);
-    const int64_t num_tiles = ceil_div(num_rows, TILE_ROWS), height = ceil_div(num_rows, num_tiles);
+    const int64_t height = height_of(a, num_rows);
     const int64_t num_parts = a->is_gated ? 2 : 1, num_groups = a->num_in / a->group;
     const int64_t step_k = kind_of(a) == PAIRS ? 2 : 1, steps = a->num_in / step_k;
     const int64_t num_runs = steps / RUN_STEPS, run_steps = num_runs ? ceil_div(steps, num_runs) : steps;
-    const bool can_fetch = kind_of(a) == PAIRS && !a->scales;
+    const bool can_fetch = kind_of(a) == PAIRS && !a->scales && !has_amx_products(a);
     const bool is_lone = num_rows == 1 && a->kept == BF16_WEIGHTS;
     product_function *multiply = product_of(a, format_of(a), a->scales);
     for (int64_t part = 0; part < num_parts; part++) {
@@ -304,8 +326,15 @@ INLINE bool needs_copy(const struct linear *a)
 INLINE int64_t num_parts_of(const struct linear *a, int64_t num_panels)
 {
     int64_t num_parts = ceil_div(MIN_SHARES, num_panels);
-    num_parts = min64(num_parts, a->num_rows / (2 * TILE_ROWS));
+    num_parts = min64(num_parts, a->num_rows / (has_amx_products(a) ? AMX_ROWS : 2 * TILE_ROWS));
     return max64(num_parts, max64(1, ceil_div(a->num_rows, CACHED_ROWS)));
+}
+
+/* The first row of a part: with AMX, parts are whole products, but for the last. */
+INLINE int64_t first_row_of(const struct linear *a, int64_t part, int64_t num_parts)
+{
+    int64_t row = a->num_rows * part / num_parts;
+    return has_amx_products(a) ? min64(a->num_rows, ceil_div(row, AMX_ROWS) * AMX_ROWS) : row;
 }
 
 int64_t quire_linear_count(const void *args)
@@ -349,7 +378,8 @@ void quire_linear_share(const void *args, int64_t share, int64_t num_shares)
     if (is_copied) rows.x_bytes = a->num_in * (kind_of(a) == PAIRS ? 2 : 4) + 64;
     int64_t copy_bytes = is_copied ? ceil_div(most * rows.x_bytes, 64) * 64 : 0;
     int64_t sums_bytes = a->offsets ? ceil_div(most * num_groups * 4, 64) * 64 : 0;
-    bool is_unpacked = format_of(a) != PLAIN && a->num_rows / num_parts > FUSED_ROWS;
+    bool is_many = has_amx_products(a) || a->num_rows / num_parts > FUSED_ROWS;
+    bool is_unpacked = format_of(a) != PLAIN && is_many;
     int64_t step_bytes = kind_of(a) == PAIRS ? 2 : 4;
     char *memory = thread_memory(copy_bytes + sums_bytes +
                                  (is_unpacked ? PANEL * chunk_of(a) * step_bytes : 0));
@@ -358,10 +388,11 @@ void quire_linear_share(const void *args, int64_t share, int64_t num_shares)
     if (is_unpacked) rows.panel = memory + copy_bytes + sums_bytes;
     struct kv_ahead next = kv_ahead_of(
         &a->next, max64(0, ceil_div(a->num_rows, TILE_ROWS) - num_parts), share, num_shares);
+    if (has_amx_products(a)) amx_begin();
     while (unit < last) {
         int64_t part = unit / num_panels;
         int64_t panel = unit % num_panels, panel_end = min64(num_panels, panel + last - unit);
-        int64_t row = a->num_rows * part / num_parts, end = a->num_rows * (part + 1) / num_parts;
+        int64_t row = first_row_of(a, part, num_parts), end = first_row_of(a, part + 1, num_parts);
         unit += panel_end - panel;
         for (; row < end; row = rows.end) {
             rows.first = row, rows.end = min64(end, row + CACHED_ROWS);
@@ -375,6 +406,7 @@ void quire_linear_share(const void *args, int64_t share, int64_t num_shares)
             for (int64_t p = panel; p < panel_end; p++) multiply_panel(a, &rows, p, &next);
         }
     }
+    if (has_amx_products(a)) amx_end();
 }
 
 void quire_linear(const struct linear *a)

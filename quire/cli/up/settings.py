@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from contract.request import MAX_STREAM_INTERVAL
 from rpc.settings import ModelName, Port, PositiveInt, ProcessSettings, split_at_commas
 
 COMMON_FLAGS: Final = (
@@ -29,6 +30,7 @@ COMMON_FLAGS: Final = (
 ROUTER_FLAGS: Final = (
     "cache_dir",
     "api_keys_file",
+    "stream_interval",
     "trace_sample_ratio",
     "turn_retention_days",
     "usage_retention_days",
@@ -232,6 +234,8 @@ class UpSettings(ProcessSettings):
     not written anywhere. With several routers, the others write FILE-1, FILE-2, and so on."""
     ui: bool = True
     """Whether the router serves the web page /ui: live figures of the service, and a playground."""
+    stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] | None = None
+    """New tokens of a stream that go out together; default: the router's, 1."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of requests to trace (--otlp-traces-endpoint), unless the client's traceparent decides;
     default: the router's, 0.01."""

@@ -12,7 +12,12 @@ from aiohttp import web
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputDelta, OutputFinished, PromptScores, Usage
-from contract.request import GenerateRequest, OutputReceived, ResumeRequest
+from contract.request import (
+    MAX_STREAM_INTERVAL,
+    GenerateRequest,
+    OutputReceived,
+    ResumeRequest,
+)
 from router.http.answers.event_ids import StreamPosition
 from router.http.answers.objects import CollectedOutput, Json, Shape, usage_json
 from router.http.answers.sse import SseResponse, sse_event
@@ -101,6 +106,8 @@ async def answer(http: web.Request, inference: Inference, call: Call) -> web.Str
 
 async def _open(inference: Inference, call: Call, request: GenerateRequest) -> LiveRequest:
     """Start a request, or resume it after what its client has received."""
+    if not call.stream:  # nothing is sent before the end
+        request = replace(request, stream_interval=MAX_STREAM_INTERVAL)
     if call.received is None:
         return await inference.generate(request)
     return await inference.resume(

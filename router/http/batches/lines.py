@@ -154,7 +154,7 @@ class BatchLines:
             match event:
                 case OutputDelta(output_index=index):  # only tokens are stored, not their text
                     text = "".join(map(texts[index].push, event.token_ids))
-                    outputs[index].add(replace(event, text=text))
+                    outputs[index].add(event._replace(text=text))
                 case OutputFinished(output_index=index):
                     outputs[index].texts.append(texts[index].flush())
                     outputs[index].finished = event

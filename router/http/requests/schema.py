@@ -113,6 +113,8 @@ class Body(StructuredFields, BeamFields):
 
     # Quire extensions.
     cache_pin_s: float | None = None
+    stream_interval: int | None = None
+    """New tokens that go out together; vLLM has it as a flag."""
 
     @property
     def usage_in_stream(self) -> UsageInStream:
@@ -126,6 +128,8 @@ class Body(StructuredFields, BeamFields):
         """Check fields against each other; raises InvalidArgumentError."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options", "is set; it needs stream to be true")
+        if self.stream_interval is not None and not self.stream:
+            raise InvalidArgumentError("stream_interval", "is set; it needs stream to be true")
         options = self.stream_options or StreamOptions()
         if options.continuous_usage_stats and not options.include_usage:
             raise InvalidArgumentError(
@@ -155,6 +159,7 @@ class Body(StructuredFields, BeamFields):
             else self.cache_pin_s,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             bad_words=tuple(self.bad_words),
+            stream_interval=self.stream_interval,
         )
 
     def shown_tokens(self, text: ModelText) -> TokenText:

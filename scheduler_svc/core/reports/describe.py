@@ -141,7 +141,8 @@ def _check(query: Query) -> None:
 
 def _tiers(core: Scheduler, query: Query) -> Iterator[TierDescription]:
     pinned = list(core.pins)
-    yield _describe_pool(Tier.DEVICE, core.pool, pinned, query)
+    num_null = core.groups.num_null
+    yield _describe_pool(Tier.DEVICE, core.pool, pinned, query, num_null)
     if core.config.num_host_blocks:
         yield _describe_pool(Tier.HOST, core.tier.pool, [], query)
     if core.config.num_disk_blocks:
@@ -149,10 +150,11 @@ def _tiers(core: Scheduler, query: Query) -> Iterator[TierDescription]:
 
 
 def _describe_pool(
-    tier: Tier, pool: BlockPool[BlockIdT], pinned: Seq[int], query: Query
+    tier: Tier, pool: BlockPool[BlockIdT], pinned: Seq[int], query: Query, num_null: int = 0
 ) -> TierDescription:
     ref_counts = pool.ref_counts.copy()
     ref_counts[pinned] -= 1  # pins do not count as users
+    ref_counts[:num_null] = 0  # nor does the core that keeps the null block from use
     has_hash = np.array([block_hash is not None for block_hash in pool.books.hashes], np.bool_)
     states = np.full(pool.num_blocks, BlockState.FREE, np.uint8)
     states[has_hash] = BlockState.CACHED
@@ -160,6 +162,7 @@ def _describe_pool(
     states[ref_counts == 1] = BlockState.HELD
     states[ref_counts > 1] = BlockState.SHARED
     states[pool.num_usable :][ref_counts[pool.num_usable :] == 0] = BlockState.RETIRED
+    states[:num_null] = BlockState.RETIRED
     counts = np.bincount(states, minlength=max(BlockState) + 1).tolist()
     end = query.first_block + query.max_blocks
     return TierDescription(

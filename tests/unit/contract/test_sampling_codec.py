@@ -106,6 +106,7 @@ def test_a_request_comes_back(prompt):
         truncate_prompt_tokens=7,
         bad_words=("bad",),
         resumable=True,
+        stream_interval=8,
     )
     message = generate_request_to_proto(request)
     assert len(message.ListFields()) == len(message.DESCRIPTOR.fields) - 1  # one kind of prompt

@@ -5,7 +5,6 @@ family whose layers differ in what they see.
 """
 
 from dataclasses import dataclass, field, replace
-from math import prod
 
 import numpy as np
 import pytest
@@ -17,8 +16,7 @@ from contract.sampling import SamplingParams
 from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.kv.layer_groups import add_states, fitting_block_size, group_layers
-from gpu_worker.kv.layout import block_bytes
+from gpu_worker.kv.layout import group_attention, place_states
 from gpu_worker.models.registry import open_model
 from gpu_worker.service.step_wire import plan_of
 from gpu_worker.step.executor import Executor
@@ -115,16 +113,10 @@ class Service:
     def __post_init__(self):
         source = open_model(self.directory)
         config = source.config
-        sizes = [prod(config.kv_shape(layer)) for layer in range(config.num_layers)]
-        groups = group_layers(config.windows, config.max_model_len, sizes)
+        groups = group_attention(config, self.dtype, config.max_model_len)
         block_size = BLOCK_SIZE
         if config.num_states:
-            num_bytes, num_states = config.state_bytes, config.num_states
-            of_block = block_bytes(config, block_size, self.dtype, groups)
-            num_groups = len(groups.windows)
-            block_size = fitting_block_size(block_size, of_block, num_bytes, num_states, num_groups)
-            of_block = block_bytes(config, block_size, self.dtype, groups)
-            groups = add_states(groups, min(num_states, of_block // num_bytes), num_states)
+            groups, block_size = place_states(config, block_size, self.dtype, groups)
         assert groups.windows != (None,)
         config_of_core = SchedulerConfig(
             num_blocks=1,

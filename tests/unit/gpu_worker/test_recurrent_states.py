@@ -6,6 +6,7 @@ As `test_kv_groups.py`, with states in blocks of the same pool.
 import pytest
 import torch
 
+from contract.worker_limits import STATE_WINDOW
 from gpu_worker.loading.rank_model import load_rank_model
 from gpu_worker.parallel.member import Member
 from gpu_worker.settings import WorkerSettings
@@ -47,6 +48,18 @@ FAMILIES = {
     },
     "bamba": MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [2]},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 128},
+    # Without attention: all layers in one group, which is the only one.
+    "mamba": {},
+    "falcon_mamba": {},
+    "mamba2": {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 2, "chunk_size": 16},
+    "jamba": EXPERTS
+    | {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "expert_layer_period": 2,
+        "mamba_dt_rank": 4,
+    },
     "nemotron_h": {
         "num_hidden_layers": 4,
         "layers_block_type": ["mamba", "moe", "attention", "mamba"],
@@ -115,8 +128,27 @@ def test_a_step_that_has_advanced_some_states_is_not_computed_again(
     assert loaded.executor._model_runner._takes_parts == takes_parts
 
 
-def test_in_bfloat16_an_output_of_convolutions_does_not_depend_on_what_happens(model_dirs):
-    directory = model_dirs.get("lfm2", **FAMILIES["lfm2"])
+def test_a_worker_without_attention_has_one_group_of_all_states(model_dirs, tmp_path):
+    directory = model_dirs.get("mamba", **FAMILIES["mamba"])
+    settings = WorkerSettings(
+        model=str(directory),
+        device="cpu",
+        num_threads=1,
+        num_blocks=64,
+        host_kv_memory_gb=0.01,
+        disk_kv_memory_gb=0.01,
+        disk_kv_dir=tmp_path,
+        disk_kv_codec="zstd",
+    )
+    loaded = load_rank_model(Member(settings), lambda *_: None, lambda *_: None)
+    assert loaded.limits.kv_windows == (STATE_WINDOW,)
+    assert loaded.limits.block_size == settings.block_size
+    assert loaded.limits.num_disk_blocks
+    inner, num_layers = 112, 2
+    assert loaded.block_bytes == num_layers * inner * (16 + 4) * torch.float32.itemsize
+
+
+def test_in_bfloat16_an_output_does_not_depend_on_what_happens(directory):
     prompts = [random_prompt(length, seed=length) for length in (150, 41, 2)]
     service = Service(directory, torch.bfloat16)
     for key, prompt in enumerate(prompts):

@@ -474,3 +474,47 @@ async def test_a_sink_is_told_of_a_refusal_and_of_the_end_by_another_call(router
     with pytest.raises(UnavailableError, match="shutting down"):
         await sending
     assert events == []
+
+
+async def test_tokens_between_two_events_go_out_together_and_the_ends_do_not_wait(router):
+    live, submit = await start(router, stream_interval=3)
+    key = submit.first_seq_key
+    letters = [router.tokens(letter)[0] for letter in "abcdefg"]
+    events = []
+    sending = asyncio.create_task(live.send_to(events.append))
+    for token in letters[:6]:
+        await router.scheduler.step({key: [token]})
+    await settled(router)
+    assert [event.text for event in events] == ["a", "bcd"]
+    await router.scheduler.step({key: letters[6:]}, finished={key: LENGTH})
+    await sending
+    assert [event.text for event in events[2:-2]] == ["efg"]
+    assert [event.token_offset for event in events[:-2]] == [0, 1, 4]
+    assert events[-2:] == [OutputFinished(0, FinishReason.LENGTH), Usage(3, 7, 0)]
+
+
+async def test_a_stop_string_does_not_wait_for_more_tokens(router):
+    live, submit = await start(router, stream_interval=1024, stop=("c",))
+    key = submit.first_seq_key
+    await router.scheduler.step({key: [router.tokens(letter)[0] for letter in "abc"]})
+    delta, finished, _ = [event async for event in live]
+    assert (delta.text, finished.stop_string) == ("ab", "c")
+
+
+async def test_the_routers_interval_counts_where_a_request_has_none(router):
+    router.inference._stream_interval = 2
+    both = [await start(router), await start(router, stream_interval=1)]
+    keys = [submit.first_seq_key for _, submit in both]
+    texts = [[], []]
+    sending = [
+        asyncio.create_task(live.send_to(lambda event, i=i: texts[i].append(event.text)))
+        for i, (live, _) in enumerate(both)
+    ]
+    for token in map(router.tokens, "abc"):
+        await router.scheduler.step(dict.fromkeys(keys, token))
+    await settled(router)
+    assert texts == [["a", "bc"], ["a", "b", "c"]]
+    for task in sending:
+        task.cancel()
+    for live, _ in both:
+        await live.aclose()

@@ -44,6 +44,19 @@ async def test_a_key_does_not_speak_for_another_tenant(router):
     assert submit.tenant == "alice"
 
 
+async def test_the_requests_of_one_call_belong_to_the_tenant_of_its_key(router):
+    call = router.stub.GenerateMany(metadata=bearer(ALICE))
+    generate = inference_pb2.GenerateRequest(text="hello")
+    await call.write(inference_pb2.GenerateManyRequest(number=1, generate=generate))
+    assert (await router.scheduler.submits.get()).tenant == "alice"
+    await call.write(inference_pb2.GenerateManyRequest(number=2, generate=generate, tenant="bob"))
+    (refused,) = (await call.read()).events
+    assert (refused.number, refused.error.code) == (2, grpc.StatusCode.PERMISSION_DENIED.value[0])
+    call.cancel()
+    unknown = router.stub.GenerateMany()
+    assert await unknown.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_tenants_kv_is_for_operators_to_see(router):
     request = inference_pb2.DescribeKvRequest()
     error = await failure(router.stub.DescribeKv(request, metadata=bearer(ALICE)))

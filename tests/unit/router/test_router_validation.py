@@ -216,6 +216,8 @@ FORM = SamplingParams(structured=StructuredOutput(json_object=True))
         ),
         ({"truncate_prompt_tokens": 64}, "truncate_prompt_tokens", "is 64; it must be in [1, 63]"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "is 0"),
+        ({"stream_interval": 0}, "stream_interval", "is 0; it must be in [1, 1024]"),
+        ({"stream_interval": 1025}, "stream_interval", "is 1025; it must be in [1, 1024]"),
     ],
 )
 def test_what_does_not_go_together_is_refused(request_, field, problem):

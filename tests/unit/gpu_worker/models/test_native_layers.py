@@ -145,7 +145,7 @@ def test_maps_fetch_for_the_attention_that_follows_them(model_dirs, monkeypatch)
         if share == library.attention.share_address:
             attention = fields
         elif share == library.linear.share_address:
-            *_, of, num_runs, num_after = struct.unpack("@19q", ctypes.string_at(fields, 19 * 8))
+            *_, of, num_runs, num_after = struct.unpack("@20q", ctypes.string_at(fields, 20 * 8))
             fetched.append((of == attention, num_runs > 0, num_after > 0))
     # From the last: the maps after the last attention, then each qkv, and the maps before it.
     after_all, qkv, others = (True, False, False), (True, True, False), (True, True, True)

@@ -125,3 +125,13 @@ async def test_what_limits_outputs_and_prompts_is_part_of_the_request(http, infe
     (request,) = inference.requests
     assert request.sampling.allowed_token_ids == (5, 7)
     assert (request.bad_words, request.truncate_prompt_tokens) == (("no",), 3)
+
+
+async def test_a_stream_says_how_many_tokens_go_out_together(http, inference):
+    inference.script = spell("x")
+    body = {"prompt": "a", "stream": True, "stream_interval": 8}
+    async with http.post(COMPLETIONS, json=body) as response:
+        assert response.status == 200
+        await response.read()
+    await post(http, COMPLETIONS, {"prompt": "a"})
+    assert [request.stream_interval for request in inference.requests] == [8, 1024]

@@ -65,6 +65,7 @@ async def refused(http, path, body, status=400, **kwargs):
         ({"suffix": "b", "echo": True}, "echo", "is true; with suffix"),
         ({"suffix": "b", "prompt": [1]}, "suffix", "it needs prompts that are text"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "-2"),
+        ({"stream_interval": 2}, "stream_interval", "needs stream to be true"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "[]"),
         ({"best_of": 3, "n": 2}, None, "best_of is 3; only one equal to n, which is 2"),
         ({"length_penalty": 0.5}, "length_penalty", "it needs use_beam_search to be true"),

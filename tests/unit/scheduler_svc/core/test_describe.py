@@ -8,7 +8,7 @@ from scheduler_svc.core.interface.request import Request, SeqKey
 from scheduler_svc.core.reports import describe as module
 from scheduler_svc.core.reports.describe import BlockState, Query, Tier, describe
 from scheduler_svc.core.sequence import SeqStatus
-from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, schedule, submit
+from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, make_core, schedule, submit
 from tests.unit.scheduler_svc.core.test_moves import make_host_core
 
 FREE, CACHED, HELD, SHARED = (
@@ -104,6 +104,16 @@ def test_blocks_come_in_pages(core):
 def test_more_than_the_limit_is_refused(core, query):
     with pytest.raises(ValueError, match="must be in"):
         describe(core, query)
+
+
+def test_the_null_block_is_out_of_use():
+    core = make_core(kv_windows=(8, None))
+    (device,) = describe(core, Query(with_ref_counts=True)).tiers
+    free = device.num_blocks - 1
+    assert device.state_to_num_blocks[BlockState.RETIRED] == 1
+    assert device.state_to_num_blocks[BlockState.FREE] == free
+    assert device.states.tolist() == [BlockState.RETIRED] + [BlockState.FREE] * free
+    assert not device.ref_counts.any()
 
 
 def test_core_without_host_blocks_has_one_tier():

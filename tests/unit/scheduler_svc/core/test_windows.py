@@ -127,3 +127,14 @@ def test_a_recurrent_sequence_is_computed_again_even_if_the_host_has_room():
     again = schedule(core)
     assert not again.swap_in_src_block_ids.size
     assert [each[1] for each in new(again)] == [4], "it goes on behind its only full block"
+
+
+def test_checkpoints_of_a_prompt_s_last_chunk_go_back_when_it_decodes():
+    core = make_core(kv_windows=(STATE_WINDOW,), num_blocks=40)
+    submit(core, 0, range(30))
+    answer(core, schedule(core), 0)
+    (seq,) = core.running
+    schedule(core)
+    check(core)
+    assert len(core.groups.held(seq.block_ids)) == 1
+    assert core.load().num_cached_blocks == 30 // core.config.block_size

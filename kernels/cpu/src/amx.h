@@ -1,0 +1,165 @@
+/* Products with the matrix registers of Intel's AMX: eight of them, of 16 rows of 64 bytes.
+ *
+ * An instruction adds to 16 x 16 sums the product of up to 16 rows of x with 16 columns of a panel, over
+ * up to 32 k. It sums the products of even k, and those of odd k, each in ascending order, adds both, and
+ * adds that to the sum. So an element depends on no other row, nor on how many there are: a lone row is
+ * computed as one of many, with registers of fewer rows.
+ *
+ * These instructions have never run on a CPU: tests run them in an emulation in plain C, and a worker
+ * checks and times them at its first start (kernels/cpu/amx_choice.py) before it uses them. */
+#ifndef QUIRE_AMX_H
+#define QUIRE_AMX_H
+
+#include "tile.h"
+
+#if defined(AMX_EMULATION)
+#include AMX_EMULATION
+#define HAS_AMX
+#elif defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define HAS_AMX
+#endif
+
+enum { AMX_ROWS = 32 }; /* of two registers */
+
+/* Whether maps of bf16 are multiplied so; never changed while a kernel runs. */
+extern bool quire_uses_amx;
+
+#ifdef HAS_AMX
+
+enum { AMX_TILE_ROWS = 16, AMX_TILE_BYTES = 64, AMX_STEPS = 16 /* pairs of k */ };
+
+/* What the registers hold: 0 to 3 sums [2][2], 4 and 5 rows of x, 6 and 7 columns of the panel. */
+struct amx_shape {
+    int64_t rows, steps; /* of x; pairs of k that an instruction takes */
+};
+
+static _Thread_local struct amx_shape amx_configured;
+
+/* Has the compiler write to memory, before the instructions below, what the code above stores: gcc's
+ * functions do not tell it what they read. */
+INLINE void amx_sync(const void *read) { __asm__ volatile("" ::"r"(read) : "memory"); }
+
+/* Sets up the registers for up to AMX_ROWS rows and the pairs of k that divide a sum of `steps`. */
+static inline void amx_configure(int64_t rows, int64_t steps)
+{
+    steps = min64(AMX_STEPS, steps & -steps);
+    if (rows == amx_configured.rows && steps == amx_configured.steps) return;
+    amx_configured = (struct amx_shape){rows, steps};
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
+    const uint8_t first = min64(rows, AMX_TILE_ROWS), second = rows - first;
+    const uint8_t height[8] = {first, first, second, second, first, second, steps, steps};
+    for (int i = 0; i < 8; i++) {
+        const int64_t row_bytes = i == 4 || i == 5 ? 4 * steps : AMX_TILE_BYTES;
+        shape.rows[i] = height[i];
+        shape.row_bytes[i] = height[i] ? row_bytes : 0;
+    }
+    amx_sync(&shape);
+    _tile_loadconfig(&shape);
+}
+
+/* Begins a share: something else may have set up this thread's registers since its last one. */
+INLINE void amx_begin(void) { amx_configured = (struct amx_shape){0}; }
+
+/* Ends a share: the system need not keep the registers when the thread loses its core. */
+INLINE void amx_end(void) { _tile_release(); }
+
+/* Adds the product of `steps` pairs of k to the sums. */
+INLINE void amx_multiply(bool has_second, const struct product *p, const char *a, const char *b,
+                         int64_t steps)
+{
+    const int64_t at_once = amx_configured.steps, b_bytes = 4 * PANEL;
+    for (int64_t k = 0; k < steps; k += at_once, a += 4 * at_once, b += at_once * b_bytes) {
+        if (p->ahead_bytes)
+            for (int64_t i = 0; i < at_once * b_bytes; i += 64)
+                __builtin_prefetch(b + p->ahead_bytes + i, 0, 2);
+        _tile_loadd(4, a, p->lda_bytes);
+        _tile_loadd(6, b, b_bytes);
+        _tile_loadd(7, b + AMX_TILE_BYTES, b_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!has_second) continue;
+        _tile_loadd(5, a + AMX_TILE_ROWS * p->lda_bytes, p->lda_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+INLINE void amx_zero(bool has_second)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    if (!has_second) return;
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+INLINE void amx_load(bool has_second, const float *c, int64_t ldc)
+{
+    const float *second = c + AMX_TILE_ROWS * ldc;
+    _tile_loadd(0, c, 4 * ldc);
+    _tile_loadd(1, c + AMX_TILE_ROWS, 4 * ldc);
+    if (!has_second) return;
+    _tile_loadd(2, second, 4 * ldc);
+    _tile_loadd(3, second + AMX_TILE_ROWS, 4 * ldc);
+}
+
+INLINE void amx_store(bool has_second, float *c, int64_t ldc)
+{
+    float *second = c + AMX_TILE_ROWS * ldc;
+    _tile_stored(0, c, 4 * ldc);
+    _tile_stored(1, c + AMX_TILE_ROWS, 4 * ldc);
+    if (has_second) {
+        _tile_stored(2, second, 4 * ldc);
+        _tile_stored(3, second + AMX_TILE_ROWS, 4 * ldc);
+    }
+    amx_sync(c);
+}
+
+/* Up to AMX_ROWS rows with a panel of pairs, [steps][PANEL]; as `pairs_product`. */
+static inline void amx_product(int rows, const struct product *p)
+{
+    const bool has_second = rows > AMX_TILE_ROWS;
+    amx_configure(rows, p->group_steps);
+    amx_sync(p->c);
+    if (p->fresh) amx_zero(has_second);
+    else amx_load(has_second, p->c, p->ldc);
+    amx_multiply(has_second, p, p->a, p->b, p->steps);
+    amx_store(has_second, p->c, p->ldc);
+}
+
+/* As `scaled_pairs_product`: each group of steps has sums of its own, which go through memory. */
+static inline void scaled_amx_product(int rows, const struct product *p)
+{
+    float sums[AMX_ROWS * PANEL] __attribute__((aligned(64)));
+    const bool has_second = rows > AMX_TILE_ROWS;
+    amx_configure(rows, p->group_steps);
+    amx_sync(p->c);
+    for (int64_t group = 0, k = 0; k < p->steps; group++, k += p->group_steps) {
+        amx_zero(has_second);
+        amx_multiply(has_second, p, p->a + 4 * k, p->b + 4 * PANEL * k, p->group_steps);
+        amx_store(has_second, sums, PANEL);
+        for (int64_t v = 0; v < PANEL; v += LANES) {
+            vf scale = vf_from_fp16(p->scales + group * PANEL + v), offset = {0};
+            if (p->offsets) offset = vf_from_fp16(p->offsets + group * PANEL + v);
+            for (int r = 0; r < rows; r++) {
+                float *to = p->c + r * p->ldc + v;
+                vf total = p->fresh && group == 0 ? (vf){0} : vf_load(to);
+                total += vf_load(sums + r * PANEL + v) * scale;
+                if (p->offsets) total += p->a_sums[r * p->num_groups + group] * offset;
+                vf_store(to, total);
+            }
+        }
+    }
+}
+
+#else
+
+INLINE void amx_begin(void) {}
+INLINE void amx_end(void) {}
+
+#endif
+#endif
