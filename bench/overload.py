@@ -142,7 +142,7 @@ async def simulated_service(directory: Path) -> AsyncIterator[list[Process]]:
     """Run router, scheduler and simulated worker during the block."""
     model = f"--model={SHIPPED_MODEL}"
     module_to_flags = {
-        # a step takes 19 ms, whatever is in it
+        # every step takes 19 ms
         "sim_worker": [model, f"--max-num-seqs={_NUM_SEQS}", "--num-blocks=4096", "--speedup=0.25"],
         "scheduler_svc": [f"--workers=unix:{directory}/sim_worker.sock", "--max-waiting=32"],
         "router": [model, f"--scheduler=unix:{directory}/scheduler_svc.sock"],

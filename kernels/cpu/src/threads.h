@@ -6,9 +6,7 @@
  *
  * How work is cut never changes a result: no sum crosses the border of a share. A share may be done
  * twice, even by two threads at once, and writes the same both times: a kernel reads nothing that it
- * writes, and stores only final results, each in one place. Two such stores are a data race in C,
- * whatever they store, and ThreadSanitizer would report them. CPUs make of them what is needed here:
- * each byte is one of two that are equal. */
+ * writes, and stores only final results, each in one place. In C two such stores are a data race, even of equal values, and ThreadSanitizer would report them. On real CPUs the result is correct: both stores write the same bytes. */
 #ifndef QUIRE_THREADS_H
 #define QUIRE_THREADS_H
 
