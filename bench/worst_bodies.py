@@ -47,7 +47,7 @@ _SETTLE_S = 20.0
 _SLOW_S = 5.0
 """An answer that takes longer is logged."""
 _NUM_SMALL, _SMALL_BYTES = 400, 4096
-"""Bodies before memory is first measured."""
+"""How many bodies are sent before memory is first measured."""
 _MOST_KEPT_PERCENT = 25.0
 """The goal is 10; 5 to 7 were measured, and 12 to 131 while refused requests were kept."""
 _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}

@@ -1,8 +1,8 @@
 """Whether linear maps use Intel's AMX here: decided by a check and by timing, once on a machine.
 
-A capability alone decides nothing: our code for AMX was written without such a CPU. The decision is
-one for all maps and numbers of rows, because AMX adds in another order than AVX-512. It is kept in
-a file beside the compiled library, so the workers of a machine decide alike.
+A capability alone decides nothing: our code for AMX was written without such a CPU. One decision
+applies to all maps and numbers of rows, because AMX and AVX-512 add in different orders. It is kept
+in a file beside the compiled library, so the workers of a machine decide alike.
 """
 
 import fcntl

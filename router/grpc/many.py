@@ -48,7 +48,7 @@ class _Request:
     is_named: bool = False
     """Whether the client has the request's id."""
     has_left: bool = False
-    """Whether the client has cancelled it."""
+    """Whether the client has sent `leave`."""
 
 
 class ManyCall:
