@@ -231,8 +231,8 @@ def load_weights(
     """Build a model with weights read from disk, converted to `dtype`, on `device`.
 
     It is built twice. The first time its tensors are empty, on the meta device: this shows which it
-    needs, so that a wrong checkpoint is refused before gigabytes are read. Memory needed besides
-    the weights: those of one linear map.
+    needs, so that a wrong checkpoint is refused before gigabytes are read. Building it needs memory
+    for the weights and for one more linear map.
 
     Args:
         directory: Has what `Checkpoint` reads.
