@@ -161,7 +161,8 @@ def sse_of(
     request: web.Request, headers: dict[str, str], heartbeat: bytes = HEARTBEAT
 ) -> SseResponse:
     """Return the response for a call's events: the one whose head is sent, or a new one."""
-    if (waiting := request.get(WAITING)) is None:
+    waiting: SseResponse | None = request.get(WAITING)
+    if waiting is None:
         return SseResponse(request, headers, heartbeat)
     waiting.heartbeat = heartbeat
     return waiting
