@@ -86,11 +86,14 @@ class BlockLayout:
         return any(side.scales is not None for side in self.keys)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Storage dtype of the first layer; without layers, that of states."""
+        return self.keys[0].dtype if self.keys else torch.float32
+
+    @property
     def itemsize(self) -> int:
-        """Bytes of a stored number; 1 if any layer is quantized. Without keys: of a state's."""
-        if not self.keys:
-            return torch.float32.itemsize
-        return 1 if self.is_quantized else self.keys[0].dtype.itemsize
+        """Bytes of a stored number; 1 if any layer is quantized."""
+        return 1 if self.is_quantized else self.dtype.itemsize
 
 
 def block_layout(
@@ -173,8 +176,8 @@ def place_states(
     """
     num_states, state_bytes = config.num_states, config.state_bytes
     if config.num_layers == 0:
-        size = -(-num_states * state_bytes // _CHECKPOINT_BYTES)
-        size = min(-(-size // block_size) * block_size, max(block_size, _MAX_BLOCK_SIZE))
+        num_tokens = min(-(-num_states * state_bytes // _CHECKPOINT_BYTES), _MAX_BLOCK_SIZE)
+        size = block_size * -(-num_tokens // block_size)
         return add_states(groups, num_states, num_states), size
     per_block = -(-num_states // max(1, MAX_GROUPS - len(groups.windows)))
     least = block_bytes(config, block_size, dtypes, groups)

@@ -12,7 +12,7 @@ size.
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,9 +24,12 @@ from gpu_worker.models.attention import AttentionMetadata, Decoder
 from gpu_worker.step.cuda_graphs import Between, GraphBackend
 from gpu_worker.step.input_batch import with_groups
 from gpu_worker.step.rows import Rows, ScheduledRows
+from gpu_worker.step.shared_prefixes import find_shared
 from kernels import PAD_SLOT, ops
+from kernels.sequences import SharedPrefixes
 
 _STEP = 8
+_T = TypeVar("_T")
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -70,6 +73,8 @@ class DecodeGraphs:
         limits: Limits,
         last_token_ids: torch.Tensor,
         adapters: AdapterSlots | None = None,
+        *,
+        shares_prefixes: bool = False,
     ) -> None:
         """Allocate the graphs' inputs and outputs, at fixed addresses.
 
@@ -79,7 +84,10 @@ class DecodeGraphs:
             limits: The worker's limits.
             last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
             adapters: The graphs add these; None: they are for rows without adapters.
+            shares_prefixes: Whether sequences attend once to blocks that they share; only with one
+                KV group.
         """
+        self._shares_prefixes = shares_prefixes
         self._model = model
         self._pool = pool
         self._block_size = limits.block_size
@@ -132,8 +140,8 @@ class DecodeGraphs:
         positions = scheduled.starts  # [N]: a decode's only token
         blocks = rows.blocks_of(scheduled.rows, positions // self._block_size).astype(np.int64)
         width = int(positions.max()) // self._block_size + 1
-        inputs = self._padding(size)
-        row_numbers, places, seq_lens, *slot_mappings = inputs[: 3 + self._num_groups]
+        row_numbers, places, seq_lens, *rest = inputs = self._padding(size)
+        slot_mappings, shared, _ = self._parted(rest)
         row_numbers[:num_seqs] = scheduled.rows
         places[:num_seqs] = positions
         seq_lens[:num_seqs] = positions + 1
@@ -144,20 +152,24 @@ class DecodeGraphs:
         if self._adapters is not None:
             inputs[-2:] = self._adapters.group(rows.adapter[scheduled.rows], size)
         tables = rows.block_tables[scheduled.rows, : width * self._num_groups]  # [N, width * G]
+        if shared:
+            found = find_shared(tables, seq_lens[:num_seqs], self._block_size)
+            for padded, array in zip(shared, found, strict=True):
+                padded[: len(array)] = array
         on_device = upload_into(self._inputs, [*inputs, tables])
         # The step's tables are narrower than the graphs': columns beyond `width` are stale, and
         # never read.
         of_groups = on_device[-1].view(num_seqs, width, self._num_groups).permute(2, 0, 1)
         self._block_tables[:, :num_seqs, :width].copy_(of_groups)
         self._replays[size]()
-        hidden, *found = (each[:num_seqs] for each in self._results)
-        likeliest = (found[0], found[1]) if found else None
+        hidden, *maxima = (each[:num_seqs] for each in self._results)
+        likeliest = (maxima[0], maxima[1]) if maxima else None
         return Decoded(hidden, on_device[0][:num_seqs], self._logits[size][:num_seqs], likeliest)
 
     def _computation(self, size: int, backend: GraphBackend | None) -> Callable[[Between], None]:
         """The computation of a graph of S = `size`, from the inputs to the hidden states."""
-        rows, positions, seq_lens, *others = upload_into(self._inputs, self._padding(size))
-        slots, grouping = others[: self._num_groups], others[self._num_groups :]
+        rows, positions, seq_lens, *rest = upload_into(self._inputs, self._padding(size))
+        slots, shared, grouping = self._parted(rest)
         adapters = None if self._adapters is None else self._adapters.onto_tokens(*grouping)
         tables = [of_group[:size] for of_group in self._block_tables]
 
@@ -171,6 +183,7 @@ class DecodeGraphs:
                 max_query_len=1,
                 num_decodes=size,
                 adapters=adapters,
+                shared=SharedPrefixes(*shared) if shared else None,
             )
             metadata = with_groups(metadata, slots, tables)
             token_ids = self._last_token_ids.index_select(0, rows)
@@ -188,17 +201,28 @@ class DecodeGraphs:
 
         return compute
 
+    def _parted(self, rest: list[_T]) -> tuple[list[_T], list[_T], list[_T]]:
+        """Part what `_padding` returns behind the lengths: slots, shared prefixes, adapters."""
+        end = len(rest) - (0 if self._adapters is None else 2)
+        return rest[: self._num_groups], rest[self._num_groups : end], rest[end:]
+
     def _padding(self, size: int) -> list[np.ndarray[Any, np.dtype[Any]]]:
         """Inputs of padding rows: rows, positions int64[S], lengths int32[S], slots int64[S]...
 
-        And, with adapters, what `AdapterSlots.group` returns.
+        Then the fields of `SharedPrefixes`, if prefixes are shared; and with adapters what
+        `AdapterSlots.group` returns.
         """
-        nothing = np.empty(0, np.int64)
-        grouping = () if self._adapters is None else self._adapters.group(nothing, size)
+        shared: list[np.ndarray[Any, np.dtype[Any]]] = []
+        if self._shares_prefixes:
+            nothing = np.zeros((size, 1), np.int32), np.zeros(size, np.int32)
+            shared = list(find_shared(*nothing, self._block_size))
+        no_rows = np.empty(0, np.int64)
+        grouping = () if self._adapters is None else self._adapters.group(no_rows, size)
         return [
             np.zeros(size, np.int64),
             np.zeros(size, np.int64),
             np.zeros(size, np.int32),
             *(np.full(size, PAD_SLOT, np.int64) for _ in range(self._num_groups)),
+            *shared,
             *grouping,
         ]

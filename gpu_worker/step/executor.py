@@ -133,9 +133,16 @@ class Executor:
 
     @torch.inference_mode()
     def capture_decodes(
-        self, backend: GraphBackend, report: Callable[[float], None], *, has_adapters: bool = False
+        self,
+        backend: GraphBackend,
+        report: Callable[[float], None],
+        *,
+        shares_prefixes: bool = False,
+        has_adapters: bool = False,
     ) -> None:
-        self._model_runner.capture_decodes(backend, report, has_adapters=has_adapters)
+        self._model_runner.capture_decodes(
+            backend, report, shares_prefixes=shares_prefixes, has_adapters=has_adapters
+        )
 
     @torch.inference_mode()
     def capture_pieces(

@@ -93,14 +93,21 @@ class ModelRunner:
         self._token_limit = TokenLimit()
 
     def capture_decodes(
-        self, backend: GraphBackend, report: Callable[[float], None], *, has_adapters: bool = False
+        self,
+        backend: GraphBackend,
+        report: Callable[[float], None],
+        *,
+        shares_prefixes: bool = False,
+        has_adapters: bool = False,
     ) -> None:
         """Capture graphs for steps of decodes only. Called before the first step.
 
         Without `has_adapters`, no row of such a step may have an adapter. `report` gets the
         fraction done. Errors of the backend pass through; such steps then run without these graphs.
+        For `shares_prefixes` see `DecodeGraphs`.
         """
-        graphs = DecodeGraphs(self._model, *self._captured(has_adapters=has_adapters))
+        captured = self._captured(has_adapters=has_adapters)
+        graphs = DecodeGraphs(self._model, *captured, shares_prefixes=shares_prefixes)
         graphs.capture(backend, report)
         self._decodes[has_adapters] = graphs
 

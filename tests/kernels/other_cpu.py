@@ -16,7 +16,8 @@ CPU = os.environ["QUIRE_TEST_CPU"]
 if CPU == "amx":
     HEADER = Path(__file__).parent / "amx_emulated.h"
     digest = hashlib.sha256(HEADER.read_bytes()).hexdigest()  # a name for what it is compiled to
-    build._FLAGS += (f'-DAMX_EMULATION="{HEADER}"', f"-DAMX_EMULATION_DIGEST={digest}")
+    emulation = f'-DAMX_EMULATION="{HEADER}"', f"-DAMX_EMULATION_DIGEST={digest}"
+    build._FLAGS = ("-O1", *build._FLAGS[1:], *emulation)  # compiles in half the time
     emulated = library.native()
     assert emulated is None or emulated.use_amx(True)
 else:
