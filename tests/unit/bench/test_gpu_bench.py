@@ -36,6 +36,11 @@ def test_every_part_runs_with_tiny_shapes(tmp_path):
         part["name"]: part for part in json.loads((tmp_path / "gpu.json").read_text())["parts"]
     }
     assert {part["error"] for part in parts.values()} == {None}
+    exact = parts["exact"]["results"]["numbers"]
+    assert exact["wrong_float32"] == 0
+    assert {name for name in exact if "graphs" in name} >= {
+        f"{kind}_float32_graphs_wrong" for kind in ("plain", "adapters", "experts", "drafts")
+    }
     served = parts["serve smoke"]["results"]["numbers"]
     assert served["output_tok_s_c1"] > 0
     assert served["three_over_one_c2"] > 0
