@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 UNPACKED := build/debian
 export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
-.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test smg-test nixl-test ui-test observe-test lint lock sbom protos docs bench chaos
+.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test smg-test nixl-test s3-test ui-test observe-test lint lock sbom protos docs bench chaos
 
 setup: $(VENV)/.installed
 
@@ -101,6 +101,12 @@ NIXL := build/nixl
 nixl-test: setup
 	test -d $(NIXL)/nixl || $(BIN)/pip install -qq --no-deps --target $(NIXL) 'nixl>=1.5,<2' 'nixl-cu12>=1.5,<2'
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(NIXL) $(BIN)/pytest -rs tests/e2e/test_nixl.py
+
+# The far tier on a local server of S3's protocol, whose packages want an older python-dateutil than others.
+S3 := build/s3
+s3-test: setup
+	test -d $(S3)/moto || $(BIN)/pip install -qq --target $(S3) 'moto[s3]>=5.2,<6' 'flask>=3.1,<4' 'flask-cors>=6,<7' s3fs
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(S3) $(BIN)/pytest -rs tests/unit/gpu_worker/kv/test_far_store.py
 
 # The web page in a browser; skipped by name if there is no Chromium and none can be installed.
 ui-test: setup

@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from aiohttp import web
@@ -136,8 +136,7 @@ async def run_router(
         kserve_service(cells, lambda: health.ready),
         *operator_services(operations, LiveRequests(cells, obeyed), reports, cells, obeyed),
     ]
-    if settings.vllm_engine:
-        services.append(_vllm_engine(cells, health, settings, made[0][1]))
+    services += _engine_contracts(cells, health, settings, made[0][1])
     clients = [
         asyncio.create_task(cell.schedulers.run(), name=f"schedulers of {cell.name}")
         for cell in cells.all
@@ -237,10 +236,9 @@ def _turns(settings: RouterSettings, cells: Cells, usage: UsageCounts) -> Turns:
     )
 
 
-def _vllm_engine(cells: Cells, health: Health, settings: RouterSettings, of_flags: Path) -> Service:
-    # Imported here, so that a router without this API does not load it.
-    from router.vllm_engine.api import vllm_engine_service  # noqa: PLC0415
-
+def _engine_contracts(
+    cells: Cells, health: Health, settings: RouterSettings, of_flags: Path
+) -> Iterator[Service]:
     async def find_directory(directory: str) -> Path:
         if not directory:
             return of_flags
@@ -248,7 +246,15 @@ def _vllm_engine(cells: Cells, health: Health, settings: RouterSettings, of_flag
             find_model, directory, settings.cache_dir, with_weights=False
         )
 
-    return vllm_engine_service(cells, health, find_directory)
+    # Imported here, so that a router without these APIs does not load them.
+    if settings.vllm_engine:
+        from router.vllm_engine.api import vllm_engine_service  # noqa: PLC0415
+
+        yield vllm_engine_service(cells, health, find_directory)
+    if settings.openengine:
+        from router.openengine.api import openengine_services  # noqa: PLC0415
+
+        yield from openengine_services(cells, health, find_directory)
 
 
 def _page_middleware(settings: RouterSettings) -> Middleware:

@@ -70,6 +70,9 @@ class RouterSettings(ProcessSettings):
     vllm_engine: bool = False
     """Whether gRPC has `vllm.grpc.engine.VllmEngine`, the engine contract of the Shepherd Model
     Gateway (docs/fleet.md)."""
+    openengine: bool = False
+    """Whether gRPC has `openengine.v1`, the experimental contract of the OpenEngine project, as of
+    its release v0.1.0 (docs/fleet.md)."""
     shared_http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """A further HTTP port that several routers of one machine share; they then share --grpc-port,
     too. Each router gets some of the connections. Each needs a separate --http-port."""
@@ -170,8 +173,10 @@ class RouterSettings(ProcessSettings):
             raise ValueError(f"--cell: {twice[0]}: two models have this name")
         if self.on_demand is not None and not self.cell:
             raise ValueError(f"--on-demand: {self.on_demand}: needs several models (--cell)")
-        if self.cell and self.vllm_engine:
-            raise ValueError("--vllm-engine: its calls name no model; it cannot be with --cell")
+        for flag in ("vllm_engine", "openengine"):
+            if self.cell and getattr(self, flag):
+                name = flag.replace("_", "-")
+                raise ValueError(f"--{name}: it describes one model; it cannot be with --cell")
         return self
 
     @property

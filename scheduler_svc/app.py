@@ -140,7 +140,12 @@ async def _run_scheduler(
             attach=partial(attach, config),
             open_core=open_core,
             make_session=partial(
-                Session, streams=streams, spans=spans, metrics=metrics.of(target), pace=pace
+                Session,
+                streams=streams,
+                spans=spans,
+                metrics=metrics.of(target),
+                pace=pace,
+                on_admitted=far.on_admitted,
             ),
             owner=fleet,
         )

@@ -173,8 +173,8 @@ def place_states(
     """
     num_states, state_bytes = config.num_states, config.state_bytes
     if config.num_layers == 0:
-        size = -(-num_states * state_bytes // _CHECKPOINT_BYTES)
-        size = min(-(-size // block_size) * block_size, max(block_size, _MAX_BLOCK_SIZE))
+        num_tokens = min(-(-num_states * state_bytes // _CHECKPOINT_BYTES), _MAX_BLOCK_SIZE)
+        size = block_size * -(-num_tokens // block_size)
         return add_states(groups, num_states, num_states), size
     per_block = -(-num_states // max(1, MAX_GROUPS - len(groups.windows)))
     least = block_bytes(config, block_size, dtypes, groups)

@@ -60,9 +60,9 @@ class Place:
         """Its layers; the sizes of stages differ by at most one.
 
         Raises:
-            ModelError: There are fewer layers than stages.
+            ModelError: There are several stages, and fewer layers.
         """
-        if num_layers < self.pipeline_size:
+        if self.pipeline_size > max(1, num_layers):
             raise ModelError(
                 f"pipeline-parallel-size is {self.pipeline_size}; the model has {num_layers}"
                 " layers, and a stage needs one"

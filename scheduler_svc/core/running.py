@@ -122,12 +122,12 @@ class RunningSet:
         worker runs steps and copies in order, and a later step writes it.
         """
         passed: list[DeviceBlockId] = []
-        begun = [seq for seq in self._begun if seq.status is SeqStatus.DECODE]
-        self._begun = []
-        for seq in (*self._prefilling, *begun):
+        for seq in self._prefilling:
             if not seq.loading_block_ids:
                 passed += self._groups.take_passed(seq.block_ids, seq.num_computed_tokens)
-        due = self._decodes.due(step)
+        begun = [seq for seq in self._begun if seq.status is SeqStatus.DECODE]
+        self._begun = []
+        due = [*self._decodes.due(step), *begun]
         rows = [seq.row for seq in due if seq.row is not None]
         known = self._rows.num_tokens_by_row[rows].tolist() if rows else ()
         for seq, num_known in zip(due, known, strict=True):

@@ -282,7 +282,7 @@ class Fleet:
 
     def place_unplaced(self) -> None:
         """Place the requests that waited for a worker."""
-        for command in self._unplaced.take_all():
+        for command in self._unplaced.take_without_worker():
             self._place_late(command)
 
     async def next_draining(self) -> Engine:
@@ -336,16 +336,22 @@ class Fleet:
         self._awaited.clear()
         self.place_unplaced()
 
-    def _place_late(self, command: SubmitRequest, *, may_pull: bool = True) -> None:
-        """Place a request that had to wait; a refusal is sent as an event to its source."""
+    def _place_late(self, command: SubmitRequest, chosen: Session | None = None) -> None:
+        """Place a request that had to wait; a refusal is sent as an event to its source.
+
+        `chosen` is the worker where its prefix is now, if the copy has come.
+        """
         try:
             check_adapter(command.request, self.adapters.held)
-            self._place(command, may_pull=may_pull)
+            self._place(command, chosen)
         except QuireError as error:
             self._streams.refuse(command.request, error)
 
-    def _pull_prefix(self, command: SubmitRequest, session: Session) -> bool:
-        """Keep a request while its prefix is copied to its worker, if copying is faster."""
+    def _pull_prefix(self, command: SubmitRequest, session: Session, num_tokens: int) -> bool:
+        """Keep a request while its prefix is copied to its worker, if copying is faster.
+
+        `num_tokens` are those that the worker would have to compute.
+        """
         sessions = self.roster.sessions
         is_shared = self._far is not None and session.info.has_far_kv
         if not is_shared and (self._pulls is None or len(sessions) == 1):
@@ -360,16 +366,19 @@ class Fleet:
             return False
         name = command.request.source, command.request.first_seq_key
 
-        def place() -> None:  # unless it was cancelled or has been placed already
+        def place() -> None:  # unless it was cancelled
             if (waiting := self._unplaced.take(*name)) is not None:
-                self._place_late(waiting, may_pull=False)
+                self._place_late(waiting, session)
 
-        self._unplaced.add(command)
+        self._unplaced.add(command, session, num_tokens)
         start(place)
         return True
 
-    def _place(self, command: SubmitRequest, *, may_pull: bool = True) -> None:
+    def _place(self, command: SubmitRequest, chosen: Session | None = None) -> None:
         """Post a request to the best worker, or keep it if no worker is attached.
+
+        A request whose prefix was awaited goes to the worker that was chosen for it, unless that
+        one is lost, leaves or hangs.
 
         Raises:
             TooBusyError: The queues are full; never raised for a request that was accepted before.
@@ -394,17 +403,18 @@ class Fleet:
             )  # a worker that is not attached yet may have the request's KV
             return
         sessions = [each for each in sessions if each.trouble() is None] or sessions
+        if chosen in sessions:
+            sessions = [chosen]
         choice = self._placer.choose(command.request, sessions, can_refuse=can_refuse)
         if choice is None:
             loads = [session.placement_load() for session in for_prompts(sessions)]
             raise self._too_busy(min(load.num_waiting for load in loads), n)
         session = sessions[choice.index]
-        if may_pull and self._pull_prefix(command, session):
+        if chosen is None and self._pull_prefix(command, session, choice.num_tokens):
             return
         session.post(command, choice.num_tokens)
         if self._far is not None and session.info.has_far_kv:
-            hashes = prompt_hashes(command.request, session.block_size)
-            self._far.store_later(command.request, hashes, session)
+            self._far.store_later(command.request)
 
     def _switch_model(self, why: str) -> None:
         """End the requests for the former model, and make the routers ask for the new one."""

@@ -18,7 +18,7 @@ tokens of it, and more than any worker that prefills: as in the next turn of a c
 decoded. Beam searches cannot move, so they go to workers that decode.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Protocol, TypeVar
@@ -105,6 +105,9 @@ class Worker(HasRole, Protocol):
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
         """Return how many of the first blocks of `hashes` its prefix cache has."""
 
+    def expect(self, num_seqs: int, num_tokens: int) -> None:
+        """Count so many more waiting sequences, and tokens to compute for them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -170,60 +173,96 @@ class Placer:
         return num_tokens + load.num_queued_tokens + self._sequence_tokens * load.num_seqs
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unplaced:
+    command: SubmitRequest
+    worker: Worker | None
+    """The worker to which the request's prefix is on its way; None: it waits for any worker."""
+    num_tokens: int
+    """Most known tokens that `worker` has to compute for it."""
+
+    def count(self, sign: int) -> None:
+        """Count it at its worker, or no longer."""
+        if self.worker is not None:
+            self.worker.expect(sign * num_live_seqs(self.command.request), sign * self.num_tokens)
+
+
 class UnplacedRequests:
-    """Requests, new or from a lost worker, that wait for a worker; oldest first."""
+    """Requests, new or from a lost worker, that wait for a worker; oldest first.
+
+    And those that wait for their prefix: each counts at the worker that is chosen for it.
+    """
 
     def __init__(self) -> None:
-        self._commands: list[SubmitRequest] = []
+        self._waiting: list[_Unplaced] = []
 
     @property
     def num_seqs(self) -> int:
         """Number of live sequences of these requests."""
-        return sum(num_live_seqs(command.request) for command in self._commands)
+        return sum(num_live_seqs(each.command.request) for each in self._waiting)
 
     def has_with(self, salt: str) -> bool:
         """Return whether a request has a cache salt that begins with `salt`."""
-        return any(command.request.cache_salt.startswith(salt) for command in self._commands)
+        return any(each.command.request.cache_salt.startswith(salt) for each in self._waiting)
 
-    def add(self, command: SubmitRequest) -> None:
-        self._commands.append(command)
+    def add(
+        self, command: SubmitRequest, worker: Worker | None = None, num_tokens: int = 0
+    ) -> None:
+        """Keep a request; `worker`, if given, has `num_tokens` to compute for it."""
+        self._keep(_Unplaced(command, worker, num_tokens))
 
     def take_all(self) -> list[SubmitRequest]:
         """Remove and return all commands."""
-        commands, self._commands = self._commands, []
-        return commands
+        return [each.command for each in self._take(lambda _: True)]
+
+    def take_without_worker(self) -> list[SubmitRequest]:
+        """Remove and return the commands that wait for any worker."""
+        return [each.command for each in self._take(lambda each: each.worker is None)]
 
     def take(self, source: SourceId, first_seq_key: SeqKey) -> SubmitRequest | None:
         """Remove and return the command of a request; None: it is no longer here."""
-        for command in self._commands:
-            request = command.request
-            if (request.source, request.first_seq_key) == (source, first_seq_key):
-                self._commands.remove(command)
-                return command
-        return None
+        name = source, first_seq_key
+
+        def is_it(each: _Unplaced) -> bool:
+            request = each.command.request
+            return (request.source, request.first_seq_key) == name
+
+        return next((each.command for each in self._take(is_it)), None)
 
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> tuple[Finished, ...]:
         """Cancel the sequences that wait here; other keys are ignored."""
         keys = frozenset(seq_keys)
         finished: list[Finished] = []
-        for command in self.take_all():
-            request = command.request
+        for each in self._take(lambda _: True):
+            request = each.command.request
             first = request.first_seq_key
             ended = [i for i in live_outputs(request) if first + i in keys]
             if ended and request.beam is not None:
                 ended = live_outputs(request)  # a search ends as a whole
             if request.source != source or not ended:
-                self.add(command)
+                self._keep(each)
                 continue
             finished += (Finished(source, SeqKey(first + i), FinishReason.CANCELLED) for i in ended)
             rest = _without(request, ended)
             if num_live_seqs(rest):
-                self.add(replace(command, request=rest))
+                self._keep(replace(each, command=replace(each.command, request=rest)))
         return tuple(finished)
 
     def drop_source(self, source: SourceId) -> None:
         """Forget the requests of a router's stream that is gone."""
-        self._commands = [c for c in self._commands if c.request.source != source]
+        self._take(lambda each: each.command.request.source == source)
+
+    def _keep(self, waiting: _Unplaced) -> None:
+        self._waiting.append(waiting)
+        waiting.count(1)
+
+    def _take(self, is_wanted: Callable[[_Unplaced], bool]) -> list[_Unplaced]:
+        taken = [each for each in self._waiting if is_wanted(each)]
+        if taken:
+            self._waiting = [each for each in self._waiting if not is_wanted(each)]
+        for each in taken:
+            each.count(-1)
+        return taken
 
 
 def _num_tokens_left(request: Request, num_tokens: int, workers: Sequence[Worker]) -> list[int]:

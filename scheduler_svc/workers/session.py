@@ -20,6 +20,7 @@ from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.interface.config import SchedulerLoad
 from scheduler_svc.core.interface.errors import BrokenInvariantError
+from scheduler_svc.core.interface.events import Admitted
 from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.limits.step_pacing import Pace
 from scheduler_svc.core.reports.load import (
@@ -69,8 +70,9 @@ class Session:
         spans: SequenceSpans,
         metrics: EngineMetrics,
         pace: Pace,
+        on_admitted: Callable[["Session", Admitted], None] = lambda *_: None,
     ) -> None:
-        """`wake` is the event that `link` sets."""
+        """`wake` is the event that `link` sets; `on_admitted` may not call the session."""
         self.link = link
         self.step_log = StepLog()
         self.crashes = CrashCounter()
@@ -82,6 +84,7 @@ class Session:
         self._core = core
         self._wake = wake
         self._metrics = metrics
+        self._on_admitted = on_admitted
         self._pacing = PacingObserver(core.config, pace)
         worker_id, block_bytes = link.info.worker_id, core.config.bytes_per_block
         self._observers: tuple[StepObserver, ...] = (
@@ -98,6 +101,7 @@ class Session:
         )
         self._placement_load: WorkerLoad | None = None
         """The last computed load; None: it may have changed."""
+        self._num_expected_seqs = self._num_expected_tokens = 0
         self._is_leaving = self._is_handing_over = self._has_ended = False
         self._settled = asyncio.Event()
         """Set when a hand-over has no more steps in flight."""
@@ -124,6 +128,12 @@ class Session:
             self._placement_load = None
         self._commands.post(command, num_tokens)
         self._wake.set()
+
+    def expect(self, num_seqs: int, num_tokens: int) -> None:
+        """Count so many more sequences that will be posted when their prefix has come here."""
+        self._num_expected_seqs += num_seqs
+        self._num_expected_tokens += num_tokens
+        self._placement_load = None
 
     def call(self, function: Callable[[Scheduler], _T]) -> _T:
         """Call the core between two steps, after the commands posted before.
@@ -204,15 +214,17 @@ class Session:
         return self._core.policy.accounts()
 
     def placement_load(self) -> WorkerLoad:
-        """Return how busy the worker is, including commands that are not applied yet."""
+        """Return how busy the worker is, with requests that are posted or wait for their prefix."""
         if self._placement_load is None:  # cached, because every request asks every worker
             load = self._core.load()
             self._placement_load = WorkerLoad(
                 num_running=load.num_running,
-                num_waiting=load.num_waiting + self._commands.num_seqs,
+                num_waiting=load.num_waiting + self._commands.num_seqs + self._num_expected_seqs,
                 max_waiting=self._core.config.max_waiting,
                 max_request_len=self._core.max_request_len,
-                num_queued_tokens=self._core.num_queued_tokens + self._commands.num_tokens,
+                num_queued_tokens=self._core.num_queued_tokens
+                + self._commands.num_tokens
+                + self._num_expected_tokens,
                 is_memory_short=load.is_memory_short,
             )
         return self._placement_load
@@ -382,6 +394,8 @@ class Session:
         for observer in self._observers:
             observer.on_answered(answered)
         self._events.record(events, update_s)
+        for admitted in events.admitted:
+            self._on_admitted(self, admitted)
 
     def _update_memory_level(self) -> None:
         level, before = self.link.memory_level, self._memory_level

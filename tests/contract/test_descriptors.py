@@ -12,7 +12,7 @@ STREAM_MESSAGES = {
     "GRPCInferenceService.ModelStreamInfer": ("ModelInferRequest", "ModelStreamInferResponse"),
 }
 
-PUBLISHED = {"smg.grpc.common", "vllm.grpc.engine"}
+PUBLISHED = {"openengine.v1", "smg.grpc.common", "vllm.grpc.engine"}
 """Packages whose names another project has chosen."""
 
 FILE = descriptor_pb2.FileDescriptorProto

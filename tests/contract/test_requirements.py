@@ -122,7 +122,7 @@ def test_all_that_is_installed_is_locked_but_torch_and_our_own_code():
     assert len(installs) >= 8
     own = re.compile(
         r"--no-deps --no-build-isolation|TORCH|\(PUBLIC_CLIENTS\)|litellm|openai-agents|'smg>="
-        r"|--target \$@ triton==|'nixl>="
+        r"|--target \$@ triton==|'nixl>=|'moto\[s3\]>="
     )
     for install in installs:
         for command in re.findall(r"pip install [^&]*", install):

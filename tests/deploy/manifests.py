@@ -7,9 +7,6 @@ import yaml
 
 from docs.generate.manifests import EXAMPLES, render
 
-CUSTOM_KINDS = {"PodMonitor", "LeaderWorkerSet", "ScaledObject", "InferencePool", "HTTPRoute"}
-"""Kinds of other projects, whose schemas Kubernetes does not publish."""
-
 Manifest = dict[str, Any]
 
 
@@ -30,6 +27,10 @@ def pod_templates(manifests: list[Manifest]) -> dict[str, Manifest]:
             group = spec["leaderWorkerTemplate"]
             found[f"{manifest['metadata']['name']} leader"] = group["leaderTemplate"]
             found[f"{manifest['metadata']['name']} other"] = group["workerTemplate"]
+        elif manifest["kind"] == "DisaggregatedSet":
+            for role in spec["roles"]:
+                template = role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+                found[f"{manifest['metadata']['name']} {role['name']}"] = template
     return found
 
 

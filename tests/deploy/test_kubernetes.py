@@ -6,10 +6,12 @@ import re
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from manifests import CUSTOM_KINDS, component_of, manifests_of, pod_templates, variables
+from custom_schemas import CUSTOM_SCHEMAS
+from manifests import component_of, manifests_of, pod_templates, variables
 
 from docs.generate.manifests import CHART, EXAMPLES, HELM, render
 from gpu_worker.settings import WorkerSettings
@@ -41,8 +43,16 @@ def check_schema(manifest):
 @every_example
 def test_manifests_are_valid(example):
     for manifest in manifests_of(example):
-        if manifest["kind"] not in CUSTOM_KINDS:
+        name = manifest["apiVersion"], manifest["kind"]
+        if name in CUSTOM_SCHEMAS:
+            jsonschema.validate(manifest["spec"], CUSTOM_SCHEMAS[name])
+        else:
             check_schema(manifest)
+
+
+def test_each_kind_of_another_project_is_in_an_example():
+    found = {(m["apiVersion"], m["kind"]) for example in EXAMPLES for m in manifests_of(example)}
+    assert found >= CUSTOM_SCHEMAS.keys()
 
 
 @every_example
@@ -278,6 +288,16 @@ def test_the_first_workers_prefill(pod, role, tmp_path):
     assert done.stdout == f"--role={role}\n"
 
 
+def test_a_disaggregated_set_has_a_role_for_prompts_and_one_for_decoding():
+    (found,) = (m for m in manifests_of("disaggregated-set") if m["kind"] == "DisaggregatedSet")
+    roles = {}
+    for role in found["spec"]["roles"]:
+        template = role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+        (container,) = template["spec"]["containers"]
+        roles[role["name"]] = role["spec"]["replicas"], container["args"]
+    assert roles == {"prefill": (1, ["--role=prefill"]), "decode": (3, ["--role=decode"])}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -291,6 +311,7 @@ def test_the_first_workers_prefill(pod, role, tmp_path):
         ),
         ("worker.podsPerGroup=2", "worker.podsPerGroup is 2; worker.gpus is 0"),
         ("worker.prefillReplicas=1", "worker.prefillReplicas is 1; it must be less than"),
+        ("worker.disaggregatedSet=true", "worker.disaggregatedSet is true; it needs"),
         (
             "worker.prefillReplicas=1,worker.replicas=3,worker.gpus=8,worker.podsPerGroup=2",
             "worker.prefillReplicas is set, and worker.podsPerGroup is above 1",

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.child import eventually
-from tests.e2e.generation import read
+from tests.e2e.service import Service
 from tests.e2e.test_roles import Apart, expected_of, read_all, request_of
 from tests.e2e.two_workers import Stream
 
 pytest.importorskip("nixl", reason="quire[nixl] is not installed")
+pytestmark = pytest.mark.timeout(900)
 
 NUM_ROUNDS = 2
+WITHOUT_FAILURE_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +36,25 @@ def pulled_bytes(apart: Apart) -> dict[str, float]:
     return {"grpc": 0.0, "nixl": 0.0, **found}
 
 
+def wait_until_kv_moves_by_nixl(apart: Apart, service: Service) -> None:
+    """Wait for a round of requests whose KV moves by NIXL alone; every round's tokens are exact.
+
+    Workers between which something failed exchange nothing for some seconds, and after a read that
+    took too long, such as on a machine that is too busy, KV comes over gRPC for a minute.
+    """
+
+    def has_moved() -> bool | None:
+        requests = [request_of(f"moves-{i}", 60 + 37 * i, 600, n=1 + i % 2) for i in range(4)]
+        before = pulled_bytes(apart)
+        assert read_all(apart, requests) == expected_of(service, requests)
+        after = pulled_bytes(apart)
+        return (after["nixl"] > before["nixl"] and after["grpc"] == before["grpc"]) or None
+
+    eventually(has_moved, "KV moves by NIXL", WITHOUT_FAILURE_S)
+
+
 def test_requests_move_by_nixl_with_exact_tokens(apart, service):
-    requests = [request_of(f"r{i}", 60 + 37 * i, 600, n=1 + i % 2) for i in range(4)]
-    before = pulled_bytes(apart)
-    assert read_all(apart, requests) == expected_of(service, requests)
-    after = pulled_bytes(apart)
-    assert after["nixl"] > before["nixl"]
-    assert after["grpc"] == before["grpc"]
+    wait_until_kv_moves_by_nixl(apart, service)
 
 
 @pytest.mark.parametrize("killed", ["prefill", "decode"])
@@ -57,12 +71,4 @@ def test_kills_while_kv_moves_lose_nothing(apart, service, killed):
         else:
             apart.start_decode_worker()
             apart.wait_until_both_are_attached()
-    before = pulled_bytes(apart)["nixl"]
-    late = request_of(f"{killed}-late", 90, 1500)
-    late.token_ids.ids[0] = 400 + len(killed)  # a prefix that the decode worker has not cached
-    stream = Stream(apart, late)
-    stream.read_until(1)
-    eventually(lambda: apart.where_is(late.request_id) == apart.decode or None, "it decodes there")
-    stream.cancel()
-    assert pulled_bytes(apart)["nixl"] > before
-    assert read(apart.stub.Generate(request_of("last", 20, 8))).outputs
+    wait_until_kv_moves_by_nixl(apart, service)

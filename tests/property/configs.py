@@ -15,7 +15,7 @@ CHOICES = {
     "kv_windows": st.sampled_from(
         [
             *[(None,), (None,), (4,), (7,), (None, 5), (None, 3, 3), (None, 2), (None, 4, 2, 2)],
-            *[(Chunk(4),), (None, Chunk(6)), (None, Chunk(8), 5)],
+            *[(2,), (Chunk(4),), (None, Chunk(6)), (None, Chunk(8), 5)],
         ]
     ),
     "max_num_seqs": st.integers(1, 4),

@@ -19,7 +19,8 @@ import pytest
 from tests.e2e.child import eventually
 from tests.smg.gateway import Cell, Gateway
 
-pytestmark = [pytest.mark.smg, pytest.mark.timeout(900)]
+NUM_KILLS = int(os.environ.get("KILLS", "6"))
+pytestmark = [pytest.mark.smg, pytest.mark.timeout(600 + 60 * NUM_KILLS)]
 
 MODEL = Path(__file__).parents[2] / "models" / "quire-tiny-python"
 NAME = MODEL.name
@@ -217,9 +218,7 @@ def test_no_kill_of_a_scheduler_or_worker_loses_a_request(client, cells):
     load = Load(client, prompts)
     kills = [("scheduler", 0), ("worker", 1), ("scheduler", 1), ("worker", 0)]
     with load:
-        for kind, index in itertools.islice(
-            itertools.cycle(kills), int(os.environ.get("KILLS", "6"))
-        ):
+        for kind, index in itertools.islice(itertools.cycle(kills), NUM_KILLS):
             load.wait_for(NUM_STREAMS)
             cell = cells[index]
             getattr(cell, kind).kill()

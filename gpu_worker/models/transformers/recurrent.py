@@ -130,6 +130,7 @@ class RecurrentStates:
         """Let the modules of `layers` compute with states of the pool."""
         self._pool: KvPool | None = None
         self._pieces: list[_Pieces] = []
+        self._num_bytes = max(layer.num_bytes for layer in layers)
         for number, layer in enumerate(layers):
             self._take_over(base.get_submodule(layer.module), number, layer)
 
@@ -182,7 +183,7 @@ class RecurrentStates:
         pool = self._pool
         assert pool is not None, "only `forward` runs it"
         group, place = divmod(number, pool.groups.states_per_block)
-        start = place * layer.num_bytes
+        start = place * self._num_bytes
         memory = pool.blocks_as_bytes[:, start : start + layer.num_bytes].view(_STORED)  # [B, N]
         pieces = self._pieces[group]
         out: torch.Tensor | None = None

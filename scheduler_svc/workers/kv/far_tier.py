@@ -17,16 +17,21 @@ import structlog
 from contract.errors import QuireError
 from contract.hashing import BlockHash
 from rpc.tasks import BackgroundTasks
-from scheduler_svc.core.interface.request import Request
+from scheduler_svc.core.interface.events import Admitted
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.workers.kv.copy import has_answered
 from scheduler_svc.workers.kv.prefix_pulls import LEAST_TOKENS, CopyRate, ends_in_time
+from scheduler_svc.workers.placement import prompt_hashes
 from scheduler_svc.workers.session import Session
 
 _COMPUTED_S: Final = 60.0
-"""A prompt is not stored if it takes longer than this from its submission on."""
+"""A prompt that takes longer to be computed and stored, from its admission on, is not stored."""
 _MAX_STORING: Final = 64
-"""Most prompts that wait to be stored."""
+"""Most prompts that are being computed in order to be stored."""
+_MAX_QUEUED_TOKENS: Final = 2**23
+"""Most tokens of prompts that wait for their admission; beyond it, the oldest are not stored."""
 _MAX_LENDING_TRIES: Final = 16
 """After a core has lent no block this many times in a row, the rest of a prompt is not stored."""
 _MAX_FETCHES: Final = 8
@@ -60,6 +65,9 @@ class FarTier:
         self._rate = CopyRate()
         self._fetches: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
         """Fetches in progress, by worker and first block."""
+        self._queued: OrderedDict[tuple[SourceId, SeqKey], Request] = OrderedDict()
+        """Requests whose prompts are to be stored, until they are admitted or forgotten."""
+        self._num_queued_tokens = 0
         self._num_storing = 0
         self._known: OrderedDict[BlockHash, None] = OrderedDict()
 
@@ -90,17 +98,39 @@ class FarTier:
             fetching.add_done_callback(lambda _: self._fetches.pop(key))
         self._tasks.start(ends_in_time(fetching, fetch.compute_s, then))
 
-    def store_later(self, request: Request, hashes: Sequence[BlockHash], giving: Session) -> None:
-        """Store the full blocks of a request's prompt when they are computed."""
+    def store_later(self, request: Request) -> None:
+        """Store the full blocks of a request's prompt when they are computed.
+
+        Waiting for that begins with the admission: a long queue takes no other prompt's place.
+        """
+        name = request.source, live_seq_keys(request)[0]
+        self._forget(name)
+        if len(request.prompt_token_ids) > LEAST_TOKENS and request.reads_prefix_cache:
+            self._queued[name] = request
+            self._num_queued_tokens += len(request.prompt_token_ids)
+        while self._num_queued_tokens > _MAX_QUEUED_TOKENS:
+            self._forget(next(iter(self._queued)))
+
+    def on_admitted(self, giving: Session, admitted: Admitted) -> None:
+        """Begin to wait until the prompt of an admitted request is computed there."""
+        request = self._forget((admitted.source, admitted.seq_key))
+        if request is None or not _has_far(giving) or self._num_storing >= _MAX_STORING:
+            return
+        hashes = prompt_hashes(request, giving.block_size)
         new = [each for each in hashes if each not in self._known]
-        is_long = len(hashes) * giving.block_size >= LEAST_TOKENS
-        if new and is_long and _has_far(giving) and self._num_storing < _MAX_STORING:
+        if new and len(hashes) * giving.block_size >= LEAST_TOKENS:
             self._num_storing += 1
             self._tasks.start(self._store(request, new, giving))
 
     def stop(self) -> None:
         """Cancel all fetches and stores, when the sessions end."""
         self._tasks.stop()
+
+    def _forget(self, name: tuple[SourceId, SeqKey]) -> Request | None:
+        request = self._queued.pop(name, None)
+        if request is not None:
+            self._num_queued_tokens -= len(request.prompt_token_ids)
+        return request
 
     async def _fetch(self, fetch: Fetch) -> None:
         taking, loop = fetch.taking, asyncio.get_running_loop()
@@ -151,7 +181,6 @@ class FarTier:
 
         try:
             async with asyncio.timeout(_COMPUTED_S):
-                giving.call(lambda _: None)  # the core has the request now
                 await giving.wait_until(is_computed_or_gone)
                 num_tries = 0
                 while hashes and num_tries < _MAX_LENDING_TRIES:

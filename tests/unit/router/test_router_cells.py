@@ -425,6 +425,7 @@ def test_cells_are_parsed(model_dir):
         ({"cell": "b=org/b@dns:h"}, "dns:h"),
         ({"cell": "tiny=org/b@h:1"}, "tiny: two models have this name"),
         ({"cell": "b=org/b@h:1", "vllm_engine": True}, "--vllm-engine"),
+        ({"cell": "b=org/b@h:1", "openengine": True}, "--openengine"),
     ],
 )
 def test_wrong_cells_are_refused(model_dir, flags, problem):

@@ -1,6 +1,7 @@
 """Prefixes that services share through the far tier."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from fake_sessions import CONFIG, FakeRoster, FakeSession
 
 from contract.errors import UnavailableError
 from contract.hashing import extend_chain, root_hash
+from scheduler_svc.core.interface.events import Admitted
 from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.invariants import check
 from scheduler_svc.workers.kv import far_tier
@@ -16,6 +18,7 @@ from scheduler_svc.workers.kv.far_tier import FarTier
 PROMPT = [0, 1, 0, 0, 1, 1, 0, 0, 1]
 REQUEST = Request(SourceId(0), SeqKey(0), "r0", np.array(PROMPT, np.int32), 1, 1, b"")
 """As `submit(0, PROMPT)` makes it."""
+ADMITTED = Admitted(SourceId(0), SeqKey(0), 0, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +43,9 @@ def hashes():
     return found
 
 
-async def store(far, hashes, session):
-    far.store_later(REQUEST, hashes, session)
+async def store(far, session):
+    far.store_later(REQUEST)
+    far.on_admitted(session, ADMITTED)
     await asyncio.wait_for(asyncio.gather(*far._tasks._tasks), 30)
 
 
@@ -58,7 +62,7 @@ def num_held(session):
 
 async def test_another_service_computes_from_what_this_one_has_stored(sessions, hashes):
     a, b = sessions
-    await store(FarTier(), hashes, a)  # waits until the prompt is computed
+    await store(FarTier(), a)  # waits until the prompt is computed
     assert list(a.far) == hashes
     far = FarTier()
     await fetch(far, far.find(hashes, b))
@@ -71,24 +75,24 @@ async def test_another_service_computes_from_what_this_one_has_stored(sessions, 
     assert far.find(hashes, b) is None, "it is there"
 
 
-async def test_blocks_are_stored_once(sessions, hashes):
+async def test_blocks_are_stored_once(sessions):
     a, _ = sessions
     far = FarTier()
-    await store(far, hashes, a)
+    await store(far, a)
     a.far.clear()
-    await store(far, hashes, a)
+    await store(far, a)
     assert not a.far
 
 
 async def test_what_the_store_lacks_ends_a_fetch_and_is_stored_again(sessions, hashes):
     a, b = sessions
     far = FarTier()
-    await store(far, hashes, a)
+    await store(far, a)
     del a.far[hashes[2]]
     await fetch(far, far.find(hashes, b))
     assert b.num_cached_blocks(hashes) == 2
     assert num_held(b) == 0
-    await store(far, hashes, a)
+    await store(far, a)
     assert set(a.far) == set(hashes)
     check(b.core)
 
@@ -109,7 +113,7 @@ def test_only_what_pays_is_looked_for(sessions, hashes):
 async def test_a_request_does_not_wait_longer_than_computing_takes(sessions, hashes):
     a, b = sessions
     far = FarTier()
-    await store(far, hashes, a)
+    await store(far, a)
     b.info.prefill_tokens_per_s = 1000.0
     b.may_pull.clear()
     await fetch(far, far.find(hashes, b))
@@ -123,7 +127,7 @@ async def test_failures_leave_nothing_held(sessions, hashes):
     a, b = sessions
     a.far_error = b.far_error = UnavailableError("out of order")
     far = FarTier()
-    await store(far, hashes, a)
+    await store(far, a)
     await fetch(far, far.find(hashes, b))
     assert b.num_cached_blocks(hashes) == 0
     assert num_held(a) == num_held(b) == 0
@@ -144,23 +148,22 @@ async def test_a_worker_that_is_lost_ends_its_fetch(sessions, hashes):
     await asyncio.wait_for(done.wait(), 30)
 
 
-async def test_a_prompt_that_is_never_computed_is_not_waited_for_for_ever(
-    sessions, hashes, monkeypatch
-):
+async def test_a_prompt_that_is_never_computed_is_not_waited_for_for_ever(sessions, monkeypatch):
     monkeypatch.setattr(far_tier, "_COMPUTED_S", 0.0)
     a, _ = sessions
     a.is_read = True  # it does not step
     far = FarTier()
-    await store(far, hashes, a)
+    await store(far, a)
     assert far._num_storing == 0
     assert not a.far
 
 
-async def test_cancelled_prompt_is_not_waited_for(sessions, hashes):
+async def test_cancelled_prompt_is_not_waited_for(sessions):
     a, _ = sessions
     a.is_read = True  # it does not step
     far = FarTier()
-    far.store_later(REQUEST, hashes, a)
+    far.store_later(REQUEST)
+    far.on_admitted(a, ADMITTED)
     await asyncio.sleep(0)
     assert far._num_storing == 1
     a.core.cancel(SourceId(0), [0])
@@ -169,9 +172,7 @@ async def test_cancelled_prompt_is_not_waited_for(sessions, hashes):
 
 
 @pytest.mark.parametrize(("num_refused", "num_stored"), [(3, 4), (1000, 0)])
-async def test_core_that_lends_nothing_now_is_asked_again(
-    sessions, hashes, num_refused, num_stored
-):
+async def test_core_that_lends_nothing_now_is_asked_again(sessions, num_refused, num_stored):
     a, _ = sessions
     lend, asked = a.core.lend, []
 
@@ -181,7 +182,7 @@ async def test_core_that_lends_nothing_now_is_asked_again(
 
     a.core.lend = lend_late
     far = FarTier()
-    await store(far, hashes, a)
+    await store(far, a)
     assert len(a.far) == num_stored
     assert len(asked) <= far_tier._MAX_LENDING_TRIES
     assert (far._num_storing, num_held(a)) == (0, 0)
@@ -205,7 +206,7 @@ async def test_prefix_comes_in_pieces_and_for_a_bounded_time(sessions, hashes, m
     monkeypatch.setattr(far_tier, "_FETCH_BLOCKS", 2)
     a, b = sessions
     far = FarTier()
-    await store(far, hashes, a)
+    await store(far, a)
     fetch_kv, asked = b.fetch_kv, []
 
     async def watched(labels, host_block_ids):
@@ -237,3 +238,25 @@ async def test_number_of_fetches_is_bounded_for_each_worker(sessions, hashes, mo
     b.may_pull.set()
     await asyncio.gather(*far._tasks._tasks)
     assert far.find(others, b) is not None
+
+
+async def test_queued_prompts_take_no_place_until_they_are_admitted(sessions, hashes, monkeypatch):
+    monkeypatch.setattr(far_tier, "_MAX_STORING", 1)
+    a, _ = sessions
+    far = FarTier()
+    for key in range(1, 4):
+        far.store_later(replace(REQUEST, first_seq_key=SeqKey(key)))
+    assert far._num_storing == 0
+    await store(far, a)
+    assert list(a.far) == hashes
+    far.on_admitted(a, ADMITTED)
+    assert not far._tasks._tasks, "it is stored once"
+
+
+def test_tokens_of_queued_prompts_are_bounded(monkeypatch):
+    monkeypatch.setattr(far_tier, "_MAX_QUEUED_TOKENS", 2 * len(PROMPT))
+    far = FarTier()
+    for key in (0, 1, 2, 2):
+        far.store_later(replace(REQUEST, first_seq_key=SeqKey(key)))
+    assert [key for _, key in far._queued] == [1, 2]
+    assert far._num_queued_tokens == 2 * len(PROMPT)

@@ -3,10 +3,12 @@
 import asyncio
 import os
 import threading
+import uuid
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -23,10 +25,36 @@ BLOCK_BYTES = 64
 CONTENTS = [bytes([number + 1]) * BLOCK_BYTES for number in range(20)]
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(scope="module")
+def s3_endpoint():
+    """A local server of S3's protocol (`make s3-test`)."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed: run make s3-test")
+    moto = pytest.importorskip("moto.server", reason="moto is not installed: run make s3-test")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
 def url(request, tmp_path):
-    yield f"file://{tmp_path}/far" if request.param == "file" else f"memory://{tmp_path}"
-    MemoryFileSystem.store.clear()
+    match request.param:
+        case "file":
+            yield f"file://{tmp_path}/far"
+        case "memory":
+            yield f"memory://{tmp_path}"
+            MemoryFileSystem.store.clear()
+        case "s3":
+            patch = request.getfixturevalue("monkeypatch")
+            patch.setattr(far_store, "_LOAD_S", 60.0)  # a server in Python, on a busy machine
+            patch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3_endpoint"))
+            patch.setenv("AWS_ACCESS_KEY_ID", "none")
+            patch.setenv("AWS_SECRET_ACCESS_KEY", "none")
+            bucket = f"b{uuid.uuid4().hex}"
+            fsspec.filesystem("s3").mkdir(bucket)
+            yield f"s3://{bucket}/far"
+            fsspec.filesystem("s3").rm(bucket, recursive=True)
 
 
 @pytest.fixture

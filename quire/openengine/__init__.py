@@ -1,0 +1,1 @@
+"""Stubs of the OpenEngine contract, generated from protos/quire/openengine by `make protos`."""

@@ -1,0 +1,1 @@
+"""The contract for engines of the OpenEngine project, `openengine.v1`."""

@@ -1,0 +1,289 @@
+"""The servicers of `openengine.v1`: `Inference` and `Control`."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Final
+
+from contract.errors import InvalidArgumentError, NotFoundError, QuireError, UnimplementedError
+from contract.outputs import Event, OutputDelta, OutputFinished, PromptScores, TokenLogprob
+from contract.outputs import Usage as TokenCounts
+from contract.request import MAX_N
+from contract.sampling import MAX_LOGPROBS
+from quire.openengine import openengine_pb2, openengine_pb2_grpc
+from quire.openengine import openengine_pb2 as pb
+from router.access.tenancy import with_precedence
+from router.grpc.call import CallContext, deadline_of, metadata_of
+from router.openengine.wire import (
+    error_to_proto,
+    finished_to_proto,
+    kv_batch_to_proto,
+    metadata_from_call,
+    request_from_proto,
+    stop_token_ids,
+    tokens_to_proto,
+    usage_to_proto,
+)
+from router.request.cells import Cells
+from router.request.live import LiveRequest
+from router.schedulers.wire import failure_of
+from router.vllm_engine.api import FindDirectory
+from router.vllm_engine.kv_events import batches
+from rpc.grpc_server import Service, service_of
+from rpc.health import Health
+
+_SCHEMA_REVISION: Final = 1
+_SCHEMA_RELEASE: Final = "768a93c7b44e40f28c692ad0b471a8f2"
+"""OpenEngine v0.1.0, by its commit in the Buf Schema Registry."""
+_GUIDES: Final = (
+    pb.GUIDED_DECODING_MODE_JSON_SCHEMA,
+    pb.GUIDED_DECODING_MODE_REGEX,
+    pb.GUIDED_DECODING_MODE_EBNF_GRAMMAR,
+    pb.GUIDED_DECODING_MODE_CHOICE,
+    pb.GUIDED_DECODING_MODE_JSON_OBJECT,
+)
+
+
+class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
+    """Answers `openengine.v1.Inference`; an interceptor converts what is raised."""
+
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: CallContext
+    ) -> None:
+        """Stream the events; it writes to the context as `InferenceService` does."""
+        parsed = replace(request_from_proto(request), deadline=deadline_of(context))
+        parsed = with_precedence(parsed, metadata_from_call(metadata_of(context)))
+        has_begun = False
+        async with await self._cells.generate(parsed) as live:
+            answer = _Answer(live, request)
+            try:
+                async for event in live:
+                    for message in answer.messages(event):
+                        has_begun = True
+                        await context.write(message)
+            except QuireError as error:
+                if not has_begun:
+                    raise
+                failure = error_to_proto(error)
+                await context.write(pb.GenerateResponse(request_id=live.request_id, error=failure))
+
+
+class ControlServicer(openengine_pb2_grpc.ControlServicer):
+    """Answers `openengine.v1.Control`; an interceptor converts what is raised."""
+
+    def __init__(self, cells: Cells, health: Health, find_directory: FindDirectory) -> None:
+        self._cells = cells
+        self._health = health
+        self._find_directory = find_directory
+        self._instance_id = uuid.uuid4().hex
+
+    async def GetServerInfo(  # noqa: N802
+        self, _request: pb.GetServerInfoRequest, _: CallContext
+    ) -> pb.ServerInfo:
+        load = await self._cells.load()
+        return pb.ServerInfo(
+            engine_name="quire",
+            engine_version=version("quire"),
+            engine_role=pb.ENGINE_ROLE_AGGREGATED,
+            instance_id=self._instance_id,
+            supported_models=[model.id for model in self._cells.infos()],
+            parallelism=pb.ParallelismInfo(data_parallel_size=1),
+            kv_connector=pb.KvConnectorInfo(enabled=False),
+            schema_revision=_SCHEMA_REVISION,
+            minimum_client_revision=_SCHEMA_REVISION,
+            schema_release=_SCHEMA_RELEASE,
+            capacity=pb.DeploymentCapacity(
+                kv_block_size=load.block_size,
+                total_kv_blocks=load.num_blocks,
+                max_running_requests=load.max_num_seqs,
+            ),
+        )
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: pb.GetModelInfoRequest, _: CallContext
+    ) -> pb.ModelInfo:
+        if not request.model:
+            raise InvalidArgumentError("model", "is not set")
+        cell = await self._cells.known(request.model)
+        model = cell.model.info(request.model)
+        scores = pb.LogprobCapabilities(
+            supported=True,
+            candidate_selection_modes=[pb.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N],
+            max_top_n=MAX_LOGPROBS,
+        )
+        return pb.ModelInfo(
+            model_id=str(await self._find_directory(cell.model.directory)),
+            served_model_name=model.id,
+            max_context_length=model.max_model_len,
+            supports_text_input=True,
+            supports_token_ids_input=True,
+            generation=pb.GenerationCapabilities(
+                prompt_logprobs=scores,
+                output_logprobs=scores,
+                guided_decoding=pb.GuidedDecodingCapabilities(
+                    supported=model.structured_output,
+                    modes=_GUIDES if model.structured_output else (),
+                ),
+                max_num_sequences=MAX_N,
+                supports_priority=True,
+                supports_stop_in_output=True,
+                supports_cache_salt=True,
+                supports_prefix_cache_bypass=False,
+            ),
+            supports_lora=False,
+            supports_multimodal=False,
+        )
+
+    async def GetLoad(  # noqa: N802
+        self, request: pb.GetLoadRequest, _: CallContext
+    ) -> pb.LoadInfo:
+        load = await self._cells.load()
+        numbers = {
+            "running_requests": load.num_requests_running,
+            "queued_requests": load.num_requests_waiting,
+            "used_kv_blocks": load.num_blocks - load.num_free_blocks - load.num_cached_blocks,
+            "total_kv_blocks": load.num_blocks,
+        }
+        rank = pb.RankLoadInfo(data_parallel_rank=0, **numbers)
+        return pb.LoadInfo(
+            instance_id=self._instance_id,
+            timestamp_unix_nanos=time.time_ns(),
+            ranks=[rank] if request.include_per_rank else [],
+            **numbers,
+        )
+
+    async def Health(  # noqa: N802
+        self, request: pb.HealthRequest, _: CallContext
+    ) -> pb.HealthResponse:
+        if request.include_inference_probe:
+            raise UnimplementedError("include_inference_probe is true; send a request instead")
+        state = pb.HEALTH_STATE_READY if self._health.ready else pb.HEALTH_STATE_NOT_READY
+        check = pb.HealthCheck(name="scheduler", state=state, message=self._health.status)
+        return pb.HealthResponse(state=state, checks=[check])
+
+    async def Abort(  # noqa: N802
+        self, request: pb.AbortRequest, _: CallContext
+    ) -> pb.AbortResponse:
+        tenant = self._cells.entry.tenant_of("")
+        known = {each.request_id for each in self._cells.admitted if each.tenant == tenant}
+        match request.WhichOneof("target"):
+            case "request_id":
+                if request.request_id not in known:
+                    raise NotFoundError(f"no live request {request.request_id[:128]!r} is here")
+                self._cells.abort([request.request_id])
+            case "all_requests":
+                self._cells.abort(known)
+            case "kv_session":
+                raise UnimplementedError("kv_session is set; it is not supported")
+            case _:
+                raise InvalidArgumentError("target", "is not set")
+        return pb.AbortResponse(status=pb.ABORT_STATUS_ABORTED)
+
+    async def GetKvEventSources(  # noqa: N802
+        self, _request: pb.GetKvEventSourcesRequest, _: CallContext
+    ) -> pb.GetKvEventSourcesResponse:
+        return pb.GetKvEventSourcesResponse()
+
+    async def SubscribeKvEvents(  # noqa: N802
+        self, request: pb.SubscribeKvEventsRequest, context: CallContext
+    ) -> None:
+        if any(request.data_parallel_ranks):
+            ranks = list(request.data_parallel_ranks[:8])
+            raise InvalidArgumentError("data_parallel_ranks", f"is {ranks}; a cell is one rank, 0")
+        has_begun = False
+        try:
+            async with aclosing(batches(self._cells.watch_kv())) as found:
+                async for batch in found:
+                    has_begun = True
+                    message = pb.SubscribeKvEventsResponse(batch=kv_batch_to_proto(batch))
+                    await context.write(message)
+        except QuireError as error:
+            if not has_begun:
+                raise
+            await context.write(pb.SubscribeKvEventsResponse(error=error_to_proto(error)))
+
+
+def openengine_services(
+    cells: Cells, health: Health, find_directory: FindDirectory
+) -> tuple[Service, ...]:
+    """Make the entries for `rpc.server.serve`."""
+    control = ControlServicer(cells, health, find_directory)
+    return (
+        service_of(openengine_pb2, openengine_pb2_grpc, "Inference", InferenceServicer(cells)),
+        service_of(openengine_pb2, openengine_pb2_grpc, "Control", control),
+    )
+
+
+class _Answer:
+    """The messages of one request's answer.
+
+    The last end waits for the usage, which it has. A stop token waits for the next event, which
+    says whether the output ends with it; then it is not part of the output, unless it should be.
+    """
+
+    def __init__(self, live: LiveRequest, request: pb.GenerateRequest) -> None:
+        self._live = live
+        self._stop_token_ids = frozenset(stop_token_ids(request))
+        self._withholds = not request.stopping.include_stop_in_output
+        self._withheld: dict[int, tuple[int, TokenLogprob | None]] = {}
+        """Tokens that may end their outputs, by the output's index."""
+        self._end: pb.GenerateResponse | None = None
+
+    def messages(self, event: Event) -> Iterator[pb.GenerateResponse]:
+        """Yield what an event adds; raises the failure of an output."""
+        if self._end is not None:
+            if isinstance(event, TokenCounts):
+                self._end.usage.CopyFrom(usage_to_proto(event))
+            yield self._end
+            self._end = None
+        match event:
+            case PromptScores():
+                prompt = self._live.prompt_token_ids
+                tokens = tokens_to_proto(prompt, [None, *event.logprobs])
+                yield self._response(prompt=pb.PromptOutput(tokens=tokens))
+            case OutputDelta():
+                if (token := self._delta(event)) is not None:
+                    yield self._response(token=token)
+            case OutputFinished():
+                if (failure := failure_of(event)) is not None:
+                    raise failure
+                index = event.output_index
+                held = self._withheld.pop(index, None)
+                if held is not None and held[0] != event.stop_token_id:
+                    tokens = tokens_to_proto([held[0]], [held[1]])
+                    yield self._response(token=pb.TokenOutput(output_index=index, tokens=tokens))
+                end = finished_to_proto(event, self._stop_token_ids)
+                self._end = self._response(finished=end)
+
+    def _delta(self, delta: OutputDelta) -> pb.TokenOutput | None:
+        index = delta.output_index
+        token_ids, logprobs = (
+            [*delta.token_ids],
+            [*(delta.logprobs or [None] * len(delta.token_ids))],
+        )
+        if (held := self._withheld.pop(index, None)) is not None:
+            token_ids.insert(0, held[0])
+            logprobs.insert(0, held[1])
+        if self._withholds and token_ids and token_ids[-1] in self._stop_token_ids:
+            self._withheld[index] = token_ids.pop(), logprobs.pop()
+        if not token_ids and not delta.text:
+            return None
+        tokens = tokens_to_proto(token_ids, logprobs)
+        return pb.TokenOutput(output_index=index, tokens=tokens, text=delta.text)
+
+    def _response(
+        self,
+        *,
+        prompt: pb.PromptOutput | None = None,
+        token: pb.TokenOutput | None = None,
+        finished: pb.GenerationFinished | None = None,
+    ) -> pb.GenerateResponse:
+        return pb.GenerateResponse(
+            request_id=self._live.request_id, prompt=prompt, token=token, finished=finished
+        )
