@@ -227,7 +227,7 @@ def open_pool_memory(
 
     On a GPU the size is fixed unless the operator sets max-kv-memory-gb, because the driver's calls
     have not run on hardware yet. On a CPU it is fixed, with a warning, if the system refuses to
-    reserve so many addresses.
+    reserve the addresses.
 
     Raises:
         ModelError: max-kv-memory-gb cannot be honoured, or is less than the initial size.

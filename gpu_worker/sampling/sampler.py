@@ -29,7 +29,8 @@ from kernels import ops
 from kernels.cpu.ops import draw as draw_of_all
 
 _MIN_TEMPERATURE = np.float32(1e-30)
-"""Keeps the division finite. So close to 0, the most likely token has all the weight anyway."""
+"""Keeps the division finite. Below this temperature the most likely token has all the weight, so
+greedy sampling is equal."""
 _LEAST: Final = torch.finfo(torch.float32).min
 _LEAST_LOG: Final = -87.0
 """Exponentials of lower numbers are subnormal float32, and slow."""
