@@ -14,7 +14,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +25,30 @@ from kernels.sequences import Sequences
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class AttentionBackend(Protocol):
+    """Prepares attention to paged caches: this module, or `kernels.flash_attention`."""
+
+    def prepare_decode(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        **options: Any,
+    ) -> Callable[[Sequences], object]:
+        """See `prepare_decode` below."""
+
+    def prepare_prefill(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        **options: Any,
+    ) -> Callable[[Sequences], object]:
+        """See `prepare_prefill` below."""
 
 
 def _op(

@@ -86,6 +86,7 @@ def _decode(
     model: Model = LLAMA_8B,
     *,
     layout: Layout = Layout.BLOCK_MAJOR,
+    num_layers: int = 4,
     window: int | None = None,
     with_flex: bool = False,
 ) -> Case:
@@ -93,7 +94,7 @@ def _decode(
     small = _cut(model, size)
 
     def prepare(device: torch.device) -> Prepared:
-        paged = paged_inputs(small, lens, device, layout)
+        paged = paged_inputs(small, lens, device, layout, num_layers)
         query = queries(small, len(lens), device)
         scale = small.head_dim**-0.5
         seen = sum(min(each, window or each) for each in lens)
@@ -117,6 +118,7 @@ def _decode(
         )
 
     notes = "" if window is None else f" window {window}"
+    notes += "" if num_layers == 4 else f" {num_layers} layers"
     notes += " layer-major" if layout is Layout.LAYER_MAJOR else ""
     return Case("decode", f"{text} {_model_text(model)}{notes}", prepare)
 
@@ -147,6 +149,8 @@ def _decode_cases(size: Size) -> list[Case]:
         if block_size != 16:
             cases.append(_decode(size, "64x8k", uniform, model))
         cases.append(_decode(size, "64x8k", uniform, model, layout=Layout.LAYER_MAJOR))
+    # A layer of a whole model: of each block of 2 MiB it reads 64 KiB (69 GB in all).
+    cases += [_decode(size, "64x8k", uniform, layout=each, num_layers=32) for each in Layout]
     return cases
 
 
@@ -204,6 +208,8 @@ def _prefill_cases(size: Size) -> list[Case]:
         _prefill(size, "4x2k", [(2048, 2048)] * 4),
         _prefill(size, "32x256", [(256, 256)] * 32),
         _prefill(size, "2k after 30k", [(2048, 32_768)], with_flex=True),
+        _prefill(size, "50 after 30k", [(50, 30_050)]),
+        _prefill(size, "5 after 30k", [(5, 30_005)]),
         _prefill(size, "512 after 128k", [(512, 131_072)]),
         _prefill(size, "mixed", [(4096, 4096), (17, 9000), (1000, 20_000), (333, 333)]),
         _prefill(size, "1x8k", whole, replace(LLAMA_8B, head_dim=64)),

@@ -22,8 +22,8 @@ from harness.machine import machine_facts
 _BENCH: Final = Path(__file__).parents[1]
 _ROOT: Final = _BENCH.parent
 _KERNELS: Final = ("activation", "copy", "decode", "norm", "prefill", "quantized",
-                   "quantized_linear", "rotary", "rotary_store", "sample", "store",
-                   "suppress")  # fmt: skip
+                   "quantized_linear", "rotary", "rotary_store", "sample", "shared_prefixes",
+                   "store", "suppress")  # fmt: skip
 _KERNEL_TESTS: Final = tuple(f"tests/kernels/test_{kernel}.py" for kernel in _KERNELS)
 _POOL_TEST: Final = "tests/unit/gpu_worker/memory/test_elastic.py"
 _LOG_LINES: Final = 12

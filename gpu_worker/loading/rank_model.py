@@ -16,7 +16,13 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layer_groups import LayerGroups, one_group
 from gpu_worker.kv.layout import KvDtypes, block_bytes, group_attention, kv_dtypes, place_states
 from gpu_worker.loading import kv_memory
-from gpu_worker.loading.device import pick_device, pick_dtype, set_amx, set_num_threads
+from gpu_worker.loading.device import (
+    pick_attention,
+    pick_device,
+    pick_dtype,
+    set_amx,
+    set_num_threads,
+)
 from gpu_worker.loading.kv_memory import open_pool_memory
 from gpu_worker.loading.kv_tiers import LowerTiers, kv_identity, open_lower_tiers
 from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
@@ -118,6 +124,7 @@ def _load_rank_model(
     """
     settings, place = member.settings, member.place
     device = pick_device(settings.device, member.number)
+    attention = pick_attention(settings.attention_backend, device)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
     uses_amx = set_amx(settings.amx, device)
     quantization = Quantization(settings.quantization) if settings.quantization else None
@@ -136,6 +143,8 @@ def _load_rank_model(
     if config.num_states:
         groups, limits = _with_states(settings, config, dtypes, groups, limits)
     settings = _for_chunks(settings, config, groups, limits, device)
+    if settings.shared_prefix_attention:
+        _check_can_share(config, groups, device)
     bytes_per_block = block_bytes(local_config, limits.block_size, dtypes, groups)
     if has_kv:
         kv_memory.check_size(settings, bytes_per_block, device)
@@ -171,7 +180,16 @@ def _load_rank_model(
     pool_memory = None
     if has_kv:
         pool_memory = open_pool_memory(settings, num_blocks, bytes_per_block, device)
-    pool = KvPool(local_config, num_blocks, limits.block_size, dtypes, device, pool_memory, groups)
+    pool = KvPool(
+        local_config,
+        num_blocks,
+        limits.block_size,
+        dtypes,
+        device,
+        pool_memory,
+        groups,
+        attention,
+    )
     undo.callback(pool.close)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
     tiers, identity = LowerTiers(), None
@@ -214,7 +232,8 @@ def _load_rank_model(
         backend: GraphBackend = CudaGraphs(device)
         if ranks is not None:
             backend = GraphsOfAll(backend, ranks)
-        _capture_graphs(executor, backend, report, drafter)
+        shares_prefixes = settings.shared_prefix_attention
+        _capture_graphs(executor, backend, report, drafter, shares_prefixes=shares_prefixes)
     if has_kv and device.type == "cuda":
         report("compiling kernels", None)
         # Only rank 0 has grammars, and all ranks must warm up in the same way.
@@ -264,6 +283,20 @@ def _check_without_kv(settings: WorkerSettings, config: ModelConfig) -> None:
             )
 
 
+def _check_can_share(config: ModelConfig, groups: LayerGroups, device: torch.device) -> None:
+    """Check that decodes can share prefixes: they run in graphs, and each layer sees all blocks."""
+    if device.type != "cuda":
+        raise ModelError(
+            f"shared_prefix_attention is true; it must be false on {device.type}, which has no"
+            " CUDA graphs"
+        )
+    if groups.windows != (None,):
+        raise ModelError(
+            f"shared_prefix_attention is true; it must be false for {config.architecture}, whose"
+            f" layers do not all see every token: windows are {groups.windows}"
+        )
+
+
 def _drafter(
     settings: WorkerSettings, limits: Limits, draft_model: DraftModel | None
 ) -> Drafter | None:
@@ -304,14 +337,17 @@ def _capture_graphs(
     backend: GraphBackend,
     report: Callable[[str, float | None], None],
     drafter: Drafter | None = None,
+    *,
+    shares_prefixes: bool = False,
 ) -> None:
     """Capture graphs for each kind of step; if a capture fails, log a warning and continue.
 
     With a drafter, all steps are of the second kind, because their tokens come from the host.
     """
-    kinds = [("steps with prompts", executor.capture_pieces)]
+    kinds: list[tuple[str, Callable[..., None]]] = [("steps with prompts", executor.capture_pieces)]
     if drafter is None:
-        kinds.insert(0, ("decode steps", executor.capture_decodes))
+        decodes = partial(executor.capture_decodes, shares_prefixes=shares_prefixes)
+        kinds.insert(0, ("decode steps", decodes))
     if isinstance(drafter, ModelDrafter):
         kinds.append(("the draft model's guesses", drafter.capture_decodes))
         kinds.append(("the draft model's first guesses", drafter.capture_pieces))
@@ -337,6 +373,11 @@ def _kv_dtypes(
         raise ModelError(
             f"kv-cache-dtype-skip-layers is {settings.kv_cache_dtype_skip_layers}; the layers of "
             f"{settings.model_id} are 0 to {config.num_layers - 1}"
+        )
+    if config.has_exact_keys and settings.kv_cache_dtype != "auto":
+        raise ModelError(
+            f"kv-cache-dtype is {settings.kv_cache_dtype}; {config.architecture} has ALiBi, whose"
+            " keys hold positions that 8 bits would round: it must be auto"
         )
     layers = place.layers(config.num_layers)
     local = {layer - layers.start for layer in skip_layers if layer in layers}

@@ -14,7 +14,7 @@ import torch
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.lora.step_adapters import StepAdapters
 from kernels import ops
-from kernels.sequences import Sequences
+from kernels.sequences import Sequences, SharedPrefixes
 
 Prepare: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Callable[["AttentionMetadata"], None]]
 """Makes a function that attends to a step's sequences, from a query `[T, H, D]` to an output."""
@@ -56,6 +56,8 @@ class AttentionMetadata:
     and also in sequences if a group has chunks, because each chunk of the window then counts as a
     separate sequence. This object has the slots and tables of the first group. Empty: there is one
     group."""
+    shared: SharedPrefixes | None = None
+    """The beginnings that decodes share; None: each attends to its own."""
     attend_between: AttendBetween | None = None
     """Takes the attention of each layer while graphs without attention are captured. Then only
     `slot_mapping` is valid, because the steps that replay the graphs have other sequences."""
@@ -79,7 +81,7 @@ class AttentionMetadata:
         if self.num_decodes == 0:
             return None
         which = slice(self.num_decodes)
-        return Sequences(self.block_tables[which], self.seq_lens[which])
+        return Sequences(self.block_tables[which], self.seq_lens[which], shared=self.shared)
 
     @cached_property
     def chunks(self) -> Sequences | None:
@@ -205,8 +207,8 @@ def attend(
 
     def prepare(query: torch.Tensor, out: torch.Tensor) -> Callable[[AttentionMetadata], None]:
         caches = key_cache, value_cache
-        attend_chunks = ops.prepare_prefill(query, *caches, scale, out=out, **options)
-        attend_decodes = ops.prepare_decode(query, *caches, scale, out=out, **options)
+        attend_chunks = pool.attention.prepare_prefill(query, *caches, scale, out=out, **options)
+        attend_decodes = pool.attention.prepare_decode(query, *caches, scale, out=out, **options)
 
         def attend_to(step: AttentionMetadata) -> None:
             step = step.in_layer(pool, layer)

@@ -22,7 +22,9 @@ from gpu_worker.models.attention import AttentionMetadata
 from gpu_worker.step.cuda_graphs import Between, Forward, GraphBackend
 from gpu_worker.step.input_batch import with_groups
 from gpu_worker.step.rows import Rows, ScheduledRows
+from gpu_worker.step.shared_prefixes import find_shared
 from kernels import PAD_SLOT
+from kernels.sequences import SharedPrefixes
 
 _STEP = 8
 
@@ -48,7 +50,13 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, forward: Forward, pool: Any, limits: Limits, last_token_ids: torch.Tensor
+        self,
+        forward: Forward,
+        pool: Any,
+        limits: Limits,
+        last_token_ids: torch.Tensor,
+        *,
+        shares_prefixes: bool = False,
     ) -> None:
         """Allocate the graphs' inputs and outputs, at fixed addresses.
 
@@ -57,7 +65,10 @@ class DecodeGraphs:
             pool: The KV memory.
             limits: The worker's limits.
             last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
+            shares_prefixes: Whether sequences attend once to blocks that they share; only with one
+                KV group.
         """
+        self._shares_prefixes = shares_prefixes
         self._forward = forward
         self._pool = pool
         self._block_size = limits.block_size
@@ -108,7 +119,8 @@ class DecodeGraphs:
         positions = scheduled.starts  # [N]: a decode's only token
         blocks = rows.blocks_of(scheduled.rows, positions // self._block_size).astype(np.int64)
         width = int(positions.max()) // self._block_size + 1
-        row_numbers, places, seq_lens, *slot_mappings = inputs = self._padding(size)
+        row_numbers, places, seq_lens, *rest = inputs = self._padding(size)
+        slot_mappings, shared = rest[: self._num_groups], rest[self._num_groups :]
         row_numbers[:num_seqs] = scheduled.rows
         places[:num_seqs] = positions
         seq_lens[:num_seqs] = positions + 1
@@ -117,6 +129,10 @@ class DecodeGraphs:
             of_group = blocks[group :: self._num_groups]
             slot_mapping[:num_seqs] = of_group * self._block_size + offsets
         tables = rows.block_tables[scheduled.rows, : width * self._num_groups]  # [N, width * G]
+        if shared:
+            found = find_shared(tables, seq_lens[:num_seqs], self._block_size)
+            for padded, array in zip(shared, found, strict=True):
+                padded[: len(array)] = array
         on_device = upload_into(self._inputs, [*inputs, tables])
         # The step's tables are narrower than the graphs': columns beyond `width` are stale, and
         # never read.
@@ -128,7 +144,8 @@ class DecodeGraphs:
 
     def _computation(self, size: int) -> Callable[[Between], None]:
         """The computation of a graph of S = `size`, from the inputs to the hidden states."""
-        rows, positions, seq_lens, *slots = upload_into(self._inputs, self._padding(size))
+        rows, positions, seq_lens, *rest = upload_into(self._inputs, self._padding(size))
+        slots, shared = rest[: self._num_groups], rest[self._num_groups :]
         tables = [of_group[:size] for of_group in self._block_tables]
 
         def compute(_: Between) -> None:
@@ -140,6 +157,7 @@ class DecodeGraphs:
                 query_start_loc=self._query_start_loc[: size + 1],
                 max_query_len=1,
                 num_decodes=size,
+                shared=SharedPrefixes(*shared) if shared else None,
             )
             metadata = with_groups(metadata, slots, tables)
             token_ids = self._last_token_ids.index_select(0, rows)
@@ -151,10 +169,18 @@ class DecodeGraphs:
         return compute
 
     def _padding(self, size: int) -> list[np.ndarray[Any, np.dtype[Any]]]:
-        """Inputs of padding rows: rows, positions int64[S], lengths int32[S], slots int64[S]..."""
+        """Inputs of padding rows: rows, positions int64[S], lengths int32[S], slots int64[S]...
+
+        Then the fields of `SharedPrefixes`, if prefixes are shared.
+        """
+        shared: list[np.ndarray[Any, np.dtype[Any]]] = []
+        if self._shares_prefixes:
+            nothing = np.zeros((size, 1), np.int32), np.zeros(size, np.int32)
+            shared = list(find_shared(*nothing, self._block_size))
         return [
             np.zeros(size, np.int64),
             np.zeros(size, np.int64),
             np.zeros(size, np.int32),
             *(np.full(size, PAD_SLOT, np.int64) for _ in range(self._num_groups)),
+            *shared,
         ]

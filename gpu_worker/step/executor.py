@@ -128,8 +128,14 @@ class Executor:
         self._busy = BusyClock(device)
 
     @torch.inference_mode()
-    def capture_decodes(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
-        self._model_runner.capture_decodes(backend, report)
+    def capture_decodes(
+        self,
+        backend: GraphBackend,
+        report: Callable[[float], None],
+        *,
+        shares_prefixes: bool = False,
+    ) -> None:
+        self._model_runner.capture_decodes(backend, report, shares_prefixes=shares_prefixes)
 
     @torch.inference_mode()
     def capture_pieces(self, backend: GraphBackend, report: Callable[[float], None]) -> None:

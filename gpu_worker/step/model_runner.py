@@ -85,13 +85,25 @@ class ModelRunner:
         self._pieces: PiecewiseGraphs | None = None
         self._token_limit = TokenLimit()
 
-    def capture_decodes(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+    def capture_decodes(
+        self,
+        backend: GraphBackend,
+        report: Callable[[float], None],
+        *,
+        shares_prefixes: bool = False,
+    ) -> None:
         """Capture graphs for steps of decodes only. Called before the first step.
 
         `report` gets the fraction done. Errors of the backend pass through; such steps then run
-        without these graphs.
+        without these graphs. For `shares_prefixes` see `DecodeGraphs`.
         """
-        graphs = DecodeGraphs(self._model.forward, self._pool, self._limits, self._last_token_ids)
+        graphs = DecodeGraphs(
+            self._model.forward,
+            self._pool,
+            self._limits,
+            self._last_token_ids,
+            shares_prefixes=shares_prefixes,
+        )
         graphs.capture(backend, report)
         self._graphs = graphs
 

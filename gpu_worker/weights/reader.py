@@ -226,6 +226,7 @@ def load_weights(
     quantization: Quantization | None = None,
     ranks: Ranks | None = None,
     stored: StoredFormat | None = None,
+    rename: Callable[[str], str | None] = lambda name: name,
 ) -> ModelT:
     """Build a model with weights read from disk, converted to `dtype`, on `device`.
 
@@ -243,12 +244,13 @@ def load_weights(
         quantization: Of the linear maps; None: they stay in `dtype`.
         ranks: The devices that share the model; each reads its part.
         stored: How the checkpoint packs its linear maps; None: not at all.
+        rename: As of `Checkpoint`.
 
     Raises:
         ModelError: A file is missing or damaged; tensors are missing, unexpected or of wrong shape;
             or the model cannot be quantized.
     """
-    checkpoint = Checkpoint(directory)
+    checkpoint = Checkpoint(directory, rename)
     num_elems: dict[str, int] = {}
 
     def count(piece: Piece, out: torch.Tensor) -> None:

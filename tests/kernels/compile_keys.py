@@ -92,6 +92,8 @@ from gpu_worker.step.executor import Executor  # noqa: E402
 from gpu_worker.step.warm_up import warm_up  # noqa: E402
 from gpu_worker.weights import gpu_linear  # noqa: E402
 from gpu_worker.weights.quantized_linear import Quantization  # noqa: E402
+from kernels.triton import decode, prefill  # noqa: E402
+from kernels.tuning import configs as tuned  # noqa: E402
 from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig  # noqa: E402
 from scheduler_svc.core.interface.request import Request, SeqKey, SourceId  # noqa: E402
 from scheduler_svc.core.scheduler import Scheduler  # noqa: E402
@@ -103,6 +105,11 @@ def draw_by_kernel(self, logits, places, rows, positions, *, is_suppressed):
 
 
 Sampler._draw = draw_by_kernel
+# As on a GPU whose processors many splits of short sequences fill.
+tuned._forced[tuned.DecodeConfig] = tuned.DecodeConfig(16, 32, 1, 4, 2, 1)
+tuned._forced[tuned.PrefillConfig] = tuned.PrefillConfig(64, 16, 4, 1)
+decode.num_processors = prefill.num_processors = lambda _: 132
+prefill._LEAST_POSITIONS = 32
 
 CPU = torch.device("cpu")
 
