@@ -145,6 +145,8 @@ def prepare_prefill(
 add_rms_norm: Final = _op(reference.add_rms_norm, cpu.add_rms_norm)
 copy_blocks: Final = _op(reference.copy_blocks)
 gather_blocks: Final = _op(reference.gather_blocks)
+greedy: Final = _op(reference.greedy)
+grouped_linear: Final = _op(reference.grouped_linear)
 paged_attention_decode: Final = _op(reference.paged_attention_decode, cpu.paged_attention_decode)
 paged_attention_prefill: Final = _op(reference.paged_attention_prefill, cpu.paged_attention_prefill)
 quantized_linear: Final = _op(reference.quantized_linear)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.lora.slots import SlottedAdapters
 from gpu_worker.lora.step_adapters import StepAdapters
 from kernels import ops
 from kernels.sequences import Sequences, SharedPrefixes
@@ -47,7 +48,7 @@ class AttentionMetadata:
     """Number of sequences with one token; these come first."""
     wanted: "WantedTokens | None" = None
     """Tokens whose final hidden states are wanted; None: all."""
-    adapters: StepAdapters | None = None
+    adapters: StepAdapters | SlottedAdapters | None = None
     """LoRA adapters of the tokens; None if no token has one."""
     token_types: torch.Tensor | None = None
     """int64[T]: 1 for tokens of the second text of a pair; None: there are none."""
@@ -123,7 +124,7 @@ class Decoder(Protocol):
         """Hidden states `[N, E]` of the N wanted tokens; stores all tokens' K and V in the pool."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32[S, V] from hidden states `[S, E]`."""
+        """`[S, V]` from hidden states `[S, E]`: float32, or on a GPU 16 bits."""
 
 
 def paged_attention(

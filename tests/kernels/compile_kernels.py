@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -25,8 +26,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from kernels import ops, reference
+from kernels.grouped_maps import GroupedMaps
 from kernels.sequences import MAX_SHARED, Sequences, SharedPrefixes
 from kernels.triton import decode, prefill
+from kernels.triton.grouped_linear import TILES
 from kernels.triton.quantized_linear import FEWEST_ROWS
 from kernels.tuning import configs as tuned
 from tests.kernels.tensors import make_paged, make_quantized
@@ -160,6 +163,7 @@ def launch_others(dtype, num_heads, num_kv_heads, head_dim):
     launchers.rotary(query, key, torch.zeros(8, head_dim), ids)
     launchers.silu_mul(x)
     launchers.suppress(torch.zeros(4, 4096), ids, torch.zeros(4, 128, dtype=torch.int32))
+    launchers.greedy(torch.zeros(4, 150_000, dtype=dtype))
     numbers = torch.ones(4)
     launchers.sample(torch.zeros(4, 150_000), numbers, ids, numbers.double(), numbers, ids, ids)
 
@@ -177,6 +181,19 @@ def launch_quantized_linear(dtype):
             launchers.quantized_linear(x, values, scales[:1].float(), None, None)
 
 
+def launch_grouped_linear(dtype):
+    """Experts, and both maps of LoRA adapters, in each tile."""
+    ids = torch.zeros(8 * TILES[-1].rows, dtype=torch.int64)
+    ends = torch.zeros(8, dtype=torch.int32)
+    for tile in TILES:
+        num_rows = 8 * tile.rows
+        x, rows = torch.zeros(num_rows, 4096, dtype=dtype), ids[:num_rows]
+        maps = GroupedMaps.of([torch.zeros(64, 4096, dtype=dtype)] * 8)
+        launchers.grouped_linear(x, maps, ends, rows, None, num_rows, None)
+        maps = replace(maps, num_in=64, num_out=4096, is_by_input=True)
+        launchers.grouped_linear(x[:, :64], maps, ends, None, rows, num_rows, x)
+
+
 def main():
     dtype, (num_heads, num_kv_heads, head_dim, block_size) = sys.argv[2], map(int, sys.argv[3:7])
     dtype = getattr(torch, dtype)
@@ -189,6 +206,7 @@ def main():
             launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size)
     launch_others(dtype, num_heads, num_kv_heads, head_dim)
     launch_quantized_linear(dtype)
+    launch_grouped_linear(dtype)
 
 
 LATENT_DIM = 512

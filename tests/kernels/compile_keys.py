@@ -105,6 +105,7 @@ def draw_by_kernel(self, logits, places, rows, positions, *, is_suppressed):
 
 
 Sampler._draw = draw_by_kernel
+Sampler._likeliest = lambda _, logits: ops.greedy(logits)
 # As on a GPU whose processors many splits of short sequences fill.
 tuned._forced[tuned.DecodeConfig] = tuned.DecodeConfig(16, 32, 1, 4, 2, 1)
 tuned._forced[tuned.PrefillConfig] = tuned.PrefillConfig(64, 16, 4, 1)
@@ -230,7 +231,9 @@ def serve(executor, limits, chance, num_requests):
 def main():
     model, seed = Path(sys.argv[1]), int(sys.argv[2])
     quantization = None if sys.argv[4] == "none" else Quantization(sys.argv[4])
-    gpu_linear.is_here = lambda _: quantization is not None
+    has_experts = "mixtral" in (model / "config.json").read_text()
+    is_special = quantization is not None or has_experts
+    gpu_linear.is_here = lambda device: is_special and device.type != "meta"
     executor, limits = make_executor(model, quantization, num_blocks=70, num_host_blocks=60)
     if sys.argv[3] == "graphs":
         piecewise_graphs._MAX_TOKENS = 32  # the largest steps run eagerly

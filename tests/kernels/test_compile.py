@@ -24,6 +24,9 @@ KERNELS = {
     "_suppress_kernel",
     "_quantized_linear_kernel",
     "_sum_splits_kernel",
+    "_grouped_linear_kernel",
+    "_tile_maxima_kernel",
+    "_row_maxima_kernel",
     "_scale_kernel",
     "_sample_kernel",
 }
