@@ -100,7 +100,8 @@ class PiecewiseGraphs:
         )
         self._hidden: torch.Tensor | None = None  # [the largest T, E], after the first run
         self._step: AttentionMetadata | None = None
-        """The metadata of the step that replays; None before the first step, without attention."""
+        """The metadata of the step that replays. None before the first step: then no attention
+        runs."""
 
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture all sizes, the largest first; see `DecodeGraphs.capture`.

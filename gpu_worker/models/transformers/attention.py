@@ -113,6 +113,7 @@ class AttentionOptions:
     """float32[H]."""
     alibi_slopes: torch.Tensor | None = None
     """[H]; see `with_alibi`."""
+    alibi_weight: float = 1.0
 
 
 def register_attention(function: Any) -> str:
@@ -141,6 +142,7 @@ def read_options(query: torch.Tensor, given: dict[str, Any]) -> AttentionOptions
         softcap=given.get("softcap"),
         sinks=None if sinks is None else sinks.detach().flatten().float(),
         alibi_slopes=given.get("alibi_slopes"),
+        alibi_weight=given.get("alibi_weight", 1.0),
     )
 
 
@@ -391,6 +393,7 @@ def _refuse_other_attention(
         "s_aux",
         "dropout",
         "alibi_slopes",
+        "alibi_weight",
     }
     for name in given.keys() - known:
         if given[name] is not None:

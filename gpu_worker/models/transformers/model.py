@@ -132,7 +132,12 @@ class TransformersModel:
         if options.alibi_slopes is not None:
             assert self._positions is not None, "only `forward` attends"
             query, key = with_alibi(
-                query, key, options.alibi_slopes, self._positions, options.scale
+                query,
+                key,
+                options.alibi_slopes,
+                self._positions,
+                options.scale,
+                options.alibi_weight,
             )
         value_dim, missing = value.shape[3], key.shape[3] - value.shape[3]
         if layer_idx not in self._reading:

@@ -27,6 +27,7 @@ def with_alibi(
     slopes: torch.Tensor,  # [H]
     positions: torch.Tensor,  # int64[T]
     scale: float,
+    weight: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append dimensions in which a query's product with a key is ALiBi's bias, before the scale.
 
@@ -35,6 +36,7 @@ def with_alibi(
     one would be off by half a position from position 256 on.
     """
     bias = slopes.unsqueeze(1) * positions  # [H, T], of the slopes' precision, as transformers does
+    bias = bias.float() * weight
     high = bias.to(key.dtype)
     low = (bias - high).to(key.dtype)
     ones = query.new_zeros(*query.shape[:3], ALIBI_DIM)
@@ -149,7 +151,8 @@ def _falcon(
     query, key, value = _split_fused(module, hidden_states, module.num_kv_heads)
     if module.config.alibi:
         slopes = _slopes(module.num_heads, torch.bfloat16, query.device)
-        attended = attend(module, query, key, value, None, alibi_slopes=slopes)
+        weight = module.head_dim**-0.5  # its biases are scaled as its products are
+        attended = attend(module, query, key, value, None, alibi_slopes=slopes, alibi_weight=weight)
     else:
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)  # type: ignore[no-untyped-call]
         attended = attend(module, query, key, value, None)
