@@ -102,8 +102,8 @@ def whole(bandwidth: float) -> tuple[tuple[Part, ...], ...]:
     return (
         (
             Part("kernel tests", tests, 240, {"TRITON_INTERPRET": "0"}),
-            Part("exact", (_module("gpu.exact", "--json", "{out}/numbers.json"),), 150),
-            Part("graphs on the device", (_pytest(*_GRAPH_TESTS, "-m", "gpu"),), 60),
+            Part("exact", (_module("gpu.exact", "--json", "{out}/numbers.json"),), 130),
+            Part("graphs on the device", (_pytest(*_GRAPH_TESTS, "-m", "gpu"),), 50),
             Part("elastic pool", (_pytest(_POOL_TEST),), 60),  # alone: it reads the free memory
         ),
         (

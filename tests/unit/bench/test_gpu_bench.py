@@ -86,7 +86,9 @@ def test_each_call_takes_less_than_nine_minutes_and_the_first_tests(gpu):
     calls = gpu.whole(4e12)
     assert len(calls) == len(gpu.smoke()) == 3
     assert all(probe_s + sum(part.limit_s for part in call) < 9 * 60 for call in calls)
-    assert [part.name for part in calls[0]] == ["kernel tests", "elastic pool"]
+    assert [part.name for part in calls[0]] == [
+        *("kernel tests", "exact", "graphs on the device", "elastic pool")
+    ]
 
 
 def test_one_call_runs_only_its_parts(gpu, tmp_path, monkeypatch):
