@@ -58,7 +58,7 @@ WAYS = (
 
 
 class Steps:
-    """Steps of a model over a pool of its own."""
+    """Runs steps of a model with a separate KV pool."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         source = open_model(directory)

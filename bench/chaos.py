@@ -33,11 +33,11 @@ not, and its text compared with what it was alone:
 - `turns_lost`: accepted, and not there or failed; `turns_doubled`: computed as two, or an event
   that came twice or was missing; `turns_contradicted`: with another text.
 
-With --agent, an agent works through so many turns with a tool, by /v1/responses and then by
-/v1/messages, on simulated workers that play its model's outputs. Every ten seconds router,
-scheduler or worker are killed in turn, and once all of them at the same time.
-A transcript is what it said, called and was told. `transcripts_that_differ` counts the APIs whose
-transcript is not, byte for byte, that of an undisturbed run.
+With --agent N, an agent makes N turns with a tool through /v1/responses, then through /v1/messages,
+on simulated workers that replay the model's outputs. Every ten seconds router, scheduler or worker
+are killed in turn, and once all of them at the same time. A transcript is what it said, called and
+was told. `transcripts_that_differ` counts the APIs whose transcript is not, byte for byte, that of
+an undisturbed run.
 
 Ends with 1 if any of these is not as it should be.
 """
@@ -330,8 +330,8 @@ def _parse() -> argparse.Namespace:
     add("--soak", type=float, metavar="SECONDS", help="instead of --kills: how long to do harm")
     add("--every", type=float, default=15.0, metavar="S", help="seconds between faults of --soak")
     kinds = [f"{kind} {what}" for kind in ("router", "scheduler", "worker") for what in What]
-    add("--turns", type=int, metavar="N", help="instead of streams: so many kept responses")
-    add("--agent", type=int, metavar="N", help="instead of streams: an agent's so many turns")
+    add("--turns", type=int, metavar="N", help="test N stored responses instead of streams")
+    add("--agent", type=int, metavar="N", help="test N turns of an agent instead of streams")
     add(
         "--turn-kills-every",
         type=float,

@@ -48,7 +48,7 @@ _H200 = TimeModel(
     num_params=8e9, kv_bytes_per_token=131_072, bytes_per_s=4.8e12, operations_per_s=8e14
 )
 _NUM_BLOCKS = 52_000
-"""Blocks of 16 tokens that fit 141 GB besides the weights."""
+"""Blocks of 16 tokens that fit in 141 GB next to the weights."""
 _MODEL = SHIPPED_MODEL.name
 _PROMPT_LEN = 16
 _NUM_WINDOWS = 5

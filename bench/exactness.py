@@ -11,7 +11,7 @@ disk tier's file system is repeatedly filled up and freed, so that moves to the 
 scheduler is killed, and the next one takes over; and workers are killed, so that the other one
 recomputes what they held. Each stream is compared, token for token, with what it gave alone.
 
-The disk tier needs a small file system of its own, so this mounts a tmpfs; without the right to
+The disk tier needs a separate small file system, so this mounts a tmpfs; without the right to
 mount, moves to the disk do not fail, and the table leaves their number out.
 
 Ends with 1 if a token differs, or if something that should have happened to the KV did not.

@@ -14,7 +14,7 @@ The counts are exact: two runs give the same.
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -140,16 +140,23 @@ for name in ("prepare_decode", "prepare_prefill"):
     setattr(ops, name, _prepare_launcher(name))
 
 # After the replacements, because modules import these functions by name.
+from contract.lora import LoraAdapter  # noqa: E402
 from contract.sampling import SamplingParams  # noqa: E402
 from contract.step import NewSequence, Plan, StepId  # noqa: E402
 from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
+from gpu_worker.lora.adapter import AdaptedMap, Adapter, LowRankMap, adapted_maps  # noqa: E402
+from gpu_worker.lora.slots import AdapterSlots  # noqa: E402
 from gpu_worker.models.llama import build_llama  # noqa: E402
-from gpu_worker.models.llama_config import LlamaConfig  # noqa: E402
+from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig  # noqa: E402
 from gpu_worker.models.rope import RopeConfig  # noqa: E402
+from gpu_worker.speculative.draft_model import ModelDrafter  # noqa: E402
+from gpu_worker.speculative.lengths import DraftLengths  # noqa: E402
 from gpu_worker.step import piecewise_graphs  # noqa: E402
 from gpu_worker.step.cuda_graphs import Between  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402
+from gpu_worker.weights import gpu_linear  # noqa: E402
+from gpu_worker.weights.linear import PlainLinear  # noqa: E402
 from gpu_worker.weights.reader import draw_weights  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -183,7 +190,7 @@ LIMITS = Limits(
     block_size=16,
     vocab_size=CONFIG.vocab_size,
 )
-KINDS = {
+STEPS = {
     "decode": (_NUM_DECODES, 0),
     "mixed_128": (_NUM_DECODES, 96),
     "mixed_512": (_NUM_DECODES, 480),
@@ -191,6 +198,12 @@ KINDS = {
     "prefill_512": (0, 512),
 }
 """Rows that decode, and the tokens of a prompt beside them."""
+FEW_STEPS = ("decode", "mixed_128")
+KINDS = {"": STEPS, "adapters": FEW_STEPS, "experts": FEW_STEPS, "drafts": FEW_STEPS}
+"""Workers, and the steps that are counted: plain; two LoRA adapters, of which each row has one; 8
+experts; and a draft model of 32 layers, too, that guesses two tokens for each row."""
+_NUM_DRAFTS = 2
+_RANK = 4
 
 
 class CountedGraphs:
@@ -213,8 +226,9 @@ class CountedGraphs:
         COUNTER.add("replays")
 
 
-def _row(row: int, num_tokens: int) -> NewSequence:
+def _row(executor: Executor, row: int, num_tokens: int) -> NewSequence:
     blocks = np.arange(num_tokens // LIMITS.block_size + 2, dtype=np.int32) + row * 4
+    num_adapters = len(executor._adapters.by_number)  # noqa: SLF001
     return NewSequence(
         seq_id=row,
         row=row,
@@ -224,6 +238,7 @@ def _row(row: int, num_tokens: int) -> NewSequence:
         block_ids=blocks,
         sampling=SamplingParams(seed=0, temperature=0.0, ignore_eos=True),
         max_total_tokens=num_tokens + 20,
+        adapter=1 + row % num_adapters if num_adapters else 0,
     )
 
 
@@ -249,40 +264,86 @@ def count(executor: Executor, num_decodes: int, num_prompt_tokens: int) -> Count
     """Count a step of rows that decode, with a prompt beside them."""
     executor.reset()
     if num_decodes:
-        decoding = tuple(_row(row, _CONTEXT) for row in range(num_decodes))
+        decoding = tuple(_row(executor, row, _CONTEXT) for row in range(num_decodes))
         _step(executor, 1, decoding, counted=False)
-    new = (_row(num_decodes, num_prompt_tokens),) if num_prompt_tokens else ()
+    new = (_row(executor, num_decodes, num_prompt_tokens),) if num_prompt_tokens else ()
     _step(executor, 2, (), counted=False) if num_decodes else None
     return _step(executor, 3, new, counted=True)
 
 
-def make_executor(*, has_graphs: bool) -> Executor:
-    """Build the worker's executor over the tiny decoder."""
-    model = draw_weights(lambda weights: build_llama(CONFIG, weights), torch.float32, CPU)
-    pool = KvPool(CONFIG, LIMITS.num_blocks, LIMITS.block_size, (torch.float32,) * _NUM_LAYERS, CPU)
-    executor = Executor(model, pool, LIMITS, (), CPU)
+def _adapter(number: int) -> Adapter:
+    """Small additions to every map of the decoder."""
+
+    def low_rank(of: AdaptedMap) -> LowRankMap:
+        num_out = sum(num for _, num in of.modules)
+        down, up = torch.randn(_RANK, of.num_in), torch.randn(num_out, _RANK)
+        return LowRankMap(PlainLinear(down, None), PlainLinear(up / 100, None), _RANK)
+
+    layers = tuple(
+        {of.name: low_rank(of) for of in adapted_maps(CONFIG, index)}
+        for index in range(_NUM_LAYERS)
+    )
+    return Adapter(LoraAdapter(str(number), b"", ""), layers)
+
+
+def make_executor(kind: str, *, has_graphs: bool) -> Executor:
+    """Build a worker's executor over the tiny decoder; see `KINDS`.
+
+    Without graphs it computes as before there were any: each expert and each adapter by itself.
+    """
+    config, limits, slots, drafter = CONFIG, LIMITS, None, None
+    adapters: dict[int, Adapter] = {}
+    gpu_linear.is_here = lambda _: has_graphs
+    if kind == "experts":
+        config = replace(config, experts=ExpertsConfig(num_experts=8, num_per_token=2))
+    if kind == "adapters":
+        adapters = {number: _adapter(number) for number in (1, 2)}
+        limits = replace(limits, adapters={each.id: n for n, each in adapters.items()})
+        slots = AdapterSlots(config, CPU) if has_graphs else None
+    model = draw_weights(lambda weights: build_llama(config, weights), torch.float32, CPU)
+
+    def make_pool() -> KvPool:
+        dtypes = (torch.float32,) * _NUM_LAYERS
+        return KvPool(config, limits.num_blocks, limits.block_size, dtypes, CPU)
+
+    if kind == "drafts":
+        drafter = ModelDrafter(model, make_pool(), _NUM_DRAFTS, limits, CPU)
+        # The measured time must not decide how many tokens are guessed.
+        DraftLengths.choose = lambda _, rows: np.full(len(rows), _NUM_DRAFTS)  # type: ignore[method-assign]
+    executor = Executor(
+        model, make_pool(), limits, (), CPU, drafter=drafter, adapters=adapters, slots=slots
+    )
     if has_graphs:
         piecewise_graphs.piece_sizes = lambda _: (128, 512)  # of all sizes that steps here need
-        executor.capture_decodes(CountedGraphs(), lambda _: None)
-        executor.capture_pieces(CountedGraphs(), lambda _: None)
+        for has_adapters in (False, True)[: 1 if slots is None else 2]:
+            if drafter is None:  # else tokens come from the host
+                executor.capture_decodes(CountedGraphs(), lambda _: None, has_adapters=has_adapters)
+            executor.capture_pieces(CountedGraphs(), lambda _: None, has_adapters=has_adapters)
+        if drafter is not None:
+            drafter.capture_decodes(CountedGraphs(), lambda _: None)
+            drafter.capture_pieces(CountedGraphs(), lambda _: None)
     return executor
 
 
 def measure(_: Any) -> dict[str, int]:
     """Count all kinds of steps, with graphs and without."""
     table = Table(
-        "step:<12", "graphs:<6", "calls:d", "dispatches:d", "launches:d", "replays:d", "sum:d"
-    )
+        "worker:<9", "step:<12", "graphs:<6", "calls:d", "dispatches:d", "launches:d", "replays:d",
+        "sum:d",
+    )  # fmt: skip
     results: dict[str, int] = {}
-    for has_graphs in (False, True):
-        executor = make_executor(has_graphs=has_graphs)
-        for kind, (num_decodes, num_prompt_tokens) in KINDS.items():
-            counts = count(executor, num_decodes, num_prompt_tokens)
-            numbers = [getattr(counts, field.name) for field in fields(Counts)]
-            table.row(kind, "yes" if has_graphs else "no", *numbers, counts.total)
-            name = kind if has_graphs else f"{kind}_eager"
-            results[f"{name}_host_operations"] = counts.total
-            results[f"{name}_dispatches"] = counts.dispatches
+    for kind, steps in KINDS.items():
+        for has_graphs in (False, True):
+            executor = make_executor(kind, has_graphs=has_graphs)
+            for step in steps:
+                counts = count(executor, *STEPS[step])
+                numbers = [getattr(counts, field.name) for field in fields(Counts)]
+                graphs = "yes" if has_graphs else "no"
+                table.row(kind or "plain", step, graphs, *numbers, counts.total)
+                name = f"{kind}_{step}" if kind else step
+                name = name if has_graphs else f"{name}_eager"
+                results[f"{name}_host_operations"] = counts.total
+                results[f"{name}_dispatches"] = counts.dispatches
     return results
 
 

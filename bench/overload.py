@@ -7,7 +7,7 @@ themselves. First as many requests run as the device takes at once: this rate is
 requests arrive at ten times that rate, whether they are accepted or not; no client retries.
 
 - `goodput_over_peak`: tokens per second of the accepted requests that end well ÷ peak.
-- `refusal_p99_ms`: how long a refusal takes, measured by a process of its own (faults/probe.py),
+- `refusal_p99_ms`: how long a refusal takes, measured by a separate process (faults/probe.py),
   because the process that makes the load is busy itself.
 - `health_idle_p99_ms`, `health_p99_ms`: how long a health call of that process takes before and
   during the load; `late_p99_ms`: by how much its sleeps are too long. They show the machine's own
@@ -142,7 +142,7 @@ async def simulated_service(directory: Path) -> AsyncIterator[list[Process]]:
     """Run router, scheduler and simulated worker during the block."""
     model = f"--model={SHIPPED_MODEL}"
     module_to_flags = {
-        # a step takes 19 ms, whatever is in it
+        # every step takes 19 ms
         "sim_worker": [model, f"--max-num-seqs={_NUM_SEQS}", "--num-blocks=4096", "--speedup=0.25"],
         "scheduler_svc": [f"--workers=unix:{directory}/sim_worker.sock", "--max-waiting=32"],
         "router": [model, f"--scheduler=unix:{directory}/scheduler_svc.sock"],

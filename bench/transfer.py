@@ -96,7 +96,7 @@ async def workers(
 
 
 def copier(num_bytes: int) -> Callable[[], Coroutine[None, None, None]]:
-    """Return a function that copies so many bytes in pieces."""
+    """Return a function that copies `num_bytes` bytes in pieces."""
     source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
 
     async def copy() -> None:

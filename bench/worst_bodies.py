@@ -41,13 +41,13 @@ _MIB = 2**20
 _NUM_WORST = 12
 _ANSWER_S = 30.0
 _CALL_S = 10.0
-"""A deadline is no fault: messages do not say how much to generate."""
+"""A call that reaches this deadline has not failed: messages set no output length."""
 _SETTLE_S = 20.0
-"""Memory has settled when it has not shrunk for so long: the router trims it as often."""
+"""Memory has settled when it has not shrunk for this long, the interval of the router's trims."""
 _SLOW_S = 5.0
 """An answer that takes longer is logged."""
 _NUM_SMALL, _SMALL_BYTES = 400, 4096
-"""Bodies before memory is first measured."""
+"""How many bodies are sent before memory is first measured."""
 _MOST_KEPT_PERCENT = 25.0
 """The goal is 10; 5 to 7 were measured, and 12 to 131 while refused requests were kept."""
 _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}

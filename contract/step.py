@@ -89,7 +89,7 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The changes before a step, and the prompt chunks that it computes besides the decoding rows.
+    """The changes before a step, and the prompt chunks that it computes.
 
     The worker applies a plan in this order: it releases, adds and extends rows; renames blocks in
     their tables; records labels; starts disk moves; swaps out, swaps in, copies blocks; computes.

@@ -142,6 +142,14 @@ class WorkerSettings(ProcessSettings):
     enforce_eager: bool = False
     """Run a GPU's steps without CUDA graphs, which are captured at the start: slower for small
     models, but starts faster. Models that cannot be captured run without graphs in any case."""
+    attention_backend: Literal["triton", "flash-attention-3"] = "triton"
+    """What computes attention on a GPU: our Triton kernels, or FlashAttention-3, which must be
+    installed and needs compute capability 9.0. Layers that it does not support (fp32, quantized KV,
+    latents, sinks, head dims above 256) keep our kernels. Its speed here is not measured."""
+    shared_prefix_attention: bool = False
+    """Whether sequences that begin with the same blocks, 512 tokens at least, attend to these once
+    for all of them, in decode steps that CUDA graphs replay; for models whose layers all see every
+    token. An output's last bits then depend on the sequences beside it. Not measured yet."""
     num_threads: PositiveInt | None = None
     """Threads that compute on a CPU, shared by the ranks on this machine; unset: one per physical
     core that this process may use."""
@@ -289,6 +297,20 @@ class WorkerSettings(ProcessSettings):
                 f"role is {self.role}; it must be both with {obstacle}, since requests move between"
                 " workers through the host memory of one device"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _shares_prefixes_in_graphs(self) -> Self:
+        for name, wanted in (
+            ("attention_backend", "triton"),
+            ("enforce_eager", False),
+            ("speculative", None),
+        ):
+            if self.shared_prefix_attention and (given := getattr(self, name)) != wanted:
+                raise ValueError(
+                    f"{name} is {given}; with shared_prefix_attention it must be {wanted}: our"
+                    " kernels share prefixes, in CUDA graphs of decodes"
+                )
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,10 @@ captured in a CUDA graph.
 
 Results do not depend on the batch. Tile sizes and splits do not depend on how many sequences or
 tokens a launch has, but only on a sequence's own length, the dtype, the model's shape and the
-device's configuration (`kernels.tuning.configs`).
+device's configuration (`kernels.tuning.configs`). There are two exceptions, which change the last
+bits: prefill attention splits positions if the launch has too few tokens to fill a GPU, and decodes
+may attend once to what they share (`Sequences.shared`). A GPU's matrix products choose their own
+order by the number of rows, too.
 
 On a machine without a GPU the tests run the kernels in Triton's interpreter, which needs
 `TRITON_INTERPRET=1` before anything imports Triton, and compile them for devices that are absent.

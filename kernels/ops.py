@@ -14,7 +14,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +25,30 @@ from kernels.sequences import Sequences
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class AttentionBackend(Protocol):
+    """Prepares attention to paged caches: this module, or `kernels.flash_attention`."""
+
+    def prepare_decode(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        **options: Any,
+    ) -> Callable[[Sequences], object]:
+        """See `prepare_decode` below."""
+
+    def prepare_prefill(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        **options: Any,
+    ) -> Callable[[Sequences], object]:
+        """See `prepare_prefill` below."""
 
 
 def _op(
@@ -121,6 +145,8 @@ def prepare_prefill(
 add_rms_norm: Final = _op(reference.add_rms_norm, cpu.add_rms_norm)
 copy_blocks: Final = _op(reference.copy_blocks)
 gather_blocks: Final = _op(reference.gather_blocks)
+greedy: Final = _op(reference.greedy)
+grouped_linear: Final = _op(reference.grouped_linear)
 paged_attention_decode: Final = _op(reference.paged_attention_decode, cpu.paged_attention_decode)
 paged_attention_prefill: Final = _op(reference.paged_attention_prefill, cpu.paged_attention_prefill)
 quantized_linear: Final = _op(reference.quantized_linear)

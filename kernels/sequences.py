@@ -1,10 +1,31 @@
 """The sequences that attention is launched on."""
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
 from kernels.checks import check_tensor
+
+MAX_SHARED: Final = 8
+"""Most groups of `SharedPrefixes`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefixes:
+    """Groups of sequences that begin with the same blocks; decodes attend to these once.
+
+    `gpu_worker.step.shared_prefixes` finds them.
+    """
+
+    seqs: torch.Tensor
+    """int32[S]: the sequences of the first group, of the second, ...; the rest is not read."""
+    starts: torch.Tensor
+    """int32[MAX_SHARED + 1]: where each group's sequences start in `seqs`."""
+    lens: torch.Tensor
+    """int32[MAX_SHARED]: positions that a group shares, whole blocks; 0: there is no such group."""
+    len_of_seq: torch.Tensor
+    """int32[S]: those of the group of each sequence, less than its length; 0: it is in none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,6 +39,8 @@ class Sequences:
     query_start_loc: torch.Tensor | None = None
     """int32[S + 1]; None: one token each."""
     max_query_len: int = 1
+    shared: SharedPrefixes | None = None
+    """None: each attends to all of its own blocks."""
     scratch: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     """Scratch memory for partial results, by shape; launches use it one after another. For a graph
     it must be allocated within the capture, so that the graph keeps it."""

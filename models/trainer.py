@@ -89,7 +89,7 @@ class Batches:
 
 @dataclass(slots=True)
 class Progress:
-    """The state in a checkpoint besides weights and optimizer state."""
+    """The state in a checkpoint other than weights and optimizer state."""
 
     train_loss: float  # nats per token over all streams, smoothed; starts at a uniform guess's
     held_out_loss: float  # nats per token, library stream

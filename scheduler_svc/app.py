@@ -169,7 +169,7 @@ async def _run_scheduler(
     side_tasks = _SideTasks(stop)
     services = [
         scheduler_service(servicer),
-        adapter_service(fleet.adapters),
+        adapter_service(fleet.adapters, state.written),
         loading_service(loading),
     ]
     if kv_event_service is not None:

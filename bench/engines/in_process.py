@@ -90,7 +90,7 @@ class _Channel:
 
 
 class _Call:
-    """The caller's side of a streaming call. The handler runs in a task of its own."""
+    """The caller's side of a streaming call. The handler runs in a separate task."""
 
     def __init__(self, handle: Callable[..., Awaitable[None]], request: object | None) -> None:
         """`request` is one message or an iterator of them; None: the caller writes them."""

@@ -7,6 +7,7 @@ import torch
 from gpu.dense_attention import flex, sdpa
 
 from kernels import reference
+from kernels.grouped_maps import GroupedMaps
 from kernels.ops import launcher
 from kernels.tuning.workload import Layout, Model, paged_inputs, queries
 
@@ -86,6 +87,7 @@ def _decode(
     model: Model = LLAMA_8B,
     *,
     layout: Layout = Layout.BLOCK_MAJOR,
+    num_layers: int = 4,
     window: int | None = None,
     with_flex: bool = False,
 ) -> Case:
@@ -93,7 +95,7 @@ def _decode(
     small = _cut(model, size)
 
     def prepare(device: torch.device) -> Prepared:
-        paged = paged_inputs(small, lens, device, layout)
+        paged = paged_inputs(small, lens, device, layout, num_layers)
         query = queries(small, len(lens), device)
         scale = small.head_dim**-0.5
         seen = sum(min(each, window or each) for each in lens)
@@ -117,6 +119,7 @@ def _decode(
         )
 
     notes = "" if window is None else f" window {window}"
+    notes += "" if num_layers == 4 else f" {num_layers} layers"
     notes += " layer-major" if layout is Layout.LAYER_MAJOR else ""
     return Case("decode", f"{text} {_model_text(model)}{notes}", prepare)
 
@@ -147,6 +150,8 @@ def _decode_cases(size: Size) -> list[Case]:
         if block_size != 16:
             cases.append(_decode(size, "64x8k", uniform, model))
         cases.append(_decode(size, "64x8k", uniform, model, layout=Layout.LAYER_MAJOR))
+    # A layer of a whole model: of each block of 2 MiB it reads 64 KiB (69 GB in all).
+    cases += [_decode(size, "64x8k", uniform, layout=each, num_layers=32) for each in Layout]
     return cases
 
 
@@ -204,6 +209,8 @@ def _prefill_cases(size: Size) -> list[Case]:
         _prefill(size, "4x2k", [(2048, 2048)] * 4),
         _prefill(size, "32x256", [(256, 256)] * 32),
         _prefill(size, "2k after 30k", [(2048, 32_768)], with_flex=True),
+        _prefill(size, "50 after 30k", [(50, 30_050)]),
+        _prefill(size, "5 after 30k", [(5, 30_005)]),
         _prefill(size, "512 after 128k", [(512, 131_072)]),
         _prefill(size, "mixed", [(4096, 4096), (17, 9000), (1000, 20_000), (333, 333)]),
         _prefill(size, "1x8k", whole, replace(LLAMA_8B, head_dim=64)),
@@ -264,7 +271,7 @@ def _row_cases(size: Size) -> list[Case]:
             _rows("silu_mul", f"{num_tokens}x14336", gate),
             _rows("rotary_store_kv", f"{num_tokens} tokens 32/8x128", rotate),
         ]
-    cases += _quantized_linear_cases(size)
+    cases += [*_quantized_linear_cases(size), *_grouped_linear_cases(size)]
     vocabulary = min(151_936, 4 * size.max_width)
     for num_seqs, text, k, p in (
         (1, "top_p 0.9", None, 0.9),
@@ -283,6 +290,61 @@ def _row_cases(size: Size) -> list[Case]:
             return given, (), logits.nbytes
 
         cases.append(_rows("sample", f"{num_seqs}x151936 {text}", sample))
+    for num_seqs in (1, 64, 256):
+
+        def likeliest(device, num_seqs=num_seqs):  # noqa: ANN001, ANN202
+            num_seqs = min(num_seqs, size.max_seqs)
+            logits = torch.randn(num_seqs, vocabulary, device=device).to(size.dtype)
+            return (logits,), (), logits.nbytes
+
+        cases.append(_rows("greedy", f"{num_seqs}x151936", likeliest))
+    return cases
+
+
+def _grouped_linear_cases(size: Size) -> list[Case]:
+    """Experts, with as many rows each; the baselines know how many, and the kernel does not."""
+    cases = []
+    for text, num_groups, rows_of_each, shape in (
+        ("8 experts, 1 token", 8, 1, (28_672, 4096)),
+        ("8 experts, 64 tokens", 8, 16, (28_672, 4096)),
+        ("128 experts, 64 tokens", 128, 4, (1536, 2048)),
+        ("8 experts, 2048 tokens", 8, 512, (28_672, 4096)),
+    ):
+        num_out, num_in = (min(each, size.max_width) for each in shape)
+
+        def prepare(
+            device: torch.device,
+            num_groups: int = num_groups,
+            rows_of_each: int = rows_of_each,
+            num_out: int = num_out,
+            num_in: int = num_in,
+        ) -> Prepared:
+            rows_of_each = min(rows_of_each, size.max_tokens)
+            num_rows = num_groups * rows_of_each
+            weights = torch.randn(num_groups, num_out, num_in, device=device).to(size.dtype)
+            x = torch.randn(num_rows, num_in, device=device).to(size.dtype)
+            ends = torch.arange(1, num_groups + 1, device=device, dtype=torch.int32) * rows_of_each
+            maps = GroupedMaps.of(list(weights))
+            by_group = x.view(num_groups, rows_of_each, num_in)
+            baselines: dict[str, Callable[[], Callable[[], object]]] = {
+                "bmm": lambda: lambda: torch.bmm(by_group, weights.transpose(1, 2)).flatten(0, 1)
+            }
+            if device.type == "cuda" and hasattr(torch.nn.functional, "grouped_mm"):
+                grouped_mm = torch.nn.functional.grouped_mm
+                baselines["grouped_mm"] = lambda: (
+                    lambda: grouped_mm(x, weights.transpose(1, 2), offs=ends)
+                )
+            return Prepared(
+                lambda: launcher(reference.grouped_linear)(
+                    x, maps, ends, None, None, num_rows, None
+                ),
+                weights.nbytes + x.nbytes + num_rows * num_out * x.itemsize,
+                2 * num_rows * num_out * num_in,
+                baselines,
+                "bmm",
+            )
+
+        cases.append(Case("grouped_linear", text, prepare))
     return cases
 
 

@@ -62,7 +62,7 @@ def measure(given: argparse.Namespace) -> dict[str, float | str]:
                     kinds[name](min(concurrency, 2))()  # warms up
                     work = kinds[name](concurrency)
                     results[key] = _tok_s(concurrency * length, work, device)
-            except Exception as error:  # noqa: BLE001  the others go on
+            except Exception as error:  # noqa: BLE001  the others continue
                 results[key] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             print(f"{key:<36} {results[key]}", flush=True)
             if given.json is not None:  # now, since the next one may never end

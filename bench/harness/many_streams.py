@@ -40,7 +40,7 @@ class Counts:
 
 
 class HttpStream:
-    """A streamed completion on a connection of its own."""
+    """A streamed completion on a separate connection."""
 
     def __init__(self, address: tuple[str, int], body: bytes, counts: Counts) -> None:
         self._counts = counts

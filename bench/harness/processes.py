@@ -219,7 +219,7 @@ async def model_directory(given: Path | None) -> AsyncIterator[Path]:
         yield given
         return
     with tempfile.TemporaryDirectory(prefix="quire-bench-model-") as name:
-        # in a process of its own, so that its torch is freed
+        # in a separate process, to free torch's memory
         await run_script(str(BENCH / "make_model.py"), name)
         yield Path(name)
 

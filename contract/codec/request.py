@@ -98,7 +98,7 @@ def embedding_kind_from_proto(number: common_pb2.PoolingKind) -> PoolingKind | N
 
 
 def stop_options_to_bytes(request: GenerateRequest) -> bytes:
-    """Serialize the options that another router needs, besides `Submit`, to resume the request."""
+    """Serialize the options that a router needs to resume the request, apart from `Submit`."""
     thinking = request.thinking
     return scheduler_pb2.StopOptions(
         stop=request.stop,

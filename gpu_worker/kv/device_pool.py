@@ -14,6 +14,7 @@ from gpu_worker.memory.elastic import ElasticMemory
 from gpu_worker.models.config import ModelConfig
 from kernels import ops
 from kernels.kv_formats import SCALE_DTYPE
+from kernels.ops import AttentionBackend
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +45,7 @@ class KvPool:
         device: torch.device,
         memory: ElasticMemory | None = None,
         groups: LayerGroups | None = None,
+        attention: AttentionBackend = ops,
     ) -> None:
         """Allocate zeroed memory: an unwritten slot may be read and multiplied by 0.
 
@@ -55,7 +57,9 @@ class KvPool:
             device: Where the memory is.
             memory: Elastic memory for `num_blocks` blocks, on that device; None: the size is fixed.
             groups: The KV groups of the model's layers; None: one.
+            attention: What attends to the blocks.
         """
+        self.attention = attention
         self.groups = groups or one_group(config.num_layers)
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -86,11 +86,14 @@ class BlockLayout:
         return any(side.scales is not None for side in self.keys)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Storage dtype of the first layer; without layers, that of states."""
+        return self.keys[0].dtype if self.keys else torch.float32
+
+    @property
     def itemsize(self) -> int:
-        """Bytes of a stored number; 1 if any layer is quantized. Without keys: of a state's."""
-        if not self.keys:
-            return torch.float32.itemsize
-        return 1 if self.is_quantized else self.keys[0].dtype.itemsize
+        """Bytes of a stored number; 1 if any layer is quantized."""
+        return 1 if self.is_quantized else self.dtype.itemsize
 
 
 def block_layout(

@@ -1,5 +1,6 @@
 """Picks the device, its number format, and the number of threads."""
 
+import importlib
 import os
 from pathlib import Path
 
@@ -8,8 +9,12 @@ import torch
 
 from gpu_worker.models.config import ModelConfig, resolve_dtype
 from gpu_worker.weights.json_fields import ModelError
+from kernels import ops
 from kernels.cpu.amx_choice import choose_amx
+from kernels.flash_attention import FlashAttention
+from kernels.ops import AttentionBackend
 
+_FLASH_ATTENTION = (9, 0)
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 _log = structlog.get_logger()
@@ -56,6 +61,29 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
     features = torch.cpu.get_capabilities()
     is_fast = features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16")
     return dtype if dtype is torch.bfloat16 and is_fast else torch.float32
+
+
+def pick_attention(name: str, device: torch.device) -> AttentionBackend:
+    """What attends to the KV pool, by the setting `attention_backend`.
+
+    Raises:
+        ModelError: It is not installed, or does not run on this device.
+    """
+    if name == "triton":
+        return ops
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_ATTENTION:
+        raise ModelError(
+            f"attention_backend is {name}; {device_name(device)} needs triton:"
+            " FlashAttention-3 requires a GPU of compute capability 9.0"
+        )
+    try:
+        module = importlib.import_module("flash_attn_interface")
+    except ImportError as error:
+        raise ModelError(
+            f"attention_backend is {name}; its module flash_attn_interface cannot be imported:"
+            f" {error}"
+        ) from None
+    return FlashAttention(module.flash_attn_with_kvcache)
 
 
 def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:

@@ -28,7 +28,13 @@ from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step.cuda_graphs import CudaGraphs
+from gpu_worker.step.cuda_graphs import (
+    CudaGraphs,
+    GraphBackend,
+    GraphsOfAll,
+    LostRankError,
+    PiecesError,
+)
 from gpu_worker.step.decode_graphs import DecodeGraphs
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.piecewise_graphs import PiecewiseGraphs
@@ -102,17 +108,19 @@ def free_gpu_kv_bytes(
     utilization: float,
     ranks: Ranks | None = None,
     *,
-    has_graphs: bool,
+    num_graph_sets: int,
 ) -> int:
     """KV memory on a GPU: `utilization` of its memory, less what the largest step needs.
 
     Runs that step, with all `ranks` if the model is on several devices. `limits.num_blocks` is
-    ignored. With `has_graphs` it also leaves room for CUDA graphs, whose memory other steps cannot
-    use: see `graph_bytes`.
+    ignored. It also leaves room for sets of CUDA graphs, whose memory other steps cannot use: see
+    `graph_bytes`.
     """
     profiled = _run_largest_step(model, config, limits, dtypes, device, ranks)
-    if has_graphs:
-        profiled += graph_bytes(model, config, limits, dtypes, device)
+    if num_graph_sets:
+        profiled += graph_bytes(
+            model, config, limits, dtypes, device, ranks, num_sets=num_graph_sets
+        )
     free, total = torch.cuda.mem_get_info(device)
     # Memory that is neither free nor torch's belongs to the driver, libraries and other processes.
     others = total - free - torch.cuda.memory_reserved(device)
@@ -142,9 +150,18 @@ def _run_largest_step(
 
 
 def graph_bytes(
-    model: Decoder, config: ModelConfig, limits: Limits, dtypes: KvDtypes, device: torch.device
+    model: Decoder,
+    config: ModelConfig,
+    limits: Limits,
+    dtypes: KvDtypes,
+    device: torch.device,
+    ranks: Ranks | None = None,
+    *,
+    num_sets: int = 1,
 ) -> int:
-    """Bytes that all graphs hold.
+    """Bytes that all graphs hold, in `num_sets` of each size.
+
+    All `ranks` call this together.
 
     All graphs share torch's memory, so they need as much as the largest computation. The driver
     keeps memory for each graph in proportion to its kernels. Their number is about the same for all
@@ -154,29 +171,36 @@ def graph_bytes(
     last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    decodes = DecodeGraphs(model.forward, pool, limits, last_token_ids)
+    decodes = DecodeGraphs(model, pool, limits, last_token_ids)
     pieces = PiecewiseGraphs(model.forward, pool, limits, last_token_ids)
-    of_driver = 0
+    # A model that cannot be captured in pieces may raise anything, then and now. But a rank that
+    # went on after an error of its own would leave the others waiting in the middle of a run.
+    tolerated = Exception if ranks is None else PiecesError
     with torch.inference_mode():
         decodes.rehearse()
-        # A model that cannot be captured in pieces may raise any error, here and later.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(tolerated):
             pieces.rehearse()
         peak = torch.cuda.max_memory_allocated(device)
-        with contextlib.suppress(Exception):
-            of_driver = _driver_bytes(pieces, device)
-    num_sizes = len(decodes.sizes) + len(pieces.sizes)
+        of_driver = _driver_bytes(pieces, device, ranks)
+    num_graphs = num_sets * (len(decodes.sizes) + len(pieces.sizes))
     del pool, pieces
     torch.cuda.empty_cache()
-    return peak - before + of_driver * num_sizes
+    return peak - before + of_driver * num_graphs
 
 
-def _driver_bytes(pieces: PiecewiseGraphs, device: torch.device) -> int:
-    """Bytes of the driver for the pieces of one size."""
-    backend = CudaGraphs(device)
+def _driver_bytes(pieces: PiecewiseGraphs, device: torch.device, ranks: Ranks | None) -> int:
+    """Bytes of the driver for the pieces of one size; 0 if they cannot be captured."""
+    backend: GraphBackend = CudaGraphs(device)
+    if ranks is not None:
+        backend = GraphsOfAll(backend, ranks)
     used = []
     for size in pieces.sizes[:2]:  # the first capture includes one-time costs
-        pieces.capture_size(size, backend)
+        try:
+            pieces.capture_size(size, backend)
+        except LostRankError:
+            raise
+        except Exception:  # noqa: BLE001 - as above; the captures that serve will tell
+            return 0
         free, total = torch.cuda.mem_get_info(device)
         used.append(total - free - torch.cuda.memory_reserved(device))
     return max(0, used[-1] - used[0])
@@ -227,7 +251,7 @@ def open_pool_memory(
 
     On a GPU the size is fixed unless the operator sets max-kv-memory-gb, because the driver's calls
     have not run on hardware yet. On a CPU it is fixed, with a warning, if the system refuses to
-    reserve so many addresses.
+    reserve the addresses.
 
     Raises:
         ModelError: max-kv-memory-gb cannot be honoured, or is less than the initial size.

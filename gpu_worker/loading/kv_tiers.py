@@ -88,7 +88,7 @@ def open_lower_tiers(
     Raises:
         ModelError: The disk has not enough room, or there is a disk tier without a host tier.
     """
-    host_codec = _quantized(settings.host_codec, pool.block_bytes, config, pool.layout.dtypes[0])
+    host_codec = _quantized(settings.host_codec, pool.block_bytes, config, pool.layout.dtype)
     host_block_bytes = pool.block_bytes if host_codec is None else host_codec.record_bytes
     num_bytes = free_host_kv_bytes(pool.device, settings.role)
     if settings.host_kv_memory_gb is not None:
@@ -153,7 +153,7 @@ def _record_codec(
         return MeteredRecords(LosslessCodec(spec, block_bytes, itemsize), spec)
     if spec.is_quantized and not host.is_quantized:
         num_parts = pool.layout.num_sides
-        part = _quantized(spec, block_bytes // num_parts, config, pool.layout.dtypes[0])
+        part = _quantized(spec, block_bytes // num_parts, config, pool.layout.dtype)
         assert part is not None, "the codec is quantized"
         return MeteredRecords(QuantizedRecords(part, num_parts), spec)
     return None
@@ -164,6 +164,11 @@ def _quantized(
 ) -> QuantizedCodec | None:
     if not spec.is_quantized:
         return None
+    if config.has_exact_keys:
+        raise ModelError(
+            f"host-codec or disk-codec is {spec}; {config.architecture} has ALiBi, whose keys hold"
+            " positions that 8 bits would round"
+        )
     if config.kv_shapes:
         raise ModelError(
             f"host-codec or disk-codec is {spec}; {config.architecture} has layers of different kv"

@@ -157,7 +157,7 @@ def _random_blocks(num_blocks: int, pool: KvPool) -> torch.Tensor:
     num_bytes = num_blocks * pool.block_bytes
     if pool.layout.is_quantized:
         return torch.randint(256, (num_bytes,), dtype=torch.uint8).view(num_blocks, -1)
-    dtype = pool.layout.dtypes[0]
+    dtype = pool.layout.dtype
     numbers = torch.randn(num_bytes // dtype.itemsize).to(dtype)
     return numbers.view(torch.uint8).view(num_blocks, -1)
 

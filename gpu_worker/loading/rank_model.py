@@ -1,7 +1,7 @@
 """Loads one rank's part of a model: its weights, its KV memory, and its executor."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,15 +16,23 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layer_groups import LayerGroups, one_group
 from gpu_worker.kv.layout import KvDtypes, block_bytes, group_attention, kv_dtypes, place_states
 from gpu_worker.loading import kv_memory
-from gpu_worker.loading.device import pick_device, pick_dtype, set_amx, set_num_threads
+from gpu_worker.loading.device import (
+    pick_attention,
+    pick_device,
+    pick_dtype,
+    set_amx,
+    set_num_threads,
+)
 from gpu_worker.loading.kv_memory import open_pool_memory
 from gpu_worker.loading.kv_tiers import LowerTiers, kv_identity, open_lower_tiers
 from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.adapter_files import load_adapter
+from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.models.abilities import read_abilities
 from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
+from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.member import Member
@@ -34,7 +42,7 @@ from gpu_worker.settings import WorkerSettings
 from gpu_worker.speculative.draft_model import DraftModel, ModelDrafter, load_draft_model
 from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.ngram import NgramDrafter
-from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend, GraphsOfAll
+from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend, GraphsOfAll, LostRankError
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.warm_up import warm_up
 from gpu_worker.weights.json_fields import ModelError
@@ -118,6 +126,7 @@ def _load_rank_model(
     """
     settings, place = member.settings, member.place
     device = pick_device(settings.device, member.number)
+    attention = pick_attention(settings.attention_backend, device)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
     uses_amx = set_amx(settings.amx, device)
     quantization = Quantization(settings.quantization) if settings.quantization else None
@@ -136,6 +145,8 @@ def _load_rank_model(
     if config.num_states:
         groups, limits = _with_states(settings, config, dtypes, groups, limits)
     settings = _for_chunks(settings, config, groups, limits, device)
+    if settings.shared_prefix_attention:
+        _check_can_share(config, groups, device)
     bytes_per_block = block_bytes(local_config, limits.block_size, dtypes, groups)
     if has_kv:
         kv_memory.check_size(settings, bytes_per_block, device)
@@ -171,7 +182,16 @@ def _load_rank_model(
     pool_memory = None
     if has_kv:
         pool_memory = open_pool_memory(settings, num_blocks, bytes_per_block, device)
-    pool = KvPool(local_config, num_blocks, limits.block_size, dtypes, device, pool_memory, groups)
+    pool = KvPool(
+        local_config,
+        num_blocks,
+        limits.block_size,
+        dtypes,
+        device,
+        pool_memory,
+        groups,
+        attention,
+    )
     undo.callback(pool.close)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
     tiers, identity = LowerTiers(), None
@@ -194,6 +214,7 @@ def _load_rank_model(
     if place.rank == 0 and has_kv:  # only rank 0 samples
         structured = _structured_output(directory, limits.vocab_size, eos_token_ids, device)
     drafter = _drafter(settings, limits, draft_model)
+    slots = _adapter_slots(config, adapters, device, dtype)
     executor = Executor(
         model,
         pool,
@@ -206,6 +227,7 @@ def _load_rank_model(
         ranks=ranks,
         drafter=drafter,
         adapters=adapters,
+        slots=slots,
         # No step halving for an encoder: without KV, the parts of a prompt would not see each
         # other. None for recurrent layers: an interrupted step has already advanced some states.
         takes_parts=abilities.generates and not config.num_states,
@@ -214,7 +236,14 @@ def _load_rank_model(
         backend: GraphBackend = CudaGraphs(device)
         if ranks is not None:
             backend = GraphsOfAll(backend, ranks)
-        _capture_graphs(executor, backend, report, drafter)
+        _capture_graphs(
+            executor,
+            backend,
+            report,
+            drafter,
+            shares_prefixes=settings.shared_prefix_attention,
+            has_adapters=slots is not None,
+        )
     if has_kv and device.type == "cuda":
         report("compiling kernels", None)
         # Only rank 0 has grammars, and all ranks must warm up in the same way.
@@ -264,6 +293,20 @@ def _check_without_kv(settings: WorkerSettings, config: ModelConfig) -> None:
             )
 
 
+def _check_can_share(config: ModelConfig, groups: LayerGroups, device: torch.device) -> None:
+    """Check that decodes can share prefixes: they run in graphs, and each layer sees all blocks."""
+    if device.type != "cuda":
+        raise ModelError(
+            f"shared_prefix_attention is true; it must be false on {device.type}, which has no"
+            " CUDA graphs"
+        )
+    if groups.windows != (None,):
+        raise ModelError(
+            f"shared_prefix_attention is true; it must be false for {config.architecture}, whose"
+            f" layers do not all see every token: windows are {groups.windows}"
+        )
+
+
 def _drafter(
     settings: WorkerSettings, limits: Limits, draft_model: DraftModel | None
 ) -> Drafter | None:
@@ -295,8 +338,30 @@ def _structured_output(
         return None
 
 
+def _adapter_slots(
+    config: ModelConfig, adapters: Mapping[int, Adapter], device: torch.device, dtype: torch.dtype
+) -> AdapterSlots | None:
+    """The slots of a GPU's adapters, if the worker starts with any: they cost as many graphs more.
+
+    Without slots, steps with adapters run eagerly.
+    """
+    if not adapters or device.type != "cuda":
+        return None
+    assert isinstance(config, LlamaConfig), "other models have no adapters"
+    slots = AdapterSlots(config, device)
+    slots.compile(dtype)
+    return slots
+
+
 def _has_graphs(settings: WorkerSettings, device: torch.device) -> bool:
     return device.type == "cuda" and not settings.enforce_eager
+
+
+def _num_graph_sets(settings: WorkerSettings, device: torch.device) -> int:
+    """Graphs with adapters launch about twice the kernels of others, and take as much memory."""
+    if not _has_graphs(settings, device):
+        return 0
+    return 3 if settings.lora else 1
 
 
 def _capture_graphs(
@@ -304,14 +369,23 @@ def _capture_graphs(
     backend: GraphBackend,
     report: Callable[[str, float | None], None],
     drafter: Drafter | None = None,
+    *,
+    shares_prefixes: bool = False,
+    has_adapters: bool = False,
 ) -> None:
     """Capture graphs for each kind of step; if a capture fails, log a warning and continue.
 
     With a drafter, all steps are of the second kind, because their tokens come from the host.
     """
-    kinds = [("steps with prompts", executor.capture_pieces)]
+    kinds: list[tuple[str, Callable[..., None]]] = [("steps with prompts", executor.capture_pieces)]
     if drafter is None:
-        kinds.insert(0, ("decode steps", executor.capture_decodes))
+        decodes = partial(executor.capture_decodes, shares_prefixes=shares_prefixes)
+        kinds.insert(0, ("decode steps", decodes))
+    if has_adapters:
+        kinds += [
+            (f"{steps} of rows with adapters", partial(capture, has_adapters=True))
+            for steps, capture in kinds
+        ]
     if isinstance(drafter, ModelDrafter):
         kinds.append(("the draft model's guesses", drafter.capture_decodes))
         kinds.append(("the draft model's first guesses", drafter.capture_pieces))
@@ -319,6 +393,8 @@ def _capture_graphs(
         start_s = time.monotonic()
         try:
             capture(backend, lambda done: report("capturing CUDA graphs", done))
+        except LostRankError:
+            raise
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
             report("going on without CUDA graphs", None)  # raises if reporting has failed
             _log.warning(f"{steps} run without CUDA graphs", exc_info=error)
@@ -337,6 +413,11 @@ def _kv_dtypes(
         raise ModelError(
             f"kv-cache-dtype-skip-layers is {settings.kv_cache_dtype_skip_layers}; the layers of "
             f"{settings.model_id} are 0 to {config.num_layers - 1}"
+        )
+    if config.has_exact_keys and settings.kv_cache_dtype != "auto":
+        raise ModelError(
+            f"kv-cache-dtype is {settings.kv_cache_dtype}; {config.architecture} has ALiBi, whose"
+            " keys hold positions that 8 bits would round: it must be auto"
         )
     layers = place.layers(config.num_layers)
     local = {layer - layers.start for layer in skip_layers if layer in layers}
@@ -516,7 +597,7 @@ def _num_blocks(
             device,
             settings.gpu_memory_utilization,
             ranks,
-            has_graphs=_has_graphs(settings, device),
+            num_graph_sets=_num_graph_sets(settings, device),
         )
         if draft_model is not None and _has_graphs(settings, device):
             draft = draft_model.model, draft_model.config, limits, draft_model.kv_dtypes

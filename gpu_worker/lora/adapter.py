@@ -3,13 +3,14 @@
 Symbols: `T` tokens, `K` input features, `N` output features, `R` ranks of the maps fused into one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 
 from contract.lora import LoraAdapter
+from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
 from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.linear import PackedLinear
@@ -65,10 +66,25 @@ class LowRankMap:
     """A: K to R; R is even."""
     up: Linear
     """B, scaled: R to N. In a fused map, each part reads its own ranks."""
+    num_ranks: int
+    """R."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, K]` to `[T, N]`, row by row."""
         return self.up(self.down(x))
+
+
+def with_maps(layer: DecoderLayer, change: Callable[[MapName, Linear], Linear]) -> DecoderLayer:
+    """The layer with its maps changed; experts stay as they are."""
+    mlp = layer.feed_forward
+    if isinstance(mlp, GatedMlp):
+        mlp = GatedMlp(change(GATE_UP, mlp.gate_up), change(DOWN, mlp.down))
+    return replace(
+        layer,
+        qkv=change(QKV, layer.qkv),
+        attention_output=change(ATTENTION_OUTPUT, layer.attention_output),
+        feed_forward=mlp,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -206,9 +206,13 @@ def _low_rank_map(
             up[first_out : first_out + num_out, ranks] = b.float() * config.scale
             first_rank += rank
         first_out += num_out
+    up = up.to(device, dtype)
+    if device.type == "cuda":  # where kernels read it by its inputs
+        up = up.t().contiguous().t()
     return LowRankMap(
         make_linear(down.to(device, dtype), None, is_low_rank=True),
-        make_linear(up.to(device, dtype), None, is_low_rank=True),
+        make_linear(up, None, is_low_rank=True),
+        num_ranks,
     )
 
 

@@ -5,7 +5,7 @@ features.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
@@ -13,17 +13,10 @@ import numpy as np
 import torch
 
 from contract.arrays import Int64Array
-from gpu_worker.lora.adapter import (
-    ATTENTION_OUTPUT,
-    DOWN,
-    GATE_UP,
-    QKV,
-    Adapter,
-    LowRankMap,
-    MapName,
-)
+from gpu_worker.lora.adapter import Adapter, LowRankMap, MapName, with_maps
+from gpu_worker.lora.slots import AdapterSlots, SlottedAdapters
 from gpu_worker.memory.transfer import upload
-from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
+from gpu_worker.models.decoder_layer import DecoderLayer
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.program.low_rank import RowAdapters
 
@@ -38,9 +31,15 @@ class AdapterTable:
     """
 
     def __init__(
-        self, adapters: Mapping[int, Adapter], numbers_in_use: Callable[[], set[int]]
+        self,
+        adapters: Mapping[int, Adapter],
+        numbers_in_use: Callable[[], set[int]],
+        slots: AdapterSlots | None = None,
     ) -> None:
-        self._adapters = dict(adapters)
+        self._adapters: dict[int, Adapter] = {}
+        self._slots = slots
+        for number, adapter in adapters.items():
+            self.add(number, adapter)
         self._numbers_in_use = numbers_in_use
         self._leaving: set[int] = set()
 
@@ -52,6 +51,8 @@ class AdapterTable:
     def add(self, number: int, adapter: Adapter) -> None:
         """Add an adapter, under a number never used before."""
         self._adapters[number] = adapter
+        if self._slots is not None:
+            self._slots.add(number, adapter)
 
     def remove(self, number: int) -> None:
         """Free an adapter as soon as no row uses it; new rows must not use it."""
@@ -65,6 +66,8 @@ class AdapterTable:
         for number in self._leaving - self._numbers_in_use():
             self._leaving.remove(number)
             del self._adapters[number]
+            if self._slots is not None:
+                self._slots.remove(number)
 
 
 NO_ADAPTER = 0
@@ -90,19 +93,7 @@ class StepAdapters:
 
     def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
         """Return the layer at this index, with the adapters' additions to its maps."""
-        mlp = layer.feed_forward
-        if isinstance(mlp, GatedMlp):
-            mlp = replace(
-                mlp,
-                gate_up=self._onto(index, GATE_UP, mlp.gate_up),
-                down=self._onto(index, DOWN, mlp.down),
-            )
-        return replace(
-            layer,
-            qkv=self._onto(index, QKV, layer.qkv),
-            attention_output=self._onto(index, ATTENTION_OUTPUT, layer.attention_output),
-            feed_forward=mlp,
-        )
+        return with_maps(layer, lambda name, base: self._onto(index, name, base))
 
     def _onto(self, index: int, name: MapName, base: Linear) -> Linear:
         added = [
@@ -132,8 +123,11 @@ class _AdaptedLinear:
 
 
 def step_adapters(
-    numbers: Int64Array, adapters: Mapping[int, Adapter], device: torch.device
-) -> StepAdapters | None:
+    numbers: Int64Array,
+    adapters: Mapping[int, Adapter],
+    device: torch.device,
+    slots: AdapterSlots | None = None,
+) -> StepAdapters | SlottedAdapters | None:
     """Group a step's tokens by adapter, without waiting for the device.
 
     Args:
@@ -141,12 +135,16 @@ def step_adapters(
             adapters.
         adapters: All adapters of the worker, by number.
         device: Where the tokens are.
+        slots: Those of the adapters; None on a CPU.
 
     Returns:
         None if no token has an adapter.
     """
     if not numbers.any():  # always true on a worker without adapters
         return None
+    if slots is not None and slots.have(numbers):
+        order, ends = upload(slots.group(numbers, len(numbers)), device)
+        return slots.onto_tokens(order, ends)
     used = [number for number in np.unique(numbers).tolist() if number != NO_ADAPTER]
     native = _native(numbers, {number: adapters[number] for number in used})
     if (numbers == used[0]).all():

@@ -69,7 +69,7 @@ def _torch_dtype(array: npt.NDArray[Any]) -> torch.dtype:
 
 
 class Download:
-    """Copies tensors to the host without waiting for the device; on a CPU there is no copy."""
+    """Copies tensors to the host without waiting for the device."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         """Start the copies, after all earlier work."""
@@ -92,6 +92,6 @@ class Download:
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()  # the next step may overwrite it, as on a GPU
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Reads what a model can do besides generating, and how it makes vectors by default."""
+"""Reads which tasks a model supports, and how it makes vectors by default."""
 
 import json
 from pathlib import Path

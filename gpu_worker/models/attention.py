@@ -12,9 +12,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.lora.slots import SlottedAdapters
 from gpu_worker.lora.step_adapters import StepAdapters
 from kernels import ops
-from kernels.sequences import Sequences
+from kernels.sequences import Sequences, SharedPrefixes
 
 Prepare: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Callable[["AttentionMetadata"], None]]
 """Makes a function that attends to a step's sequences, from a query `[T, H, D]` to an output."""
@@ -47,7 +48,7 @@ class AttentionMetadata:
     """Number of sequences with one token; these come first."""
     wanted: "WantedTokens | None" = None
     """Tokens whose final hidden states are wanted; None: all."""
-    adapters: StepAdapters | None = None
+    adapters: StepAdapters | SlottedAdapters | None = None
     """LoRA adapters of the tokens; None if no token has one."""
     token_types: torch.Tensor | None = None
     """int64[T]: 1 for tokens of the second text of a pair; None: there are none."""
@@ -56,6 +57,8 @@ class AttentionMetadata:
     and also in sequences if a group has chunks, because each chunk of the window then counts as a
     separate sequence. This object has the slots and tables of the first group. Empty: there is one
     group."""
+    shared: SharedPrefixes | None = None
+    """The beginnings that decodes share; None: each attends to its own."""
     attend_between: AttendBetween | None = None
     """Takes the attention of each layer while graphs without attention are captured. Then only
     `slot_mapping` is valid, because the steps that replay the graphs have other sequences."""
@@ -79,7 +82,7 @@ class AttentionMetadata:
         if self.num_decodes == 0:
             return None
         which = slice(self.num_decodes)
-        return Sequences(self.block_tables[which], self.seq_lens[which])
+        return Sequences(self.block_tables[which], self.seq_lens[which], shared=self.shared)
 
     @cached_property
     def chunks(self) -> Sequences | None:
@@ -121,7 +124,7 @@ class Decoder(Protocol):
         """Hidden states `[N, E]` of the N wanted tokens; stores all tokens' K and V in the pool."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32[S, V] from hidden states `[S, E]`."""
+        """`[S, V]` from hidden states `[S, E]`: float32, or on a GPU 16 bits."""
 
 
 def paged_attention(
@@ -205,8 +208,8 @@ def attend(
 
     def prepare(query: torch.Tensor, out: torch.Tensor) -> Callable[[AttentionMetadata], None]:
         caches = key_cache, value_cache
-        attend_chunks = ops.prepare_prefill(query, *caches, scale, out=out, **options)
-        attend_decodes = ops.prepare_decode(query, *caches, scale, out=out, **options)
+        attend_chunks = pool.attention.prepare_prefill(query, *caches, scale, out=out, **options)
+        attend_decodes = pool.attention.prepare_decode(query, *caches, scale, out=out, **options)
 
         def attend_to(step: AttentionMetadata) -> None:
             step = step.in_layer(pool, layer)

@@ -36,7 +36,7 @@ _ACTIVATIONS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig(ModelConfig):
-    """The fields that an encoder needs besides `ModelConfig`, which has no layers with KV here."""
+    """Adds an encoder's fields to `ModelConfig`. An encoder has no layers with KV."""
 
     hidden_size: int
     intermediate_size: int

@@ -29,6 +29,8 @@ class ModelConfig:
     latent_dim: int | None = None
     """With multi-head latent attention: a value is the first `latent_dim` numbers of its key, so it
     is not stored; None: values are stored."""
+    has_exact_keys: bool = False
+    """Its keys hold positions, as with ALiBi, so KV must not be rounded to 8 bits."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json; may be empty."""
     windows: tuple[KvWindow, ...] = ()

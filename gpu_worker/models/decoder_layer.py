@@ -4,14 +4,16 @@ Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden s
 intermediate size, `X` experts, `N` experts per token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 
-from gpu_worker.weights.linear import Linear
+from gpu_worker.weights import gpu_linear
+from gpu_worker.weights.linear import Linear, PlainLinear
 from kernels import ops
+from kernels.grouped_maps import GroupedMaps
 
 FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
@@ -98,6 +100,66 @@ class Experts:
         by_token[order] = outputs
         weighted = by_token.view(num_tokens, num_chosen, -1) * shares.unsqueeze(-1)
         return weighted.sum(1).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedExperts:
+    """As `Experts`, by two products over all experts; never waits for the device.
+
+    Only the device knows where each expert's tokens end, so a graph serves any tokens.
+    """
+
+    route: Route
+    gate_up: GroupedMaps
+    down: GroupedMaps
+    numbers: torch.Tensor
+    """int64[X]: those of the experts."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Experts`."""
+        shares, chosen = self.route(x)
+        num_tokens, num_chosen = chosen.shape
+        by_expert, order = chosen.flatten().sort(stable=True)  # [T * N]
+        ends = torch.searchsorted(by_expert, self.numbers, right=True, out_int32=True)  # [X]
+        by_token = self._products(x, ends, order // num_chosen, order)
+        weighted = by_token.view(num_tokens, num_chosen, -1) * shares.unsqueeze(-1)
+        return weighted.sum(1).to(x.dtype)
+
+    def _products(
+        self, x: torch.Tensor, ends: torch.Tensor, sources: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        num_rows = len(sources)
+        wide = ops.grouped_linear(x, self.gate_up, ends, sources, None, num_rows, None)
+        gated = ops.silu_mul(wide)
+        return ops.grouped_linear(gated, self.down, ends, None, places, num_rows, None)
+
+    def compile(self) -> None:
+        """Launch each variant of the kernel once, so that none is compiled while serving."""
+        from kernels.triton.grouped_linear import fewest_rows  # noqa: PLC0415  needs Triton
+
+        weight = self.gate_up.weights[0]
+        assert weight is not None, "every expert has a weight"
+        for num_rows in fewest_rows(len(self.numbers)):
+            places = self.numbers.new_zeros(num_rows)
+            self._products(weight[:1], torch.zeros_like(self.gate_up.sizes), places, places)
+
+
+def make_experts(route: Route, experts: Sequence[GatedMlp]) -> Experts | GroupedExperts:
+    """The experts in the device's fastest form: on a GPU grouped, unless they are quantized."""
+    gate_up = [each.gate_up.weight for each in experts if _is_plain(each.gate_up)]
+    down = [each.down.weight for each in experts if _is_plain(each.down)]
+    device = gate_up[0].device if gate_up else None
+    num_plain = len(gate_up), len(down)
+    if device is None or num_plain != (len(experts),) * 2 or not gpu_linear.is_here(device):
+        return Experts(route, tuple(experts))
+    numbers = torch.arange(len(experts), device=device)
+    grouped = GroupedExperts(route, GroupedMaps.of(gate_up), GroupedMaps.of(down), numbers)
+    grouped.compile()
+    return grouped
+
+
+def _is_plain(linear: Linear) -> TypeGuard[PlainLinear]:
+    return isinstance(linear, PlainLinear) and linear.bias is None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,11 +15,11 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, attend
 from gpu_worker.models.decoder_layer import (
     DecoderLayer,
-    Experts,
     FeedForward,
     GatedMlp,
     LikeliestExperts,
     QkNorm,
+    make_experts,
 )
 from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig, split_llama_config
 from gpu_worker.models.native_layers import NativeLayers
@@ -128,7 +128,7 @@ class LlamaDecoder:
         return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token: final hidden states `[S, E]` to float32 `[S, V]`.
+        """Logits of the next token: final hidden states `[S, E]` to `[S, V]`.
 
         Before the last stage: `[S, 0]`.
         """
@@ -136,7 +136,8 @@ class LlamaDecoder:
             return hidden[:, :0].float()
         if isinstance(self.lm_head, PackedLinear):
             return self.lm_head(hidden, torch.float32)
-        return self.lm_head(hidden).float()
+        logits = self.lm_head(hidden)
+        return logits if logits.is_cuda else logits.float()  # a GPU samples from 16 bits as well
 
     @cached_property
     def _native(self) -> NativeLayers | None:
@@ -280,9 +281,9 @@ def _experts(
     names = "w1", "w3", "w2"
     # Never quantized: it is small, and a rounded router would choose other experts.
     router = weights.tensor(f"{module}.gate.weight", experts.num_experts, config.hidden_size)
-    return Experts(
-        route=LikeliestExperts(make_linear(router, None), experts.num_per_token),
-        experts=tuple(
+    return make_experts(
+        LikeliestExperts(make_linear(router, None), experts.num_per_token),
+        tuple(
             _gated_mlp(config, f"{module}.experts.{index}", names, weights)
             for index in range(experts.num_experts)
         ),

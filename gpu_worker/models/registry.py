@@ -22,6 +22,7 @@ from gpu_worker.models.llama_config import (
 )
 from gpu_worker.models.neox import build_neox
 from gpu_worker.models.neox_config import read_neox_config, split_neox_config
+from gpu_worker.models.text_part import has_text_part, name_alone, text_part
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.shards import Place
 from gpu_worker.weights.json_fields import JsonFields, ModelError, UnsupportedError, read_json
@@ -107,6 +108,7 @@ class _CheckpointSource:
                 what = f"a model-class of yours, {what},"
             raise _not_shared(what, place)
         self._stored = read_stored_format(fields)
+        self._is_part = has_text_part(read_json(directory / "config.json"))
         self._is_dummy = is_dummy
         self._quantization = quantization
         self._directory = directory
@@ -140,6 +142,7 @@ class _CheckpointSource:
             self._quantization,
             ranks,
             self._stored,
+            name_alone if self._is_part else lambda name: name,
         )
 
 
@@ -164,7 +167,10 @@ def open_model(
         ModelError: A file or field is missing, malformed, or asks for something unsupported, or
             there is no such class.
     """
-    fields = read_json(directory / "config.json")
+    whole = read_json(directory / "config.json")
+    fields = text_part(whole)
+    if fields is not whole:
+        _log.info("the model's text part is served alone", architecture=read_architecture(whole))
     if model_class and model_class != _TRANSFORMERS:
         family = _import_family(model_class)
         return _CheckpointSource(directory, fields, family, quantization, place, is_dummy=is_dummy)

@@ -163,5 +163,5 @@ def run_rank(member: Member) -> NoReturn:
             follower.follow(executor, limits)
         except ModelError as error:
             follower.fail(str(error))
-        except Exception as error:  # noqa: BLE001 - without this rank the others cannot go on
+        except Exception as error:  # noqa: BLE001 - without this rank the others cannot continue
             follower.fail(repr(error))

@@ -33,7 +33,12 @@ class Sampling(Protocol):
     def release(self, rows: Sequence[int]) -> None: ...
 
     def sample(
-        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, num_outputs: Int64Array
+        self,
+        logits: torch.Tensor,
+        rows: Int64Array,
+        positions: Int64Array,
+        num_outputs: Int64Array,
+        likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Sampled: ...
 
     def forced(self, rows: Int64Array) -> ForcedTokens | None: ...
@@ -63,9 +68,14 @@ class SharedSampler:
         """None: the other ranks do not know the grammars."""
 
     def sample(
-        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, num_outputs: Int64Array
+        self,
+        logits: torch.Tensor,
+        rows: Int64Array,
+        positions: Int64Array,
+        num_outputs: Int64Array,
+        likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Sampled:
-        sampled = self._sampler.sample(logits, rows, positions, num_outputs)
+        sampled = self._sampler.sample(logits, rows, positions, num_outputs, likeliest)
         goes_on = sampled.is_finite
         if len(sampled.stuck):
             (stuck,) = upload([sampled.stuck], goes_on.device)
@@ -94,10 +104,15 @@ class ReceivedSamples:
         """Nothing to forget."""
 
     def sample(
-        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, num_outputs: Int64Array
+        self,
+        logits: torch.Tensor,
+        rows: Int64Array,
+        positions: Int64Array,
+        num_outputs: Int64Array,
+        likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Sampled:
         """Receive rank 0's tokens; a row that cannot continue is marked as not finite."""
-        del positions, num_outputs
+        del positions, num_outputs, likeliest
         shared = torch.empty(2, len(rows), dtype=torch.int64, device=logits.device)
         self._ranks.share(shared)
         return Sampled(shared[0], shared[1].bool(), None, np.empty(0, np.int64))

@@ -29,7 +29,8 @@ from kernels import ops
 from kernels.cpu.ops import draw as draw_of_all
 
 _MIN_TEMPERATURE = np.float32(1e-30)
-"""Keeps the division finite. So close to 0, the most likely token has all the weight anyway."""
+"""Keeps the division finite. Below this temperature the most likely token has all the weight, so
+greedy sampling is equal."""
 _LEAST: Final = torch.finfo(torch.float32).min
 _LEAST_LOG: Final = -87.0
 """Exponentials of lower numbers are subnormal float32, and slow."""
@@ -74,22 +75,30 @@ class Sampler:
             self._structured.release(rows)
 
     def sample(
-        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, num_outputs: Int64Array
+        self,
+        logits: torch.Tensor,
+        rows: Int64Array,
+        positions: Int64Array,
+        num_outputs: Int64Array,
+        likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Sampled:
         """Sample the next token of each sequence, and count it where penalties need that.
 
         Args:
-            logits: float32[S, V] on the device; changed.
+            logits: float32[S, V] on the device; changed. On a GPU also of 16 bits.
             rows: int64[S]. A row may occur several times, at ascending positions, if it has neither
                 penalties nor a grammar.
             positions: int64[S], the new token's index in its sequence.
             num_outputs: int64[S], output tokens of the sequence so far.
+            likeliest: What `ops.greedy` found in the logits, if a graph has computed it; the tokens
+                may be changed, and returned.
         """
         table = self.table
-        is_finite = finite_rows(logits)
+        maxima, is_finite = self._likeliest(logits) if likeliest is None else likeliest
         if table.is_plain[rows].all():  # true in most steps
-            token_ids, stuck = self._choose_admitted(logits, rows, positions)
+            token_ids, stuck = self._choose_admitted(logits, rows, positions, maxima)
             return Sampled(token_ids, is_finite, None, stuck)
+        logits = logits.float()
         raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
         if len(places):
             (index,) = upload([places], self._device)
@@ -101,7 +110,7 @@ class Sampler:
         self._add_bias(logits, rows)
         self._suppress_ends(logits, rows, num_outputs)
         self._suppress_others(logits, rows)
-        token_ids, stuck = self._choose_admitted(logits, rows, positions)
+        token_ids, stuck = self._choose_admitted(logits, rows, positions, None)
         logprobs = None
         if raw_logprobs is not None:
             logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
@@ -187,28 +196,49 @@ class Sampler:
         logits.index_fill_(0, limited, -torch.inf)
         logits.index_put_((index, token_ids), kept)
 
+    def _likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The tokens of the maxima, int64[S]; and bool[S], which rows are finite.
+
+        A GPU learns both in one pass. On a CPU the first is None: another pass is cheap.
+        """
+        return ops.greedy(logits) if logits.is_cuda else (None, finite_rows(logits))
+
     def _choose_admitted(
-        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array
+        self,
+        logits: torch.Tensor,
+        rows: Int64Array,
+        positions: Int64Array,
+        likeliest: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Int64Array]:
         """As `_choose`, within the grammars; also returns the indexes of stuck sequences."""
         if self._structured is not None and self._structured.has_any:
             (places,) = self.table.has_grammar[rows].nonzero()
             if len(places):
+                logits = logits.float()
                 stuck = self._structured.restrict(logits, rows[places].tolist(), places)
-                return self._choose(logits, rows, positions, is_suppressed=True), stuck
+                return self._choose(logits, rows, positions, None, is_suppressed=True), stuck
         is_limited = bool(self.table.is_limited[rows].any())
-        return self._choose(logits, rows, positions, is_suppressed=is_limited), NO_SEQUENCES
+        return self._choose(
+            logits, rows, positions, likeliest, is_suppressed=is_limited
+        ), NO_SEQUENCES
 
     def _choose(
-        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, *, is_suppressed: bool
+        self,
+        logits: torch.Tensor,
+        rows: Int64Array,
+        positions: Int64Array,
+        likeliest: torch.Tensor | None,
+        *,
+        is_suppressed: bool,
     ) -> torch.Tensor:
         """int64[S]: the most likely token or a draw, by the final logits.
 
-        `is_suppressed`: whether many logits may be -inf.
+        `likeliest`: the most likely tokens, if they are known. `is_suppressed`: whether many logits
+        may be -inf.
         """
         drawn = self.table.temperature[rows].nonzero()[0]
         if not len(drawn):
-            return _argmax(logits)
+            return _argmax(logits) if likeliest is None else likeliest
         draw_tokens = (
             self._draw_by_kernel
             if logits.is_cuda
@@ -216,7 +246,7 @@ class Sampler:
         )
         if len(drawn) == len(rows):
             return draw_tokens(logits, drawn, rows, positions)
-        token_ids = _argmax(logits)
+        token_ids = _argmax(logits) if likeliest is None else likeliest
         (index,) = upload([drawn], self._device)
         drawn_ids = draw_tokens(logits, drawn, rows[drawn], positions[drawn])
         return token_ids.index_copy_(0, index, drawn_ids)
@@ -289,7 +319,7 @@ class Sampler:
         )
         if len(rows) < len(logits):
             logits = logits.index_select(0, index)
-        return ops.sample(logits, *given)
+        return ops.sample(logits.float(), *given)
 
     def _logprobs(
         self,

@@ -72,7 +72,7 @@ class ModelDrafter:
     @torch.inference_mode()
     def capture_decodes(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture graphs for all guesses of a row but the first; see `ModelRunner`."""
-        graphs = DecodeGraphs(self._model.forward, self._pool, self._limits, self._last_token_ids)
+        graphs = DecodeGraphs(self._model, self._pool, self._limits, self._last_token_ids)
         graphs.capture(backend, report)
         self._decodes = graphs
 
@@ -176,8 +176,6 @@ class ModelDrafter:
 
     def _forward(self, rows: Rows, scheduled: ScheduledRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states `[N, E]` to sample from, and their rows."""
-        if self._decodes is not None and self._decodes.takes(scheduled):
-            return self._decodes.replay(rows, scheduled)
         is_all_known = scheduled.num_decodes == 0
         if self._pieces is not None and self._pieces.takes(scheduled):
             replayed = self._pieces.replay(rows, scheduled, is_all_known=is_all_known)
@@ -194,11 +192,17 @@ class ModelDrafter:
 
     def _draw(self, rows: Rows, scheduled: ScheduledRows, sampler: Sampler) -> torch.Tensor:
         """int64[S] on the device: the token that the sampler draws for each scheduled row."""
-        hidden, sampling_rows = self._forward(rows, scheduled)
         positions = scheduled.positions
         num_outputs = positions - rows.num_prompt[scheduled.rows]
-        logits = self._model.logits(hidden)
-        token_ids = sampler.sample(logits, scheduled.rows, positions, num_outputs).token_ids
+        likeliest = None
+        if self._decodes is not None and self._decodes.takes(scheduled):
+            decoded = self._decodes.replay(rows, scheduled)
+            sampling_rows, logits, likeliest = decoded.rows, decoded.logits, decoded.likeliest
+        else:
+            hidden, sampling_rows = self._forward(rows, scheduled)
+            logits = self._model.logits(hidden)
+        sampled = sampler.sample(logits, scheduled.rows, positions, num_outputs, likeliest)
+        token_ids = sampled.token_ids.clone()  # later guesses overwrite a graph's
         self._last_token_ids.index_copy_(0, sampling_rows, token_ids)
         return token_ids
 

@@ -27,6 +27,14 @@ class Forward(Protocol):
         """Hidden states `[T, E]`; a graph's metadata wants all tokens."""
 
 
+class PiecesError(Exception):
+    """A model's forward pass cannot be captured in pieces."""
+
+
+class LostRankError(Exception):
+    """A rank failed where the others wait for it: its process must end, which ends theirs."""
+
+
 class GraphBackend(Protocol):
     """Captures graphs."""
 
@@ -83,7 +91,7 @@ class GraphsOfAll:
 
     Ranks communicate within a step, so either all of them replay it, with the same padding, or none
     does. They decide from the same StepBatch, and have the same graphs. In the run before a capture
-    they communicate, too: if it fails in one alone, the others wait until that one's process ends.
+    they communicate, too.
     Not run on hardware yet.
     """
 
@@ -93,11 +101,31 @@ class GraphsOfAll:
         self.alias = backend.alias
 
     def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
-        """See `GraphBackend`; all ranks call this with the same computation."""
+        """See `GraphBackend`; all ranks call this with the same computation.
+
+        Raises:
+            LostRankError: The run before the capture failed, perhaps in this rank alone.
+        """
+        has_run = False
+
+        def watched(between: Between) -> None:
+            nonlocal has_run
+            try:
+                compute(between)
+            except PiecesError:  # by the model alone, so all ranks raise it
+                raise
+            except Exception as raised:
+                if has_run:  # the others do not wait during a capture
+                    raise
+                raise LostRankError("the run before a capture failed") from raised
+            has_run = True
+
         error: Exception | None = None
         replay: Callable[[], object] | None = None
         try:
-            replay = self._backend.capture(compute)
+            replay = self._backend.capture(watched)
+        except LostRankError:
+            raise
         except Exception as raised:  # noqa: BLE001 - the other ranks must know, whatever it is
             error = raised
         (is_captured,) = self._ranks.least(float(error is None))

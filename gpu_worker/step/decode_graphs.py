@@ -1,9 +1,9 @@
 """Decode steps captured as CUDA graphs, one per batch size, and replayed.
 
 A graph runs the same kernels on the same addresses. So a step's inputs are copied to fixed
-addresses, in one copy; its hidden states appear at a fixed address; and kernels read the amount of
-work from the device. A step with fewer sequences than its graph is filled up with *padding rows*:
-length 0, stored nowhere, results ignored.
+addresses, in one copy; its logits, and the likeliest tokens, appear at fixed addresses; and kernels
+read the amount of work from the device. A step with fewer sequences than its graph is filled up
+with *padding rows*: length 0, stored nowhere, results ignored.
 
 Symbols: `S` sequences of a graph, `N` of a step, `M` blocks of the longest block table, `E` hidden
 size.
@@ -11,20 +11,25 @@ size.
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from contract.worker_limits import Limits
+from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.memory.transfer import packed_bytes, upload_into
-from gpu_worker.models.attention import AttentionMetadata
-from gpu_worker.step.cuda_graphs import Between, Forward, GraphBackend
+from gpu_worker.models.attention import AttentionMetadata, Decoder
+from gpu_worker.step.cuda_graphs import Between, GraphBackend
 from gpu_worker.step.input_batch import with_groups
 from gpu_worker.step.rows import Rows, ScheduledRows
-from kernels import PAD_SLOT
+from gpu_worker.step.shared_prefixes import find_shared
+from kernels import PAD_SLOT, ops
+from kernels.sequences import SharedPrefixes
 
 _STEP = 8
+_T = TypeVar("_T")
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -40,6 +45,20 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*sizes, max_num_seqs)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoded:
+    """What a graph computed."""
+
+    hidden: torch.Tensor
+    """`[N, E]`, final."""
+    rows: torch.Tensor
+    """int64[N]: the row of each."""
+    logits: torch.Tensor
+    """`[N, V]`."""
+    likeliest: tuple[torch.Tensor, torch.Tensor] | None
+    """As `ops.greedy` returns them; None before the last stage of a pipeline."""
+
+
 class DecodeGraphs:
     """Computes steps in which every sequence decodes. Called from one thread.
 
@@ -48,20 +67,32 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, forward: Forward, pool: Any, limits: Limits, last_token_ids: torch.Tensor
+        self,
+        model: Decoder,
+        pool: Any,
+        limits: Limits,
+        last_token_ids: torch.Tensor,
+        adapters: AdapterSlots | None = None,
+        *,
+        shares_prefixes: bool = False,
     ) -> None:
         """Allocate the graphs' inputs and outputs, at fixed addresses.
 
         Args:
-            forward: The model's forward pass.
+            model: The model; graphs have its forward pass and its logits.
             pool: The KV memory.
             limits: The worker's limits.
             last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
+            adapters: The graphs add these; None: they are for rows without adapters.
+            shares_prefixes: Whether sequences attend once to blocks that they share; only with one
+                KV group.
         """
-        self._forward = forward
+        self._shares_prefixes = shares_prefixes
+        self._model = model
         self._pool = pool
         self._block_size = limits.block_size
         self._last_token_ids = last_token_ids
+        self._adapters = adapters
         self.sizes = graph_sizes(limits.max_num_seqs)
         self._replays: dict[int, Callable[[], object]] = {}
         num_rows, width = limits.max_num_seqs, limits.max_table_len
@@ -73,7 +104,9 @@ class DecodeGraphs:
             self._num_groups, num_rows, limits.max_blocks_per_row, dtype=torch.int32, device=device
         )
         self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        self._hidden: torch.Tensor | None = None  # [max_num_seqs, E], after the first run
+        # Of the largest size, after the first run: hidden states, and what is in their logits.
+        self._results: tuple[torch.Tensor, ...] = ()
+        self._logits: dict[int, torch.Tensor] = {}  # by size, in the graphs' own memory
 
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture all sizes, and report the fraction done; errors of the backend pass through.
@@ -82,17 +115,17 @@ class DecodeGraphs:
         """
         for done, size in enumerate(reversed(self.sizes)):
             report(done / len(self.sizes))
-            self._replays[size] = backend.capture(self._computation(size))
+            self._replays[size] = backend.capture(self._computation(size, backend))
 
     def rehearse(self) -> None:
         """Compute a step of the largest size without a graph, for measuring its memory."""
-        self._computation(self.sizes[-1])(lambda work: work())
+        self._computation(self.sizes[-1], None)(lambda work: work())
 
     def takes(self, scheduled: ScheduledRows) -> bool:
         """Whether all sequences of the step decode."""
         return 0 < scheduled.num_decodes == len(scheduled.rows)
 
-    def replay(self, rows: Rows, scheduled: ScheduledRows) -> tuple[torch.Tensor, torch.Tensor]:
+    def replay(self, rows: Rows, scheduled: ScheduledRows) -> Decoded:
         """Compute a step for which `takes` is true, without waiting for the device.
 
         Args:
@@ -100,15 +133,15 @@ class DecodeGraphs:
             scheduled: What `apply` returned.
 
         Returns:
-            The final hidden states, `[N, E]`, and their rows, int64[N]; on the device, valid until
-            the next step.
+            What was computed, on the device; valid until the next step.
         """
         num_seqs = len(scheduled.rows)
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
         positions = scheduled.starts  # [N]: a decode's only token
         blocks = rows.blocks_of(scheduled.rows, positions // self._block_size).astype(np.int64)
         width = int(positions.max()) // self._block_size + 1
-        row_numbers, places, seq_lens, *slot_mappings = inputs = self._padding(size)
+        row_numbers, places, seq_lens, *rest = inputs = self._padding(size)
+        slot_mappings, shared, _ = self._parted(rest)
         row_numbers[:num_seqs] = scheduled.rows
         places[:num_seqs] = positions
         seq_lens[:num_seqs] = positions + 1
@@ -116,19 +149,28 @@ class DecodeGraphs:
         for group, slot_mapping in enumerate(slot_mappings):
             of_group = blocks[group :: self._num_groups]
             slot_mapping[:num_seqs] = of_group * self._block_size + offsets
+        if self._adapters is not None:
+            inputs[-2:] = self._adapters.group(rows.adapter[scheduled.rows], size)
         tables = rows.block_tables[scheduled.rows, : width * self._num_groups]  # [N, width * G]
+        if shared:
+            found = find_shared(tables, seq_lens[:num_seqs], self._block_size)
+            for padded, array in zip(shared, found, strict=True):
+                padded[: len(array)] = array
         on_device = upload_into(self._inputs, [*inputs, tables])
         # The step's tables are narrower than the graphs': columns beyond `width` are stale, and
         # never read.
         of_groups = on_device[-1].view(num_seqs, width, self._num_groups).permute(2, 0, 1)
         self._block_tables[:, :num_seqs, :width].copy_(of_groups)
         self._replays[size]()
-        assert self._hidden is not None, "a graph was captured"
-        return self._hidden[:num_seqs], on_device[0][:num_seqs]
+        hidden, *maxima = (each[:num_seqs] for each in self._results)
+        likeliest = (maxima[0], maxima[1]) if maxima else None
+        return Decoded(hidden, on_device[0][:num_seqs], self._logits[size][:num_seqs], likeliest)
 
-    def _computation(self, size: int) -> Callable[[Between], None]:
+    def _computation(self, size: int, backend: GraphBackend | None) -> Callable[[Between], None]:
         """The computation of a graph of S = `size`, from the inputs to the hidden states."""
-        rows, positions, seq_lens, *slots = upload_into(self._inputs, self._padding(size))
+        rows, positions, seq_lens, *rest = upload_into(self._inputs, self._padding(size))
+        slots, shared, grouping = self._parted(rest)
+        adapters = None if self._adapters is None else self._adapters.onto_tokens(*grouping)
         tables = [of_group[:size] for of_group in self._block_tables]
 
         def compute(_: Between) -> None:
@@ -140,21 +182,47 @@ class DecodeGraphs:
                 query_start_loc=self._query_start_loc[: size + 1],
                 max_query_len=1,
                 num_decodes=size,
+                adapters=adapters,
+                shared=SharedPrefixes(*shared) if shared else None,
             )
             metadata = with_groups(metadata, slots, tables)
             token_ids = self._last_token_ids.index_select(0, rows)
-            hidden = self._forward(token_ids, positions, self._pool, metadata)
-            if self._hidden is None:
-                self._hidden = hidden.new_empty(self.sizes[-1], hidden.shape[1])
-            self._hidden[:size].copy_(hidden)
+            hidden = self._model.forward(token_ids, positions, self._pool, metadata)
+            logits = self._model.logits(hidden)
+            self._logits[size] = logits if backend is None else backend.alias(logits)
+            results = [hidden]
+            if logits.shape[1]:  # a stage of a pipeline has none, unless it is the last
+                results += ops.greedy(logits)
+            if not self._results:
+                num_rows = self.sizes[-1]
+                self._results = tuple(each.new_empty(num_rows, *each.shape[1:]) for each in results)
+            for result, each in zip(self._results, results, strict=True):
+                result[:size].copy_(each)
 
         return compute
 
+    def _parted(self, rest: list[_T]) -> tuple[list[_T], list[_T], list[_T]]:
+        """Part what `_padding` returns behind the lengths: slots, shared prefixes, adapters."""
+        end = len(rest) - (0 if self._adapters is None else 2)
+        return rest[: self._num_groups], rest[self._num_groups : end], rest[end:]
+
     def _padding(self, size: int) -> list[np.ndarray[Any, np.dtype[Any]]]:
-        """Inputs of padding rows: rows, positions int64[S], lengths int32[S], slots int64[S]..."""
+        """Inputs of padding rows: rows, positions int64[S], lengths int32[S], slots int64[S]...
+
+        Then the fields of `SharedPrefixes`, if prefixes are shared; and with adapters what
+        `AdapterSlots.group` returns.
+        """
+        shared: list[np.ndarray[Any, np.dtype[Any]]] = []
+        if self._shares_prefixes:
+            nothing = np.zeros((size, 1), np.int32), np.zeros(size, np.int32)
+            shared = list(find_shared(*nothing, self._block_size))
+        no_rows = np.empty(0, np.int64)
+        grouping = () if self._adapters is None else self._adapters.group(no_rows, size)
         return [
             np.zeros(size, np.int64),
             np.zeros(size, np.int64),
             np.zeros(size, np.int32),
             *(np.full(size, PAD_SLOT, np.int64) for _ in range(self._num_groups)),
+            *shared,
+            *grouping,
         ]

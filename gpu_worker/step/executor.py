@@ -22,6 +22,7 @@ from gpu_worker import metrics
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.lora.step_adapters import NO_ADAPTERS, AdapterTable
 from gpu_worker.memory.elastic import OutOfMemoryError, VirtualMemoryError
 from gpu_worker.models.attention import Decoder
@@ -91,6 +92,7 @@ class Executor:
         ranks: Ranks | None = None,
         drafter: Drafter | None = None,
         adapters: Mapping[int, Adapter] = NO_ADAPTERS,
+        slots: AdapterSlots | None = None,
         *,
         takes_parts: bool = True,
     ) -> None:
@@ -98,6 +100,7 @@ class Executor:
 
         `host_pool` is for swaps, `disk_pool` for stores and loads, `structured` for grammars,
         `ranks` are the other devices of the model, `drafter` guesses tokens (on one device only).
+        `slots` let steps with `adapters`, or with those added later, run as graphs.
         `takes_parts`: whether the model can compute a step in parts, where memory is short.
         """
         self._pool = pool
@@ -109,7 +112,7 @@ class Executor:
         self._structured = structured
         self._moves = BlockMoves(pool, host_pool, disk_pool, self.labels, device, ranks)
         sampler = Sampler(limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured)
-        self._adapters = AdapterTable(adapters, self.rows.adapters_in_use)
+        self._adapters = AdapterTable(adapters, self.rows.adapters_in_use, slots)
         self._sampler: Sampling = sampler if ranks is None else share_sampling(sampler, ranks)
         self._speculation = (
             None if drafter is None else Speculation(drafter, limits, self.rows, sampler)
@@ -124,16 +127,28 @@ class Executor:
             takes_parts=takes_parts and ranks is None,
             is_all_known=drafter is not None,
             adapters=self._adapters.by_number,
+            slots=slots,
         )
         self._busy = BusyClock(device)
 
     @torch.inference_mode()
-    def capture_decodes(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
-        self._model_runner.capture_decodes(backend, report)
+    def capture_decodes(
+        self,
+        backend: GraphBackend,
+        report: Callable[[float], None],
+        *,
+        shares_prefixes: bool = False,
+        has_adapters: bool = False,
+    ) -> None:
+        self._model_runner.capture_decodes(
+            backend, report, shares_prefixes=shares_prefixes, has_adapters=has_adapters
+        )
 
     @torch.inference_mode()
-    def capture_pieces(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
-        self._model_runner.capture_pieces(backend, report)
+    def capture_pieces(
+        self, backend: GraphBackend, report: Callable[[float], None], *, has_adapters: bool = False
+    ) -> None:
+        self._model_runner.capture_pieces(backend, report, has_adapters=has_adapters)
 
     @property
     def max_in_flight(self) -> int:

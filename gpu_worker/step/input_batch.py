@@ -14,6 +14,7 @@ import torch
 from contract.arrays import Int32Array, Int64Array
 from contract.worker_limits import Chunk
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.slots import AdapterSlots, SlottedAdapters
 from gpu_worker.lora.step_adapters import NO_ADAPTERS, StepAdapters, step_adapters
 from gpu_worker.memory.transfer import upload
 from gpu_worker.models.attention import AttentionMetadata, WantedTokens
@@ -151,6 +152,7 @@ def build_input_batch(
     *,
     is_all_known: bool = False,
     adapters: Mapping[int, Adapter] = NO_ADAPTERS,
+    slots: AdapterSlots | None = None,
 ) -> InputBatch:
     """Gather a step's inputs, without waiting for the device.
 
@@ -162,6 +164,7 @@ def build_input_batch(
         is_all_known: Whether `rows` has the values of all tokens; `last_token_ids` is then not
             read.
         adapters: The worker's adapters, by number.
+        slots: Those that they have on a GPU.
     """
     host = gather(rows, scheduled, block_size)
     num_groups, positions = rows.num_groups, host.positions
@@ -180,14 +183,14 @@ def build_input_batch(
     for each in pieces:
         arrays += [each.seq_lens, each.starts]
     numbers = rows.adapter[host.row_of_token] if adapters else _NONE  # [T]
-    of_all = step_adapters(numbers, adapters, last_token_ids.device)
-    of_wanted_ones: StepAdapters | None = None
+    of_all = step_adapters(numbers, adapters, last_token_ids.device, slots)
+    of_wanted_ones: StepAdapters | SlottedAdapters | None = None
     wanted_starts: Int32Array | None = None
     of_pieces: list[Int64Array] = []
     if len(scheduled.sampling) < len(positions):
         places, wanted_starts = places_before_sampled(scheduled, host.starts)
         if of_all is not None:
-            of_wanted_ones = step_adapters(numbers[places], adapters, last_token_ids.device)
+            of_wanted_ones = step_adapters(numbers[places], adapters, last_token_ids.device, slots)
         arrays += [places, wanted_starts, *(of_group[places] for of_group in host.slots)]
         # The wanted tokens of a piece are its last ones.
         of_pieces = [np.searchsorted(places, each.starts) for each in pieces]
@@ -286,7 +289,7 @@ def known_token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array)
 def _wanted(
     metadata: AttentionMetadata,
     starts: Int32Array,  # [S + 1]: where each sequence's wanted tokens start among them
-    adapters: StepAdapters | None,
+    adapters: StepAdapters | SlottedAdapters | None,
     places: torch.Tensor,
     query_start_loc: torch.Tensor,
     *slots: torch.Tensor,  # by KV group

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -11,13 +11,14 @@ from contract.arrays import Int64Array
 from contract.worker_limits import Limits
 from gpu_worker import metrics
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.lora.step_adapters import NO_ADAPTERS
 from gpu_worker.models.attention import AttentionMetadata, Decoder
 from gpu_worker.parallel.shared_sampling import Sampling
 from gpu_worker.sampling.sampled_tokens import Sampled
 from gpu_worker.sampling.sampler import sample_others
 from gpu_worker.step.cuda_graphs import GraphBackend
-from gpu_worker.step.decode_graphs import DecodeGraphs
+from gpu_worker.step.decode_graphs import Decoded, DecodeGraphs
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
 from gpu_worker.step.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.step.pooling import Pooler, sample_or_pool
@@ -28,6 +29,7 @@ from gpu_worker.weights.json_fields import ModelError
 from rpc.observe import timeline
 
 _log = structlog.get_logger()
+_G = TypeVar("_G", DecodeGraphs, PiecewiseGraphs)
 
 
 def forward(
@@ -62,8 +64,11 @@ class ModelRunner:
         takes_parts: bool,
         is_all_known: bool,
         adapters: Mapping[int, Adapter] = NO_ADAPTERS,
+        slots: AdapterSlots | None = None,
     ) -> None:
         """`adapters` maps rows' numbers to adapters; its owner changes it between steps.
+
+        `slots` are those of the adapters, if steps with adapters may run as graphs.
 
         `takes_parts` allows splitting a step when memory is short. It is False with several ranks,
         which would all have to split the step in the same way.
@@ -79,29 +84,46 @@ class ModelRunner:
         self._takes_parts = takes_parts
         self._is_all_known = is_all_known
         self._adapters = adapters
+        self._slots = slots
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._pooler = Pooler(sampler.table, model)
-        self._graphs: DecodeGraphs | None = None
-        self._pieces: PiecewiseGraphs | None = None
+        # By whether a row has an adapter.
+        self._decodes: dict[bool, DecodeGraphs] = {}
+        self._pieces: dict[bool, PiecewiseGraphs] = {}
         self._token_limit = TokenLimit()
 
-    def capture_decodes(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+    def capture_decodes(
+        self,
+        backend: GraphBackend,
+        report: Callable[[float], None],
+        *,
+        shares_prefixes: bool = False,
+        has_adapters: bool = False,
+    ) -> None:
         """Capture graphs for steps of decodes only. Called before the first step.
 
-        `report` gets the fraction done. Errors of the backend pass through; such steps then run
-        without these graphs.
+        Without `has_adapters`, no row of such a step may have an adapter. `report` gets the
+        fraction done. Errors of the backend pass through; such steps then run without these graphs.
+        For `shares_prefixes` see `DecodeGraphs`.
         """
-        graphs = DecodeGraphs(self._model.forward, self._pool, self._limits, self._last_token_ids)
+        captured = self._captured(has_adapters=has_adapters)
+        graphs = DecodeGraphs(self._model, *captured, shares_prefixes=shares_prefixes)
         graphs.capture(backend, report)
-        self._graphs = graphs
+        self._decodes[has_adapters] = graphs
 
-    def capture_pieces(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+    def capture_pieces(
+        self, backend: GraphBackend, report: Callable[[float], None], *, has_adapters: bool = False
+    ) -> None:
         """Capture graphs for steps of few tokens, as `capture_decodes`."""
-        pieces = PiecewiseGraphs(
-            self._model.forward, self._pool, self._limits, self._last_token_ids
-        )
+        pieces = PiecewiseGraphs(self._model.forward, *self._captured(has_adapters=has_adapters))
         pieces.capture(backend, report)
-        self._pieces = pieces
+        self._pieces[has_adapters] = pieces
+
+    def _captured(
+        self, *, has_adapters: bool
+    ) -> tuple[Any, Limits, torch.Tensor, AdapterSlots | None]:
+        slots = self._slots if has_adapters else None
+        return self._pool, self._limits, self._last_token_ids, slots
 
     def run(self, scheduled: ScheduledRows) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
         """Compute a step's tokens, sample, and score prompts that ask for it.
@@ -118,7 +140,8 @@ class ModelRunner:
         self, scheduled: ScheduledRows
     ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
         """As `run`; if memory is short, compute the step in parts, one after another."""
-        if self._is_replayed(scheduled) or self._token_limit.allows(scheduled.num_tokens):
+        is_graph = self._decode_graphs(scheduled) is not None
+        if is_graph or self._token_limit.allows(scheduled.num_tokens):
             try:
                 return self._run_at_once(scheduled)
             except torch.OutOfMemoryError as error:
@@ -143,28 +166,34 @@ class ModelRunner:
             scores += part_scores
         return tuple(sampled), tuple(scores)
 
-    def _is_replayed(self, scheduled: ScheduledRows) -> bool:
-        """Whether the step is one graph."""
-        if self._graphs is None or not self._graphs.takes(scheduled):
-            return False
-        return not self._has_adapters(scheduled)
+    def _decode_graphs(self, scheduled: ScheduledRows) -> DecodeGraphs | None:
+        """The graphs that compute the whole step, if any."""
+        graphs = self._of_adapters(self._decodes, scheduled)
+        return graphs if graphs is not None and graphs.takes(scheduled) else None
 
-    def _has_adapters(self, scheduled: ScheduledRows) -> bool:
-        return bool(self._adapters and self._rows.adapter[scheduled.rows].any())
+    def _of_adapters(self, graphs: Mapping[bool, _G], scheduled: ScheduledRows) -> _G | None:
+        """The graphs for a step whose rows have adapters, or for one without any."""
+        if not self._adapters:
+            return graphs.get(False)
+        numbers = self._rows.adapter[scheduled.rows]
+        if not numbers.any():
+            return graphs.get(False)
+        return graphs.get(True) if self._slots is not None and self._slots.have(numbers) else None
 
     def _run_at_once(
         self, scheduled: ScheduledRows
     ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
-        prompt_scores = None
-        if self._graphs is not None and self._is_replayed(scheduled):
+        prompt_scores = decoded = None
+        if (decodes := self._decode_graphs(scheduled)) is not None:
             with timeline.span("replay"):
-                hidden, sampling_rows = self._graphs.replay(self._rows, scheduled)
+                decoded = decodes.replay(self._rows, scheduled)
+            hidden, sampling_rows = decoded.hidden, decoded.rows
         else:
             hidden, sampling_rows, prompt_scores = self._forward(scheduled)
         scores = () if prompt_scores is None else (prompt_scores,)
         if not len(scheduled.sampling):
             return (), scores
-        return (self._sample(hidden, sampling_rows, scheduled),), scores
+        return (self._sample(hidden, sampling_rows, scheduled, decoded),), scores
 
     def _forward(
         self, scheduled: ScheduledRows
@@ -173,8 +202,8 @@ class ModelRunner:
         table = self._sampler.table
         is_scored = table.wants_prompt_logprobs[scheduled.rows].any()
         wants_all = is_scored or table.pools_all[scheduled.rows].any()
-        pieces = self._pieces
-        if pieces is not None and pieces.takes(scheduled) and not self._has_adapters(scheduled):
+        pieces = self._of_adapters(self._pieces, scheduled)
+        if pieces is not None and pieces.takes(scheduled):
             with timeline.span("replay"):
                 replayed = pieces.replay(self._rows, scheduled, is_all_known=self._is_all_known)
             of_all, sampling_rows = replayed.hidden, replayed.sampling_rows
@@ -188,6 +217,7 @@ class ModelRunner:
                     self._limits.block_size,
                     is_all_known=self._is_all_known,
                     adapters=self._adapters,
+                    slots=self._slots,
                 )
             metadata = replace(batch.metadata, wanted=None) if wants_all else batch.metadata
             if wants_all and table.pooling:
@@ -206,7 +236,11 @@ class ModelRunner:
         return hidden, sampling_rows, prompt_scores
 
     def _sample(
-        self, hidden: torch.Tensor, sampling_rows: torch.Tensor, scheduled: ScheduledRows
+        self,
+        hidden: torch.Tensor,
+        sampling_rows: torch.Tensor,
+        scheduled: ScheduledRows,
+        decoded: Decoded | None,
     ) -> Sampled:
         """Sample a token for each sampling row, and keep it on the device for the next step."""
         rows, positions = scheduled.rows[scheduled.sampling], scheduled.positions
@@ -221,16 +255,22 @@ class ModelRunner:
                 ),
             )
         else:
-            sampled = self._draw(hidden, rows, positions)
+            sampled = self._draw(hidden, rows, positions, decoded)
         if not self._is_all_known:
             self._last_token_ids.index_copy_(0, sampling_rows, sampled.token_ids)
         return sampled
 
-    def _draw(self, hidden: torch.Tensor, rows: Int64Array, positions: Int64Array) -> Sampled:
+    def _draw(
+        self,
+        hidden: torch.Tensor,
+        rows: Int64Array,
+        positions: Int64Array,
+        decoded: Decoded | None = None,
+    ) -> Sampled:
         with timeline.span("ask the grammars"):
             forced = self._sampler.forced(rows)
         if forced is None:
-            return self._sample_from(hidden, rows, positions)
+            return self._sample_from(hidden, rows, positions, decoded)
         return sample_others(
             forced,
             hidden,
@@ -238,10 +278,17 @@ class ModelRunner:
         )
 
     def _sample_from(
-        self, hidden: torch.Tensor, rows: Int64Array, positions: Int64Array
+        self,
+        hidden: torch.Tensor,
+        rows: Int64Array,
+        positions: Int64Array,
+        decoded: Decoded | None = None,
     ) -> Sampled:
         num_outputs = positions - self._rows.num_prompt[rows]
-        with timeline.span("logits"):
-            logits = self._model.logits(hidden)
+        if decoded is None:
+            with timeline.span("logits"):
+                logits, likeliest = self._model.logits(hidden), None
+        else:
+            logits, likeliest = decoded.logits, decoded.likeliest
         with timeline.span("sample"):
-            return self._sampler.sample(logits, rows, positions, num_outputs)
+            return self._sampler.sample(logits, rows, positions, num_outputs, likeliest)

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from contract.arrays import Int64Array
 from contract.worker_limits import Limits
+from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.memory.transfer import packed_bytes, upload_into
 from gpu_worker.models.attention import AttentionMetadata, Prepare
-from gpu_worker.step.cuda_graphs import Between, Forward, GraphBackend
+from gpu_worker.step.cuda_graphs import Between, Forward, GraphBackend, PiecesError
 from gpu_worker.step.input_batch import (
     gather,
     known_token_ids,
@@ -37,10 +37,6 @@ _MAX_TOKENS: Final = 512
 Estimated, not measured."""
 _LEAST: Final = 16
 _PER_DOUBLING: Final = 4
-
-
-class PiecesError(Exception):
-    """A model's forward pass cannot be captured in pieces."""
 
 
 def piece_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -73,13 +69,19 @@ class PiecewiseGraphs:
     """Computes steps of few tokens. Called as `DecodeGraphs`."""
 
     def __init__(
-        self, forward: Forward, pool: Any, limits: Limits, last_token_ids: torch.Tensor
+        self,
+        forward: Forward,
+        pool: Any,
+        limits: Limits,
+        last_token_ids: torch.Tensor,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """See `DecodeGraphs`."""
         self._forward = forward
         self._pool = pool
         self._limits = limits
         self._last_token_ids = last_token_ids
+        self._adapters = adapters
         self._num_groups = len(limits.kv_windows)
         self.sizes = piece_sizes(limits.max_num_batched_tokens)
         self._replays: dict[int, Callable[[], object]] = {}
@@ -98,7 +100,8 @@ class PiecewiseGraphs:
         )
         self._hidden: torch.Tensor | None = None  # [the largest T, E], after the first run
         self._step: AttentionMetadata | None = None
-        """The metadata of the step that replays; None before the first step, without attention."""
+        """The metadata of the step that replays. None before the first step: then no attention
+        runs."""
 
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture all sizes, the largest first; see `DecodeGraphs.capture`.
@@ -134,7 +137,8 @@ class PiecewiseGraphs:
         num_tokens = len(host.positions)
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
         num_on_device = 0 if is_all_known else scheduled.num_decodes
-        sources, given, positions, *slots = padded = self._padding(size)
+        padded = self._padding(size)
+        sources, given, positions, *slots = padded[: 3 + self._num_groups]
         sources[:num_on_device] = scheduled.rows[:num_on_device]
         given[num_on_device:num_tokens] = known_token_ids(
             rows, host.row_of_token[num_on_device:], host.positions[num_on_device:]
@@ -142,6 +146,8 @@ class PiecewiseGraphs:
         positions[:num_tokens] = host.positions
         for of_group, slot_mapping in zip(host.slots, slots, strict=True):
             slot_mapping[:num_tokens] = of_group
+        if self._adapters is not None:
+            padded[-2:] = self._adapters.group(rows.adapter[host.row_of_token], size)
         places, _ = places_before_sampled(scheduled, host.starts)
         sampling_rows = scheduled.rows[scheduled.sampling]
         arrays: list[npt.NDArray[Any]] = [
@@ -153,7 +159,7 @@ class PiecewiseGraphs:
             *host.tables,
         ]
         on_device = upload_into(self._inputs, arrays)
-        slots_t = on_device[3 : len(padded)]
+        slots_t = on_device[3 : 3 + self._num_groups]
         places_t, sampling_rows_t, seq_lens, query_start_loc, *tables = on_device[len(padded) :]
         metadata = AttentionMetadata(
             slot_mapping=slots_t[0],
@@ -170,7 +176,9 @@ class PiecewiseGraphs:
 
     def _computation(self, size: int, backend: GraphBackend | None) -> Callable[[Between], None]:
         """The computation of T = `size` tokens, from the inputs to the hidden states."""
-        sources, given, positions, *slots = upload_into(self._inputs, self._padding(size))
+        sources, given, positions, *others = upload_into(self._inputs, self._padding(size))
+        slots, grouping = others[: self._num_groups], others[self._num_groups :]
+        adapters = None if self._adapters is None else self._adapters.onto_tokens(*grouping)
         # A model that reads the sequences would capture their values; on the meta device there are
         # none.
         unknown = torch.empty(2, 1, dtype=torch.int32, device="meta")
@@ -195,6 +203,7 @@ class PiecewiseGraphs:
                 query_start_loc=unknown[:, 0],
                 max_query_len=size,
                 num_decodes=0,
+                adapters=adapters,
                 attend_between=attend_between,
             )
             metadata = with_groups(metadata, slots, [unknown[:1]] * len(slots))
@@ -213,14 +222,18 @@ class PiecewiseGraphs:
 
         return compute
 
-    def _padding(self, size: int) -> list[Int64Array]:
+    def _padding(self, size: int) -> list[npt.NDArray[Any]]:
         """Inputs of padding tokens, int64[T]: sources, token ids, positions, and slots by group.
 
-        A source is a row, whose newest sampled token it is, or R + i for the i-th token id.
+        A source is a row, whose newest sampled token it is, or R + i for the i-th token id. With
+        adapters, what `AdapterSlots.group` returns follows.
         """
+        nothing = np.empty(0, np.int64)
+        grouping = () if self._adapters is None else self._adapters.group(nothing, size)
         return [
             np.arange(size) + self._limits.max_num_seqs,
             np.zeros(size, np.int64),
             np.zeros(size, np.int64),
             *(np.full(size, PAD_SLOT, np.int64) for _ in range(self._num_groups)),
+            *grouping,
         ]

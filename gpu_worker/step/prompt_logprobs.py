@@ -74,7 +74,7 @@ def score_prompts(
         rows: The rows, after this step's `apply`.
         scheduled: What the step computes.
         table: Says which rows want scores.
-        logits: Maps hidden states to float32 `[*, V]`.
+        logits: Maps hidden states to `[*, V]`.
     """
     wanting = np.nonzero(table.wants_prompt_logprobs[scheduled.rows])[0]
     starts = np.cumsum(scheduled.lens) - scheduled.lens  # [S]: of each sequence in the step
@@ -97,7 +97,8 @@ def score_prompts(
     chosen, top_ids, top = [], [], []
     for start in range(0, len(index), piece):
         where, ids = index[start : start + piece], chosen_ids[start : start + piece]
-        logprobs = logits(hidden.index_select(0, where)).log_softmax(1)  # [piece, V]
+        of_piece = logits(hidden.index_select(0, where)).float()  # [piece, V]
+        logprobs = of_piece.log_softmax(1)
         chosen.append(logprobs.gather(1, ids.unsqueeze(1)).squeeze(1))
         best = logprobs.topk(min(num_top, vocab_size), dim=1)
         top_ids.append(best.indices)

@@ -6,7 +6,7 @@ A request's trace gets these spans each time that one of its sequences gets a ro
       prefill_chunk  a step's part of the prefill, linked to that step
     decode           until the sequence loses its row, linked to some of its steps
 
-`step` begins a trace of its own, linked to every traced request that the step computed for. A span
+`step` begins a separate trace, linked to every traced request that the step computed for. A span
 for each token would cost too much. So a step has a span only if it computed a chunk of a traced
 sequence, or a traced sequence's 1st, 2nd, 4th, 8th ... decode.
 """

@@ -62,6 +62,7 @@ def warm_up(
             _run(executor, _one_then_two(limits, most_tokens, kind, kind, adapter))
             _run(executor, _one_then_two(limits, most_tokens, _GREEDY, kind, adapter))
     _run(executor, _moves(limits))
+    _run(executor, _behind_many(limits, most_tokens))
     num_seqs = _SEQS_OF_ONE_VARIANT
     while num_seqs < limits.max_num_seqs:
         num_seqs *= 2
@@ -92,6 +93,19 @@ def _one_then_two(
         return
     yield _plan(4, new[1], chunk_rows=[1], chunk_lens=[_PROMPT_TOKENS])
     yield _plan(5)
+
+
+def _behind_many(limits: Limits, most_tokens: int) -> Iterator[Plan]:
+    """The end of the longest prompt, and a decode: attention splits the positions before them."""
+    num_tokens = limits.max_model_len - (most_tokens - _PROMPT_TOKENS)
+    new = _new(limits, 0, _GREEDY, 0, num_tokens, limits.max_model_len)
+    yield _plan(
+        1,
+        replace(new, num_computed_tokens=num_tokens - _PROMPT_TOKENS),
+        chunk_rows=[0],
+        chunk_lens=[_PROMPT_TOKENS],
+    )
+    yield _plan(2)
 
 
 def _moves(limits: Limits) -> Iterator[Plan]:

@@ -1,8 +1,9 @@
 """Reads named tensors from the files of a model directory, memory-mapped."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Final
@@ -26,11 +27,19 @@ _ORDINARY: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torc
 class Checkpoint:
     """The tensors of a model directory: safetensors or pickles, in one file or several; or GGUF."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open all files; raises ModelError if one is missing or damaged."""
+    def __init__(
+        self, directory: Path, rename: Callable[[str], str | None] = lambda name: name
+    ) -> None:
+        """Open all files; raises ModelError if one is missing or damaged.
+
+        `rename` returns what a tensor is called here; None: it is left out.
+        """
         self._name_to_file: dict[str, TensorFile] = {}
+        self._name_in_file: dict[str, str] = {}
         for file in _open_files(directory):
-            self._name_to_file |= dict.fromkeys(file.names, file)
+            for in_file in file.names:
+                if (name := rename(in_file)) is not None:
+                    self._name_to_file[name], self._name_in_file[name] = file, in_file
 
     @property
     def names(self) -> AbstractSet[str]:
@@ -39,8 +48,8 @@ class Checkpoint:
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor, mapped where it can be; it must not be written."""
-        file = self._name_to_file[name]
-        return file.tensor(Piece(name, file.shape(name)))
+        file, in_file = self._name_to_file[name], self._name_in_file[name]
+        return file.tensor(Piece(in_file, file.shape(in_file)))
 
     def read_into(self, piece: Piece, out: torch.Tensor) -> None:
         """Copy a piece to `out`, converting dtype and device. Reads only that piece.
@@ -50,6 +59,7 @@ class Checkpoint:
                 and one of them needs scales.
         """
         file = self._name_to_file[piece.name]
+        piece = replace(piece, name=self._name_in_file[piece.name])
         shape = file.shape(piece.name)
         if shape != piece.shape and not math.prod(shape) == math.prod(piece.shape) == 1:
             raise ModelError(

@@ -15,7 +15,7 @@ from kernels import ops
 from kernels.reference.quantized_linear import pack_nibbles
 
 _RUN: Final = 32
-"""A group has a multiple of so many features, or all of them."""
+"""The number of features in a group is a multiple of this, or the whole row."""
 _FP8_LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 _FP8_MULTIPLE: Final = 16
 """`torch._scaled_mm` takes numbers of features that are multiples of this."""

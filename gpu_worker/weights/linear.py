@@ -4,6 +4,7 @@ Symbols: `T` tokens, `H` heads, `K` input features, `N` output features.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -34,7 +35,20 @@ def make_linear(
     """
     if native.can_pack(weight):
         return native.pack(weight, bias, is_low_rank=is_low_rank)
-    return lambda x: functional.linear(x, weight, bias)
+    return PlainLinear(weight, bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainLinear:
+    """A map that torch multiplies."""
+
+    weight: torch.Tensor
+    """`[N, K]`."""
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[T, K]` to `[T, N]`."""
+        return functional.linear(x, self.weight, self.bias)
 
 
 def make_head_maps(weight: torch.Tensor) -> HeadMaps:

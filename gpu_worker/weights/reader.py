@@ -226,12 +226,13 @@ def load_weights(
     quantization: Quantization | None = None,
     ranks: Ranks | None = None,
     stored: StoredFormat | None = None,
+    rename: Callable[[str], str | None] = lambda name: name,
 ) -> ModelT:
     """Build a model with weights read from disk, converted to `dtype`, on `device`.
 
     It is built twice. The first time its tensors are empty, on the meta device: this shows which it
-    needs, so that a wrong checkpoint is refused before gigabytes are read. Memory needed besides
-    the weights: those of one linear map.
+    needs, so that a wrong checkpoint is refused before gigabytes are read. Building it needs memory
+    for the weights and for one more linear map.
 
     Args:
         directory: Has what `Checkpoint` reads.
@@ -243,12 +244,13 @@ def load_weights(
         quantization: Of the linear maps; None: they stay in `dtype`.
         ranks: The devices that share the model; each reads its part.
         stored: How the checkpoint packs its linear maps; None: not at all.
+        rename: As of `Checkpoint`.
 
     Raises:
         ModelError: A file is missing or damaged; tensors are missing, unexpected or of wrong shape;
             or the model cannot be quantized.
     """
-    checkpoint = Checkpoint(directory)
+    checkpoint = Checkpoint(directory, rename)
     num_elems: dict[str, int] = {}
 
     def count(piece: Piece, out: torch.Tensor) -> None:

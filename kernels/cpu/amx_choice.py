@@ -1,8 +1,8 @@
 """Whether linear maps use Intel's AMX here: decided by a check and by timing, once on a machine.
 
-A capability alone decides nothing: our code for AMX was written without such a CPU. The decision is
-one for all maps and numbers of rows, because AMX adds in another order than AVX-512. It is kept in
-a file beside the compiled library, so the workers of a machine decide alike.
+A capability alone decides nothing: our code for AMX was written without such a CPU. One decision
+applies to all maps and numbers of rows, because AMX and AVX-512 add in different orders. It is kept
+in a file beside the compiled library, so the workers of a machine decide alike.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 _PROMPT_ROWS: Final = 512
 _NUM_OUTPUT_TOKENS: Final = 64
-"""What is compared is a request of so many prompt and output tokens, on one stream."""
+"""The comparison uses a request with these numbers of prompt and output tokens, on one stream."""
 _TIMED_SHAPE: Final = (4096, 2048)
 """Output and input features: 16 MiB of weights."""
 _TIMING_S: Final = 1.0
@@ -125,7 +125,7 @@ def _examine(library: Library, machine: dict[str, str], num_begun: int) -> AmxFi
     try:
         failure = find_failure(library)
         times = (0.0,) * 4 if failure else time_both(library)
-    except Exception as error:  # noqa: BLE001 - whatever goes wrong, the worker starts without AMX
+    except Exception as error:  # noqa: BLE001 - after any error the worker starts without AMX
         failure, times = f"the check failed: {error!r}", (0.0,) * 4
     finally:
         library.use_amx(False)

@@ -6,6 +6,8 @@ Each twin has the name and signature of its Triton launcher in `kernels.triton`.
 from kernels.reference.activation import silu_mul
 from kernels.reference.copy import copy_blocks, gather_blocks, scatter_blocks
 from kernels.reference.decode import paged_attention_decode
+from kernels.reference.greedy import greedy
+from kernels.reference.grouped_linear import grouped_linear
 from kernels.reference.norm import add_rms_norm, rms_norm
 from kernels.reference.prefill import paged_attention_prefill
 from kernels.reference.quantized_linear import quantized_linear
@@ -19,6 +21,8 @@ __all__ = [
     "add_rms_norm",
     "copy_blocks",
     "gather_blocks",
+    "greedy",
+    "grouped_linear",
     "paged_attention_decode",
     "paged_attention_prefill",
     "quantized_linear",

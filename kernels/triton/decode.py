@@ -7,6 +7,7 @@ blocks per sequence, `N` splits of the longest sequence.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
 
+import functools
 from collections.abc import Callable
 from typing import Final
 
@@ -17,7 +18,8 @@ import triton.language as tl
 from kernels.checks import attention_out, check_attended, check_options, check_rows
 from kernels.sequences import Sequences
 from kernels.triton.launch import Launch
-from kernels.triton.tile import attend_arguments, attend_positions, group_heads
+from kernels.triton.prefill import SharedLaunch, prepare_shared
+from kernels.triton.tile import attend_arguments, attend_positions, group_heads, merge_parts
 from kernels.tuning.configs import DecodeConfig, config_of, num_processors, shape_of
 
 _MIN_SEQS: Final = (
@@ -29,23 +31,24 @@ _MOST_ROWS: Final = 16
 
 @triton.jit
 def _splits_of(
-    seq_len, window, POSITIONS: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr
+    seq_len, shared, window, POSITIONS: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr
 ):
-    """Return where a sequence's splits begin, their size and their number (0 if it is empty).
+    """Return where a sequence's splits begin, their size and their number: 1 if it is empty.
 
-    The first split begins with the tile in which the newest token's window begins. All three
-    numbers depend only on the sequence's own length, so the batch changes no result.
+    The first split begins behind the `shared` positions, or with the tile in which the newest
+    token's window begins. Without shared positions all three numbers depend only on the sequence's
+    own length, so the batch changes no result.
     """
-    begin = 0
+    begin = shared
     if window is not None:
         begin = tl.maximum(seq_len - window, 0) // POSITIONS * POSITIONS
     size = tl.maximum(tl.cdiv(tl.cdiv(seq_len - begin, MAX_SPLITS), SPLIT), 1) * SPLIT
-    return begin, size, tl.cdiv(seq_len - begin, size)
+    return begin, size, tl.maximum(tl.cdiv(seq_len - begin, size), 1)
 
 
 @triton.jit(
     do_not_specialize=["num_seqs", "N", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "shared_lens"],
 )
 def _attend_splits_kernel(
     query,  # [S, H, D + REST]
@@ -55,6 +58,7 @@ def _attend_splits_kernel(
     value_scales,  # as key_scales
     block_tables,  # int32[S, M]
     seq_lens,  # int32[S]
+    shared_lens,  # int32[S]: positions that are not attended to here; None: 0
     sinks,  # fp32 [H], or None
     out,  # [S, H, D], contiguous
     partial_out,  # fp32 [S, N, H, D], contiguous
@@ -91,6 +95,7 @@ def _attend_splits_kernel(
     POSITIONS: tl.constexpr,  # kv positions of a tile
     SPLIT: tl.constexpr,  # kv positions of a split, at least
     MAX_SPLITS: tl.constexpr,  # of one sequence; longer ones have longer splits
+    SHARED_PARTS: tl.constexpr,  # partial results of shared positions, which come first
     NUM_STAGES: tl.constexpr,  # tiles in flight
 ):
     """`out = softmax(cap(scale * q K^T)) V` and its log-sum-exp over splits of the positions.
@@ -99,12 +104,17 @@ def _attend_splits_kernel(
     the lengths, so the grid is fixed and no program starts for a split that does not exist: of n
     programs, program i takes pieces i, i + n, i + 2n and so on. The G query heads of a piece are
     the rows of one product. A sequence of one split is written to `out`; the others leave partial
-    results for `_reduce_splits_kernel`.
+    results for `_reduce_splits_kernel`. So does one with shared positions: `prefill.py` attends to
+    these.
     """
     G: tl.constexpr = H // HKV
     each = tl.arange(0, SEQS)
     all_lens = tl.load(seq_lens + each, mask=each < num_seqs, other=0)
-    _, _, all_splits = _splits_of(all_lens, window, POSITIONS, SPLIT, MAX_SPLITS)
+    all_shared = 0
+    if shared_lens is not None:
+        all_shared = tl.load(shared_lens + each, mask=each < num_seqs, other=0)
+    _, _, all_splits = _splits_of(all_lens, all_shared, window, POSITIONS, SPLIT, MAX_SPLITS)
+    all_splits = tl.where(each < num_seqs, all_splits, 0)
     ends = tl.cumsum(all_splits, axis=0)
     num_pieces = tl.sum(all_splits, axis=0) * HKV
 
@@ -118,7 +128,12 @@ def _attend_splits_kernel(
         split = nth_split - tl.sum(tl.where(each < seq32, all_splits, 0), axis=0)
         seq = seq32.to(tl.int64)
         seq_len = tl.load(seq_lens + seq)
-        splits_begin, size, num_splits = _splits_of(seq_len, window, POSITIONS, SPLIT, MAX_SPLITS)
+        shared = 0
+        if shared_lens is not None:
+            shared = tl.load(shared_lens + seq)
+        splits_begin, size, num_splits = _splits_of(
+            seq_len, shared, window, POSITIONS, SPLIT, MAX_SPLITS
+        )
         start = splits_begin + split * size
         end = tl.minimum(start + size, seq_len)
 
@@ -149,6 +164,7 @@ def _attend_splits_kernel(
             row_sum,
             row_position,
             kv_head,
+            0,
             key_cache,
             value_cache,
             key_scales,
@@ -179,20 +195,25 @@ def _attend_splits_kernel(
             DIMS,
             REST,
             REST_DIMS,
+            DIMS,
             POSITIONS,
             NUM_STAGES,
         )
 
-        if num_splits == 1:
+        is_whole = num_splits == 1
+        if shared_lens is not None:
+            is_whole &= shared == 0
+        if is_whole:
             if sinks is not None:
                 sink = tl.load(sinks + head, mask=row < G, other=0.0) * 1.4426950408889634
                 largest = tl.maximum(row_max, sink)
                 acc *= tl.exp2(row_max - largest)[:, None]
                 row_sum = row_sum * tl.exp2(row_max - largest) + tl.exp2(sink - largest)
+            attended = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # zero if it is empty
             out_ptr = out + (seq * H + head)[:, None] * D + dim[None, :]
-            tl.store(out_ptr, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=row_mask)
+            tl.store(out_ptr, attended.to(out.dtype.element_ty), mask=row_mask)
         else:
-            partial = (seq * N + split) * H + head
+            partial = (seq * N + SHARED_PARTS + split) * H + head
             partial_ptr = partial_out + partial[:, None] * D + dim[None, :]
             tl.store(partial_ptr, acc / row_sum[:, None], mask=row_mask)
             tl.store(partial_lse + partial, row_max + tl.log2(row_sum), mask=row < G)
@@ -200,12 +221,13 @@ def _attend_splits_kernel(
 
 @triton.jit(
     do_not_specialize=["N"],
-    do_not_specialize_on_alignment=["seq_lens"],
+    do_not_specialize_on_alignment=["seq_lens", "shared_lens"],
 )
 def _reduce_splits_kernel(
     partial_out,  # fp32 [S, N, H, D], contiguous
     partial_lse,  # fp32 [S, N, H], contiguous, base 2
     seq_lens,  # int32[S]
+    shared_lens,  # int32[S], or None
     sinks,  # fp32 [H], or None
     out,  # [S, H, D], contiguous
     N,
@@ -213,49 +235,48 @@ def _reduce_splits_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     DIMS: tl.constexpr,
-    SPLITS: tl.constexpr,  # power of two, at least MAX_SPLITS
-    SPLIT_TILE: tl.constexpr,  # splits that are added at once
+    PARTS: tl.constexpr,  # power of two, at least SHARED_PARTS + MAX_SPLITS
+    PART_TILE: tl.constexpr,  # partial results that are added at once
     POSITIONS: tl.constexpr,
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    SHARED_PARTS: tl.constexpr,
 ):
-    """`out = sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`; zero for a sequence without splits.
+    """Merge the splits of each sequence; one program for each sequence and head.
 
-    The sink's term is left out if there are no sinks. The largest exponent is subtracted from all
-    exponents first. One program for each sequence and head.
     A sequence of one split is skipped: its result is in `out` already.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    dim = tl.arange(0, DIMS)
-    out_row = out + (seq * H + head) * D + dim
-    _, _, num_splits = _splits_of(tl.load(seq_lens + seq), window, POSITIONS, SPLIT, MAX_SPLITS)
-    if num_splits == 0:
-        tl.store(out_row, tl.zeros([DIMS], out.dtype.element_ty), mask=dim < D)
-    if num_splits <= 1:
+    shared = 0
+    first = 0
+    if shared_lens is not None:
+        shared = tl.load(shared_lens + seq)
+        first = tl.where(shared > 0, 0, SHARED_PARTS)
+    seq_len = tl.load(seq_lens + seq)
+    _, _, num_splits = _splits_of(seq_len, shared, window, POSITIONS, SPLIT, MAX_SPLITS)
+    is_whole = num_splits == 1
+    if shared_lens is not None:
+        is_whole &= shared == 0
+    if is_whole:
         return
-    partial = seq * N * H + head  # of the first split; the next ones are H apart
-    split = tl.arange(0, SPLITS)
-    lse = tl.load(partial_lse + partial + split * H, mask=split < num_splits, other=float("-inf"))
     sink = float("-inf")
     if sinks is not None:
         sink = tl.load(sinks + head) * 1.4426950408889634  # to base 2
-    largest = tl.maximum(tl.max(lse, axis=0), sink)
-    total = tl.sum(tl.exp2(lse - largest), axis=0) + tl.exp2(sink - largest)
-    merged = tl.zeros([DIMS], tl.float32)
-    for first in range(0, num_splits, SPLIT_TILE):
-        nth = first + tl.arange(0, SPLIT_TILE)
-        row = partial + nth.to(tl.int64) * H
-        weights = tl.exp2(
-            tl.load(partial_lse + row, mask=nth < num_splits, other=float("-inf")) - largest
-        )
-        values = tl.load(
-            partial_out + row[:, None] * D + dim[None, :],
-            mask=(nth < num_splits)[:, None] & (dim < D)[None, :],
-            other=0.0,
-        )
-        merged += tl.sum(values * weights[:, None], axis=0)
-    tl.store(out_row, (merged / total).to(out.dtype.element_ty), mask=dim < D)
+    merged = merge_parts(
+        partial_out,
+        partial_lse,
+        (seq * N + first) * H + head,
+        SHARED_PARTS - first + num_splits,
+        sink,
+        H,
+        D,
+        DIMS,
+        PARTS,
+        PART_TILE,
+    )
+    dim = tl.arange(0, DIMS)
+    tl.store(out + (seq * H + head) * D + dim, merged.to(out.dtype.element_ty), mask=dim < D)
 
 
 def paged_attention_decode(
@@ -342,8 +363,9 @@ def prepare_decode(
     config = config_of(DecodeConfig, query.device, shape_of(query, value_cache))
     heads = group_heads(num_heads, _MOST_ROWS, key_cache, value_cache, key_scales, value_scales)
     block_size, num_kv_heads = heads.key_cache.shape[1:3]
-    max_splits = triton.cdiv(config.max_pieces, num_kv_heads)
-    num_programs = num_processors(query.device) * config.programs_per_processor
+    processors = num_processors(query.device)
+    max_splits = triton.cdiv(processors * config.pieces_per_processor, num_kv_heads)
+    num_programs = processors * config.programs_per_processor
     splits = {"SPLIT": config.split, "MAX_SPLITS": max_splits}
     arguments = attend_arguments(query, heads, out, config, scale, window, softcap, sinks)
     attend = Launch(
@@ -354,47 +376,63 @@ def prepare_decode(
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
     of_both = ("sinks", "out", "window", "H", "D", "DIMS", "POSITIONS")
-    reduce = Launch(
-        _reduce_splits_kernel,
-        {name: arguments[name] for name in of_both}
-        | splits
-        | {
-            "SPLITS": triton.next_power_of_2(max_splits),
-            "SPLIT_TILE": min(16, triton.next_power_of_2(max_splits)),
-        },
-        {},
-    )
+    reduce = Launch(_reduce_splits_kernel, {name: arguments[name] for name in of_both} | splits, {})
+
+    @functools.cache
+    def of_shared() -> tuple[int, SharedLaunch]:
+        return prepare_shared(
+            query,
+            key_cache,
+            value_cache,
+            scale,
+            softcap=softcap,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            out=out,
+        )
 
     def launch(sequences: Sequences) -> None:
         tables, seq_lens = sequences.block_tables, sequences.seq_lens
         num_seqs, num_blocks = tables.shape
         most_visible = num_blocks * block_size
+        shared = sequences.shared
         if window is not None:
             most_visible = min(most_visible, window + config.positions - 1)
+            shared = None  # blocks that all share may be behind the window of some
+        shared_parts, attend_shared = (0, None) if shared is None else of_shared()
         num_splits = max(1, min(max_splits, triton.cdiv(most_visible, config.split)))
-        partials = sequences.room(num_seqs, num_splits, num_heads, head_dim)
-        lse = sequences.room(num_seqs, num_splits, num_heads)
+        num_parts = shared_parts + num_splits
+        partials = sequences.room(num_seqs, num_parts, num_heads, head_dim)
+        lse = sequences.room(num_seqs, num_parts, num_heads)
+        if attend_shared is not None:
+            attend_shared(sequences, partials, lse)
         num_pieces = num_seqs * num_splits * num_kv_heads
         seqs = max(_MIN_SEQS, triton.next_power_of_2(num_seqs))
+        of_step = {
+            "seq_lens": seq_lens,
+            "shared_lens": None if shared is None else shared.len_of_seq,
+            "partial_out": partials,
+            "partial_lse": lse,
+            "N": num_parts,
+            "SHARED_PARTS": shared_parts,
+        }
         attend(
             (min(num_programs, num_pieces), 1, 1),
-            seqs,
+            (seqs, shared_parts),
             block_tables=tables,
-            seq_lens=seq_lens,
-            partial_out=partials,
-            partial_lse=lse,
             num_seqs=num_seqs,
-            N=num_splits,
             table_stride=tables.stride(0),
             SEQS=seqs,
+            **of_step,
         )
-        reduce(
-            (num_seqs, num_heads, 1),
-            None,
-            seq_lens=seq_lens,
-            partial_out=partials,
-            partial_lse=lse,
-            N=num_splits,
-        )
+        if num_parts > 1:
+            parts = triton.next_power_of_2(shared_parts + max_splits)
+            reduce(
+                (num_seqs, num_heads, 1),
+                shared_parts,
+                PARTS=parts,
+                PART_TILE=min(16, parts),
+                **of_step,
+            )
 
     return launch

@@ -2,22 +2,29 @@
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `G` query heads of one kv
 head, `D` head dim of values, `REST` further numbers of keys (`tile.py`), `B` blocks, `P` block
-size, `M` max blocks per sequence.
+size, `M` max blocks per sequence, `N` most splits of a tile's positions.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.checks import attention_out, check_attended, check_options
-from kernels.sequences import Sequences
+from kernels.sequences import MAX_SHARED, Sequences
 from kernels.triton.launch import Launch
-from kernels.triton.tile import attend_arguments, attend_positions, group_heads
-from kernels.tuning.configs import PrefillConfig, config_of, shape_of
+from kernels.triton.tile import attend_arguments, attend_positions, group_heads, merge_parts
+from kernels.tuning.configs import PrefillConfig, config_of, num_processors, shape_of
+
+MAX_SPLITS: Final = 32
+_MAX_VALUE_DIMS: Final = 256
+_LEAST_POSITIONS: Final = 512
+"""Of a split. Not measured."""
 
 
 @triton.jit
@@ -40,8 +47,8 @@ def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "seq_lens", "query_start_loc"],
+    do_not_specialize=["num_seqs", "N", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "query_start_loc", "sharing"],
 )
 def _attend_chunks_kernel(
     query,  # [T, H, D + REST]
@@ -52,9 +59,13 @@ def _attend_chunks_kernel(
     block_tables,  # int32[S, M]
     seq_lens,  # int32[S]
     query_start_loc,  # int32[S + 1]
+    sharing,  # int32[*]: tokens, and their rows of block_tables, in place of 0, 1, ...; or None
     sinks,  # fp32 [H], or None
     out,  # [T, H, D], contiguous
+    partial_out,  # fp32 [T, N, H, D], contiguous; None: positions are not split
+    partial_lse,  # fp32 [T, N, H], contiguous, base 2
     num_seqs,
+    N,
     scale_log2,  # scale * log2(e)
     softcap_log2,  # softcap * log2(e), or None
     window,  # positions, or None
@@ -82,32 +93,63 @@ def _attend_chunks_kernel(
     DIMS: tl.constexpr,  # power of two, at least D and 16
     REST: tl.constexpr,  # numbers of a key that are not of its value
     REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
+    VALUE_PARTS: tl.constexpr,  # programs that share the dims of values; 1, or D is DIMS
     POSITIONS: tl.constexpr,  # kv positions of a tile
+    LEAST_POSITIONS: tl.constexpr,  # of a split, a multiple of POSITIONS
     NUM_STAGES: tl.constexpr,  # tiles in flight
 ):
     """`out[t] = softmax(cap(scale * q[t] K^T)) V` over the positions that token t sees.
 
     A token sees all positions up to its own, or with a window the last `window` of them. There is
-    one program for each kv head and tile of TOKENS query tokens of one sequence. The G heads of
-    each token are rows of the same product, so K and V are read once for all of them. The last
-    tiles start first: the last tile of a chunk sees the most positions, and the device should not
-    end with it.
+    one program for each kv head (for each part of its values, if they are wide) and tile of TOKENS
+    query tokens of one sequence. The G heads of each token are rows of the same product, so K and V
+    are read once for all of them. The last tiles start first: the last tile of a chunk sees the
+    most positions, and the device should not end with it.
+
+    With `partial_out` there is a program for each split of a tile's positions, too. It leaves a
+    partial result for `_merge_chunks_kernel`.
+
+    With `sharing` the S sequences are the beginnings that several tokens share, each in the blocks
+    of the first of these tokens, and a token sees all of its positions.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // VALUE_PARTS
+    value_part = tl.program_id(1) % VALUE_PARTS
     seq = _find_sequence(query_start_loc, tile, num_seqs, TOKENS)
     query_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     first = (tile - (query_start // TOKENS + seq)) * TOKENS  # this tile's first token in the chunk
     seq_len = tl.load(seq_lens + seq)
-    if first < 0 or first >= query_len or seq_len == 0:
+    if first < 0 or first >= query_len:
         return
+    if partial_out is None and seq_len == 0:  # else the partial results are of no positions
+        return
+
+    # What the tile's rows see, from the border of a tile on; the first row's window begins it.
+    tile_end = seq_len
+    if sharing is None:
+        tile_end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)
+    begin = 0
+    if window is not None:
+        begin = tl.maximum(seq_len - query_len + first - window + 1, 0)
+    start = begin // POSITIONS * POSITIONS
+    end = tile_end
+    split = tl.program_id(2)
+    if partial_out is not None:
+        most = tl.cdiv(end - start, tl.num_programs(2))
+        size = tl.maximum(tl.cdiv(most, LEAST_POSITIONS), 1) * LEAST_POSITIONS
+        start += split * size
+        end = tl.minimum(start + size, tile_end)
 
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIMS)
     index = first + row // G  # token within the chunk
     row_mask = ((row < TOKENS * G) & (index < query_len))[:, None] & (dim < D)[None, :]
     token = (query_start + index).to(tl.int64)
+    table = tl.cast(seq, tl.int64)
+    if sharing is not None:
+        token = tl.load(sharing + token, mask=index < query_len, other=0).to(tl.int64)
+        table = tl.load(sharing + query_start).to(tl.int64)
     head = (kv_head * G + row % G).to(tl.int64)
     q_row = query + token * query_stride_t + head * query_stride_h
     q = tl.load(q_row[:, None] + dim[None, :], mask=row_mask, other=0.0)
@@ -117,24 +159,26 @@ def _attend_chunks_kernel(
         rest_mask = ((row < TOKENS * G) & (index < query_len))[:, None] & (rest < REST)[None, :]
         q_rest = tl.load(q_row[:, None] + D + rest[None, :], mask=rest_mask, other=0.0)
 
-    end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)
     # Rows past the chunk see the same as its last token, because a row that sees nothing divides by
     # zero.
-    row_position = tl.minimum(seq_len - query_len + index, end - 1)
-    if sinks is None:
-        # Finite, but below any score: with a window a row may see no position of its first tile.
-        row_max = tl.full([ROWS], -1e30, tl.float32)
-        row_sum = tl.zeros([ROWS], tl.float32)
-    else:  # a sink is like a position that every row sees, with a value of zero
+    row_position = tl.minimum(seq_len - query_len + index, tile_end - 1)
+    if sharing is not None:
+        row_position = tl.zeros([ROWS], tl.int32) + (tile_end - 1)
+    # Finite, but below any score: a row may see no position of its first tile, or of its split.
+    row_max = tl.full([ROWS], -1e30, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    if sinks is not None and partial_out is None:
+        # A sink is like a position that every row sees, with a value of zero.
         row_max = tl.load(sinks + head, mask=row < TOKENS * G, other=0.0) * 1.4426950408889634
         row_sum = tl.full([ROWS], 1.0, tl.float32)
-    block_table = block_tables + tl.cast(seq, tl.int64) * table_stride
-    begin = 0
+    block_table = block_tables + table * table_stride
+    masked_from = start
     if window is None:  # behind the tiles that all rows see
         masked_from = (seq_len - query_len + first + 1) // POSITIONS * POSITIONS
-    else:  # the first row's window, from the border of a tile
-        begin = tl.maximum(seq_len - query_len + first - window + 1, 0)
-        masked_from = begin // POSITIONS * POSITIONS
+        if sharing is not None:
+            masked_from = seq_len
+        if partial_out is not None:
+            masked_from = tl.maximum(tl.minimum(masked_from, end // POSITIONS * POSITIONS), start)
     acc, row_max, row_sum = attend_positions(
         q,
         q_rest,
@@ -142,14 +186,15 @@ def _attend_chunks_kernel(
         row_sum,
         row_position,
         kv_head,
+        value_part,
         key_cache,
         value_cache,
         key_scales,
         value_scales,
         block_table,
-        0,
+        start,
         masked_from,
-        begin,
+        tl.maximum(begin, start),
         end,
         scale_log2,
         softcap_log2,
@@ -172,13 +217,57 @@ def _attend_chunks_kernel(
         DIMS,
         REST,
         REST_DIMS,
+        DIMS // VALUE_PARTS,
         POSITIONS,
         NUM_STAGES,
     )
 
-    out_row = out + (token * H + head) * D
-    attended = (acc / row_sum[:, None]).to(out.dtype.element_ty)
-    tl.store(out_row[:, None] + dim[None, :], attended, mask=row_mask)
+    attended = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    out_dim = value_part * (DIMS // VALUE_PARTS) + tl.arange(0, DIMS // VALUE_PARTS)
+    is_row = (row < TOKENS * G) & (index < query_len)
+    out_mask = is_row[:, None] & (out_dim < D)[None, :]
+    if partial_out is None:
+        out_row = out + (token * H + head) * D
+        attended = attended.to(out.dtype.element_ty)
+        tl.store(out_row[:, None] + out_dim[None, :], attended, mask=out_mask)
+    else:
+        partial = (token * N + split) * H + head
+        partial_row = partial_out + partial * D
+        tl.store(partial_row[:, None] + out_dim[None, :], attended, mask=out_mask)
+        tl.store(partial_lse + partial, row_max + tl.log2(row_sum), mask=is_row)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "N"],
+    do_not_specialize_on_alignment=["query_start_loc"],
+)
+def _merge_chunks_kernel(
+    partial_out,  # fp32 [T, N, H, D], contiguous
+    partial_lse,  # fp32 [T, N, H], contiguous, base 2
+    query_start_loc,  # int32[S + 1]
+    sinks,  # fp32 [H], or None
+    out,  # [T, H, D], contiguous
+    num_seqs,
+    N,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    PARTS: tl.constexpr,  # power of two, at least N
+    PART_TILE: tl.constexpr,  # splits that are added at once
+):
+    """Merge the splits of each token's positions; one program for each token and head."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    if token < tl.load(query_start_loc) or token >= tl.load(query_start_loc + num_seqs):
+        return
+    sink = float("-inf")
+    if sinks is not None:
+        sink = tl.load(sinks + head) * 1.4426950408889634  # to base 2
+    place = token.to(tl.int64) * N * H + head
+    merged = merge_parts(partial_out, partial_lse, place, N, sink, H, D, DIMS, PARTS, PART_TILE)
+    dim = tl.arange(0, DIMS)
+    out_row = out + (token.to(tl.int64) * H + head) * D + dim
+    tl.store(out_row, merged.to(out.dtype.element_ty), mask=dim < D)
 
 
 def paged_attention_prefill(
@@ -206,7 +295,9 @@ def paged_attention_prefill(
     is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1], which may begin behind 0;
     the host does not read them.
     Rows that belong to no sequence, or to one of length 0, give zeros. A row does not depend on
-    other sequences of the batch.
+    other sequences of the batch, but its last bits depend on T: if T tokens are too few to fill the
+    device, the positions that a tile sees are split. This needs fp32 scratch of T * N * H * (D +
+    1), where N falls as T grows.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`. Tiles outside
     the windows of all query tokens of a program are not read.
@@ -260,31 +351,155 @@ def prepare_prefill(
     Raises:
         ValueError: as `paged_attention_prefill`.
     """
+    tiles = _prepare_tiles(
+        query, key_cache, value_cache, scale, window, softcap, sinks, key_scales, value_scales, out
+    )
+    num_tokens, num_heads, head_dim = out.shape
+    names = ("sinks", "out", "H", "D", "DIMS")
+    merge = Launch(
+        _merge_chunks_kernel,
+        {name: tiles.arguments[name] for name in names} | {"PARTS": MAX_SPLITS, "PART_TILE": 16},
+        {},
+    )
+
+    def launch(sequences: Sequences) -> None:
+        num_seqs, num_blocks = sequences.block_tables.shape
+        most_visible = num_blocks * key_cache.shape[1]
+        if window is not None:
+            most_visible = min(most_visible, window + tiles.tokens + tiles.positions)
+        num_splits = tiles.num_splits(most_visible)
+        partials: dict[str, Any] = {"partial_out": None, "partial_lse": None, "N": num_splits}
+        if num_splits > 1:
+            partials["partial_out"] = sequences.room(num_tokens, num_splits, num_heads, head_dim)
+            partials["partial_lse"] = sequences.room(num_tokens, num_splits, num_heads)
+        starts = {"query_start_loc": sequences.query_start_loc, "num_seqs": num_seqs}
+        tiles.attend(
+            (num_tokens // tiles.tokens + num_seqs, tiles.num_kv_heads, num_splits),
+            num_splits > 1,
+            block_tables=sequences.block_tables,
+            seq_lens=sequences.seq_lens,
+            sharing=None,
+            table_stride=sequences.block_tables.stride(0),
+            **starts,
+            **partials,
+        )
+        if num_splits > 1:
+            merge((num_tokens, num_heads, 1), None, **starts, **partials)
+
+    return launch
+
+
+class SharedLaunch(Protocol):
+    """Attends to the positions that sequences share."""
+
+    def __call__(
+        self, sequences: Sequences, partial_out: torch.Tensor, partial_lse: torch.Tensor
+    ) -> None:
+        """Write partial results of the sequences that share, the first of N for each.
+
+        fp32 `partial_out` [S, N, H, D] and `partial_lse` [S, N, H], contiguous, base 2.
+        """
+
+
+def prepare_shared(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scale: float,
+    *,
+    softcap: float | None,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+    out: torch.Tensor,
+) -> tuple[int, SharedLaunch]:
+    """Prepare the part of decode attention that sequences share (`SharedPrefixes`).
+
+    Returns how many partial results it writes for each sequence, and the launch.
+    """
+    tiles = _prepare_tiles(
+        query, key_cache, value_cache, scale, None, softcap, None, key_scales, value_scales, out
+    )
+    num_splits = tiles.num_splits(None)
+
+    def launch(sequences: Sequences, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
+        shared = sequences.shared
+        assert shared is not None, "sequences share"
+        num_seqs, num_parts = partial_lse.shape[:2]
+        tiles.attend(
+            (num_seqs // tiles.tokens + MAX_SHARED, tiles.num_kv_heads, num_splits),
+            None,
+            block_tables=sequences.block_tables,
+            seq_lens=shared.lens,
+            query_start_loc=shared.starts,
+            sharing=shared.seqs,
+            table_stride=sequences.block_tables.stride(0),
+            num_seqs=MAX_SHARED,
+            partial_out=partial_out,
+            partial_lse=partial_lse,
+            N=num_parts,
+        )
+
+    return num_splits, launch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tiles:
+    """The first kernel with the arguments that stay, and what grids depend on."""
+
+    attend: Launch
+    arguments: dict[str, Any]
+    tokens: int
+    """Of a tile."""
+    positions: int
+    """Of a tile."""
+    num_kv_heads: int
+    """With each as often as parts of its values are computed alone."""
+    most_splits: int
+    least: int
+    """Positions of a split, at least."""
+
+    def num_splits(self, most_visible: int | None) -> int:
+        """Splits of a tile that sees at most so many positions; None: any number."""
+        if most_visible is None:
+            return max(1, self.most_splits)
+        return max(1, min(self.most_splits, most_visible // self.least))
+
+
+def _prepare_tiles(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+    out: torch.Tensor,
+) -> _Tiles:
     check_attended(query, key_cache, value_cache, key_scales, value_scales)
     check_options(query, window, softcap, sinks)
-    num_tokens, num_heads, _ = query.shape
+    num_tokens, num_heads, head_dim = out.shape
     config = config_of(PrefillConfig, query.device, shape_of(query, value_cache))
     heads = group_heads(num_heads, config.rows, key_cache, value_cache, key_scales, value_scales)
     num_kv_heads = heads.key_cache.shape[2]
     rows = max(config.rows, triton.next_power_of_2(heads.group))
     tokens = rows // heads.group
-    attend = Launch(
-        _attend_chunks_kernel,
-        attend_arguments(query, heads, out, config, scale, window, softcap, sinks)
-        | {"G": heads.group, "ROWS": rows, "TOKENS": tokens},
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    least = max(_LEAST_POSITIONS, config.positions)
+    arguments = attend_arguments(query, heads, out, config, scale, window, softcap, sinks)
+    sizes = {"G": heads.group, "ROWS": rows, "TOKENS": tokens, "LEAST_POSITIONS": least}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    # The sums over wider values do not fit a program's registers; those over latents do, just so.
+    is_wide = heads.value_cache is not None and head_dim == arguments["DIMS"] > _MAX_VALUE_DIMS
+    sizes["VALUE_PARTS"] = arguments["DIMS"] // _MAX_VALUE_DIMS if is_wide else 1
+    num_kv_heads *= sizes["VALUE_PARTS"]
+    num_programs = triton.cdiv(num_tokens, tokens) * num_kv_heads
+    return _Tiles(
+        Launch(_attend_chunks_kernel, arguments | sizes, options),
+        arguments,
+        tokens,
+        config.positions,
+        num_kv_heads,
+        min(num_processors(query.device) // max(1, num_programs), MAX_SPLITS),
+        least,
     )
-
-    def launch(sequences: Sequences) -> None:
-        num_seqs = sequences.block_tables.shape[0]
-        attend(
-            (num_tokens // tokens + num_seqs, num_kv_heads, 1),
-            None,
-            block_tables=sequences.block_tables,
-            seq_lens=sequences.seq_lens,
-            query_start_loc=sequences.query_start_loc,
-            num_seqs=num_seqs,
-            table_stride=sequences.block_tables.stride(0),
-        )
-
-    return launch

@@ -51,7 +51,7 @@ def plain_numbers(numbers, dtype: tl.constexpr):
 
 @triton.jit
 def unit_of(numbers):
-    """Return the factor for `plain_numbers`, besides any scale."""
+    """Return the factor for `plain_numbers`, without the scale."""
     return 256.0 if numbers.dtype == tl.uint8 else 1.0
 
 

@@ -1,6 +1,6 @@
 """Draws one token from each row of logits, without sorting them.
 
-Symbols: `S` sequences, `V` vocabulary, `C` tokens of a tile.
+Symbols: `S` sequences, `V` vocabulary, `C` tiles of a row.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
@@ -18,30 +18,50 @@ _TOKENS: Final = 2048  # of a tile; with more, sums of lanes would not fit into 
 _NUM_WARPS: Final = 16  # one program reads a whole row, many times
 
 
+@triton.jit
+def _keys_of(logits, maxima, temperature, seq, token, logits_stride, V):
+    """Return the bits of `(max - logit) / temperature`, as below; past V as `_load_keys`."""
+    logit = tl.load(logits + seq * logits_stride + token, mask=token < V, other=0.0)
+    largest = tl.maximum(tl.load(maxima + seq), -3.4028234663852886e38)
+    gap = tl.div_rn(largest - logit, tl.load(temperature + seq) + tl.zeros_like(logit))
+    # A logit is above the maximum only in a row with NaN, whose token does not matter.
+    return tl.where(token < V, tl.abs(gap).to(tl.int32, bitcast=True), 0x7FFFFFFF)
+
+
 @triton.jit(
-    do_not_specialize_on_alignment=["maxima", "temperature"],
+    do_not_specialize=["num_tiles"],
+    do_not_specialize_on_alignment=["maxima", "temperature", "top_k", "top_p", "min_p"],
 )
 def _scale_kernel(
     logits,  # fp32 [S, V]
     maxima,  # fp32 [S]
     temperature,  # fp32 [S]
+    top_k,  # int64[S]
+    top_p,  # fp64[S]
+    min_p,  # fp32[S]
     keys,  # int32 [S, V], contiguous
+    sums,  # fp64 [S, C]
     logits_stride,
     V,
+    num_tiles,  # C
     TOKENS: tl.constexpr,
 ):
     """`keys[s, v]` is the bits of `(max - logits[s, v]) / temperature`; the likeliest token has 0.
 
-    Bits of floats that are not negative are ordered as the floats are, so keys can be compared. One
-    program for each row and TOKENS tokens.
+    Bits of floats that are not negative are ordered as the floats are, so keys can be compared. A
+    row without top_k and top_p needs none; it has the sum of each tile's weights that min_p keeps.
+    One program for each row and TOKENS tokens.
     """
     seq = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    logit = tl.load(logits + seq * logits_stride + token, mask=token < V)
-    largest = tl.maximum(tl.load(maxima + seq), -3.4028234663852886e38)
-    gap = tl.div_rn(largest - logit, tl.load(temperature + seq) + tl.zeros_like(logit))
-    # A logit is above the maximum only in a row with NaN, whose token does not matter.
-    tl.store(keys + seq * V + token, tl.abs(gap).to(tl.int32, bitcast=True), mask=token < V)
+    tile = tl.program_id(1)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    key = _keys_of(logits, maxima, temperature, seq, token, logits_stride, V)
+    if (tl.load(top_k + seq) < V) | (tl.load(top_p + seq) < 1):
+        tl.store(keys + seq * V + token, key, mask=token < V)
+    else:
+        weight = _weight_of(key)
+        weight = tl.where(weight >= tl.load(min_p + seq), weight, 0.0).to(tl.float64)
+        tl.store(sums + seq * num_tiles + tile, tl.sum(weight, axis=0))
 
 
 @triton.jit
@@ -160,33 +180,9 @@ def _uniform(seed, position):
     return ((x ^ (x >> 31)) >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit(
-    do_not_specialize=["V"],
-    do_not_specialize_on_alignment=["top_k", "top_p", "min_p", "seeds", "positions", "out"],
-)
-def _sample_kernel(
-    keys,  # int32 [S, V], contiguous, by `_scale_kernel`
-    top_k,  # int64[S]
-    top_p,  # fp64[S]
-    min_p,  # fp32[S]
-    seeds,  # int64[S]
-    positions,  # int64[S]
-    out,  # int64[S]
-    V,
-    TOKENS: tl.constexpr,
-):
-    """`out[s]` is the first token at which the running sum of kept weights exceeds u of their sum.
-
-    u is the row's uniform number. Kept are the tokens whose keys are below a threshold, and those
-    before `equals_end` whose keys equal it. The threshold is found for top_k by counting, then for
-    top_p by weight; min_p drops weights below a floor. One program for each row; sums are fp64, in
-    a fixed order.
-    """
-    seq = tl.program_id(0).to(tl.int64)
-    row = keys + seq * V
-    k = tl.load(top_k + seq)
-    p = tl.load(top_p + seq)
-    floor = tl.load(min_p + seq)
+@triton.jit
+def _draw_cut(row, k, p, floor, uniform, V, TOKENS: tl.constexpr):
+    """Return the token of a row with top_k or top_p, as `_sample_kernel` says."""
     threshold = tl.full([], 0x7F800000, tl.int32)  # the key of minus infinity
     num_equal = tl.full([], 0x7FFFFFFF, tl.int32)
     equals_end = V + tl.full([], 0, tl.int32)
@@ -213,7 +209,7 @@ def _sample_kernel(
         weight = _kept(row, first, threshold, equals_end, floor, V, TOKENS)
         sums += weight
         lasts = tl.maximum(lasts, tl.where(weight > 0, first + tl.arange(0, TOKENS), 0))
-    target = _uniform(tl.load(seeds + seq), tl.load(positions + seq)) * tl.sum(sums, axis=0)
+    target = uniform * tl.sum(sums, axis=0)
     chosen = tl.max(lasts, axis=0)  # the last token with any weight, if rounding leads past it
 
     running = tl.full([], 0.0, tl.float64)
@@ -222,13 +218,75 @@ def _sample_kernel(
         weight = _kept(row, first, threshold, equals_end, floor, V, TOKENS)
         after = running + tl.sum(weight, axis=0)
         if after > target:
-            token = first + tl.arange(0, TOKENS)
-            is_past = (running + tl.cumsum(weight, axis=0) > target) & (weight > 0)
-            last_here = tl.max(tl.where(weight > 0, token, 0), axis=0)
-            chosen = tl.minimum(tl.min(tl.where(is_past, token, 0x7FFFFFFF), axis=0), last_here)
+            chosen = _first_past(weight, first + tl.arange(0, TOKENS), running, target)
             first = V + tl.full([], 0, tl.int32)
         running = after
         first += TOKENS
+    return chosen
+
+
+@triton.jit
+def _first_past(weight, token, before, target):
+    """Return the first token at which the running sum of weights from `before` on exceeds `target`.
+
+    At most the last token with any weight, if rounding leads past it.
+    """
+    is_past = (before + tl.cumsum(weight, axis=0) > target) & (weight > 0)
+    last = tl.max(tl.where(weight > 0, token, 0), axis=0)
+    return tl.minimum(tl.min(tl.where(is_past, token, 0x7FFFFFFF), axis=0), last)
+
+
+@triton.jit(
+    do_not_specialize=["V", "num_tiles"],
+    do_not_specialize_on_alignment=[
+        *("maxima", "temperature", "top_k", "top_p", "min_p", "seeds", "positions", "out")
+    ],
+)
+def _sample_kernel(
+    logits,  # fp32 [S, V]
+    maxima,  # fp32 [S]
+    temperature,  # fp32 [S]
+    keys,  # int32 [S, V], contiguous, by `_scale_kernel`
+    sums,  # fp64 [S, C], by `_scale_kernel`
+    top_k,  # int64[S]
+    top_p,  # fp64[S]
+    min_p,  # fp32[S]
+    seeds,  # int64[S]
+    positions,  # int64[S]
+    out,  # int64[S]
+    logits_stride,
+    V,
+    num_tiles,  # C
+    TOKENS: tl.constexpr,
+    TILES: tl.constexpr,  # a power of two, at least C
+):
+    """`out[s]` is the first token at which the running sum of kept weights exceeds u of their sum.
+
+    u is the row's uniform number. Kept are the tokens whose keys are below a threshold, and those
+    before `equals_end` whose keys equal it. The threshold is found for top_k by counting, then for
+    top_p by weight; min_p drops weights below a floor. A row with neither top_k nor top_p reads
+    one tile, which it finds by the sums of all. One program for each row; sums are fp64, in a fixed
+    order.
+    """
+    seq = tl.program_id(0).to(tl.int64)
+    row = keys + seq * V
+    k = tl.load(top_k + seq)
+    p = tl.load(top_p + seq)
+    floor = tl.load(min_p + seq)
+    uniform = _uniform(tl.load(seeds + seq), tl.load(positions + seq))
+    if (k < V) | (p < 1):
+        chosen = _draw_cut(row, k, p, floor, uniform, V, TOKENS)
+    else:
+        tile = tl.arange(0, TILES)
+        in_tile = tl.load(sums + seq * num_tiles + tile, mask=tile < num_tiles, other=0.0)
+        target = uniform * tl.sum(in_tile, axis=0)
+        own = _first_past(in_tile, tile, 0.0, target)
+        before = tl.sum(tl.where(tile < own, in_tile, 0.0), axis=0)
+        token = own * TOKENS + tl.arange(0, TOKENS)
+        key = _keys_of(logits, maxima, temperature, seq, token, logits_stride, V)
+        weight = _weight_of(key)
+        weight = tl.where(weight >= floor, weight, 0.0).to(tl.float64)
+        chosen = _first_past(weight, token, before, target)
     tl.store(out + seq, chosen.to(tl.int64))
 
 
@@ -248,8 +306,9 @@ def sample(
     So a token may differ from the twin's if a uniform number, or p, is within about 1e-7 of the
     border between two tokens.
 
-    No row is sorted: thresholds are found in about ten passes over a row, which a program reads
-        from cache. Needs int32 scratch of S * V. The host reads nothing from the device, and a row
+    No row is sorted: thresholds of top_k and top_p are found in about ten passes over a row, which
+    a program reads from cache. Other rows are read twice, by as many programs as they have tiles.
+    Needs int32 scratch of S * V. The host reads nothing from the device, and a row
         does not depend on other rows.
 
     Raises:
@@ -268,25 +327,19 @@ def sample(
         check_tensor(name, tensor, (num_seqs,), dtype, logits)
     keys = torch.empty((num_seqs, num_tokens), dtype=torch.int32, device=logits.device)
     out = torch.empty(num_seqs, dtype=torch.int64, device=logits.device)
-    _scale_kernel[(num_seqs, triton.cdiv(num_tokens, _TOKENS))](
-        logits,
-        logits.amax(1),
-        temperature,
-        keys,
-        logits.stride(0),
-        num_tokens,
+    num_tiles = triton.cdiv(num_tokens, _TOKENS)
+    sums = torch.empty((num_seqs, num_tiles), dtype=torch.float64, device=logits.device)
+    maxima = logits.amax(1)
+    cuts = top_k, top_p, min_p
+    _scale_kernel[(num_seqs, num_tiles)](
+        *(logits, maxima, temperature, *cuts, keys, sums, logits.stride(0), num_tokens, num_tiles),
         TOKENS=_TOKENS,
     )
     _sample_kernel[(num_seqs,)](
-        keys,
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-        positions,
-        out,
-        num_tokens,
+        *(logits, maxima, temperature, keys, sums, *cuts, seeds, positions, out),
+        *(logits.stride(0), num_tokens, num_tiles),
         TOKENS=_TOKENS,
+        TILES=triton.next_power_of_2(num_tiles),
         num_warps=_NUM_WARPS,
     )
     return out

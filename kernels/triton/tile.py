@@ -31,6 +31,7 @@ def attend_positions(
     row_sum,  # fp32 [R]
     row_position,  # int32[R]: each row sees the positions up to its own
     kv_head,  # index
+    value_part,  # index
     key_cache,  # [B, P, HKV, D + REST]
     value_cache,  # [B, P, HKV, D]; None: the keys' first numbers
     key_scales,  # bf16 [B, P, HKV], or None: not quantized
@@ -61,20 +62,21 @@ def attend_positions(
     DIMS: tl.constexpr,  # power of two, at least D and 16
     REST: tl.constexpr,
     REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
+    VALUE_DIMS: tl.constexpr,  # of values, from VALUE_DIMS * value_part on
     POSITIONS: tl.constexpr,  # C
     NUM_STAGES: tl.constexpr,
 ):
-    """Return `acc` fp32 [R, DIMS], `row_max` and `row_sum` after the positions up to `end`.
+    """Return `acc` fp32 [R, VALUE_DIMS], `row_max` and `row_sum` after the positions up to `end`.
 
     The softmax starts from the given `row_max` and `row_sum`, as if they came from earlier
     positions whose value vectors are zero. Masks cost time, so the tiles that every row sees whole,
     [start, masked_from), have none. `_attend_range` computes a range of tiles.
     """
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_DIMS], tl.float32)
     key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
     value_head = None
     if value_cache is not None:
-        value_head = value_cache + kv_head.to(tl.int64) * value_stride_h
+        value_head = value_cache + kv_head.to(tl.int64) * value_stride_h + value_part * VALUE_DIMS
     key_head_scales = None if key_scales is None else key_scales + kv_head * key_scale_stride_h
     value_head_scales = None
     if value_scales is not None:
@@ -112,6 +114,7 @@ def attend_positions(
             DIMS,
             REST,
             REST_DIMS,
+            VALUE_DIMS,
             POSITIONS,
             IS_MASKED=False,
             NUM_STAGES=NUM_STAGES,
@@ -148,6 +151,7 @@ def attend_positions(
         DIMS,
         REST,
         REST_DIMS,
+        VALUE_DIMS,
         POSITIONS,
         IS_MASKED=True,
         NUM_STAGES=NUM_STAGES,
@@ -159,7 +163,7 @@ def attend_positions(
 def _attend_range(
     q,  # [R, DIMS], zero past D
     q_rest,  # [R, REST_DIMS], zero past REST; None if REST is 0
-    acc,  # fp32 [R, DIMS]
+    acc,  # fp32 [R, VALUE_DIMS]
     row_max,  # fp32 [R], finite
     row_sum,  # fp32 [R]
     row_position,  # int32[R]: each row sees the positions up to its own
@@ -188,6 +192,7 @@ def _attend_range(
     DIMS: tl.constexpr,  # power of two, at least D and 16
     REST: tl.constexpr,
     REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
+    VALUE_DIMS: tl.constexpr,  # power of two; DIMS, or a part of it if D is DIMS
     POSITIONS: tl.constexpr,  # C
     IS_MASKED: tl.constexpr,  # otherwise each row sees all of the range, which ends before `end`
     NUM_STAGES: tl.constexpr,
@@ -250,8 +255,10 @@ def _attend_range(
             v, numbers = k, tl.trans(keys)
         else:
             value_slot = block * value_stride_b + offset * value_stride_p
-            value_ptr = value_head + value_slot[:, None] + dim[None, :]
-            v = _load(value_ptr, inside[:, None], dim_mask[None, :], IS_MASKED, D == DIMS)
+            value_dim = tl.arange(0, VALUE_DIMS)
+            value_ptr = value_head + value_slot[:, None] + value_dim[None, :]
+            value_mask = (value_dim < D)[None, :]
+            v = _load(value_ptr, inside[:, None], value_mask, IS_MASKED, D == DIMS)
             numbers = plain_numbers(v, q.dtype)
         if value_scales is not None:
             value_scale_slot = block * value_scale_stride_b + offset * value_scale_stride_p
@@ -260,6 +267,43 @@ def _attend_range(
         acc *= correction[:, None]
         acc += tl.dot(weights.to(numbers.dtype), numbers, input_precision="ieee")
     return acc, row_max, row_sum
+
+
+@triton.jit
+def merge_parts(
+    partial_out,  # fp32 [*, H, D], contiguous
+    partial_lse,  # fp32 [*, H], contiguous, base 2; -inf: the part has no positions
+    place,  # of the first part, among [*, H]
+    num_parts,
+    sink,  # a score that joins the softmax, base 2; -inf: none
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    PARTS: tl.constexpr,  # power of two, at least num_parts
+    PART_TILE: tl.constexpr,  # parts that are added at once
+):
+    """Return `sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`, fp32 [DIMS].
+
+    These are the parts of one row's positions, H places apart; without any positions it is zero.
+    The largest exponent is subtracted from all exponents first.
+    """
+    dim = tl.arange(0, DIMS)
+    part = tl.arange(0, PARTS)
+    lse = tl.load(partial_lse + place + part * H, mask=part < num_parts, other=float("-inf"))
+    largest = tl.maximum(tl.maximum(tl.max(lse, axis=0), sink), -1e30)
+    total = tl.sum(tl.exp2(lse - largest), axis=0) + tl.exp2(sink - largest)
+    merged = tl.zeros([DIMS], tl.float32)
+    for first in range(0, num_parts, PART_TILE):
+        nth = first + tl.arange(0, PART_TILE)
+        row = place + nth.to(tl.int64) * H
+        exponent = tl.load(partial_lse + row, mask=nth < num_parts, other=float("-inf"))
+        values = tl.load(
+            partial_out + row[:, None] * D + dim[None, :],
+            mask=(exponent > float("-inf"))[:, None] & (dim < D)[None, :],
+            other=0.0,
+        )
+        merged += tl.sum(values * tl.exp2(exponent - largest)[:, None], axis=0)
+    return merged / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit

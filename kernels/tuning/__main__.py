@@ -62,9 +62,9 @@ class Tuned:
 def decode_candidates(default: DecodeConfig) -> list[DecodeConfig]:
     """Return the configurations to try, `default` first."""
     others = (
-        DecodeConfig(positions, split, default.max_pieces, num_warps, num_stages, programs)
-        for positions, split, num_warps, num_stages, programs in itertools.product(
-            (16, 32, 64, 128), (256, 512, 1024), (2, 4, 8), (3, 5, 7), (2, 4, 8)
+        DecodeConfig(positions, split, pieces, num_warps, num_stages, programs)
+        for positions, split, pieces, num_warps, num_stages, programs in itertools.product(
+            (16, 32, 64, 128), (128, 256), (1, 4), (2, 4, 8), (3, 5, 7), (2, 4, 8)
         )
     )
     return [default, *(each for each in others if each != default)]

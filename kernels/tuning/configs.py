@@ -46,13 +46,14 @@ class DecodeConfig:
     """Positions of a tile: a power of two, at least 16."""
     split: int
     """Positions of a split: a multiple of `positions`."""
-    max_pieces: int
-    """Most pieces of one sequence, over all kv heads; if more would be needed, splits grow."""
+    pieces_per_processor: int
+    """Most pieces of one sequence, over all kv heads, for each processor (SM) of the device; if
+    more would be needed, splits grow."""
     num_warps: int
     num_stages: int
     """Tiles in flight."""
     programs_per_processor: int
-    """Programs of the grid for each processor (SM) of the device."""
+    """Programs of the grid for each processor of the device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 
 from kernels.kv_formats import SCALE_DTYPE
 
-_NUM_LAYERS: Final = 4  # enough to separate a layer's blocks
+_NUM_LAYERS: Final = 4  # a layer's blocks do not touch; fits any device
 _LAYER: Final = 1
 _LARGEST_BYTE: Final = 0x70  # of e4m3: finite
 
@@ -66,8 +66,12 @@ def paged_inputs(
     seq_lens: Sequence[int],
     device: torch.device,
     layout: Layout = Layout.BLOCK_MAJOR,
+    num_layers: int = _NUM_LAYERS,
 ) -> PagedInputs:
-    """Return sequences of these lengths in shuffled blocks, each block of one sequence."""
+    """Return sequences of these lengths in shuffled blocks, each block of one sequence.
+
+    The pool has memory for so many layers; only one of them is written and returned.
+    """
     counts = [-(-seq_len // model.block_size) for seq_len in seq_lens]
     num_blocks = max(1, sum(counts))
     order = torch.randperm(num_blocks, dtype=torch.int32)
@@ -77,10 +81,12 @@ def paged_inputs(
         tables[seq, :count] = order[start : start + count]
         start += count
     slots = num_blocks, model.block_size, model.num_kv_heads
-    numbers = _pool((*slots, model.head_dim), model.stored or model.dtype, device, layout)
+    numbers = _pool(
+        (*slots, model.head_dim), model.stored or model.dtype, device, layout, num_layers
+    )
     scales = None
     if model.stored is not None:
-        scales = _pool(slots, SCALE_DTYPE, device, layout)[_LAYER].mul_(0.01)
+        scales = _pool(slots, SCALE_DTYPE, device, layout, num_layers)[_LAYER].mul_(0.01)
     return PagedInputs(
         key_cache=numbers[_LAYER, 0],
         value_cache=numbers[_LAYER, 1],
@@ -98,15 +104,19 @@ def queries(model: Model, num_tokens: int, device: torch.device) -> torch.Tensor
 
 
 def _pool(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: Layout
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: Layout,
+    num_layers: int,
 ) -> torch.Tensor:
     """Return a view [L, 2, B, ...] of random numbers."""
     num_blocks, *rest = shape
     if layout is Layout.BLOCK_MAJOR:
-        whole = torch.empty(num_blocks, _NUM_LAYERS, 2, *rest, dtype=dtype, device=device)
+        whole = torch.empty(num_blocks, num_layers, 2, *rest, dtype=dtype, device=device)
         view = whole.permute(1, 2, 0, *range(3, whole.dim()))
     else:
-        view = torch.empty(_NUM_LAYERS, 2, num_blocks, *rest, dtype=dtype, device=device)
+        view = torch.empty(num_layers, 2, num_blocks, *rest, dtype=dtype, device=device)
     layer = view[_LAYER]  # only this one is read
     if dtype.itemsize == 1:
         layer.view(torch.uint8).random_(0, _LARGEST_BYTE)

@@ -112,6 +112,11 @@ def scheduler_channel(
         CommandError: There is no such scheduler, or it cannot be reached.
         QuireError: A call in the `with` block failed.
     """
+    if settings.scheduler and settings.served_model:
+        raise CommandError(
+            f"--served-model: {settings.served_model}: chooses among this machine's schedulers, and"
+            " --scheduler names one: give one of the two"
+        )
     target = settings.scheduler or _find_scheduler(
         settings.http_port, default, settings.served_model
     )

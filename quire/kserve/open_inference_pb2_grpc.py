@@ -26,13 +26,13 @@ if _version_not_supported:
 
 
 class GRPCInferenceServiceStub(object):
-    """Text generation in the words of the Open Inference Protocol: tensors in, tensors out.
+    """Text generation through the Open Inference Protocol: tensors in, tensors out.
 
-    A conversation. `ModelMetadata` lists the tensors, which are those of Triton's vLLM backend: the
-    prompt is `text_input`, the answer `text_output`. Whatever else can be asked for (`stream`,
-    `max_tokens`, `temperature`, ...) may come as an input tensor, as a request parameter, or in the
-    JSON object of the input `sampling_parameters`, by the name that `/v1/completions` has for it.
-    Errors are those of `quire.v1.InferenceService`, with the same google.rpc details.
+    `ModelMetadata` lists the tensors. They are the same as in Triton's vLLM backend: the prompt is
+    `text_input`, the answer `text_output`. All other options (`stream`, `max_tokens`, `temperature`,
+    ...) have the names of `/v1/completions`. Send them as an input tensor, as a request parameter,
+    or in the JSON object of the input `sampling_parameters`. Errors are those of
+    `quire.v1.InferenceService`, with the same google.rpc details.
     """
 
     def __init__(self, channel):
@@ -79,13 +79,13 @@ class GRPCInferenceServiceStub(object):
 
 
 class GRPCInferenceServiceServicer(object):
-    """Text generation in the words of the Open Inference Protocol: tensors in, tensors out.
+    """Text generation through the Open Inference Protocol: tensors in, tensors out.
 
-    A conversation. `ModelMetadata` lists the tensors, which are those of Triton's vLLM backend: the
-    prompt is `text_input`, the answer `text_output`. Whatever else can be asked for (`stream`,
-    `max_tokens`, `temperature`, ...) may come as an input tensor, as a request parameter, or in the
-    JSON object of the input `sampling_parameters`, by the name that `/v1/completions` has for it.
-    Errors are those of `quire.v1.InferenceService`, with the same google.rpc details.
+    `ModelMetadata` lists the tensors. They are the same as in Triton's vLLM backend: the prompt is
+    `text_input`, the answer `text_output`. All other options (`stream`, `max_tokens`, `temperature`,
+    ...) have the names of `/v1/completions`. Send them as an input tensor, as a request parameter,
+    or in the JSON object of the input `sampling_parameters`. Errors are those of
+    `quire.v1.InferenceService`, with the same google.rpc details.
     """
 
     def ServerLive(self, request, context):
@@ -103,7 +103,8 @@ class GRPCInferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ModelReady(self, request, context):
-        """Says the same of one model. NOT_FOUND if there is no such model or version.
+        """Says whether one model's requests would be served now. NOT_FOUND if there is no such model or
+        version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,18 +125,19 @@ class GRPCInferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ModelInfer(self, request, context):
-        """Generates, and answers when all outputs are complete. A failure of any is the call's status.
+        """Generates, and answers when all outputs are complete. If any output fails, the call fails with
+        its status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Generates for each request of the stream, all at once. Responses carry their request's `id`;
-        those of one request are in order, those of different requests interleave. The last one of a
-        request has the parameter `triton_final_response` true. What a request fails of is its last
-        response's `error_message`; the stream goes on. It ends when the client has sent its last
-        request and all are answered.
+        """Generates for all requests of the stream concurrently. Responses carry their request's `id`.
+        The responses of one request are in order; the responses of different requests interleave. The
+        last response of a request has the parameter `triton_final_response` true. If a request fails,
+        its last response has an `error_message`, and the stream continues. The stream ends when the
+        client has sent its last request and all requests are answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -188,13 +190,13 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GRPCInferenceService(object):
-    """Text generation in the words of the Open Inference Protocol: tensors in, tensors out.
+    """Text generation through the Open Inference Protocol: tensors in, tensors out.
 
-    A conversation. `ModelMetadata` lists the tensors, which are those of Triton's vLLM backend: the
-    prompt is `text_input`, the answer `text_output`. Whatever else can be asked for (`stream`,
-    `max_tokens`, `temperature`, ...) may come as an input tensor, as a request parameter, or in the
-    JSON object of the input `sampling_parameters`, by the name that `/v1/completions` has for it.
-    Errors are those of `quire.v1.InferenceService`, with the same google.rpc details.
+    `ModelMetadata` lists the tensors. They are the same as in Triton's vLLM backend: the prompt is
+    `text_input`, the answer `text_output`. All other options (`stream`, `max_tokens`, `temperature`,
+    ...) have the names of `/v1/completions`. Send them as an input tensor, as a request parameter,
+    or in the JSON object of the input `sampling_parameters`. Errors are those of
+    `quire.v1.InferenceService`, with the same google.rpc details.
     """
 
     @staticmethod

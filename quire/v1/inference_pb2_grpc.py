@@ -170,13 +170,13 @@ class InferenceServiceServicer(object):
 
     def GenerateMany(self, request_iterator, context):
         """Carries many requests on one call, for a gateway: a message has the news of all of them, so that a
-        model step costs one message and not one for each stream. Each request has a `number`, which the
-        client chooses, and is otherwise as with `Generate` or `Resume`; requests do not affect each other.
-        The last event of each request is its `usage` or an `error`; then its number may be used again. A
-        number that is in use ends the call with INVALID_ARGUMENT. A client that reads slowly gets fewer and larger
-        deltas. When the client has sent all it wants, the call ends after the last event. A call that
-        breaks ends its requests as a `Generate` call that breaks. The call's metadata has the API key; its
-        deadline ends all requests.
+        model step costs one message and not one for each stream. The client chooses a `number` for
+        each request. Otherwise a request is as with `Generate` or `Resume`; requests do not affect
+        each other. The last event of each request is its `usage` or an `error`; then its number may be
+        used again. A number that is in use ends the call with INVALID_ARGUMENT. A client that reads
+        slowly gets fewer and larger deltas. When the client has sent all it wants, the call ends after
+        the last event. A call that breaks ends its requests as a `Generate` call that breaks. The
+        call's metadata has the API key; its deadline ends all requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

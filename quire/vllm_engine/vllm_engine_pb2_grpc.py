@@ -27,10 +27,11 @@ if _version_not_supported:
 
 
 class VllmEngineStub(object):
-    """One engine, which is a whole cell: a router answers, and any scheduler and worker of it may compute.
+    """One engine is a whole cell: a router answers, and any of the cell's schedulers and workers may
+    compute.
 
-    The gateway tokenizes, and turns tokens into text. So requests usually have token ids, and answers
-    have only token ids. A request whose scheduler or worker is lost goes on. The gateway's FlushCache and
+    The gateway tokenizes and detokenizes. So requests usually have token ids, and answers have only
+    token ids. A request continues if its scheduler or worker is lost. The gateway's FlushCache and
     profiler calls are answered UNIMPLEMENTED. Errors are those of `quire.v1.InferenceService`.
     """
 
@@ -88,10 +89,11 @@ class VllmEngineStub(object):
 
 
 class VllmEngineServicer(object):
-    """One engine, which is a whole cell: a router answers, and any scheduler and worker of it may compute.
+    """One engine is a whole cell: a router answers, and any of the cell's schedulers and workers may
+    compute.
 
-    The gateway tokenizes, and turns tokens into text. So requests usually have token ids, and answers
-    have only token ids. A request whose scheduler or worker is lost goes on. The gateway's FlushCache and
+    The gateway tokenizes and detokenizes. So requests usually have token ids, and answers have only
+    token ids. A request continues if its scheduler or worker is lost. The gateway's FlushCache and
     profiler calls are answered UNIMPLEMENTED. Errors are those of `quire.v1.InferenceService`.
     """
 
@@ -216,10 +218,11 @@ def add_VllmEngineServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VllmEngine(object):
-    """One engine, which is a whole cell: a router answers, and any scheduler and worker of it may compute.
+    """One engine is a whole cell: a router answers, and any of the cell's schedulers and workers may
+    compute.
 
-    The gateway tokenizes, and turns tokens into text. So requests usually have token ids, and answers
-    have only token ids. A request whose scheduler or worker is lost goes on. The gateway's FlushCache and
+    The gateway tokenizes and detokenizes. So requests usually have token ids, and answers have only
+    token ids. A request continues if its scheduler or worker is lost. The gateway's FlushCache and
     profiler calls are answered UNIMPLEMENTED. Errors are those of `quire.v1.InferenceService`.
     """
 

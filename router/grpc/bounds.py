@@ -46,7 +46,10 @@ _LARGE: Final = _GENERATING | {
 
 @dataclass(frozen=True, slots=True)
 class RefusedRequest:
-    """Stands for a request of `GenerateMany` that was not parsed: the call's others go on."""
+    """Stands for a request of `GenerateMany` that was not parsed.
+
+    The call's other requests continue.
+    """
 
     number: int
     error: QuireError
@@ -202,6 +205,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     for i in range(_MAX_VARINT_BYTES):
         byte = data[at + i]
         value |= (byte & 0x7F) << 7 * i
-        if byte <= 0x7F:  # noqa: PLR2004 - the highest bit says that it goes on
+        if byte <= 0x7F:  # noqa: PLR2004 - the highest bit means that another byte follows
             return value, at + i + 1
     raise IndexError

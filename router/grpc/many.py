@@ -27,12 +27,12 @@ from rpc.observe import telemetry
 from rpc.status import error_to_status
 
 _MOST_UNSENT_BYTES: Final = 256 * 1024
-"""About the events of a step with 4,096 streams; far below the 4 MiB that clients take."""
+"""About the size of a step's events for 4,096 streams; far below the 4 MiB that clients accept."""
 _MOST_UNSENT_ERRORS: Final = 1024
 _MAX_TIMEOUT_S: Final = 1e9
 _MAX_NUMBER: Final = 2**64 - 1
 _EVENT_BYTES: Final = 32
-"""Of an event without text, tokens and log-probabilities, about."""
+"""About the size of an event without text, tokens and log-probabilities."""
 _LOGPROB_BYTES: Final = 200
 
 _CANCELLED: Final = 1
@@ -41,18 +41,18 @@ _CANCELLED: Final = 1
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A number that is in use."""
+    """A request's number that is in use."""
 
     number: int
     task: asyncio.Task[None] | None = None
     is_named: bool = False
     """Whether the client has the request's id."""
     has_left: bool = False
-    """Whether the client has ended it."""
+    """Whether the client has sent `leave`."""
 
 
 class ManyCall:
-    """The requests of one call, and the message with their events that is not written yet.
+    """The requests of one call, and the next message with their events.
 
     It is the `Room` of its requests: while a message waits for a slow client, the events of the
     next one collect up to a bound, and from then on each request merges its own.
@@ -65,18 +65,18 @@ class ManyCall:
         self._number_to_request: dict[int, _Request] = {}
         self._response = inference_pb2.GenerateManyResponse()
         self._num_bytes = 0
-        """Of `_response`, about."""
+        """The approximate size of `_response`."""
         self._num_errors = 0
         """In `_response`."""
         self._has_events = asyncio.Event()
         self._is_taken = asyncio.Event()
-        """Set when `_response` is being written, and a new one begins."""
+        """Set when the writer takes `_response`, and a new one begins."""
         self._is_over = False
 
     async def serve(
         self, messages: AsyncIterator[inference_pb2.GenerateManyRequest | RefusedRequest]
     ) -> None:
-        """Serve the requests until the client has sent all and each has ended."""
+        """Serve until the client has sent all requests and all have ended."""
         try:
             async with asyncio.TaskGroup() as writers:
                 writers.create_task(self._write())
@@ -125,7 +125,7 @@ class ManyCall:
             async with live:
                 put = partial(self._put, request, live.request_id)
                 await live.send_to(put, self)
-        except Exception as error:  # noqa: BLE001 - it is the request's, not the call's
+        except Exception as error:  # noqa: BLE001 - the error ends the request, not the call
             self._put_error(request, error)
 
     def _start(self, message: inference_pb2.GenerateManyRequest) -> Awaitable[LiveRequest]:
@@ -211,7 +211,7 @@ class ManyCall:
         await self._is_taken.wait()
 
     async def _write(self) -> None:
-        """Write one message after another; each has all events since the one before."""
+        """Write messages in turn; each has all events since the previous one."""
         while not self._is_over or self._response.events:
             self._has_events.clear()
             if response := self._take_response():

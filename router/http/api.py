@@ -11,13 +11,14 @@ from router.access.tenancy import with_precedence
 from router.http.answers.answer import Call, answer
 from router.http.answers.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.http.answers.objects import model_json
+from router.http.answers.streaming import use_model
 from router.http.anthropic.routes import messages_routes
 from router.http.batches.batches import Batches
 from router.http.batches.routes import FILES, batch_routes
 from router.http.body import BodyReader
 from router.http.embeddings import embedding_routes
 from router.http.endpoint import CallId, endpoint, is_resumable, json_response
-from router.http.errors import MethodNotAllowedError
+from router.http.errors import REQUEST_ID_HEADER, MethodNotAllowedError
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from router.http.openai_responses.routes import responses_routes
 from router.http.requests.chat import ChatBody, chat_call
@@ -27,6 +28,7 @@ from router.http.usage import USAGE, usage_route
 from router.operators.adapters_and_models import Operations
 from router.operators.usage import UsageReports
 from router.request.cells import Cells
+from router.request.inference import Inference
 from router.turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", USAGE, FILES))
@@ -57,11 +59,17 @@ def routes(
     def begins(request: web.Request) -> bool:
         return LAST_EVENT_ID_HEADER not in request.headers  # otherwise the call resumes a stream
 
+    async def used(
+        request: web.Request, call_id: CallId, body: CompletionBody | ChatBody
+    ) -> Inference:
+        headers = {REQUEST_ID_HEADER: call_id.value}
+        return await use_model(cells, body.model, request, headers, is_streamed=bool(body.stream))
+
     async def create_completion(request: web.Request, call_id: CallId) -> web.StreamResponse:
         """Continue one or several prompts; streamed as server-sent events on request."""
         body = await bodies.read(request, CompletionBody, generates=begins(request))
         call_id.value = body.request_id or call_id.value
-        inference = await cells.use(body.model)
+        inference = await used(request, call_id, body)
         call = completion_call(inference, body, call_id.value)
         return await answer(request, inference, _with_headers(call, request))
 
@@ -69,7 +77,7 @@ def routes(
         """Answer a chat, using the model's chat template."""
         body = await bodies.read(request, ChatBody, generates=begins(request))
         call_id.value = body.request_id or call_id.value
-        inference = await cells.use(body.model)
+        inference = await used(request, call_id, body)
         if begins(request):
             inference.check_room(body.model)  # before the template is rendered
         call = await chat_call(inference, body, call_id.value)

@@ -12,7 +12,7 @@ from aiohttp import ClientConnectionResetError, web
 from opentelemetry import context as otel_context
 
 from contract.errors import InvalidArgumentError, UnimplementedError
-from router.http.answers.sse import STARTED
+from router.http.answers.sse import STARTED, WAITING, SseResponse
 from router.http.errors import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, failure_response
 from router.http.strict_json import excerpt, json_bytes
 from rpc.observe import telemetry
@@ -47,7 +47,9 @@ def endpoint(handler: CallHandler) -> HttpHandler:
         except ClientConnectionResetError:
             raise  # the client is gone
         except Exception as error:
-            if STARTED not in request:
+            if (waiting := request.get(WAITING)) is not None and waiting.is_held:
+                response = await _fail(waiting, error, request, call_id)
+            elif STARTED not in request:
                 response = failure_response(error, path=request.path, request_id=call_id.value)
             else:  # a second head would be read as part of the body: close the connection instead
                 log.exception("stream_failed", path=request.path, request_id=call_id.value)
@@ -61,6 +63,17 @@ def endpoint(handler: CallHandler) -> HttpHandler:
         return response
 
     return handle
+
+
+async def _fail(
+    waiting: SseResponse, error: Exception, request: web.Request, call_id: CallId
+) -> web.StreamResponse:
+    """Send an error as the only event of a stream that had a head and has not begun."""
+    failure = failure_response(error, path=request.path, request_id=call_id.value)
+    assert isinstance(failure.body, bytes), "it is JSON"
+    await waiting.start(b"event: error\ndata: %b\n\n" % failure.body)
+    await waiting.end()
+    return waiting.response
 
 
 def is_resumable(request: web.Request) -> bool:

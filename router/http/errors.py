@@ -47,15 +47,20 @@ _STATUS_TO_CODE = {
 }
 """Maps a status to OpenAI's code, which is a word or absent; strict clients parse it."""
 
+
+class MissingModelError(NotFoundError):
+    """The model of a request is not served, or not any more."""
+
+
 _KIND_TO_CODE: Mapping[type[QuireError], str] = {
     ContextLengthError: "context_length_exceeded",  # a shorter conversation may help
     ModelNotFoundError: "model_not_found",
+    MissingModelError: "model_not_found",
 }
 """More precise codes of some errors."""
 
 _FAILURES: tuple[type[QuireError], ...] = (
     DeadlineExceededError,
-    NotFoundError,
     PermissionDeniedError,
     TooBusyError,
     UnauthenticatedError,
@@ -176,5 +181,7 @@ def error_from_finished(finished: OutputFinished) -> QuireError | None:
         case FinishReason.ERROR:
             if finished.error is None:
                 return QuireError("the request failed")
+            if finished.error.code == NotFoundError.code.value[0]:  # only a model can be missing
+                return MissingModelError(finished.error.message)
             failure = _CODE_TO_FAILURE.get(finished.error.code, QuireError)
             return failure(finished.error.message)

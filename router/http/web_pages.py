@@ -23,7 +23,8 @@ class PageGuard:
     """Refuses calls from other web pages than the service's own, for routers without API keys."""
 
     hosts: frozenset[str] | None
-    """Names that `Host` may have besides loopback names; None: any, because TLS proves the name."""
+    """Names that `Host` may have in addition to loopback names; None: any, because TLS proves the
+    name."""
     origins: frozenset[str] = frozenset()
     """Origins of other pages that may call, such as "https://example.com"."""
 

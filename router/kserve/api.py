@@ -85,7 +85,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         requests: AsyncIterator[open_inference_pb2.ModelInferRequest],
         context: CallContext,
     ) -> None:
-        """Serve the requests of the stream concurrently, each in a task of its own."""
+        """Serve the requests of the stream concurrently, each in a separate task."""
         room = asyncio.Semaphore(MAX_STREAMED_REQUESTS)
         writing = asyncio.Lock()  # gRPC allows one write at a time
 

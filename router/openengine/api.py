@@ -232,11 +232,11 @@ class _Answer:
         self._stop_token_ids = frozenset(stop_token_ids(request))
         self._withholds = not request.stopping.include_stop_in_output
         self._withheld: dict[int, tuple[int, TokenLogprob | None]] = {}
-        """Tokens that may end their outputs, by the output's index."""
+        """Tokens that may end an output, by the output's index."""
         self._end: pb.GenerateResponse | None = None
 
     def messages(self, event: Event) -> Iterator[pb.GenerateResponse]:
-        """Yield what an event adds; raises the failure of an output."""
+        """Yield the messages for an event; raises the failure of an output."""
         if self._end is not None:
             if isinstance(event, TokenCounts):
                 self._end.usage.CopyFrom(usage_to_proto(event))

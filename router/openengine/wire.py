@@ -28,7 +28,7 @@ _CODES: Final = {
 
 
 def metadata_from_call(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return a call's metadata with the contract's priority as Quire's own.
+    """Return a call's metadata with the contract's priority renamed to Quire's.
 
     Raises InvalidArgumentError for a rank that the cell has not.
     """
@@ -78,7 +78,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
 
 
 def stop_token_ids(message: pb.GenerateRequest) -> tuple[int, ...]:
-    """Return the tokens that the caller wants outputs to end with."""
+    """Return the tokens at which the caller wants outputs to end."""
     conditions = message.stopping.conditions
     return tuple(c.stop_token_id for c in conditions if c.HasField("stop_token_id"))
 
@@ -198,7 +198,7 @@ def error_to_proto(error: QuireError) -> pb.EngineError:
 
 
 def kv_batch_to_proto(batch: smg_common_pb2.KvEventBatch) -> pb.KvEventBatch:
-    """Convert the events of a cell's prefix caches from those that SMG gets."""
+    """Convert a cell's prefix cache events from SMG's messages."""
     message = pb.KvEventBatch(
         sequence_number=batch.sequence_number, timestamp_unix_nanos=int(batch.timestamp * 1e9)
     )

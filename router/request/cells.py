@@ -22,7 +22,7 @@ from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
 from router.request.admission import Admitted
 from router.request.inference import Inference, refusals_counted
 from router.request.live import LiveRequest
-from router.request.on_demand import OnDemand
+from router.request.on_demand import OnDemand, is_patient
 from router.request.shared_admission import Entry
 from router.schedulers.calls import sum_loads
 from router.schedulers.kv_watch import watch_kv
@@ -114,15 +114,17 @@ class Cells:
         with refusals_counted():
             self.entry.check_quota(num_bytes, most)
 
-    async def use(self, model: str) -> Inference:
-        """Return the cell for a request, after loading its model if models are on demand.
+    async def use(self, model: str, *, is_patient: bool = False) -> Inference:
+        """Return the cell of a model that a request is for, loaded if models are on demand.
+
+        A patient request waits while the model to unload for it is busy with others.
 
         Raises as `of` and `OnDemand.wait_until_loaded`.
         """
         with refusals_counted():
             cell = self.of(model)
             if self.on_demand is not None:
-                await self.on_demand.wait_until_loaded(cell)
+                await self.on_demand.wait_until_loaded(cell, is_patient=is_patient)
             return cell
 
     async def known(self, model: str) -> Inference:
@@ -132,7 +134,8 @@ class Cells:
 
     async def generate(self, request: GenerateRequest, *, is_kept: bool = False) -> LiveRequest:
         """Submit a request to the cell of its model; see `Inference.generate`."""
-        return await (await self.use(request.model)).generate(request, is_kept=is_kept)
+        cell = await self.use(request.model, is_patient=is_patient(request.priority))
+        return await cell.generate(request, is_kept=is_kept)
 
     async def resume(self, request: ResumeRequest, model: str = "") -> LiveRequest:
         """Continue a request; an empty model name searches all cells. See `Inference.resume`."""

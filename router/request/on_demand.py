@@ -1,9 +1,10 @@
 """Loads the model of a request, in place of the model that was used least recently.
 
 Unloading a model loses no request: its scheduler keeps its requests with their tokens, and they
-continue after the next load. Until then they count as demand for that model. So busy models take
-turns, and each stays loaded for a minimum time. Only one router may do this for the same
-schedulers: two routers might load two models at once.
+continue after the next load. Until then they count as demand for it. So models that are all busy
+take turns, and each stays loaded for a minimum time. Requests of the lowest priority, such as lines
+of batches, are patient: a model that is busy with others makes no room for them. Only one router
+may do this for the same schedulers, since two might load two models at once.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import Final
 import structlog
 
 from contract.errors import QuireError, TooBusyError, UnavailableError
+from contract.request import MAX_PRIORITY
 from quire.v1.common_pb2 import Load
 from router.request.inference import Inference
 from router.schedulers.loading import LoadingCalls
@@ -28,6 +30,11 @@ _AWAY_RETRY_S: Final = 0.5
 """Pause if a process could not be reached, for example because it is starting."""
 
 log = structlog.get_logger()
+
+
+def is_patient(priority: int) -> bool:
+    """Whether a request of this priority may wait for as long as a model is busy with others."""
+    return priority == -MAX_PRIORITY
 
 
 class OnDemand:
@@ -54,7 +61,7 @@ class OnDemand:
         self._has_begun = False
         """Whether any model has been loaded or requested; until then the first model is wanted."""
 
-    async def wait_until_loaded(self, cell: Inference) -> None:
+    async def wait_until_loaded(self, cell: Inference, *, is_patient: bool = False) -> None:
         """Return when requests can be submitted.
 
         Raises:
@@ -73,11 +80,11 @@ class OnDemand:
         if num_waiting >= self._max_waiting:
             raise TooBusyError(f"{num_waiting} requests wait for models that are not loaded")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        demand.waiters.add(waiter)
+        demand.waiters[waiter] = is_patient
         try:
             await waiter
         finally:
-            demand.waiters.discard(waiter)
+            del demand.waiters[waiter]
 
     async def load_of(self, cell: Inference) -> Load | None:
         """Return the load of a cell's schedulers, connected or not; None: none answers."""
@@ -130,11 +137,21 @@ class OnDemand:
             elif demand.wanted_at is None:
                 demand.wanted_at = now
         wanted = [
-            (demand.wanted_at, cell)
+            (not self._is_urgent(cell), demand.wanted_at, cell)
             for cell, demand in self._cells.items()
             if demand.wanted_at is not None and now >= demand.retry_at
         ]
-        return min(wanted, key=lambda each: each[0])[1] if wanted else None
+        return min(wanted, key=lambda each: each[:2])[2] if wanted else None
+
+    def _is_urgent(self, cell: Inference) -> bool:
+        """Whether a request of a cell waits or runs that is not patient."""
+        if not all(self._cells[cell].waiters.values()):
+            return True
+        return any(
+            each.model == cell.name
+            and not (each.live is not None and is_patient(each.live.record.priority))
+            for each in cell.entry.admission.admitted
+        )
 
     async def _make_room_and_load(self, wanted: Inference) -> None:
         """Load a model, unless no other model may be unloaded yet.
@@ -149,7 +166,7 @@ class OnDemand:
                 strict=True,
             )
         )
-        load, demand = loads[wanted], self._cells[wanted]
+        load, demand, is_urgent = loads[wanted], self._cells[wanted], self._is_urgent(wanted)
         now = asyncio.get_running_loop().time()
         if load is None or not (load.num_workers or load.num_unloaded_workers):
             raise wanted.schedulers.unavailable()
@@ -167,7 +184,12 @@ class OnDemand:
         for cell, each in self._cells.items():
             each.seen_at = (each.seen_at or now) if cell in loaded else None
         while len(loaded) >= self._max_loaded:
-            victim = self._least_recently_used([cell for cell in loaded if cell not in away], now)
+            free = [
+                cell
+                for cell in loaded
+                if cell not in away and (is_urgent or not self._is_urgent(cell))
+            ]
+            victim = self._least_recently_used(free, now)
             if victim is None:
                 if len(away) >= self._max_loaded:
                     names = ", ".join(sorted(repr(cell.name) for cell in away))
@@ -202,7 +224,8 @@ class _Demand:
     """The state of a model, and the calls that wait for it; times are on the event loop's clock."""
 
     def __init__(self) -> None:
-        self.waiters: set[asyncio.Future[None]] = set()
+        self.waiters: dict[asyncio.Future[None], bool] = {}
+        """And whether each is patient."""
         self.used_at = 0.0
         self.wanted_at: float | None = None
         self.loaded_at: float | None = None

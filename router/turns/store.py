@@ -54,7 +54,7 @@ class Batch:
     released: list[str] = field(default_factory=list)
     """Turns to leave to other routers."""
     usage: tuple[int, UsageRows] = (0, {})
-    """The usage of requests that are not turns, and the number of this part."""
+    """The usage of requests that are not turns, and the sequence number of this record."""
 
 
 @dataclass(frozen=True, slots=True)

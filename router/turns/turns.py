@@ -29,6 +29,7 @@ from router.access.api_keys import key_of_call
 from router.request.cells import Cells
 from router.request.inference import Inference
 from router.request.live import LiveRequest
+from router.request.on_demand import is_patient
 from router.request.usage import UsageCounts, UsageKey, UsageRows, Used, hour_of
 from router.schedulers.wire import record_from_bytes, record_to_bytes
 from router.turns.running import MovedError, RunningTurn, Seen
@@ -107,6 +108,7 @@ class Turns:
         self._running: dict[str, RunningTurn] = {}
         self._accepted: list[tuple[Turn, asyncio.Future[bool]]] = []
         self._released: set[str] = set()
+        self._losing: set[asyncio.Task[None]] = set()
         self._is_urgent = asyncio.Event()
         self._is_draining = False
         self._is_failing = False
@@ -235,8 +237,7 @@ class Turns:
         if (running := self._running.get(turn.id)) is not None:
             await self._cancel(running)
         was_there = await self.store.delete(turn.tenant, turn.id)
-        with contextlib.suppress(NotFoundError):  # its model is no longer served
-            self._cells.of(turn.model).schedulers.unpin(turn.id, turn.tenant)
+        self._unpin(turn)
         return was_there
 
     async def _cancel(self, running: RunningTurn) -> None:
@@ -312,7 +313,8 @@ class Turns:
 
     async def _submit(self, running: RunningTurn) -> LiveRequest:
         turn = running.turn
-        cell = await self._cells.use(turn.model)  # rendering a prompt needs the model's limits
+        # A prompt is made with the model's limits.
+        cell = await self._cells.use(turn.model, is_patient=is_patient(turn.priority))
         if running.record is not None:
             return cell.restart(record_from_bytes(running.record), running.events)
         request = await self._kinds[turn.kind].request(turn)
@@ -440,6 +442,21 @@ class Turns:
         running.move()
         if running.task is not None:
             running.task.cancel()
+        losing = asyncio.create_task(self._unpin_if_deleted(running))
+        self._losing.add(losing)
+        losing.add_done_callback(self._losing.discard)
+
+    async def _unpin_if_deleted(self, running: RunningTurn) -> None:
+        """Drop the pins that a lost turn may have got after another router deleted it."""
+        if running.task is not None:
+            await asyncio.wait([running.task])
+        with contextlib.suppress(StoreError):
+            if await self.store.find(running.turn.tenant, running.turn.id) is None:
+                self._unpin(running.turn)
+
+    def _unpin(self, turn: Turn) -> None:
+        with contextlib.suppress(NotFoundError):  # no model serves it any more
+            self._cells.of(turn.model).schedulers.unpin(turn.id, turn.tenant)
 
     async def _take_up(self) -> None:
         for cell in self._cells.all:

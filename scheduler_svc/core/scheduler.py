@@ -574,7 +574,7 @@ class Scheduler:
             self._fork_siblings(seq, builder.now)
 
     def _has_room(self, num_blocks: int, num_rows: int = 1) -> bool:
-        """Whether so many blocks and rows may be taken to start a sequence or search.
+        """Whether a sequence or search may take this many blocks and rows to start.
 
         A reserve stays for running sequences to grow. If nothing runs, there is no reserve, and the
         bound of memory pressure does not apply.

@@ -6,7 +6,7 @@ reports its size when it is attached again.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -24,8 +24,14 @@ log = structlog.get_logger()
 class OngoingResize:
     """The resize of one pool; it continues even if the caller stops waiting."""
 
-    def __init__(self, worker: str, session: Session, num_blocks: int) -> None:
-        """Start a resize.
+    def __init__(
+        self,
+        worker: str,
+        session: Session,
+        num_blocks: int,
+        on_resized: Callable[[WorkerInfo, int], Awaitable[None]],
+    ) -> None:
+        """Start a resize, which ends with `on_resized`.
 
         Raises:
             FailedPreconditionError: The pool cannot have this size.
@@ -34,6 +40,7 @@ class OngoingResize:
         self._session = session
         self._num_before = session.load().num_blocks
         self._num_blocks = num_blocks
+        self._on_resized = on_resized
         self._is_less = num_blocks < self._num_before
         try:
             if self._is_less:
@@ -66,6 +73,7 @@ class OngoingResize:
             log.warning("a pool could not be resized", **who, reason=str(error))
             raise
         log.info("a pool was resized", **who)
+        await self._on_resized(self._session.info, self._num_blocks)
 
     async def _resize(self) -> None:
         session, num_blocks = self._session, self._num_blocks
@@ -83,7 +91,7 @@ class Resizer:
     """Starts resizes, at most one at a time per worker."""
 
     def __init__(
-        self, roster: Roster, on_resized: Callable[[WorkerInfo, int], None] = lambda *_: None
+        self, roster: Roster, on_resized: Callable[[WorkerInfo, int], Awaitable[None]]
     ) -> None:
         """`on_resized` is called with each resized worker and the new size."""
         self._roster = roster
@@ -108,14 +116,10 @@ class Resizer:
             raise FailedPreconditionError(
                 f"worker {worker} is being resized already, to {other.progress().num_blocks} blocks"
             )
-        resize = self._resizes[worker] = OngoingResize(worker, session, num_blocks)
+        resize = self._resizes[worker] = OngoingResize(
+            worker, session, num_blocks, self._on_resized
+        )
         resize.task.add_done_callback(retrieve)
-
-        def keep(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and task.exception() is None:
-                self._on_resized(session.info, num_blocks)
-
-        resize.task.add_done_callback(keep)
         return resize
 
     def stop(self) -> None:

@@ -1,6 +1,7 @@
 """The gRPC services `AdapterService` and `LoadingService`, for operators and routers."""
 
 import contextlib
+from collections.abc import Awaitable, Callable
 
 import grpc.aio
 
@@ -16,8 +17,10 @@ from scheduler_svc.workers.adapters import Adapters
 class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
     """Answers the calls of `quire.v1.AdapterService`."""
 
-    def __init__(self, adapters: Adapters) -> None:
+    def __init__(self, adapters: Adapters, written: Callable[[], Awaitable[None]]) -> None:
+        """`written` returns when what the next start is to know has been written."""
         self._adapters = adapters
+        self._written = written
 
     async def LoadAdapter(  # noqa: N802
         self,
@@ -30,6 +33,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
             if not getattr(request, field):
                 raise InvalidArgumentError(field, "is empty")
         loaded = await self._adapters.load(request.name, request.directory)
+        await self._written()
         return adapters_pb2.LoadAdapterResponse(
             adapter=adapter_to_proto(loaded.adapter), was_there=loaded.was_there
         )
@@ -42,6 +46,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         """Unload an adapter at every worker once no request uses it."""
         refuse_epoch(request.epoch)
         await self._adapters.unload(request.name, request.digest)
+        await self._written()
         return adapters_pb2.UnloadAdapterResponse()
 
     async def ListAdapters(  # noqa: N802
@@ -60,9 +65,10 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         )
 
 
-def adapter_service(adapters: Adapters) -> Service:
+def adapter_service(adapters: Adapters, written: Callable[[], Awaitable[None]]) -> Service:
     """Return the entry for `rpc.server.serve`."""
-    return service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", AdapterServicer(adapters))
+    servicer = AdapterServicer(adapters, written)
+    return service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", servicer)
 
 
 class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):

@@ -106,7 +106,7 @@ class Worker(HasRole, Protocol):
         """Return how many of the first blocks of `hashes` its prefix cache has."""
 
     def expect(self, num_seqs: int, num_tokens: int) -> None:
-        """Count so many more waiting sequences, and tokens to compute for them."""
+        """Add waiting sequences, and the tokens to compute for them."""
 
 
 @dataclass(frozen=True, slots=True)

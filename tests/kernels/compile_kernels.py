@@ -2,10 +2,12 @@
 
 It is a program and not a test, because Triton must be imported without TRITON_INTERPRET. Takes the
 capability, the dtype, a model's shape (query heads, kv heads, head dim), the block size, and which
-attention: "plain", "options", "int8", "float8_e4m3fn"; or over latents as wide as DeepSeek's:
-"latent", "latent int8", "latent float8_e4m3fn". Launches are configured as for that capability.
-Prints one JSON object per launch: the kernel, its registers, the bytes that a thread spills, the
-bytes of shared memory and of machine code, and whether it has wgmma instructions.
+attention: "plain", "options", "int8", "float8_e4m3fn"; "wide": of 512 dims; "shared": decodes that
+share a prefix; or over latents as wide as DeepSeek's: "latent", "latent int8", "latent
+float8_e4m3fn". Launches are configured as for that capability, and for a device with as many
+processors as its largest one; so chunks are compiled with their positions split, and whole.
+Prints one JSON object per kernel variant: its registers, the bytes that a thread spills, the bytes
+of shared memory and of machine code, its warps, and whether it has wgmma instructions.
 """
 
 import json
@@ -13,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -23,6 +26,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from kernels import ops, reference
+from kernels.grouped_maps import GroupedMaps
+from kernels.sequences import MAX_SHARED, Sequences, SharedPrefixes
+from kernels.triton import decode, prefill
+from kernels.triton.grouped_linear import TILES
 from kernels.triton.quantized_linear import FEWEST_ROWS
 from kernels.tuning import configs as tuned
 from tests.kernels.tensors import make_paged, make_quantized
@@ -48,6 +55,10 @@ def compile_launch(kernel, *args, grid, warmup, **constants):
             signature[param.name] = mangle_type(value)
             if free and is_divisible_by_16(value):
                 attributes[param.num,] = [["tt.divisibility", 16]]
+    variant = kernel.fn.__name__, str(signature), str(constexprs), str(attributes)
+    if variant in VARIANTS:
+        return
+    VARIANTS.add(variant)
     source = ASTSource(kernel, signature, constexprs, attributes)
     options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
     target = GPUTarget("cuda", CAPABILITY, 32)
@@ -59,6 +70,7 @@ def compile_launch(kernel, *args, grid, warmup, **constants):
         "registers": registers,
         "spilled_bytes": spilled_bytes,
         "shared_bytes": compiled.metadata.shared,
+        "warps": compiled.metadata.num_warps,
         "cubin_bytes": len(compiled.asm["cubin"]),
         "has_wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
     }
@@ -87,37 +99,54 @@ def launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size)
     """Store to a cache, and attend to it."""
     query = torch.zeros(4, num_heads, head_dim, dtype=dtype)
     key = torch.zeros(4, num_kv_heads, head_dim, dtype=dtype)
-    shape = [40, 9], num_kv_heads, head_dim, block_size
+    shape = SEQ_LENS, num_kv_heads, head_dim, block_size
     ids = torch.zeros(4, dtype=torch.int64)
-    starts = torch.tensor([0, 3, 4], dtype=torch.int32)
     paged, options = make_paged(*shape, dtype, "cpu"), {}
     if kind == "options":
-        options = {"window": 20, "softcap": 50.0, "sinks": torch.zeros(num_heads)}
-    elif kind != "plain":
+        options = {"window": 1100, "softcap": 50.0, "sinks": torch.zeros(num_heads)}
+    elif kind not in {"plain", "shared"}:
         paged = make_quantized(*shape, getattr(torch, kind), "cpu")
     caches = paged.key_cache, paged.value_cache
+    if kind == "shared":
+        launch_shared(query, paged)
+        return
     launchers.store_kv(key, key, *caches, ids, **paged.scales)
     cos_sin = torch.zeros(8, head_dim)
     launchers.rotary_store_kv(query, key, key, cos_sin, ids, *caches, ids, **paged.scales)
-    options |= paged.scales
+    attend(query, paged, options | paged.scales)
+
+
+def attend(query, paged, options):
+    """Decodes; and chunks, with their positions split and whole."""
     launchers.paged_attention_decode(query[:2], *paged.args, 0.1, **options)
-    launchers.paged_attention_prefill(query, *paged.args, starts, 3, 0.1, **options)
+    starts = torch.tensor([0, 3, 4], dtype=torch.int32)
+    caches, tables, lens = paged.args[:2], paged.block_tables, paged.seq_lens
+    launchers.paged_attention_prefill(query, *caches, tables, lens, starts, 3, 0.1, **options)
+    short = tables[:, :1]
+    launchers.paged_attention_prefill(query, *caches, short, lens, starts, 3, 0.1, **options)
+
+
+def launch_shared(query, paged):
+    """Decodes that share a prefix."""
+    shapes = 2, MAX_SHARED + 1, MAX_SHARED, 2
+    shared = SharedPrefixes(*(torch.zeros(shape, dtype=torch.int32) for shape in shapes))
+    caches, out = (paged.key_cache, paged.value_cache), torch.zeros_like(query)
+    launch = decode.prepare_decode(query, *caches, 0.1, out=out)
+    launch(Sequences(paged.block_tables, paged.seq_lens, shared=shared))
 
 
 def launch_latent(stored, dtype, num_heads, block_size):
     """Store latents, and attend to them; `stored` is the dtype of the cache, or empty."""
     query = torch.zeros(4, num_heads, LATENT_DIM + 64, dtype=dtype)
     key = torch.zeros(4, 1, LATENT_DIM + 64, dtype=dtype)
-    shape = [40, 9], 1, LATENT_DIM + 64, block_size
+    shape = SEQ_LENS, 1, LATENT_DIM + 64, block_size
     if stored:
         paged = make_quantized(*shape, getattr(torch, stored), "cpu").latent(LATENT_DIM)
     else:
         paged = make_paged(*shape, dtype, "cpu").latent(LATENT_DIM)
     ids = torch.zeros(4, dtype=torch.int64)
     launchers.store_kv(key, None, paged.key_cache, None, ids, key_scales=paged.key_scales)
-    launchers.paged_attention_decode(query[:2], *paged.args, 0.1, **paged.scales)
-    starts = torch.tensor([0, 3, 4], dtype=torch.int32)
-    launchers.paged_attention_prefill(query, *paged.args, starts, 3, 0.1, **paged.scales)
+    attend(query, paged, paged.scales)
 
 
 def launch_others(dtype, num_heads, num_kv_heads, head_dim):
@@ -134,6 +163,7 @@ def launch_others(dtype, num_heads, num_kv_heads, head_dim):
     launchers.rotary(query, key, torch.zeros(8, head_dim), ids)
     launchers.silu_mul(x)
     launchers.suppress(torch.zeros(4, 4096), ids, torch.zeros(4, 128, dtype=torch.int32))
+    launchers.greedy(torch.zeros(4, 150_000, dtype=dtype))
     numbers = torch.ones(4)
     launchers.sample(torch.zeros(4, 150_000), numbers, ids, numbers.double(), numbers, ids, ids)
 
@@ -151,20 +181,40 @@ def launch_quantized_linear(dtype):
             launchers.quantized_linear(x, values, scales[:1].float(), None, None)
 
 
+def launch_grouped_linear(dtype):
+    """Experts, and both maps of LoRA adapters, in each tile."""
+    ids = torch.zeros(8 * TILES[-1].rows, dtype=torch.int64)
+    ends = torch.zeros(8, dtype=torch.int32)
+    for tile in TILES:
+        num_rows = 8 * tile.rows
+        x, rows = torch.zeros(num_rows, 4096, dtype=dtype), ids[:num_rows]
+        maps = GroupedMaps.of([torch.zeros(64, 4096, dtype=dtype)] * 8)
+        launchers.grouped_linear(x, maps, ends, rows, None, num_rows, None)
+        maps = replace(maps, num_in=64, num_out=4096, is_by_input=True)
+        launchers.grouped_linear(x[:, :64], maps, ends, None, rows, num_rows, x)
+
+
 def main():
     dtype, (num_heads, num_kv_heads, head_dim, block_size) = sys.argv[2], map(int, sys.argv[3:7])
     dtype = getattr(torch, dtype)
     for kind in sys.argv[7:]:
         if kind.startswith("latent"):
             launch_latent(kind.removeprefix("latent").strip(), dtype, num_heads, block_size)
+        elif kind == "wide":
+            launch_attention("plain", dtype, 16, 8, 512, block_size)
         else:
             launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size)
     launch_others(dtype, num_heads, num_kv_heads, head_dim)
     launch_quantized_linear(dtype)
+    launch_grouped_linear(dtype)
 
 
 LATENT_DIM = 512
+SEQ_LENS = [1200, 9]
+VARIANTS = set()
 CAPABILITY = int(sys.argv[1])
+PROCESSORS = {80: 108, 86: 84, 90: 132}[CAPABILITY]
+decode.num_processors = prefill.num_processors = lambda _: PROCESSORS
 JITFunction.run = compile_launch
 tuned._device_path = lambda _: tuned.config_path("no such device", divmod(CAPABILITY, 10))
 main()

@@ -92,6 +92,8 @@ from gpu_worker.step.executor import Executor  # noqa: E402
 from gpu_worker.step.warm_up import warm_up  # noqa: E402
 from gpu_worker.weights import gpu_linear  # noqa: E402
 from gpu_worker.weights.quantized_linear import Quantization  # noqa: E402
+from kernels.triton import decode, prefill  # noqa: E402
+from kernels.tuning import configs as tuned  # noqa: E402
 from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig  # noqa: E402
 from scheduler_svc.core.interface.request import Request, SeqKey, SourceId  # noqa: E402
 from scheduler_svc.core.scheduler import Scheduler  # noqa: E402
@@ -103,6 +105,12 @@ def draw_by_kernel(self, logits, places, rows, positions, *, is_suppressed):
 
 
 Sampler._draw = draw_by_kernel
+Sampler._likeliest = lambda _, logits: ops.greedy(logits)
+# As on a GPU whose processors many splits of short sequences fill.
+tuned._forced[tuned.DecodeConfig] = tuned.DecodeConfig(16, 32, 1, 4, 2, 1)
+tuned._forced[tuned.PrefillConfig] = tuned.PrefillConfig(64, 16, 4, 1)
+decode.num_processors = prefill.num_processors = lambda _: 132
+prefill._LEAST_POSITIONS = 32
 
 CPU = torch.device("cpu")
 
@@ -223,7 +231,9 @@ def serve(executor, limits, chance, num_requests):
 def main():
     model, seed = Path(sys.argv[1]), int(sys.argv[2])
     quantization = None if sys.argv[4] == "none" else Quantization(sys.argv[4])
-    gpu_linear.is_here = lambda _: quantization is not None
+    has_experts = "mixtral" in (model / "config.json").read_text()
+    is_special = quantization is not None or has_experts
+    gpu_linear.is_here = lambda device: is_special and device.type != "meta"
     executor, limits = make_executor(model, quantization, num_blocks=70, num_host_blocks=60)
     if sys.argv[3] == "graphs":
         piecewise_graphs._MAX_TOKENS = 32  # the largest steps run eagerly

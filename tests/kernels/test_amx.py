@@ -165,7 +165,7 @@ def test_the_sources_become_instructions_of_amx(tmp_path):
     if shutil.which("objdump") is None:
         pytest.skip("needs objdump")
     made = tmp_path / "linear.o"
-    flags = [flag for flag in build._FLAGS if "EMULATION" not in flag]
+    flags = ["-O1", *build._FLAGS[1:]]  # compiles faster
     source = build.SOURCES / "linear.c"
     subprocess.run(
         ["gcc", *flags, *FOR_AMX, *STRICT, "-c", str(source), "-o", str(made)], check=True
@@ -179,9 +179,10 @@ def test_the_sources_become_instructions_of_amx(tmp_path):
 @needs_gcc
 def test_amx_is_there_only_where_the_system_gives_it(tmp_path):
     made = tmp_path / "amx.so"
-    flags = [flag for flag in build._FLAGS if "EMULATION" not in flag]
     source = build.SOURCES / "amx.c"
-    subprocess.run(["gcc", *flags, *FOR_AMX, "-shared", str(source), "-o", str(made)], check=True)
+    subprocess.run(
+        ["gcc", *build._FLAGS, *FOR_AMX, "-shared", str(source), "-o", str(made)], check=True
+    )
     use_amx = ctypes.CDLL(str(made)).quire_use_amx
     use_amx.argtypes, use_amx.restype = (ctypes.c_int64,), ctypes.c_bool
     has_amx = " amx_tile " in Path("/proc/cpuinfo").read_text()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.triton import decode
 from kernels.triton.decode import paged_attention_decode
 from kernels.tuning import configs as tuned
 from tests.kernels.tensors import (
@@ -124,8 +125,28 @@ def test_splits_grow_when_a_sequence_outgrows_their_number(device):
     args = torch.randn(5, 2, 16, device=device), *paged.args, 0.25
     for chosen in [{}, *options(2, device)]:
         expected = reference.paged_attention_decode(*args, **chosen)
-        with cut_as(positions=16, split=16, max_pieces=4):
+        with cut_as(positions=16, split=16, pieces_per_processor=2):
             assert_close(paged_attention_decode(*args, **chosen), expected)
+
+
+def test_the_merge_is_launched_only_if_a_sequence_may_have_several_splits(device, monkeypatch):
+    launched = []
+
+    class Counted(decode.Launch):
+        def __call__(self, grid, variant, **changing):
+            launched.append(self._kernel.fn.__name__)
+            super().__call__(grid, variant, **changing)
+
+    monkeypatch.setattr(decode, "Launch", Counted)
+    for seq_len, num_kernels in ((40, 1), (400, 2)):
+        paged = make_paged([seq_len, 0], 2, 16, 8, torch.float32, device)
+        args = torch.randn(2, 4, 16, device=device), *paged.args, 0.25
+        out = torch.full((2, 4, 16), torch.nan, device=device)
+        launched.clear()
+        assert_close(
+            paged_attention_decode(*args, out=out), reference.paged_attention_decode(*args)
+        )
+        assert len(launched) == num_kernels
 
 
 @pytest.mark.parametrize("programs", [1, 3, 50])

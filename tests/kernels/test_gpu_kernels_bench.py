@@ -40,6 +40,8 @@ def test_every_case_runs_with_tiny_shapes(tmp_path):
         named = [shape for shape in decodes if f"P{block_size}" in shape]
         assert any("layer-major" in shape for shape in named)
         assert any("layer-major" not in shape for shape in named)
+    of_a_model = [shape for shape in decodes if "32 layers" in shape]
+    assert ["layer-major" in shape for shape in of_a_model] == [False, True]
 
 
 def test_a_kernel_that_fails_is_a_row_and_the_others_go_on(monkeypatch):

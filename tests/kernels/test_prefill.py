@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import ops, reference
+from kernels.triton import prefill
 from kernels.triton.decode import paged_attention_decode
 from kernels.triton.prefill import paged_attention_prefill
 from kernels.tuning import configs as tuned
@@ -75,6 +76,62 @@ def test_options_are_the_twin_s(dtype, device):
     for chosen in options(6, device):
         expected = reference.paged_attention_prefill(*args, **chosen)
         assert_close(paged_attention_prefill(*args, **chosen), expected)
+
+
+@pytest.mark.parametrize("value_dim", [16, 12])  # the second: of latents
+def test_positions_are_split_where_tiles_do_not_fill_the_device(value_dim, device, monkeypatch):
+    monkeypatch.setattr(prefill, "_LEAST_POSITIONS", 64)
+    query_lens, seq_lens = (5, 0, 1, 33, 4), (200, 0, 70, 130, 0)
+    paged = make_paged(seq_lens, 1, 16, 5, torch.float16, device)
+    if value_dim < 16:
+        paged = paged.latent(value_dim)
+    query = strided((sum(query_lens) + 3, 2, 16), torch.float16, device)
+    args = query, *paged.args, starts_of(query_lens, device), max(query_lens), 0.3
+    sinks = torch.tensor([0.5, -1.0], device=device)
+    for chosen in ({}, {"window": 70, "softcap": 5.0, "sinks": sinks}, {"sinks": sinks}):
+        expected = reference.paged_attention_prefill(*args, **chosen)
+        monkeypatch.setattr(prefill, "num_processors", lambda _: 132)
+        split = paged_attention_prefill(*args, **chosen)
+        assert_close(split, expected)
+        monkeypatch.setattr(prefill, "num_processors", lambda _: 1)
+        whole = paged_attention_prefill(*args, **chosen)
+        assert not torch.equal(whole, split)  # the last bits show that positions were split
+
+
+def test_the_dims_of_wide_values_are_shared_by_programs(device, monkeypatch):
+    monkeypatch.setattr(prefill, "_MAX_VALUE_DIMS", 16)
+    monkeypatch.setattr(prefill, "_LEAST_POSITIONS", 64)
+    query_lens, seq_lens = (33, 7), (33, 200)
+    paged = make_paged(seq_lens, 1, 64, 8, torch.float32, device)
+    query = torch.randn(sum(query_lens), 3, 64, device=device)
+    args = query, *paged.args, starts_of(query_lens, device), max(query_lens), 0.1
+    expected = reference.paged_attention_prefill(*args)
+    for processors in (1, 132):  # positions whole, and split
+        monkeypatch.setattr(prefill, "num_processors", lambda _, found=processors: found)
+        assert_close(paged_attention_prefill(*args), expected)
+
+
+def test_a_tile_is_split_into_as_many_parts_as_there_are_processors(device, monkeypatch):
+    """And not at all if tiles and heads are enough, or there is too little to split."""
+    grids = []
+
+    class Counted(prefill.Launch):
+        def __call__(self, grid, variant, **changing):
+            grids.append(grid)
+            super().__call__(grid, variant, **changing)
+
+    monkeypatch.setattr(prefill, "Launch", Counted)
+    monkeypatch.setattr(prefill, "_LEAST_POSITIONS", 64)
+    paged = make_paged([600], 2, 16, 8, torch.float32, device)
+    query = torch.randn(64, 2, 16, device=device)
+    for processors, num_tokens, num_splits in ((8, 4, 4), (8, 64, 4), (8, 128, 2), (2, 4, 1)):
+        monkeypatch.setattr(prefill, "num_processors", lambda _, found=processors: found)
+        grids.clear()
+        queries = query.repeat(2, 1, 1)[:num_tokens]
+        starts = starts_of([num_tokens], device)
+        paged_attention_prefill(queries, *paged.args, starts, num_tokens, 0.25)
+        assert grids[0][1:] == (2, num_splits)
+        assert grids[1:] == ([] if num_splits == 1 else [(num_tokens, 2, 1)])
 
 
 @every_dtype

@@ -17,7 +17,7 @@ from kernels.tuning.configs import (
 from kernels.tuning.workload import Model
 
 SHAPE = Shape("bfloat16", "int8", 128, 4)
-DECODE = DecodeConfig(64, 512, 512, 4, 5, 4)
+DECODE = DecodeConfig(64, 128, 1, 4, 5, 4)
 CONFIGS = sorted(CONFIG_DIR.glob("*.json"))
 
 
@@ -32,7 +32,7 @@ def seconds_by(table):
 
 
 def candidates(*num_warps):
-    return [DecodeConfig(64, 512, 512, each, 5, 4) for each in num_warps]
+    return [DecodeConfig(64, 128, 1, each, 5, 4) for each in num_warps]
 
 
 def test_the_best_is_least_over_all_workloads_relative_to_the_default():
@@ -58,7 +58,7 @@ def test_if_nothing_runs_nothing_is_chosen():
 
 def test_a_launch_uses_the_tuned_configuration():
     before = (CONFIG_DIR / "sm_90.json").read_text()
-    chosen = tune.Tuned(DecodeConfig(32, 256, 512, 8, 3, 2), (1.0,), (2.0,))
+    chosen = tune.Tuned(DecodeConfig(32, 256, 2, 8, 3, 2), (1.0,), (2.0,))
     text = tune.with_rules(before, "A device", {"date": "2000-01-01"}, SHAPE, [chosen])
     again = tune.with_rules(text, "A device", {"date": "2000-01-02"}, SHAPE, [chosen])
     for written in (text, again):

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata
-from gpu_worker.models.decoder_layer import Experts, FeedForward, GatedMlp
+from gpu_worker.models.decoder_layer import FeedForward, GatedMlp, make_experts
 from gpu_worker.models.deepseek.attention import LatentAttention, build_attention
 from gpu_worker.models.deepseek.config import DeepseekConfig, DeepseekExpertsConfig, Routing
 from gpu_worker.models.deepseek.routing import GroupedRoute
@@ -38,7 +38,7 @@ class DeepseekLayer:
 class ExpertsAndShared:
     """Routed experts, and a shared one that computes every token."""
 
-    routed: Experts
+    routed: FeedForward
     shared: GatedMlp
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,12 +92,13 @@ class DeepseekDecoder:
         return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token: final hidden states `[S, E]` to float32 `[S, V]`."""
+        """Logits of the next token: final hidden states `[S, E]` to `[S, V]`."""
         if self.config.logits_scale != 1:
             hidden = hidden * self.config.logits_scale
         if isinstance(self.lm_head, PackedLinear):
             return self.lm_head(hidden, torch.float32)
-        return self.lm_head(hidden).float()
+        logits = self.lm_head(hidden)
+        return logits if logits.is_cuda else logits.float()  # a GPU samples from 16 bits as well
 
     def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
         return branch if self.config.residual_scale == 1 else branch * self.config.residual_scale
@@ -155,9 +156,9 @@ def _experts(
         bias = weights.tensor(name, experts.num_experts, dtype=torch.float32)
     size = experts.intermediate_size
     return ExpertsAndShared(
-        routed=Experts(
-            route=GroupedRoute(experts, make_linear(router, None), bias),
-            experts=tuple(
+        routed=make_experts(
+            GroupedRoute(experts, make_linear(router, None), bias),
+            tuple(
                 _gated_mlp(hidden, size, f"{module}.experts.{index}", weights)
                 for index in range(experts.num_experts)
             ),

@@ -6,9 +6,9 @@ Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributions import Distribution
@@ -21,6 +21,11 @@ from transformers import (
 )
 
 from contract.worker_limits import Chunk, KvWindow, window_length
+from gpu_worker.models.transformers.own_attention import (
+    ALIBI_DIM,
+    has_own_attention,
+    use_interface,
+)
 from gpu_worker.models.transformers.recurrent import RecurrentLayer, StateRecorder, cache_name
 from gpu_worker.weights.json_fields import ModelError
 
@@ -92,7 +97,9 @@ class AttentionCall:
     window: KvWindow
     """None if the window is as long as the context."""
     source: int
-    """The layer whose keys and values it reads: itself or an earlier one."""
+    """The layer whose keys and values it reads: itself, or one before."""
+    has_alibi: bool = False
+    """Its keys hold ALiBi's biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,9 @@ class AttentionOptions:
     softcap: float | None
     sinks: torch.Tensor | None
     """float32[H]."""
+    alibi_slopes: torch.Tensor | None = None
+    """[H]; see `with_alibi`."""
+    alibi_weight: float = 1.0
 
 
 def register_attention(function: Any) -> str:
@@ -131,6 +141,8 @@ def read_options(query: torch.Tensor, given: dict[str, Any]) -> AttentionOptions
         window=given.get("sliding_window"),
         softcap=given.get("softcap"),
         sinks=None if sinks is None else sinks.detach().flatten().float(),
+        alibi_slopes=given.get("alibi_slopes"),
+        alibi_weight=given.get("alibi_weight", 1.0),
     )
 
 
@@ -151,10 +163,20 @@ def base_name(causal: Any) -> str:
     return names[0]
 
 
+class Recording(NamedTuple):
+    """What one forward pass of a model shows."""
+
+    calls: tuple[AttentionCall, ...]
+    """By layer."""
+    recurrent: tuple[RecurrentLayer, ...]
+    first_position: int
+    """What the model calls the position of a sequence's first token."""
+
+
 def record_calls(
     config: PreTrainedConfig, max_model_len: int, *, is_recurrent: bool = False
-) -> tuple[tuple[AttentionCall, ...], tuple[RecurrentLayer, ...]]:
-    """All calls of attention in one forward pass, by layer; and the recurrent layers.
+) -> Recording:
+    """Find out how a model attends, by running it once.
 
     The model is built on the meta device, where tensors have shapes but no contents. Its masks are
     checked up to `max_model_len` tokens.
@@ -176,14 +198,20 @@ def record_calls(
     # In bfloat16 it shows which states are float32 in any case.
     dtype = {"dtype": torch.bfloat16} if is_recurrent else {}
     states: StateRecorder | None = None
-    AttentionMaskInterface.register(name, recorder.mask)
+    has_own = has_own_attention(config)
+    if not has_own:  # their windows are not in masks
+        AttentionMaskInterface.register(name, recorder.mask)
     try:
         with torch.device("meta"), torch.inference_mode(), _unchecked_distributions():
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation=name, experts_implementation="batched_mm", **dtype
+                config,
+                attn_implementation="eager" if has_own else name,
+                experts_implementation="batched_mm",
+                **dtype,
             ).eval()
+            if has_own:
+                use_interface(model, name)
             base = getattr(model, base_name(model))
-            _refuse_positions(base)
             states = StateRecorder(config, base) if is_recurrent else None
             cache = cache_name(base) or "past_key_values"
             tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64)
@@ -202,7 +230,10 @@ def record_calls(
     except Exception as error:  # any error of its code
         if error.args == (name,):  # it has its own table of attentions
             raise ModelError(_OWN_ATTENTION) from error
-        raise ModelError(f"its shapes cannot be found out: {error}") from error
+        why = str(error)
+        if "meta" in why:  # torch's own words say nothing of the model
+            why = "its code looks at the contents of tensors, or makes tensors in a way of its own"
+        raise ModelError(f"its shapes cannot be found out without weights: {why}") from error
     layers = sorted(call.layer for call in recorder.calls)
     if not layers and not (states and states.layers_by_module):
         raise ModelError(_OWN_ATTENTION)
@@ -214,14 +245,18 @@ def record_calls(
             f"of its {config.num_hidden_layers} layers these attend: {layers}; each must, once"
         )
     calls = tuple(sorted(recorder.calls, key=lambda call: call.layer))
-    _refuse_window_in_mask_only(config, calls, recorder.mask_windows)
-    return calls, () if states is None else tuple(states.layers_by_module.values())
+    calls = _with_windows_of_masks(config, calls, recorder.mask_windows)
+    recurrent = () if states is None else tuple(states.layers_by_module.values())
+    return Recording(calls, recurrent, _first_position(base))
 
 
-def _refuse_positions(base: torch.nn.Module) -> None:
-    """Refuse positions that start after the padding token's number, as RoBERTa's."""
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
-        raise ModelError("its positions depend on padding tokens")
+def _first_position(base: torch.nn.Module) -> int:
+    """0, or with positions as RoBERTa's the one behind the number of the padding token."""
+    for module in base.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            padding: Any = module.padding_idx
+            return int(padding) + 1
+    return 0
 
 
 @contextmanager
@@ -235,26 +270,34 @@ def _unchecked_distributions() -> Iterator[None]:
         Distribution.set_default_validate_args(value=before)
 
 
-def _refuse_window_in_mask_only(
+def _with_windows_of_masks(
     config: PreTrainedConfig, calls: tuple[AttentionCall, ...], mask_windows: set[int | None]
-) -> None:
-    """Refuse a layer whose mask has a window that the layer does not pass to attention.
+) -> tuple[AttentionCall, ...]:
+    """Give layers the window of their mask if they do not pass it to attention (Qwen2-MoE).
 
     A model may make masks for kinds of layers that it does not have, so unused masks are allowed.
+
+    Raises:
+        ModelError: It is not clear which mask a layer has.
     """
     layer_types = getattr(config, "layer_types", None)
+    windows = mask_windows - {None}
+    found = []
     for call in calls:
-        layer_type = layer_types[call.layer] if layer_types else None
-        if isinstance(call.window, Chunk):
+        is_sliding = layer_types is not None and layer_types[call.layer] == "sliding_attention"
+        if call.window is None and len(windows) == 1 and (is_sliding or None not in mask_windows):
+            found.append(replace(call, window=min(window for window in windows if window)))
             continue
         is_unasked = bool(mask_windows) and call.window not in mask_windows
-        if layer_type == "sliding_attention" and call.window is None:
-            is_unasked = bool(mask_windows - {None})
-        if is_unasked:
+        if not isinstance(call.window, Chunk) and (
+            is_unasked or (is_sliding and windows and call.window is None)
+        ):
             raise ModelError(
                 f"layer {call.layer} asks attention for window {call.window}, but its masks are"
                 f" for {sorted(mask_windows, key=str)}"
             )
+        found.append(call)
+    return tuple(found)
 
 
 class _Recorder:
@@ -301,7 +344,17 @@ class _Recorder:
         # A layer that shares keys and values gets the same tensors.
         source = next((each for each, (k, v) in self._kv.items() if k is key and v is value), layer)
         self._kv.setdefault(layer, (key, value))
-        self.calls.append(AttentionCall(layer, key.shape[1], key.shape[3], window, source))
+        head_dim = key.shape[3] + (0 if options.alibi_slopes is None else ALIBI_DIM)
+        self.calls.append(
+            AttentionCall(
+                layer,
+                key.shape[1],
+                head_dim,
+                window,
+                source,
+                has_alibi=options.alibi_slopes is not None,
+            )
+        )
         _, num_heads, num_tokens, _ = query.shape
         return query.new_empty(1, num_tokens, num_heads, value.shape[3]), None
 
@@ -331,7 +384,17 @@ def _refuse_other_attention(
             f"{layer} has {query.shape[1]}, {key.shape[1]} and {value.shape[1]} heads of query,"
             " key and value"
         )
-    known = _WITHOUT_EFFECT | {"scaling", "sliding_window", "softcap", "s_aux", "dropout"}
+    if given.get("alibi_slopes") is not None and key.shape[1] != query.shape[1]:
+        raise ModelError(f"{layer} has ALiBi with kv heads that several query heads share")
+    known = _WITHOUT_EFFECT | {
+        "scaling",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "dropout",
+        "alibi_slopes",
+        "alibi_weight",
+    }
     for name in given.keys() - known:
         if given[name] is not None:
             raise ModelError(f"{layer} asks attention for {name}, which is not supported")

@@ -23,9 +23,11 @@ from transformers.utils import logging
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, attend, store_kv
 from gpu_worker.models.config import ModelConfig, read_architecture, read_dtype, read_eos_token_ids
+from gpu_worker.models.text_part import has_text_part, name_alone
 from gpu_worker.models.transformers.attention import (
     CHUNKED,
     AttentionCall,
+    Recording,
     base_name,
     batch_dependent_ropes,
     forget_attention,
@@ -33,10 +35,15 @@ from gpu_worker.models.transformers.attention import (
     record_calls,
     register_attention,
 )
-from gpu_worker.models.transformers.recurrent import RecurrentLayer, RecurrentStates
+from gpu_worker.models.transformers.own_attention import (
+    has_own_attention,
+    use_interface,
+    with_alibi,
+)
+from gpu_worker.models.transformers.recurrent import RecurrentStates
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.weights.checkpoint import Checkpoint, has_nan
-from gpu_worker.weights.json_fields import JsonFields, ModelError
+from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 from gpu_worker.weights.linear import Linear, make_linear
 
 
@@ -52,17 +59,14 @@ class TransformersModel:
         self._reading: frozenset[int] = frozenset()
         self._states: RecurrentStates | None = None
         self._counts_tokens = False
+        self._windows: dict[int, int] = {}
+        self._first_position = 0
+        self._positions: torch.Tensor | None = None
 
-    def use(
-        self, causal: Any, calls: Sequence[AttentionCall], recurrent: tuple[RecurrentLayer, ...]
-    ) -> None:
-        """Use a causal language model whose attention is `attend_in`. Called once.
-
-        Args:
-            causal: The model.
-            calls: Its layers with attention, in order.
-            recurrent: Its recurrent layers.
-        """
+    def use(self, causal: Any, recording: Recording) -> None:
+        """Take over a causal language model whose attention is `attend_in`. Called once."""
+        calls, recurrent, self._first_position = recording
+        self._windows = {call.layer: call.window for call in calls if isinstance(call.window, int)}
         numbers = {call.layer: number for number, call in enumerate(_storing(calls))}
         self._places = {call.layer: numbers[call.source] for call in calls}
         self._reading = frozenset(call.layer for call in calls if call.source != call.layer)
@@ -86,18 +90,18 @@ class TransformersModel:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Compute a step's tokens; see `LlamaDecoder.forward`."""
-        self._pool, self._metadata = pool, metadata
+        self._pool, self._metadata, self._positions = pool, metadata, positions
         if self._states is not None:
             self._states.begin_step(pool, metadata)
         try:
             out = self._base(
                 input_ids=token_ids.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
+                position_ids=(positions + self._first_position).unsqueeze(0),
                 past_key_values=_Seen(positions) if self._counts_tokens else None,
                 use_cache=False,
             )
         finally:
-            self._pool = self._metadata = None
+            self._pool = self._metadata = self._positions = None
             if self._states is not None:
                 self._states.end_step()
         hidden: torch.Tensor = out.last_hidden_state[0]
@@ -123,9 +127,19 @@ class TransformersModel:
         options = read_options(query, given)
         layer_idx: Any = module.layer_idx
         layer = self._places[layer_idx]
-        value_dim, missing = value.shape[3], key.shape[3] - value.shape[3]
         # Some models rotate queries and keys in float32.
         query, key = query.to(value.dtype), key.to(value.dtype)
+        if options.alibi_slopes is not None:
+            assert self._positions is not None, "only `forward` attends"
+            query, key = with_alibi(
+                query,
+                key,
+                options.alibi_slopes,
+                self._positions,
+                options.scale,
+                options.alibi_weight,
+            )
+        value_dim, missing = value.shape[3], key.shape[3] - value.shape[3]
         if layer_idx not in self._reading:
             if missing:  # the pool has the same head dim for keys and values
                 value = functional.pad(value, (0, missing))
@@ -137,7 +151,7 @@ class TransformersModel:
             layer,
             self._metadata,
             options.scale,
-            window=options.window,
+            window=self._windows.get(layer_idx),
             softcap=options.softcap,
             sinks=options.sinks,
         )
@@ -216,6 +230,8 @@ def _replace_linear(module: nn.Module) -> None:
     module.forward = forward  # type: ignore[method-assign]
 
 
+_NAMES_ALONE: Final = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
+"""As `name_alone`."""
 _LAYER_TYPES: Final = {"full_attention", "sliding_attention", CHUNKED}
 _RECURRENT_TYPES: Final = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 _RECURRENT_FAMILIES: Final = {
@@ -252,35 +268,39 @@ class TransformersSource:
         self._directory = directory
         architecture = read_architecture(fields)
         try:
-            self._hf_config = AutoConfig.from_pretrained(
+            config = AutoConfig.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # any error of the config's code
             raise fields.error("cannot be read", f"by transformers: {error}") from error
+        self._is_part = has_text_part(read_json(directory / "config.json"))
+        self._hf_config = config.get_text_config() if self._is_part else config
         try:
             _refuse_config(self._hf_config)
             max_model_len = _max_model_len(self._hf_config)
-            calls, self._recurrent = record_calls(
+            self._recording = record_calls(
                 self._hf_config, max_model_len, is_recurrent=_is_recurrent(self._hf_config)
             )
+            calls, recurrent, first_position = self._recording
             _refuse_sharing(calls)
         except ModelError as error:
             raise fields.error("architectures", f"names {architecture}: {error}") from error
         if hasattr(self._hf_config, "output_router_logits"):
             self._hf_config.output_router_logits = False  # only for training
-        self._calls, storing = calls, _storing(calls)
+        storing = _storing(calls)
         shapes = [(call.num_kv_heads, call.head_dim) for call in storing]
         self.config = self.local_config = ModelConfig(
             architecture=architecture,
             vocab_size=self._hf_config.vocab_size,
-            max_model_len=max_model_len,
+            max_model_len=max_model_len - first_position,
             num_layers=len(storing),
             num_kv_heads=calls[0].num_kv_heads if calls else 0,
             head_dim=calls[0].head_dim if calls else 0,
             kv_shapes=tuple(shapes) if len(set(shapes)) > 1 else (),
             windows=tuple(call.window for call in storing),
-            num_states=len(self._recurrent),
-            state_bytes=max((layer.num_bytes for layer in self._recurrent), default=0),
+            has_exact_keys=any(call.has_alibi for call in calls),
+            num_states=len(recurrent),
+            state_bytes=max((layer.num_bytes for layer in recurrent), default=0),
             eos_token_ids=read_eos_token_ids(fields),
             dtype=read_dtype(fields),
         )
@@ -294,7 +314,7 @@ class TransformersSource:
     ) -> TransformersModel:
         """Let transformers read the weights, memory-mapped; see `ModelSource.load`."""
         assert ranks is None, "its models are on one device"
-        if self._recurrent and device.type != "cpu":
+        if self._recording.recurrent and device.type != "cpu":
             raise ModelError(
                 f"the device is {device}; {self.config.architecture} has recurrent layers, which"
                 " are supported on cpu alone"
@@ -305,18 +325,24 @@ class TransformersSource:
         progress(0.0)
         causal: Any
         info: dict[str, Any]
+        attention = _register_weakly(model)
+        has_own = has_own_attention(self._hf_config)
         try:
             causal, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
                 self._directory,
                 config=self._hf_config,
                 dtype=dtype,
-                attn_implementation=_register_weakly(model),
+                attn_implementation="eager" if has_own else attention,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                key_mapping=_NAMES_ALONE if self._is_part else None,
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"{self._directory} cannot be loaded: {error}") from error
+        if self._is_part:
+            unexpected = info["unexpected_keys"]
+            info["unexpected_keys"] = [name for name in unexpected if name_alone(name) is not None]
         for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
             if info[problem]:
                 names = ", ".join(sorted(map(str, info[problem]))[:5])
@@ -324,7 +350,9 @@ class TransformersSource:
         for name, parameter in causal.named_parameters():
             if has_nan(parameter):
                 raise ModelError(f"{self._directory}: {name} has NaN")
-        model.use(causal.to(device).eval(), self._calls, self._recurrent)
+        if has_own:
+            use_interface(causal, attention)
+        model.use(causal.to(device).eval(), self._recording)
         progress(1.0)
         return model
 
@@ -359,8 +387,8 @@ def _refuse_config(config: PreTrainedConfig) -> None:
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES - _RECURRENT_TYPES
     if others:
         raise ModelError(f"it has layers of type {', '.join(sorted(others))}")
-    names = inspect.signature(model_class.forward).parameters
-    if "position_ids" not in names and not _is_recurrent(config):
+    takes_positions = "position_ids" in inspect.signature(model_class.forward).parameters
+    if not (takes_positions or has_own_attention(config) or _is_recurrent(config)):
         raise ModelError("it takes no position_ids")
 
 
@@ -386,8 +414,10 @@ def _refuse_sharing(calls: tuple[AttentionCall, ...]) -> None:
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:
+    # MPT and Bloom, whose positions have no table, name the length that they were trained with.
+    names = ("max_position_embeddings", "max_seq_len", "seq_length")
     default = _LONGEST_BY_STATE if _is_recurrent(config) else None
-    length = getattr(config, "max_position_embeddings", default)
+    length = next((getattr(config, name) for name in names if hasattr(config, name)), default)
     if not isinstance(length, int) or length < 1:
         raise ModelError(f"max_position_embeddings is {length}; it must be a positive integer")
     # Beyond these lengths, rotation would depend on the longest sequence of a batch.

@@ -23,7 +23,7 @@ PANEL: Final = 32
 
 
 class KvAhead(NamedTuple):
-    """The part of the memory of `attention` that one map prefetches: C's `struct kv_part`."""
+    """The memory of an attention call that one linear map prefetches: C's `struct kv_part`."""
 
     attention: Call | int
     """0: the map prefetches nothing."""

@@ -19,9 +19,9 @@ enum {
     MOST_BYTES = 16 << 20,
 };
 
-/* What one map fetches. The last map before the attention fetches the end of all runs, as many as it
- * can, the map before it those before them, and so on: what is fetched late is likelier to be in a cache
- * yet. */
+/* The runs that one map prefetches. The last map before the attention prefetches as many runs as it
+ * can, from the end of the list; the map before it prefetches the runs before those, and so on. Runs
+ * that are prefetched late are more likely to be in a cache still. */
 struct kv_part {
     const struct attention *attention; /* NULL: nothing */
     int64_t num_runs, num_runs_after;  /* with each tile of rows but the first: by this map, and by

@@ -24,7 +24,7 @@ struct low_rank {
     const uint32_t *up;   /* B: [ceil(N / 32)][R / 2][32] pairs */
     const int32_t *spans; /* [ceil(N / 32)][2]: the steps [first, end), of R / 2, outside which a
                              panel of B is zero */
-    int64_t num_ranks;    /* R, even; 0: it adds nothing to this map */
+    int64_t num_ranks;    /* R, even; 0: the adapter does not change this map */
 };
 
 /* Rows of one adapter. */

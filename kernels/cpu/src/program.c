@@ -9,7 +9,7 @@
  *   3. It waits until all shares are done. If one takes too long, it does that share itself.
  *
  * A thread that gets its core back writes again what another thread has already written; then it
- * goes on at the present call. Any thread can do any share, so no share waits for one particular
+ * continues at the current call. Any thread can do any share, so no share waits for one particular
  * thread.
  *
  * A late thread may still be at an early call, so a call that reuses memory of that one must not

@@ -6,9 +6,9 @@
  *
  * How work is cut never changes a result: no sum crosses the border of a share. A share may be done
  * twice, even by two threads at once, and writes the same both times: a kernel reads nothing that it
- * writes, and stores only final results, each in one place. Two such stores are a data race in C,
- * whatever they store, and ThreadSanitizer would report them. CPUs make of them what is needed here:
- * each byte is one of two that are equal. */
+ * writes, and stores only final results, each in one place. In C two such stores are a data race, even
+ * of equal values, and ThreadSanitizer would report them. On real CPUs the result is correct: both
+ * stores write the same bytes. */
 #ifndef QUIRE_THREADS_H
 #define QUIRE_THREADS_H
 
@@ -17,7 +17,7 @@
 
 /* Does share number `share` of `num_shares`. */
 typedef void share_function(const void *args, int64_t share, int64_t num_shares);
-/* Returns how many shares there should be, from 1 to MAX_SHARES: of some microseconds each. */
+/* Returns a number of shares, from 1 to MAX_SHARES, such that each takes a few microseconds. */
 typedef int64_t count_function(const void *args);
 
 enum { MAX_SHARES = 256 };

@@ -20,7 +20,7 @@ from contract.request import (
 )
 from router.http.answers.event_ids import StreamPosition
 from router.http.answers.objects import CollectedOutput, Json, Shape, usage_json
-from router.http.answers.sse import SseResponse, sse_event
+from router.http.answers.sse import SseResponse, sse_event, sse_of
 from router.http.answers.streaming import stream
 from router.http.errors import (
     REQUEST_ID_HEADER,
@@ -188,7 +188,7 @@ def whole_json(
 async def _stream(
     http: web.Request, call: Call, lives: Sequence[LiveRequest]
 ) -> web.StreamResponse:
-    sse = SseResponse(http, {REQUEST_ID_HEADER: call.request_id})
+    sse = sse_of(http, {REQUEST_ID_HEADER: call.request_id})
 
     async def send() -> None:
         chunks = _Chunks(sse, call, lives[0])

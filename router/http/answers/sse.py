@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Final
 
 from aiohttp import ClientConnectionResetError, web
@@ -10,7 +10,8 @@ from aiohttp import ClientConnectionResetError, web
 from router.http.strict_json import json_bytes
 
 STARTED: Final = web.RequestKey("started", web.StreamResponse)
-"""Under this key a request has its response, once the head is sent and no other can be sent."""
+"""The key of a request's response once its head is sent; then there can be no other."""
+HEARTBEAT: Final = b":\n\n"
 _HEARTBEAT_S = 1.0
 _MOST_UNSENT_BYTES = 64 * 1024
 """Most bytes to buffer; a larger buffer would only hide that the client is slow."""
@@ -26,12 +27,13 @@ class SseResponse:
     """
 
     def __init__(
-        self, request: web.Request, headers: dict[str, str], heartbeat: bytes = b":\n\n"
+        self, request: web.Request, headers: dict[str, str], heartbeat: bytes = HEARTBEAT
     ) -> None:
         """`heartbeat` is sent while there are no events; by default it is a comment."""
         self._request = request
-        self._heartbeat = heartbeat
+        self.heartbeat = heartbeat
         self._transport: asyncio.Transport | None = None
+        self._held: asyncio.Transport | None = None
         self._is_chunked = False
         self._is_silent = False
         self._timer: asyncio.TimerHandle
@@ -65,10 +67,8 @@ class SseResponse:
         # A timer costs less than a task that sleeps.
         self._timer = asyncio.get_running_loop().call_later(_HEARTBEAT_S, self._beat)
         if self._is_silent and self._transport is not None and self.has_room():
-            with contextlib.suppress(
-                ClientConnectionResetError
-            ):  # sending the next event raises the error
-                self.put(self._heartbeat)
+            with contextlib.suppress(ClientConnectionResetError):  # the next event raises it
+                self.put(self.heartbeat)
         self._is_silent = True
 
     async def start(self, head: bytes = b"") -> None:
@@ -76,6 +76,12 @@ class SseResponse:
 
         After this, an error can only be sent as an event.
         """
+        if self._held is not None:  # the head was sent before
+            self._transport, self._held = self._held, None
+            self._is_started.set()
+            if begun := head + self._early:
+                self.put(begun)
+            return
         writer = await self.response.prepare(self._request)
         self._request[STARTED] = self.response
         transport = self._request.transport
@@ -87,6 +93,20 @@ class SseResponse:
         self._is_started.set()
         if begun := head + self._early:
             self.put(begun)
+
+    @contextlib.asynccontextmanager
+    async def before_events(self) -> AsyncIterator[None]:
+        """Send status, headers and heartbeats now, and what `start` sends only then."""
+        await self.start()
+        with self.heartbeats():
+            yield
+        self._held, self._transport = self._transport, None
+        self._is_started.clear()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the head is sent, and `start` is still to come."""
+        return self._held is not None
 
     def has_room(self) -> bool:
         if self._transport is None:
@@ -131,6 +151,21 @@ class SseResponse:
 
     async def end(self) -> None:
         await self.response.write_eof()
+
+
+WAITING: Final = web.RequestKey("waiting", SseResponse)
+"""The key of a stream whose head was sent before it could begin."""
+
+
+def sse_of(
+    request: web.Request, headers: dict[str, str], heartbeat: bytes = HEARTBEAT
+) -> SseResponse:
+    """Return the response for a call's events: the one whose head is sent, or a new one."""
+    waiting: SseResponse | None = request.get(WAITING)
+    if waiting is None:
+        return SseResponse(request, headers, heartbeat)
+    waiting.heartbeat = heartbeat
+    return waiting
 
 
 def sse_event(value: object) -> bytes:

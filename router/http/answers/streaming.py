@@ -8,13 +8,33 @@ import structlog
 from aiohttp import ClientConnectionResetError, web
 
 from contract.errors import QuireError
-from router.http.answers.sse import SseResponse
+from router.http.answers.sse import WAITING, SseResponse
+from router.request.cells import Cells
+from router.request.inference import Inference
 
 STATUS_WITHIN_S = 5.0
 """How long a stream waits for its first event before it sends status 200. After the status, errors
 can only be sent as events."""
 
 log = structlog.get_logger()
+
+
+async def use_model(
+    cells: Cells, model: str, http: web.Request, headers: dict[str, str], *, is_streamed: bool
+) -> Inference:
+    """Return as `Cells.use`; a stream for which a model is loaded gets heartbeats until then."""
+    if cells.on_demand is None or not is_streamed:
+        return await cells.use(model)
+    using = asyncio.create_task(cells.use(model))
+    try:
+        await asyncio.wait((using,), timeout=STATUS_WITHIN_S)
+        if not using.done():
+            http[WAITING] = sse = SseResponse(http, headers)
+            async with sse.before_events():
+                await asyncio.wait((using,))
+        return await using
+    finally:
+        using.cancel()
 
 
 async def stream(

@@ -9,7 +9,7 @@ from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputDelta, OutputFinished, Usage
 from contract.request import GenerateRequest
 from router.http.answers.objects import Json
-from router.http.answers.sse import SseResponse, named_events
+from router.http.answers.sse import SseResponse, named_events, sse_of
 from router.http.answers.streaming import stream
 from router.http.anthropic import errors as anthropic
 from router.http.anthropic.body import FIELD_TO_JSON, MessagesBody
@@ -105,9 +105,13 @@ async def _collect(call: MessageCall, live: LiveRequest) -> web.Response:
     )
 
 
+def stream_headers(request_id: str) -> dict[str, str]:
+    """Return the headers of a stream."""
+    return dict.fromkeys((REQUEST_ID_HEADER, anthropic.REQUEST_ID_HEADER), request_id)
+
+
 async def _stream(http: web.Request, call: MessageCall, live: LiveRequest) -> web.StreamResponse:
-    headers = dict.fromkeys((REQUEST_ID_HEADER, anthropic.REQUEST_ID_HEADER), call.request_id)
-    sse = SseResponse(http, headers, _PING)
+    sse = sse_of(http, stream_headers(call.request_id), _PING)
 
     def head() -> bytes:
         return named_events([{"type": "message_start", "message": call.head(live)}]) + _PING

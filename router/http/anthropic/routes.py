@@ -3,7 +3,8 @@
 from aiohttp import web
 
 from router.access.tenancy import with_precedence
-from router.http.anthropic.answer import MessageCall, answer_message
+from router.http.answers.streaming import use_model
+from router.http.anthropic.answer import MessageCall, answer_message, stream_headers
 from router.http.anthropic.body import CountBody, MessagesBody
 from router.http.anthropic.errors import REQUEST_ID_HEADER, ROOT
 from router.http.body import BodyReader
@@ -20,7 +21,10 @@ def messages_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
         """Answer a conversation; streamed on request."""
         check_not_resumable(request)
         body = await bodies.read(request, MessagesBody, generates=True)
-        inference = await cells.use(body.model)
+        headers = stream_headers(call_id.value)
+        inference = await use_model(
+            cells, body.model, request, headers, is_streamed=bool(body.stream)
+        )
         inference.check_room(body.model)  # before the template is rendered
         max_model_len = inference.model.info(body.model).max_model_len
         prompt, plan = await (await _conversation(inference, body)).prepare(inference)

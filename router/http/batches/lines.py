@@ -85,7 +85,7 @@ class BatchLines:
             )
             for request in body.requests(body.input, turn.id, {}, special=body.add_special_tokens)
         ]
-        inference = await self.cells.use(turn.model)
+        inference = await self.cells.use(turn.model, is_patient=True)
         answer = await embed(
             inference,
             body,

@@ -1,11 +1,13 @@
 """One call of /v1/responses: its request, and the events that answer it."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from contract.errors import InvalidArgumentError
 from contract.request import GenerateRequest
 from router.http.answers.objects import Json
+from router.http.body import MAX_PARSED_AT_ONCE_BYTES
 from router.http.errors import error_with_json_names
 from router.http.openai_responses.body import FIELD_TO_JSON, ResponseBody
 from router.http.openai_responses.events import OutputText, ResponseEvents
@@ -90,9 +92,16 @@ async def prepare(
     return ResponseCall(head, body.request(prompt, str(head["id"])), plan, body)
 
 
+async def body_of(turn: Turn) -> ResponseBody:
+    """Return the body of a turn; a thread parses a large one."""
+    if len(turn.body) <= MAX_PARSED_AT_ONCE_BYTES:
+        return ResponseBody.model_validate_json(turn.body)
+    return await asyncio.to_thread(ResponseBody.model_validate_json, turn.body)
+
+
 async def restored(inference: Inference, turn: Turn) -> ResponseCall:
-    """Restore the call of a stored turn, to make its events again."""
-    body = ResponseBody.model_validate_json(turn.body)
+    """Return the call of a turn that was prepared before, so that its events are made again."""
+    body = await body_of(turn)
     head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
     prompt = ""
     if turn.record is not None:

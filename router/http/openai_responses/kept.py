@@ -16,7 +16,13 @@ from contract.request import GenerateRequest
 from router.access.tenancy import with_precedence
 from router.http.answers.objects import Json
 from router.http.openai_responses.body import ResponseBody
-from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored
+from router.http.openai_responses.call import (
+    ResponseCall,
+    body_of,
+    head_of,
+    prepare,
+    restored,
+)
 from router.http.openai_responses.items import Item, parse_items, with_id
 from router.http.strict_json import excerpt, json_bytes
 from router.request.cells import Cells
@@ -44,8 +50,8 @@ class KeptResponses:
         """Return None: responses are computed token by token."""
 
     async def request(self, turn: Turn) -> GenerateRequest:
-        """Return the request of a queued turn."""
-        body = ResponseBody.model_validate_json(turn.body)
+        """Return the request of a turn that was queued."""
+        body = await body_of(turn)
         head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
         earlier = await self.earlier(turn.tenant, turn.previous_id)
         call = await prepare(self.cells.of(turn.model), body, head, earlier)
@@ -130,23 +136,22 @@ class KeptResponses:
     def read(self, turn: Turn, seen: Seen) -> AsyncGenerator[Event, None]:
         return self.turns.read(turn, seen)
 
-    async def whole(self, turn: Turn, call: ResponseCall) -> Json:
-        """Wait for a response's end, and return it."""
+    async def whole(self, turn: Turn, call: ResponseCall) -> bytes:
+        """Wait for a response's end, and return its JSON."""
         made, seen = call.events(self.cells.of(turn.model)), Seen()
         async with aclosing(self.read(turn, seen)) as events:
             async for event in events:
                 made.take(event, seen.end)
-        return made.response
+        return json_bytes(made.response)
 
-    async def shown(self, turn: Turn) -> Json:
-        """Return a response as it is now; the output appears only at its end."""
+    async def shown(self, turn: Turn) -> bytes:
+        """Return the JSON of a response as it is now; its output only once it has ended."""
         if turn.result is not None:
-            result: Json = from_json(turn.result)
-            return result
-        body = ResponseBody.model_validate_json(turn.body)
+            return turn.result
+        body = await body_of(turn)
         head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
         status = "queued" if turn.status is TurnStatus.QUEUED else "in_progress"
-        return unfinished(head, status)
+        return json_bytes(unfinished(head, status))
 
 
 def unfinished(head: Json, status: str) -> Json:

@@ -1,5 +1,6 @@
 """The routes of /v1/responses."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,8 +15,8 @@ from contract.errors import InvalidArgumentError, QuireError, UnimplementedError
 from contract.outputs import Event, OutputFinished
 from router.access.tenancy import TENANT_KEY, with_precedence
 from router.http.answers.objects import Json
-from router.http.answers.sse import SseResponse, named_events
-from router.http.answers.streaming import stream
+from router.http.answers.sse import SseResponse, named_events, sse_of
+from router.http.answers.streaming import stream, use_model
 from router.http.body import BodyReader
 from router.http.endpoint import CallId, check_not_resumable, endpoint, json_response
 from router.http.errors import REQUEST_ID_HEADER, error_from_finished
@@ -50,10 +51,13 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         """Answer a conversation, as OpenAI's Responses API does; streamed or in the background."""
         body = await bodies.read(request, ResponseBody, generates=True)
         body.check()
-        inference = await cells.use(body.model)
-        inference.check_room(body.model)  # before the template is rendered
         response_id = f"resp_{uuid.uuid4().hex}"
         _name(call_id, request, response_id)
+        headers = {REQUEST_ID_HEADER: call_id.value}
+        inference = await use_model(
+            cells, body.model, request, headers, is_streamed=bool(body.stream)
+        )
+        inference.check_room(body.model)  # before the template is rendered
         if kept is None:
             _check_without_store(body)
         elif body.store is not False:
@@ -74,14 +78,14 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         _name(call_id, request, found.id)
         query = request.query
         if query.get("stream", "false").lower() != "true":
-            return json_response(await kept_here().shown(found))
+            return _json(await kept_here().shown(found))
         after = integer(query, "starting_after", -1, least=-1, most=10**9)
         return await _follow(request, kept_here(), found, call_id, starting_after=after)
 
     async def cancel_response(request: web.Request, _: CallId) -> web.StreamResponse:
         """Cancel a response; a response that has ended does not change."""
         cancelled = await kept_here().turns.cancel(await find(request))
-        return json_response(await kept_here().shown(cancelled))
+        return _json(await kept_here().shown(cancelled))
 
     async def delete_response(request: web.Request, _: CallId) -> web.StreamResponse:
         """Cancel and delete a response."""
@@ -90,8 +94,9 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         return json_response({"id": found.id, "object": "response", "deleted": True})
 
     async def list_input_items(request: web.Request, _: CallId) -> web.StreamResponse:
-        """List the input items of a response, without those of earlier responses."""
-        items = input_of(await find(request))[::-1]
+        """List the input items of a response, without those of earlier ones."""
+        found = await find(request)
+        items = (await asyncio.to_thread(input_of, found))[::-1]
         return json_response(page(items, request.query, most=MAX_LISTED))
 
     def tenant_of(request: web.Request) -> str:
@@ -150,7 +155,11 @@ async def _answer_kept(
     if body.stream:
         return await _follow(http, kept, turn, call_id, call)
     shown = await (kept.shown(turn) if body.background else kept.whole(turn, call))
-    return json_response(shown)
+    return _json(shown)
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
 
 
 async def _follow(
@@ -170,7 +179,7 @@ async def _follow(
     )  # may raise an error, for which the status can still be set
     async with aclosing(kept.read(turn, seen)) as events:
         return await _stream(
-            SseResponse(http, {REQUEST_ID_HEADER: call_id.value}),
+            sse_of(http, {REQUEST_ID_HEADER: call_id.value}),
             made,
             events,
             now=seen.end,
@@ -186,7 +195,7 @@ async def _answer(
     try:
         async with await inference.generate(call.planned) as live:
             if call.body.stream:
-                sse = SseResponse(http, {REQUEST_ID_HEADER: call_id.value})
+                sse = sse_of(http, {REQUEST_ID_HEADER: call_id.value})
                 return await _stream(sse, call.events(inference), live)
             return json_response(await _collected(inference, call, live))
     except InvalidArgumentError as error:

@@ -62,7 +62,7 @@ MAX_TOP_LOGPROBS: Final = 20
 
 
 class StreamOptions(Schema):
-    """What a stream carries besides text."""
+    """The optional parts of a stream, in addition to text."""
 
     unimplemented = MappingProxyType({"include_obfuscation": (False,)})
 

@@ -1,4 +1,4 @@
-"""A chat's fields for tools: the functions on offer, and the one that the model must call."""
+"""A chat's fields for tools: the functions it offers, and the one that the model must call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

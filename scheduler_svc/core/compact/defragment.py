@@ -132,7 +132,10 @@ class Defragmenter:
         self.num_passes = 0
 
     def request_pass(self) -> None:
-        """Begin a pass with the next step, whatever the rate; after the current pass, if any."""
+        """Begin a pass with the next step, at any fragmentation rate.
+
+        After the current pass, if any.
+        """
         self._is_wanted = True
         self.due = _NOW
 

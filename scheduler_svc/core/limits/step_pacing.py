@@ -67,8 +67,8 @@ _MIN_SLOPE = 0.5
 """Lower bound of the time per additional token, as a share of the average time per token. Chosen,
 since noise can make the measured slope too small."""
 _MIN_ADDED_PART = 0.05
-"""Lower bound of the time that prompts add, as a share of their step. Chosen, since noise can make
-the measured time negative."""
+"""Lower bound of the time that prompts add, as a share of their step. Chosen by judgment, because
+noise can make the measured time negative."""
 
 # --- when steps are sent, and when they are late ------------------------------------------------
 

@@ -152,7 +152,9 @@ class Fetching:
             return FetchStatus.READY
         pool, num_kept = self._tier.pool, len(seq.host_block_ids)
         hashes = self._room.names(seq)[num_kept:]
-        on_host: list[HostBlockId | None] = []  # per disk block: its host block, perhaps loading
+        on_host: list[
+            HostBlockId | None
+        ] = []  # disk block -> host block, which may still be loading
         for index, source in enumerate(seq.disk_block_ids):
             found = pool.find(hashes[index : index + 1]) if index < len(hashes) else []
             on_host.append(found[0] if found else self._disk.target(source))

@@ -117,7 +117,7 @@ class HostRoom:
         return iter(sorted(seqs, key=self._queue.sort_key, reverse=True))
 
     def _let_go(self, num_blocks: int) -> None:
-        """Drop blocks fetched for waiting sequences."""
+        """Release blocks that were fetched for waiting sequences."""
         if num_blocks <= self._tier.pool.num_available:
             return
         for seq in self._last_first(SeqStatus.WAITING):

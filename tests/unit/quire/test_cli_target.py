@@ -9,13 +9,14 @@ from docs.generate.flags import commands
 from quire.cli.__main__ import main
 from quire.cli.command_error import CommandError
 from quire.cli.invocation import invocation
-from quire.cli.settings import KvSettings
+from quire.cli.settings import KvSettings, SchedulerClientSettings
 from quire.cli.target import (
     DEFAULT_TARGET,
     _find_scheduler,
     find_operator_targets,
     find_service,
     find_target,
+    scheduler_channel,
 )
 from quire.cli.up.service_dir import ServiceDir, ServiceInfo
 
@@ -79,6 +80,15 @@ def test_http_port_chooses_one_of_several_for_every_kind_of_command(services):
 @pytest.mark.usefixtures("services")
 def test_container_whose_process_has_its_port_from_the_environment_is_no_service():
     assert router(http_port=8000) == DEFAULT_TARGET
+
+
+def test_a_scheduler_and_the_name_of_a_model_are_not_given_together():
+    settings = SchedulerClientSettings(scheduler="127.0.0.1:1", served_model="b")
+    with (
+        pytest.raises(CommandError, match="--served-model: b: chooses among"),
+        scheduler_channel(settings),
+    ):
+        pass
 
 
 ABOUT_A_SERVICE = (

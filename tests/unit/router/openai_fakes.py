@@ -242,6 +242,8 @@ class FakeInference:
 class FakeCells:
     """One model, whose name decides nothing."""
 
+    on_demand = None
+
     def __init__(self, inference: FakeInference) -> None:
         self.inference = inference
         self.infos = inference.model.infos

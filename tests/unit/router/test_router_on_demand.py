@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 
+import aiohttp
 import grpc
 import openai
 import pytest
@@ -17,6 +18,7 @@ from contract.errors import TooBusyError, UnavailableError
 from contract.request import GenerateRequest
 from contract.sampling import SamplingParams
 from quire.v1 import loading_pb2, loading_pb2_grpc
+from router.http.answers import sse, streaming
 from router.http.api import routes
 from router.http.batches.lines import KIND, BatchLines, turn_of_line
 from router.http.batches.store import Batch
@@ -177,6 +179,32 @@ async def test_a_model_stays_for_a_time_however_much_another_is_wanted(model_dir
         await (await waiting).aclose()
 
 
+async def looked(service, times=3):
+    """Waits until the router has looked for what to load."""
+    on_demand = service.cells.on_demand
+    seen, look = [], on_demand._look
+    on_demand._look = lambda: seen.append(1) or look()
+    await until(lambda: len(seen) > times)
+    on_demand._look = look
+
+
+async def test_a_busy_model_makes_no_room_for_lines_of_batches_alone(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "abc") as service:
+        running = service.ask("a")
+        submit = await service.schedulers["a"].submits.get()
+        line = asyncio.create_task(service.cells.use("b", is_patient=True))
+        await looked(service)
+        assert service.device.history == ["a"]
+        assert await service.answered("c")  # which is not patient, and came later
+        await until(lambda: service.device.loaded == {"a"})  # its request goes before the line
+        await looked(service)
+        await service.finish("a", submit)
+        async with await running as live:
+            assert [event async for event in live]
+        assert (await line).name == "b"
+        assert service.device.history == [*"acab"]
+
+
 async def test_what_cannot_be_loaded_is_told_and_others_go_on(model_dir, tmp_path):
     async with serving(model_dir, tmp_path, "ab") as service:
         service.device.broken.add("b")
@@ -262,6 +290,50 @@ async def keeping(service, folder):
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await turns.close()
+
+
+STREAMS = {
+    "/completions": {"prompt": "Say", "max_tokens": 1},
+    "/chat/completions": {"messages": [{"role": "user", "content": "Say"}], "max_tokens": 1},
+    "/responses": {"input": "Say", "max_output_tokens": 1},
+    "/messages": {"messages": [{"role": "user", "content": "Say"}], "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("is_broken", [False, True])
+async def test_a_stream_has_heartbeats_while_its_model_is_loaded(
+    model_dir, tmp_path, monkeypatch, path, is_broken
+):
+    monkeypatch.setattr(streaming, "STATUS_WITHIN_S", 0.0)
+    monkeypatch.setattr(sse, "_HEARTBEAT_S", 0.01)
+    body = {"model": "b", "stream": True} | STREAMS[path]
+    async with serving(model_dir, tmp_path, "ab", min_loaded_s=3600) as service:
+        await service.answered("a")
+        if is_broken:
+            service.device.broken.add("b")
+        async with (
+            keeping(service, tmp_path) as (_, client),
+            aiohttp.ClientSession() as http,
+            http.post(f"{client.base_url}{path[1:]}", json=body) as stream,
+        ):
+            assert stream.status == 200
+            assert await stream.content.readline() == b":\n"
+            service.cells.on_demand._min_loaded_s = 0
+            if not is_broken:
+                await service.finish("b", await service.schedulers["b"].submits.get())
+            lines = (await stream.text()).splitlines()
+    told = [line for line in lines if line.strip(": ")]
+    if is_broken:
+        assert told[0] == "event: error"
+        error = json.loads(told[1].removeprefix("data: "))["error"]
+        assert "its files are broken" in error["message"]
+        assert len(told) == 2
+    else:
+        ends = {"/messages": "message_stop", "/responses": "response.incomplete"}
+        assert ends.get(path, "[DONE]") in told[-1]
+        begins = {"/messages": "message_start", "/responses": "response.created"}
+        assert begins.get(path, "data: ") in told[0]
 
 
 async def test_a_line_of_a_batch_loads_its_model(model_dir, tmp_path):

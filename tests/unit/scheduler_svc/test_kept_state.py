@@ -38,11 +38,8 @@ async def serve_once(folder, socket, use, had=(), **options):
     return result
 
 
-async def written(folder, is_so):
-    """Waits until the file says what it should."""
-    path = folder / "state.json"
-    while not path.exists() or not is_so(json.loads(path.read_text())):
-        await asyncio.to_thread(path.exists)
+def read(folder):
+    return json.loads((folder / "state.json").read_text())
 
 
 def names(state):
@@ -51,10 +48,12 @@ def names(state):
 
 async def test_adapters_that_operators_loaded_come_back(folder):
     async def load(router, _):
+        # Each answer comes after the file is written.
         await router.load_adapter("sql", A)
+        assert names(read(folder)) == ["sql"]
         await router.load_adapter("chat", B)
         await router.unload_adapter("chat")
-        await written(folder, lambda state: names(state) == ["sql"])
+        assert names(read(folder)) == ["sql"]
 
     async def listed(router, worker):
         return await router.listed(), worker.adapters.names
@@ -68,7 +67,7 @@ async def test_the_size_that_a_pool_was_given_comes_back(folder):
     async def resize(router, _):
         async for _answer in router.stub.ResizeKv(scheduler_pb2.ResizeKvRequest(num_blocks=40)):
             pass
-        await written(folder, lambda state: len(state["pools"]) == 1)
+        assert len(read(folder)["pools"]) == 1
 
     async def size(router, worker):
         await router.wait_for_load(lambda load: load.num_blocks == 40)
@@ -119,12 +118,36 @@ def test_a_scheduler_that_was_stopped_does_not_undo_what_its_successor_has_kept(
     assert StateFile(path).accounts_of("w") == {"a": 2.0}
 
 
-def test_the_size_is_a_model_s_own():
+async def test_the_loop_has_turns_between_the_accounts_of_workers(tmp_path):
+    """And a call that waits for the file is answered when the disk is full, too."""
+    path = tmp_path / "state.json"
+    state, turns = StateFile(path), []
+
+    def accounts_of(worker):
+        turns.append(worker)
+        asyncio.get_running_loop().call_soon(turns.append, "")
+        return {"a": float(len(turns))}
+
+    running = asyncio.create_task(
+        state.run(lambda: {worker: lambda w=worker: accounts_of(w) for worker in "wxy"})
+    )
+    await state.written()
+    assert turns[:6] == ["w", "", "x", "", "y", ""]
+    assert StateFile(path).accounts_of("x") == {"a": 3.0}
+    path.unlink()
+    path.mkdir()
+    await state.written()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await state.written()
+
+
+async def test_the_size_is_a_model_s_own():
     state, info = (
         StateFile(None),
         WorkerInfo("w", "cpu", "m", Limits(1, 8, 8, 8, 16, 4), (), 9, "f"),
     )
-    state.keep_pool(info, 40)
+    await state.keep_pool(info, 40)
     assert state.num_blocks(info) == 40
     assert state.num_blocks(replace(info, model_id="other")) is None
     assert state.num_blocks(replace(info, worker_id="v")) is None

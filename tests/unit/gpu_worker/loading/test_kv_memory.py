@@ -147,6 +147,7 @@ class FakeMemory:
             self.num_graphs += 1
 
         compute(between)
+        return lambda: None
 
     def alias(self, tensor):
         return tensor
@@ -169,3 +170,33 @@ def test_graphs_take_torch_s_memory_once_and_the_driver_s_for_each_size(monkeypa
     assert memory.num_graphs == 2 * 4, "two sizes are captured: the first pays 900 once"
     monkeypatch.setattr(memory, "capture", None)  # a model that cannot be captured
     assert kv_memory.graph_bytes(model, source.config, limits, torch.float32, CPU) == 5000
+
+
+class Ranks:
+    """This rank and another one, which captures or not."""
+
+    def __init__(self, *, captures):
+        self.captures = captures
+
+    def least(self, value):
+        return [min(value, self.captures)]
+
+
+def test_ranks_measure_graphs_alike_and_none_goes_on_alone(monkeypatch, tmp_path):
+    source = open_model(make_model(tmp_path / "model", "qwen2"))
+    limits = Limits(4, 64, 32, 0, 4, 500)
+    model = source.load(torch.float32, CPU, lambda _: None)
+    given = model, source.config, limits, torch.float32, CPU
+    memory = FakeMemory(monkeypatch, bytes_of_graph=10)
+    assert kv_memory.graph_bytes(*given, Ranks(captures=True)) == 5000 + 6 * 4 * 10
+    memory.num_graphs = 0
+    assert kv_memory.graph_bytes(*given, Ranks(captures=False)) == 5000
+    assert memory.num_graphs == 4, "no second size: the other rank runs none"
+
+    def fail(_):
+        raise torch.OutOfMemoryError("in this rank alone")
+
+    monkeypatch.setattr(kv_memory.PiecewiseGraphs, "rehearse", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        kv_memory.graph_bytes(*given, Ranks(captures=True))
+    assert kv_memory.graph_bytes(*given) == 5000 + 6 * 4 * 10, "one rank alone tries the captures"

@@ -12,6 +12,7 @@ from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import kv_dtypes
 from gpu_worker.lora.adapter_files import load_adapter
+from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.models.registry import open_model
 from gpu_worker.step.executor import Executor
 from tests.lora_fixture import make_adapter, merge
@@ -54,6 +55,8 @@ class Worker:
         quantization=None,
         drafter=None,
         kv_cache_dtype="auto",
+        *,
+        has_slots=False,
     ):
         source = open_model(case.model, "", quantization)
         root = case.merged[1].parent
@@ -73,6 +76,7 @@ class Worker:
             CPU,
             adapters=adapters,
             drafter=drafter,
+            slots=AdapterSlots(source.config, CPU) if has_slots else None,
         )
 
     @torch.inference_mode()

@@ -6,10 +6,12 @@ import torch
 from fake_graphs import FakeGraphs, FakePieces
 
 from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.lora import slots
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.registry import open_model
 from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.weights.quantized_linear import Quantization
+from kernels.cpu import linear
 from kernels.cpu.library import native
 from tests.lora_fixture import make_adapter, merge
 from tests.models_fixture import ModelDirs
@@ -158,6 +160,63 @@ def test_only_steps_without_an_adapter_replay_graphs(llama):
     worker.executor.reset()
     results = worker.generate(PROMPTS[:1], [0])
     assert token_lists(results) == expected(llama, PROMPTS[:1], [0])
+    assert graphs.num_replays
+
+
+@pytest.fixture
+def plain_maps(monkeypatch):
+    """Maps as on a GPU, not packed for C."""
+    monkeypatch.setattr(linear, "can_pack", lambda _: False)
+
+
+@pytest.mark.usefixtures("plain_maps")
+def test_rows_with_adapters_replay_graphs(llama, monkeypatch):
+    worker = Worker(llama, has_slots=True)
+    pieces, graphs = FakePieces(monkeypatch), FakeGraphs()
+    for has_adapters in (False, True):
+        worker.executor.capture_decodes(graphs, lambda _: None, has_adapters=has_adapters)
+        worker.executor.capture_pieces(pieces, lambda _: None, has_adapters=has_adapters)
+    numbers = [1, 0, 2, 2]
+    results = worker.generate(PROMPTS, numbers, starts=[0, 3, 9, 20])
+    assert token_lists(results) == expected(llama, PROMPTS, numbers)
+    num_replays = graphs.num_replays, pieces.num_replays
+    assert sum(num_replays) > 60, "no step was eager"
+    worker.executor.reset()
+    results = worker.generate(PROMPTS[:1], [0])
+    assert token_lists(results) == expected(llama, PROMPTS[:1], [0])
+    assert graphs.num_replays > num_replays[0]
+
+
+@pytest.mark.usefixtures("plain_maps")
+def test_a_slot_is_taken_again_when_its_adapter_is_gone(llama):
+    worker, graphs = Worker(llama, has_slots=True), FakeGraphs()
+    worker.executor.capture_decodes(graphs, lambda _: None, has_adapters=True)
+    second = worker.executor._adapters.by_number[2]
+    for number in (1, 2):
+        worker.executor.remove_adapter(number)
+    worker.executor.add_adapter(7, second)
+    results = worker.generate(PROMPTS[:2], [7, 0])
+    assert token_lists(results) == expected(llama, PROMPTS[:2], [2, 0])
+    assert graphs.num_replays > NUM_TOKENS // 2
+
+
+@pytest.mark.usefixtures("plain_maps")
+@pytest.mark.parametrize(
+    ("limit", "value", "with_slot", "without"),
+    [("NUM_SLOTS", 1, 1, 2), ("MAX_RANKS", 10, 2, 1)],  # the first has 12, 8 and 4 ranks
+)
+def test_rows_whose_adapter_has_no_slot_run_eagerly(
+    llama, monkeypatch, limit, value, with_slot, without
+):
+    monkeypatch.setattr(slots, limit, value)
+    worker, graphs = Worker(llama, has_slots=True), FakeGraphs()
+    worker.executor.capture_decodes(graphs, lambda _: None, has_adapters=True)
+    numbers = [with_slot, without]  # the second row ends last
+    results = worker.generate(PROMPTS[:2], numbers)
+    assert token_lists(results) == expected(llama, PROMPTS[:2], numbers)
+    assert not graphs.num_replays
+    worker.executor.reset()
+    worker.generate(PROMPTS[:1], [with_slot])
     assert graphs.num_replays
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.models.transformers import attention, model
 from gpu_worker.models.transformers.attention import AttentionOptions, read_window
+from gpu_worker.models.transformers.own_attention import ALIBI_DIM, with_alibi
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization
 from tests.unit.gpu_worker.models.against_transformers import (
@@ -30,12 +31,15 @@ GEMMA = {
     "num_hidden_layers": 6,
     "initializer_range": 0.02,
 }
+GPT = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 FAMILIES = {
+    "codegen": GPT | {"rotary_dim": 8, "initializer_range": 0.35},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"sliding_window": 20, "layer_types": ALTERNATING},
     "deepseek_v3": {},  # the head dim of its keys is 24, of its values 12
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gemma2": GEMMA
     | {
         "attn_logit_softcapping": 0.5,
@@ -44,15 +48,33 @@ FAMILIES = {
     },
     "gemma3_text": GEMMA | {"layer_types": ALTERNATING * 3},
     "gpt2": {},
+    "gpt_neo": {
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 20,
+    },
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 20, "pad_token_id": 0},
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7},
+    "gptj": GPT | {"rotary_dim": 8},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512},
     "olmo2": {},
+    "openai-gpt": GPT,
     "opt": {"ffn_dim": 112, "word_embed_proj_dim": 64},
     "phi": {"initializer_range": 0.3},
     "phi3": {"sliding_window": 30, "pad_token_id": 0},
+    "qwen2_moe": EXPERTS  # does not tell its attention of its window
+    | {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 48,
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+    },
     "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 16},
     "stablelm": {},
     "starcoder2": {"sliding_window": 20, "initializer_range": 0.3},
+    "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 112},
 }
 
 
@@ -173,9 +195,18 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
 @pytest.mark.parametrize(
     ("family", "overrides", "reason"),
     [
-        ("falcon", {}, "its attention does not go through transformers' attention interface"),
-        ("gptj", {}, "its attention does not go through transformers' attention interface"),
-        ("bloom", {}, "it takes no position_ids"),
+        (
+            "falcon",
+            {"alibi": True},
+            "layer 0 has ALiBi with kv heads that several query heads share",
+        ),
+        (
+            "rembert",
+            {"is_decoder": True},
+            "its attention does not go through transformers' attention interface",
+        ),
+        ("roformer", {"is_decoder": True}, "it takes no position_ids"),
+        ("doge", {}, "layer 0 adds a mask or bias of its own to the scores"),
         (
             "mamba",
             {},
@@ -186,7 +217,6 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
             ),
         ),
         ("bert", {}, "its masks are neither causal nor a sliding window"),
-        ("roberta", {"is_decoder": True}, "its positions depend on padding tokens"),
         ("t5", {}, "it is no causal language model of transformers"),
     ],
 )
@@ -233,15 +263,54 @@ def test_masks_that_read_tensors_are_refused():
 
 
 @pytest.mark.parametrize("layer_types", [None, ["full_attention", "sliding_attention"]])
-def test_a_window_that_only_the_mask_has_is_refused(model_dirs, monkeypatch, layer_types):
+def test_a_window_that_only_the_mask_has_is_the_layer_s(model_dirs, monkeypatch, layer_types):
     # Imported before the patch, so that the patch does not outlive the test.
     assert model.__name__
     monkeypatch.setattr(attention, "read_options", options_without_window)
     fields = {"layer_types": layer_types} if layer_types else {}
     family = "cohere2" if layer_types else "starcoder2"
     directory = model_dirs.get(family, sliding_window=20, **fields)
-    with pytest.raises(ModelError, match=r"layer \d asks attention for window None, but its masks"):
-        open_model(directory)
+    assert open_model(directory).config.windows == ((None, 20) if layer_types else (20, 20))
+
+
+def test_a_window_that_no_mask_has_is_refused(model_dirs, monkeypatch):
+    assert model.__name__
+    asked = replace(options_without_window(), window=7)
+    monkeypatch.setattr(attention, "read_options", lambda *_: asked)
+    with pytest.raises(ModelError, match=r"layer 0 asks attention for window 7, but its masks"):
+        open_model(model_dirs.get("starcoder2", sliding_window=20))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "max_model_len", "has_exact_keys"),
+    [
+        ("bloom", {"n_head": 4, "n_layer": 2, "initializer_range": 0.6}, 512, True),
+        ("falcon", {"alibi": True, "multi_query": False}, 512, True),
+        ("roberta", {"is_decoder": True, "pad_token_id": 1}, 510, False),
+    ],
+)
+def test_positions_in_keys_and_behind_padding_equal_transformers(
+    model_dirs, family, overrides, max_model_len, has_exact_keys
+):
+    directory = model_dirs.get(family, **overrides)
+    source = open_model(directory)
+    config = source.config
+    assert (config.max_model_len, config.has_exact_keys) == (max_model_len, has_exact_keys)
+    assert config.head_dim == 16 + (ALIBI_DIM if has_exact_keys else 0)
+    sequences = [Sequence(random_prompt(41, seed=1)), Sequence(random_prompt(7, seed=2), 3)]
+    loaded = source.load(torch.float32, CPU, lambda _: None)
+    PagedLoop(loaded, block_size=8, config=config).generate(sequences, 16, chunk_len=13)
+    for sequence in sequences:
+        assert_equals_transformers(directory, sequence)
+
+
+def test_alibi_is_exact_in_16_bits_at_far_positions():
+    query, key = torch.zeros(2, 1, 2, 4, 16, dtype=torch.bfloat16)
+    slopes, positions = torch.tensor([0.5, 0.0078125]), torch.tensor([0, 255, 257, 100_001])
+    query, key = with_alibi(query, key, slopes, positions, scale=0.25)
+    scores = 0.25 * query.double() @ key.double().transpose(2, 3)  # [1, H, T, T]
+    wanted = (slopes.double().unsqueeze(1) * positions).unsqueeze(1).expand(2, 4, 4)
+    torch.testing.assert_close(scores[0], wanted, rtol=2e-5, atol=0)
 
 
 def options_without_window(*_):

@@ -15,6 +15,7 @@ from gpu_worker.sampling.draw import draw, uniforms
 from gpu_worker.sampling.sampled_tokens import Readback
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.sampling.truncation import truncate
+from kernels import ops
 
 CPU = torch.device("cpu")
 EOS = (2, 7)
@@ -188,6 +189,27 @@ def test_few_candidates_and_a_whole_sort_cut_alike():
         params = SamplingParams(seed=0, top_k=int(top_k[row]), top_p=float(top_p[row]))
         expected = np.array(reference_probabilities(logits[row].tolist(), params))
         assert np.array_equal(weights[row].numpy() > 0, expected > 0)
+
+
+def draw_by_kernel(self, logits, places, rows, positions, **_):
+    return self._draw_by_kernel(logits, places, rows, positions)
+
+
+def test_logits_of_16_bits_are_sampled_on_a_gpu_as_their_float32(monkeypatch):
+    monkeypatch.setattr(Sampler, "_draw", draw_by_kernel)
+    rng = np.random.default_rng(7)
+    params = [random_params(rng, 60) for _ in range(30)]
+    plain = [SamplingParams(seed=n, temperature=float(n % 2)) for n in range(9)]
+    for all_params in (params, plain, plain[::2]):
+        logits = torch.from_numpy(rng.normal(size=(len(all_params), 60))).to(torch.bfloat16)
+        logits[3, 5] = torch.nan
+        rows = logits, all_params, [[1]] * len(all_params), [[4, 4]] * len(all_params)
+        expected = sample_all(logits.float(), *rows[1:])
+        with monkeypatch.context() as gpu:
+            gpu.setattr(Sampler, "_likeliest", lambda _, logits: ops.greedy(logits))
+            actual = sample_all(*rows)
+        assert actual.is_finite.tolist() == expected.is_finite.tolist()
+        assert actual.token_ids.tolist() == expected.token_ids.tolist()
 
 
 def test_penalties_count_the_tokens_that_are_sampled():

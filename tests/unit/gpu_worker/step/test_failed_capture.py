@@ -6,7 +6,8 @@ import pytest
 import torch
 from fake_graphs import FakeGraphs
 
-from gpu_worker.step.cuda_graphs import CudaGraphs, GraphsOfAll
+from gpu_worker.loading import rank_model
+from gpu_worker.step.cuda_graphs import CudaGraphs, GraphsOfAll, LostRankError, PiecesError
 
 DEVICE = torch.device("cuda:0")
 POOL = (0, 7)
@@ -187,3 +188,38 @@ def test_a_capture_that_fails_in_one_rank_fails_in_all(other_captures, fails_at)
         with pytest.raises(RuntimeError, match=message):
             graphs.capture(lambda _: None)
     assert ranks.heard == [(float(fails_at is None),)], "the other rank waits for the answer"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("a bug")])
+def test_a_run_that_fails_in_one_rank_ends_it_because_the_others_wait_in_theirs(error):
+    ranks = OtherRank(captures=True)
+
+    def compute(_):
+        raise error
+
+    with pytest.raises(LostRankError) as raised:
+        GraphsOfAll(FakeGraphs(), ranks).capture(compute)
+    assert raised.value.__cause__ is error
+    assert ranks.heard == [], "the other rank is in its run, and would not answer"
+
+
+def test_a_model_that_has_no_pieces_has_none_in_any_rank():
+    ranks = OtherRank(captures=False)
+
+    def compute(_):
+        raise PiecesError
+
+    with pytest.raises(PiecesError):
+        GraphsOfAll(FakeGraphs(), ranks).capture(compute)
+    assert ranks.heard == [(0.0,)]
+
+
+def test_a_start_whose_rank_is_lost_ends():
+    class Lost:
+        def capture_pieces(self, *_):
+            raise LostRankError
+
+        capture_decodes = capture_pieces
+
+    with pytest.raises(LostRankError):
+        rank_model._capture_graphs(Lost(), None, lambda *_: None)

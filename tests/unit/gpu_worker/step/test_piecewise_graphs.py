@@ -18,9 +18,11 @@ from gpu_worker.kv.layer_groups import group_layers
 from gpu_worker.loading import rank_model
 from gpu_worker.models.registry import open_model
 from gpu_worker.step import piecewise_graphs
-from gpu_worker.step.cuda_graphs import CudaGraphs
+from gpu_worker.step.cuda_graphs import CudaGraphs, PiecesError
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.piecewise_graphs import PiecesError, piece_sizes
+from gpu_worker.step.piecewise_graphs import piece_sizes
+from gpu_worker.weights import gpu_linear
+from kernels.cpu import linear as native
 from tests.models_fixture import ModelDirs
 
 CPU = torch.device("cpu")
@@ -125,8 +127,11 @@ def run_randomly(executor, seed, num_steps=25):
     return results
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox", "mixtral"])
 def test_random_steps_give_the_same_tokens_as_without_graphs(monkeypatch, model_dirs, family):
+    if family == "mixtral":  # whose experts are grouped on a GPU
+        monkeypatch.setattr(gpu_linear, "is_here", lambda device: device.type == "cpu")
+        monkeypatch.setattr(native, "can_pack", lambda _: False)
     source, graphs = open_model(model_dirs.get(family)), FakePieces(monkeypatch)
     for seed in range(2):
         eager = run_randomly(make_executor(source, None), seed)
@@ -160,7 +165,7 @@ def test_pieces_end_at_each_layer_s_attention(monkeypatch, model_dirs):
     assert graphs.num_parts == [7] * 3
 
 
-def test_a_model_that_reads_values_is_not_captured(monkeypatch, model_dirs):
+def test_experts_whose_tokens_the_host_counts_are_not_captured(monkeypatch, model_dirs):
     source, graphs = open_model(model_dirs.get("mixtral")), FakePieces(monkeypatch)
     with pytest.raises(RuntimeError, match="capturing"):
         make_executor(source, graphs)
@@ -183,7 +188,7 @@ def test_a_model_that_does_not_attend_through_us_runs_eagerly(monkeypatch, model
     with structlog.testing.capture_logs() as logs:
         rank_model._capture_graphs(executor, graphs, lambda *_: None)
     assert logs[-1]["event"] == "steps with prompts run without CUDA graphs"
-    assert executor._model_runner._pieces is None
+    assert not executor._model_runner._pieces
 
 
 def test_a_forward_pass_without_attention_is_named(monkeypatch):

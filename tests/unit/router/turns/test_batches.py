@@ -244,7 +244,8 @@ async def test_a_text_with_nul_is_as_any_other(router, new_store):
         batch = await ended(client, batch)
         assert batch.request_counts.completed == 1
         told = await lines_of(client, batch.error_file_id)
-        assert "is not served" in told["a"]["response"]["body"]["error"]["message"]
+        error = told["a"]["response"]["body"]["error"]
+        assert (error["code"], "is not served" in error["message"]) == ("model_not_found", True)
 
 
 async def test_a_batch_that_meets_a_bug_is_not_tried_at_every_tick(router, new_store, monkeypatch):

@@ -1,6 +1,7 @@
 """Responses that are kept: their turns go on without client, connection and router."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -11,6 +12,8 @@ from aiohttp import web
 from router_fake_scheduler import LENGTH
 
 from router.http.api import routes
+from router.http.openai_responses import call
+from router.http.openai_responses.body import ResponseBody
 from router.request.usage import Used
 from router.turns.store import Batch
 from router.turns.turn import StoreError, TurnStatus
@@ -443,6 +446,33 @@ async def test_a_response_that_is_deleted_is_unpinned(router, new_store):
         await client.responses.delete(response.id, extra_headers=mine)
         assert await router.scheduler.unpins.get() == ("me", response.id)
         assert router.scheduler.unpins.empty()
+
+
+async def test_a_response_that_another_router_deletes_while_it_runs_is_unpinned(router, new_store):
+    """Its pins may come after that router has dropped them, so the one that ran it does so."""
+    async with serving(router, new_store()) as client, serving(router, new_store()) as other:
+        response = await client.responses.create(**ASK, prompt_cache_key="k", background=True)
+        submit = await router.scheduler.submits.get()
+        await other.responses.delete(response.id)
+        assert await router.scheduler.unpins.get() == ("", response.id)
+        await router.scheduler.step(admitted={submit.first_seq_key: 2})
+        assert await router.scheduler.unpins.get() == ("", response.id)
+
+
+async def test_a_large_body_that_is_kept_is_parsed_off_the_loop(router, new_store, monkeypatch):
+    threads, validate = set(), ResponseBody.model_validate_json
+
+    def noted(text):
+        threads.add(threading.current_thread())
+        return validate(text)
+
+    async with serving(router, new_store()) as client:
+        response = await client.responses.create(**ASK, background=True)
+        monkeypatch.setattr(call, "MAX_PARSED_AT_ONCE_BYTES", 0)
+        monkeypatch.setattr(ResponseBody, "model_validate_json", noted)
+        assert (await client.responses.retrieve(response.id)).status == "in_progress"
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def usage_of(store, *by):

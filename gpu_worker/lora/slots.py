@@ -1,0 +1,184 @@
+"""Adapters that kernels find by their addresses, so that one graph serves rows of any of them.
+
+Symbols: `T` tokens, `R` most ranks of an adapter's map.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+
+from contract.arrays import Int32Array, Int64Array
+from gpu_worker.lora.adapter import (
+    AdaptedMap,
+    Adapter,
+    LowRankMap,
+    MapName,
+    adapted_maps,
+    with_maps,
+)
+from gpu_worker.memory.transfer import upload
+from gpu_worker.models.decoder_layer import DecoderLayer
+from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.weights.linear import Linear, PlainLinear
+from kernels import ops
+from kernels.grouped_maps import GroupedMaps
+
+NUM_SLOTS: Final = 64
+"""Adapters at a time; with more, steps in which a row has one of the others run without graphs."""
+MAX_RANKS: Final = 192
+"""R: rank 64 of q, k and v, whose maps are one. Maps of more ranks have no slot."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlottedMap:
+    """The additions to one map of a layer, by slot."""
+
+    down: GroupedMaps
+    """Every A: from the map's inputs to R."""
+    up: GroupedMaps
+    """Every B: from R to the map's outputs."""
+
+    def add_to(
+        self, out: torch.Tensor, x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
+    ) -> None:
+        """Add B A x to the map's result, for tokens in the order of their slots."""
+        num_rows = len(order)
+        ranks = ops.grouped_linear(x, self.down, ends, order, None, num_rows, None)  # [T, R]
+        ops.grouped_linear(ranks, self.up, ends, None, order, num_rows, out)
+
+
+_Maps: TypeAlias = tuple[Mapping[MapName, SlottedMap], ...]
+"""By layer."""
+
+
+class AdapterSlots:
+    """The slots of a worker. Changed between steps, by the thread that runs them."""
+
+    def __init__(self, config: LlamaConfig, device: torch.device) -> None:
+        self._device = device
+        self._slot_of: dict[int, int] = {}
+        by_layer = [tuple(adapted_maps(config, layer)) for layer in range(config.num_layers)]
+        num_weights = 2 * sum(map(len, by_layer))
+        self._addresses = torch.zeros(num_weights, NUM_SLOTS, dtype=torch.int64, device=device)
+        self._sizes = torch.zeros(num_weights, NUM_SLOTS, dtype=torch.int32, device=device)
+        tables = iter(zip(self._addresses, self._sizes, strict=True))
+
+        def halves(of: AdaptedMap) -> SlottedMap:
+            num_out = sum(num for _, num in of.modules)
+            nothing: list[torch.Tensor | None] = [None] * NUM_SLOTS
+            down = GroupedMaps(of.num_in, MAX_RANKS, nothing, *next(tables))
+            up = GroupedMaps(MAX_RANKS, num_out, nothing.copy(), *next(tables), is_by_input=True)
+            return SlottedMap(down, up)
+
+        self._maps: _Maps = tuple({of.name: halves(of) for of in maps} for maps in by_layer)
+
+    def add(self, number: int, adapter: Adapter) -> None:
+        """Give an adapter a slot, unless all are taken, or it has too many ranks for one."""
+        free = set(range(NUM_SLOTS)) - set(self._slot_of.values())
+        if free and all(_fits(each) for maps in adapter.layers for each in maps.values()):
+            self._slot_of[number] = slot = min(free)
+            self._put(slot, adapter)
+
+    def remove(self, number: int) -> None:
+        """Free an adapter's slot, if it has one; no later step has rows of this adapter."""
+        slot = self._slot_of.pop(number, None)
+        if slot is not None:
+            self._put(slot, None)
+
+    def have(self, numbers: Int64Array) -> bool:
+        """Whether all adapters of these numbers have slots; 0 is no adapter."""
+        return set(numbers.tolist()) - {0} <= self._slot_of.keys()
+
+    def group(self, numbers: Int64Array, size: int) -> tuple[Int64Array, Int32Array]:
+        """Order tokens by slot, those without an adapter last.
+
+        Args:
+            numbers: The adapters of the first tokens, for which `have` is true.
+            size: T; tokens beyond those numbers have no adapter.
+
+        Returns:
+            int64[T], the tokens' indexes; and int32[NUM_SLOTS], where each slot's end.
+        """
+        slots = np.full(size, NUM_SLOTS)
+        for number in set(numbers.tolist()) - {0}:
+            slots[: len(numbers)][numbers == number] = self._slot_of[number]
+        counts = np.bincount(slots, minlength=NUM_SLOTS)[:NUM_SLOTS]
+        return slots.argsort(kind="stable"), counts.cumsum().astype(np.int32)
+
+    def onto_tokens(self, order: torch.Tensor, ends: torch.Tensor) -> "SlottedAdapters":
+        """The adapters of tokens that are grouped on the device as `group` does."""
+        return SlottedAdapters(self._maps, order, ends)
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Launch each variant of the kernel once, so that none is compiled while serving."""
+        from kernels.triton.grouped_linear import fewest_rows  # noqa: PLC0415  needs Triton
+
+        ends = torch.zeros(NUM_SLOTS, dtype=torch.int32, device=self._device)
+        for num_rows in fewest_rows(NUM_SLOTS):
+            order = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+            for each in self._maps[0].values():
+                x = torch.zeros(1, each.down.num_in, dtype=dtype, device=self._device)
+                out = torch.zeros(1, each.up.num_out, dtype=dtype, device=self._device)
+                each.add_to(out, x, order, ends)
+
+    def _put(self, slot: int, adapter: Adapter | None) -> None:
+        """Change a slot in all tables, behind the steps that were launched."""
+        weights: list[torch.Tensor | None] = []
+        for layer, maps in enumerate(self._maps):
+            for name, each in maps.items():
+                low_rank = None if adapter is None else adapter.layers[layer].get(name)
+                pair = _pair(low_rank)
+                each.down.weights[slot], each.up.weights[slot] = pair
+                weights += pair
+        addresses = [0 if weight is None else weight.data_ptr() for weight in weights]
+        sizes = [0 if weight is None else len(weight) for weight in weights]
+        on_device = upload([np.array(addresses), np.array(sizes, np.int32)], self._device)
+        for table, values in zip((self._addresses, self._sizes), on_device, strict=True):
+            table[:, slot].copy_(values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlottedAdapters:
+    """The adapters of a step's tokens, or of a graph's."""
+
+    _maps: _Maps
+    _order: torch.Tensor
+    """int64[T]: the tokens by slot."""
+    _ends: torch.Tensor
+    """int32[NUM_SLOTS]: where each slot's tokens end."""
+
+    @property
+    def native(self) -> None:
+        """The native decoder has no code for these."""
+
+    def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
+        """The layer at this index, with the adapters' additions to its maps."""
+        maps = self._maps[index]
+
+        def adapted(name: MapName, base: Linear) -> Linear:
+            def apply(x: torch.Tensor) -> torch.Tensor:
+                out = base(x)
+                maps[name].add_to(out, x, self._order, self._ends)
+                return out
+
+            return apply
+
+        return with_maps(layer, adapted)
+
+
+def _fits(low_rank: LowRankMap) -> bool:
+    is_plain = isinstance(low_rank.down, PlainLinear) and isinstance(low_rank.up, PlainLinear)
+    return is_plain and low_rank.num_ranks <= MAX_RANKS
+
+
+def _pair(low_rank: LowRankMap | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A, `[ranks, K]`, and B by its inputs, `[ranks, N]`."""
+    if low_rank is None:
+        return None, None
+    down, up = low_rank.down, low_rank.up
+    assert isinstance(down, PlainLinear), "it fits"
+    assert isinstance(up, PlainLinear), "it fits"
+    return down.weight.contiguous(), up.weight.t().contiguous()

@@ -1,0 +1,124 @@
+"""Attention by FlashAttention-3, where an operator asks for it and it supports the shapes.
+
+Its paged KV cache has our layout: `[B, P, HKV, D]` of any block size, with any strides but the
+last, and a table int32[S, M]. So only names differ. It has not run on a GPU yet: a fake in the
+tests, which computes what FlashAttention's documentation says, checks what it is given.
+
+Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P`
+block size, `M` max blocks per sequence.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from kernels import ops
+from kernels.sequences import Sequences
+
+_MAX_HEAD_DIM: Final = 256
+_DTYPES: Final = (torch.float16, torch.bfloat16)
+
+
+class FlashAttention:
+    """Prepares attention as `kernels.ops` does; what it does not support goes there."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        """`attend` is `flash_attn_interface.flash_attn_with_kvcache` (version 3)."""
+        self._attend = attend
+
+    def prepare_decode(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        **options: Any,
+    ) -> Callable[[Sequences], object]:
+        """See `ops.prepare_decode`."""
+        if not supports(query, key_cache, value_cache, **options):
+            return ops.prepare_decode(query, key_cache, value_cache, scale, **options)
+        fixed = _fixed(key_cache, value_cache, scale, **options)
+        out = options["out"]
+
+        def attend(sequences: Sequences) -> None:
+            num_seqs = len(sequences.seq_lens)
+            attended = self._attend(
+                query[:num_seqs].unsqueeze(1),  # [S, 1, H, D]
+                cache_seqlens=sequences.seq_lens,
+                page_table=sequences.block_tables,
+                **fixed,
+            )
+            out[:num_seqs] = attended.squeeze(1)
+
+        return attend
+
+    def prepare_prefill(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        **options: Any,
+    ) -> Callable[[Sequences], object]:
+        """See `ops.prepare_prefill`. It overwrites the rows of no sequence, too."""
+        if not supports(query, key_cache, value_cache, **options):
+            return ops.prepare_prefill(query, key_cache, value_cache, scale, **options)
+        fixed = _fixed(key_cache, value_cache, scale, **options)
+        out = options["out"]
+
+        def attend(sequences: Sequences) -> None:
+            attended = self._attend(
+                query,
+                cache_seqlens=sequences.seq_lens,
+                page_table=sequences.block_tables,
+                cu_seqlens_q=sequences.query_start_loc,
+                max_seqlen_q=sequences.max_query_len,
+                **fixed,
+            )
+            out.copy_(attended)
+
+        return attend
+
+
+def supports(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    **_: Any,
+) -> bool:
+    """Whether FlashAttention-3 computes this: no sinks, no scale for each slot, no latents."""
+    head_dim = query.shape[2]
+    return (
+        sinks is None
+        and key_scales is None
+        and query.dtype in _DTYPES
+        and key_cache.dtype == query.dtype
+        and value_cache.shape == key_cache.shape
+        and head_dim % 8 == 0
+        and head_dim <= _MAX_HEAD_DIM
+    )
+
+
+def _fixed(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> dict[str, Any]:
+    """The arguments that are the same in each step, by FlashAttention's names."""
+    return {
+        "k_cache": key_cache,
+        "v_cache": value_cache,
+        "softmax_scale": scale,
+        "causal": True,
+        # Tokens before a token that it sees, and after it.
+        "window_size": (-1, -1) if window is None else (window - 1, 0),
+        "softcap": softcap or 0.0,
+    }

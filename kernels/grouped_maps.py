@@ -1,0 +1,50 @@
+"""Linear maps of which each row of an input uses one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+ALIGNMENT: Final = 16
+"""Of a weight's address, in bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedMaps:
+    """The weights of G maps from K to N features, which a kernel finds by their addresses.
+
+    A weight is `[N, K]`, or `[K, N]` if `is_by_input`. It may have fewer rows than that: the map
+    then writes only its first outputs, or reads only its first inputs. Rows are dense.
+    """
+
+    num_in: int
+    """K."""
+    num_out: int
+    """N."""
+    weights: list[torch.Tensor | None]
+    """By group; None: rows of this group are left out. Owned by the caller, like the tensors."""
+    addresses: torch.Tensor
+    """int64[G] on the device: of each weight's first number, or 0."""
+    sizes: torch.Tensor
+    """int32[G] on the device: the rows of each weight."""
+    is_by_input: bool = False
+
+    @classmethod
+    def of(cls, weights: Sequence[torch.Tensor]) -> "GroupedMaps":
+        """Maps with whole weights `[N, K]` of one device, which stay where they are.
+
+        Raises:
+            ValueError: A weight begins at an address that the kernel would misread.
+        """
+        num_out, num_in = weights[0].shape
+        for weight in weights:
+            if weight.data_ptr() % ALIGNMENT or not weight.is_contiguous():
+                raise ValueError(
+                    f"a weight is at {weight.data_ptr()} with strides {weight.stride()}, required"
+                    f" are a multiple of {ALIGNMENT} and dense rows"
+                )
+        device = weights[0].device
+        addresses = torch.tensor([each.data_ptr() for each in weights], device=device)
+        sizes = torch.full((len(weights),), num_out, dtype=torch.int32, device=device)
+        return cls(num_in, num_out, list(weights), addresses, sizes)

@@ -1,0 +1,14 @@
+"""The likeliest token of each row of logits, in plain torch.
+
+Symbols: `S` sequences, `V` vocabulary.
+"""
+
+import torch
+
+
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first maximum of each row of `logits` [S, V], and whether all of it is finite.
+
+    int64[S] and bool[S]. In a row that is not finite the token is any valid one.
+    """
+    return logits.argmax(1), logits.isfinite().all(1)

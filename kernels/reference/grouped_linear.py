@@ -1,0 +1,43 @@
+"""Linear maps of which each row uses one, in plain torch.
+
+Symbols: `R` rows that are mapped, `G` maps, `K` input features, `N` output features.
+"""
+
+import torch
+
+from kernels.grouped_maps import GroupedMaps
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    maps: GroupedMaps,
+    ends: torch.Tensor,
+    sources: torch.Tensor | None,
+    places: torch.Tensor | None,
+    num_rows: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute `out[places[i]] += x[sources[i]] @ w.T`, with the weight w of the group of i.
+
+    i is from 0 to `num_rows`, R, and group g has those from `ends[g - 1]` to `ends[g]`; those
+    behind the last end have no group. `sources` and `places` are int64[R], each place once; None:
+    i itself. `ends` is int32[G], ascending. `x` is `[*, K]`.
+
+    With `out` None there is nothing to add to: the result is new, `[R, N]`. What no map writes is
+    undefined there. Sums are fp32, and a result is rounded once.
+    """
+    if out is None:
+        out = x.new_zeros(num_rows, maps.num_out)
+    start = 0
+    for weight, end in zip(maps.weights, ends.tolist(), strict=True):
+        if weight is not None and end > start:
+            index = torch.arange(start, end, device=x.device)
+            read = x[index if sources is None else sources[index]]
+            where = index if places is None else places[index]
+            width = len(weight) if maps.is_by_input else maps.num_in
+            wide = weight.float() if maps.is_by_input else weight.float().t()
+            product = read[:, :width].float() @ wide  # [*, N], or fewer
+            product += out[where, : product.shape[1]].float()
+            out[where, : product.shape[1]] = product.to(x.dtype)
+        start = end
+    return out

@@ -1,0 +1,84 @@
+"""Which code attends: the operator's choice, or an error that says why it cannot be."""
+
+import sys
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from gpu_worker.kv.layer_groups import LayerGroups, one_group
+from gpu_worker.loading import rank_model
+from gpu_worker.loading.device import pick_attention
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.weights.json_fields import ModelError
+from kernels import flash_attention, ops
+from tests.kernels.test_flash_attention import FakeFlashAttention
+from tests.unit.gpu_worker.models.paged_loop import PagedLoop, Sequence, load, random_prompt
+
+HOPPER = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    """A GPU that torch does not have; set `capability[0]`."""
+    found = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found[0])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    return found
+
+
+def test_triton_is_the_default_on_every_device():
+    assert pick_attention("triton", HOPPER) is ops
+    assert pick_attention("triton", torch.device("cpu")) is ops
+
+
+def test_an_older_gpu_and_a_cpu_are_refused(capability):
+    capability[0] = (8, 0)
+    with pytest.raises(ModelError, match="NVIDIA A100 needs triton: FlashAttention-3 requires"):
+        pick_attention("flash-attention-3", HOPPER)
+    with pytest.raises(ModelError, match="cpu needs triton"):
+        pick_attention("flash-attention-3", torch.device("cpu"))
+
+
+def test_it_must_be_installed(capability, monkeypatch):
+    assert capability
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    with pytest.raises(ModelError, match="flash_attn_interface cannot be imported"):
+        pick_attention("flash-attention-3", HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attention_backend": "flash-attention-3"}, "with shared_prefix_attention it must be tri"),
+        ({"enforce_eager": True}, "enforce_eager is True; with shared_prefix_attention"),
+        ({"speculative": "ngram"}, "speculative is ngram; with shared_prefix_attention"),
+    ],
+    ids=str,
+)
+def test_prefixes_are_shared_by_our_kernels_in_graphs_of_decodes(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        WorkerSettings(model="m", shared_prefix_attention=True, **settings)
+    assert not WorkerSettings(model="m", **settings).shared_prefix_attention
+
+
+def test_prefixes_are_not_shared_where_that_would_do_nothing(model_dirs):
+    config = load(model_dirs.get("mistral")).config
+    with pytest.raises(ModelError, match="must be false on cpu, which has no CUDA graphs"):
+        rank_model._check_can_share(config, one_group(2), torch.device("cpu"))
+    with pytest.raises(ModelError, match=r"MistralForCausalLM, whose.*windows are \(None, 16\)"):
+        rank_model._check_can_share(config, LayerGroups((None, 16), (0, 1)), HOPPER)
+    rank_model._check_can_share(config, one_group(2), HOPPER)
+
+
+def test_a_model_attends_by_the_backend_of_its_pool(model_dirs, monkeypatch):
+    monkeypatch.setattr(flash_attention, "_DTYPES", (torch.float32,))
+    model = load(model_dirs.get("gpt_neox"))
+    fake, prompts = FakeFlashAttention(), [random_prompt(41, seed=1), random_prompt(9, seed=2)]
+    by_ours, by_theirs = ([Sequence(each) for each in prompts] for _ in range(2))
+    PagedLoop(model, block_size=8).generate(by_ours, 5)
+    loop = PagedLoop(model, block_size=8)
+    loop.pool.attention = flash_attention.FlashAttention(fake)
+    loop.generate(by_theirs, 5)
+    assert [each.output for each in by_theirs] == [each.output for each in by_ours]
+    assert fake.num_calls > 0

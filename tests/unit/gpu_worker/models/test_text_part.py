@@ -1,0 +1,107 @@
+"""The text part of a model that takes images, served alone, equals transformers' whole model."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from gpu_worker.loading.early_check import check_config
+from gpu_worker.models.registry import open_model
+from gpu_worker.models.text_part import name_alone
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.weights.json_fields import ModelError
+from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
+
+NUM_TOKENS = 32
+TEXT = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+SEES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "depth": 1}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+MODELS = {
+    "gemma3": (
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+        {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+    ),
+    "mistral3": (
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "pixtral", "num_hidden_layers": 1, "head_dim": 16},
+    ),
+    "qwen2_5_vl": (
+        {"rope_parameters": MROPE},
+        {"out_hidden_size": 64, "num_heads": 2, "fullatt_block_indexes": [0]},
+    ),
+    "qwen3_vl": (
+        {"rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        {"out_hidden_size": 64, "num_heads": 2, "deepstack_visual_indexes": [0]},
+    ),
+}
+
+
+def saved(directory, family):
+    text, sees = MODELS[family]
+    config = AutoConfig.for_model(
+        family, text_config=TEXT | text, vision_config=SEES | sees, tie_word_embeddings=False
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_greedy_tokens_of_text_equal_the_whole_model(tmp_path, family):
+    whole = saved(tmp_path, family)
+    source = open_model(tmp_path)
+    model = source.load(torch.float32, CPU, lambda _: None)
+    config = source.config if family == "gemma3" else None
+    sequence = Sequence(random_prompt(41, seed=1))
+    PagedLoop(model, block_size=8, config=config).generate([sequence], NUM_TOKENS, chunk_len=13)
+    with torch.inference_mode():
+        logits = whole(torch.tensor([sequence.tokens[:-1]]), use_cache=False).logits[0]
+    assert sequence.output == logits[len(sequence.prompt) - 1 :].argmax(-1).tolist()
+    torch.testing.assert_close(torch.stack(sequence.logits), logits, rtol=0, atol=1e-4)
+    assert len({*sequence.output}) > NUM_TOKENS // 4
+
+
+def test_another_text_part_than_the_usual_one_is_refused_by_name(tmp_path):
+    fields = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {"model_type": "ministral3"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    reason = "text_config.model_type is 'ministral3'; of Mistral3ForConditionalGeneration only mist"
+    with pytest.raises(ModelError, match=reason):
+        open_model(tmp_path)
+    with pytest.raises(ModelError, match=reason):  # before torch is imported
+        check_config(WorkerSettings(model=str(tmp_path)), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [
+        ("model.language_model.layers.0.x", "model.layers.0.x"),
+        ("language_model.model.layers.0.x", "model.layers.0.x"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("model.layers.0.x", "model.layers.0.x"),
+        ("visual.x", None),
+        ("model.vision_tower.x", None),
+    ],
+)
+def test_names_of_tensors_as_old_and_new_checkpoints_have_them(name, alone):
+    assert name_alone(name) == alone
