@@ -153,14 +153,16 @@ class StateFile:
                     continue
                 self._changed.clear()
                 waiting, self._waiting = self._waiting, []
+                has_failed = False
                 try:
                     await asyncio.to_thread(self._write)
                 except OSError as error:
                     log.error("the state file cannot be written", error=str(error))  # noqa: TRY400
                     self._changed.set()
+                    has_failed = True
                 finally:
                     _answer(waiting)
-                if self._changed.is_set():
+                if has_failed:
                     await asyncio.sleep(_RETRY_S)
         finally:
             self.keep_accounts({worker: each() for worker, each in accounts_now().items()})

@@ -54,7 +54,8 @@ async def stream(
         fail: Sends an error as an event, once the status is sent.
         request_id: Names the call in the log.
         head: Makes the bytes between the headers and the first event.
-        is_accepted: Whether the call can no longer be refused; then the status is sent at once.
+        is_accepted: Whether the call can no longer be refused; then the status is sent at once. If
+            the status was sent before, heartbeats go on at once.
 
     Raises:
         QuireError: The call was refused; nothing has been sent.
@@ -65,7 +66,7 @@ async def stream(
         # the headers, or a proxy may assume that the service hangs.
         await asyncio.wait(
             (sending, sse.first_event),
-            timeout=0 if is_accepted else STATUS_WITHIN_S,
+            timeout=0 if is_accepted or sse.is_held else STATUS_WITHIN_S,
             return_when=asyncio.FIRST_COMPLETED,
         )
         if sending.done() and not sse.first_event.done():

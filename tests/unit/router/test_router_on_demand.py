@@ -336,6 +336,28 @@ async def test_a_stream_has_heartbeats_while_its_model_is_loaded(
         assert begins.get(path, "data: ") in told[0]
 
 
+async def test_heartbeats_go_on_after_the_model_is_loaded(monkeypatch):
+    monkeypatch.setattr(streaming, "STATUS_WITHIN_S", 3600.0)
+    begun = asyncio.Event()
+
+    class Held:
+        """A stream whose head was sent."""
+
+        is_held, response, heartbeats = True, None, staticmethod(contextlib.nullcontext)
+
+        def __init__(self):
+            self.first_event = asyncio.get_running_loop().create_future()
+
+        async def start(self, head):  # noqa: ARG002
+            begun.set()
+
+        async def end(self):
+            pass
+
+    stream = streaming.stream(Held(), begun.wait(), None, request_id="r")
+    await asyncio.wait_for(stream, 30)
+
+
 async def test_a_line_of_a_batch_loads_its_model(model_dir, tmp_path):
     """Its prompt depends on limits that are unknown before the first load."""
     body = {"model": "b", "messages": [{"role": "user", "content": "Say"}], "max_tokens": 1}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from contract.info import WorkerInfo
 from contract.lora import LoraAdapter
 from contract.worker_limits import Limits
 from quire.v1 import scheduler_pb2
+from scheduler_svc.operations import kept_state
 from scheduler_svc.operations.kept_state import StateFile, StateFileError
 
 
@@ -140,6 +142,29 @@ async def test_the_loop_has_turns_between_the_accounts_of_workers(tmp_path):
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await state.written()
+
+
+async def test_what_changes_during_a_write_is_written_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_state, "_RETRY_S", 3600.0)
+    state = StateFile(tmp_path / "state.json")
+    begins, may_end, write = asyncio.Event(), threading.Event(), state._write
+    loop = asyncio.get_running_loop()
+
+    def slow_write():
+        loop.call_soon_threadsafe(begins.set)
+        may_end.wait()
+        write()
+
+    monkeypatch.setattr(state, "_write", slow_write)
+    running = asyncio.create_task(state.run(dict))
+    first = asyncio.create_task(state.written())
+    await begins.wait()
+    second = asyncio.create_task(state.written())
+    await asyncio.sleep(0)
+    may_end.set()
+    await asyncio.wait_for(asyncio.gather(first, second), 30)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_the_size_is_a_model_s_own():
