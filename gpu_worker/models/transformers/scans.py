@@ -33,6 +33,8 @@ def token_by_token(module: nn.Module) -> Callable[..., torch.Tensor]:
     forward = inspect.unwrap(type(module).forward)
     names = forward.__globals__
     ours = {name: operation for name, operation in _OPERATIONS.items() if name in names}
+    if hasattr(module, "time_step_limit"):  # the library limits prompts alone
+        ours["mamba2_selective_state_update"] = partial(_scan_one, dt_limit=module.time_step_limit)
     copied = FunctionType(
         forward.__code__, names | ours, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -97,6 +99,7 @@ def _scan_one(
     D: torch.Tensor,  # noqa: N803  [H, P], all P alike
     *,
     dt_bias: torch.Tensor,  # [H, P], all P alike
+    dt_limit: tuple[float, float],
     z: torch.Tensor | None = None,  # [S, H, P]
     **_: Any,
 ) -> torch.Tensor:
@@ -110,6 +113,7 @@ def _scan_one(
         D=D[:, 0],
         dt_bias=dt_bias[:, 0],
         initial_states=state,
+        dt_limit=dt_limit,
     )
     state.copy_(after)
     out = out.squeeze(1)
@@ -172,7 +176,6 @@ _OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "causal_conv1d_fn": _convolve,
     "causal_conv1d_update": _convolve_next,
     "mamba2_chunk_scan": _scan,
-    "mamba2_selective_state_update": _scan_one,
     "torch_chunk_gated_delta_rule": _delta,
     "torch_recurrent_gated_delta_rule": _delta,
 }

@@ -165,3 +165,18 @@ def test_in_bfloat16_an_output_does_not_depend_on_what_happens(directory):
     service.change_scheduler()
     service.run()
     assert service.outputs == alone
+
+
+def test_limits_of_time_steps_hold_for_decodes_as_for_prompts(model_dirs):
+    directory = model_dirs.get("mamba2", **FAMILIES["mamba2"], time_step_limit=[0.0, 0.01])
+    outputs = []
+    for is_preempted in False, True:
+        service = Service(directory)
+        service.submit(0, random_prompt(41, seed=3))
+        service.run(9)
+        for seq in list(service.core.running):
+            if is_preempted:  # its output is computed again, as a prompt
+                service.core.preemption.preempt(seq)
+        service.run()
+        outputs.append(service.outputs[0])
+    assert outputs[0] == outputs[1]
