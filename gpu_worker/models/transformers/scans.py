@@ -65,7 +65,7 @@ def _mamba(module: Any, hidden_states: torch.Tensor, cache_params: Any, **_: Any
         None if before is None else before.unsqueeze(2),
     )
     cache_params.update_recurrent_state(after.squeeze(2), module.layer_idx)
-    gated: torch.Tensor = module.out_proj(out.squeeze(3) * nn.functional.silu(gate))
+    gated: torch.Tensor = module.out_proj(out.squeeze(3) * _silu(gate))
     return gated
 
 
@@ -117,7 +117,7 @@ def _scan_one(
     )
     state.copy_(after)
     out = out.squeeze(1)
-    return out if z is None else out * nn.functional.silu(z)
+    return out if z is None else out * _silu(z)
 
 
 def _delta(
@@ -148,7 +148,7 @@ def _convolve(
     for tap, factors in enumerate(weight.float().unsqueeze(2).unbind(1)):
         out = out + factors * padded[:, :, tap : tap + hidden_states.shape[2]]
     if activation in {"silu", "swish"}:
-        out = out / (1 + torch.exp(-out))  # `silu` rounds the last elements of a vector otherwise
+        out = _silu(out)
     elif activation is not None:
         out = ACT2FN[activation](out)
     return out.to(hidden_states.dtype)
@@ -165,6 +165,12 @@ def _convolve_next(
     both = torch.cat([conv_state, hidden_states], dim=2)
     conv_state.copy_(both[:, :, -conv_state.shape[2] :])
     return _convolve(both, weight, bias, activation)[:, :, -hidden_states.shape[2] :]
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    # torch's own rounds the last elements of a vector, or of a thread's part, otherwise.
+    wide = x.float()
+    return (wide / (1 + torch.exp(-wide))).to(x.dtype)
 
 
 def _softplus(x: torch.Tensor) -> torch.Tensor:
