@@ -39,7 +39,7 @@ are killed in turn, and once all of them at the same time. A transcript is what 
 was told. `transcripts_that_differ` counts the APIs whose transcript is not, byte for byte, that of
 an undisturbed run.
 
-Ends with 1 if any of these is not as it should be.
+Exits with 1 if one of these is wrong; the lengths of pauses are only shown.
 """
 
 import argparse

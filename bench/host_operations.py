@@ -316,7 +316,8 @@ def make_executor(kind: str, *, has_graphs: bool) -> Executor:
     if has_graphs:
         piecewise_graphs.piece_sizes = lambda _: (128, 512)  # of all sizes that steps here need
         for has_adapters in (False, True)[: 1 if slots is None else 2]:
-            executor.capture_decodes(CountedGraphs(), lambda _: None, has_adapters=has_adapters)
+            if drafter is None:  # else tokens come from the host
+                executor.capture_decodes(CountedGraphs(), lambda _: None, has_adapters=has_adapters)
             executor.capture_pieces(CountedGraphs(), lambda _: None, has_adapters=has_adapters)
         if drafter is not None:
             drafter.capture_decodes(CountedGraphs(), lambda _: None)

@@ -39,7 +39,7 @@ _VARIANTS: dict[str, dict[str, str]] = {
     "weights_int8": {"dtype": "bfloat16", "quantization": "int8"},
     "weights_int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
-"""Flags of a worker, by the name of the result: ppl_*."""
+"""Maps each variant to the worker's flags; its result is `ppl_` and the variant's name."""
 _CHECKPOINT_DTYPES = {"": "bfloat16", "_fp32": "float32"}
 """By the suffix of the result. In float32 a checkpoint's values are exact."""
 _BASELINE = "bf16"

@@ -27,7 +27,7 @@ NO_HASH = BlockHash(bytes(HASH_BYTES))
 
 
 def split_hashes(packed: bytes) -> list[BlockHash]:
-    """Split hashes that a message has one after another."""
+    """Split the hashes that a message has joined in one field."""
     starts = range(0, len(packed), HASH_BYTES)
     return [BlockHash(packed[start : start + HASH_BYTES]) for start in starts]
 

@@ -140,12 +140,12 @@ class Plan:
     """Newly pinned blocks: each block's hash, and for how many seconds it stays in the prefix
     cache. Blocks of one prompt are in the prompt's order. The worker keeps the pins only to report
     them to a later scheduler."""
-    turns: tuple[Any, ...] = ()
+    trace_events: tuple[Any, ...] = ()
     """The `Started` and `Preempted` events of traced sequences since the previous plan, in order.
     The scheduler makes spans from them; they are not sent."""
     serialize: Callable[[], bytes] | None = None
-    """Returns the bytes of the message in which the plan arrived, for the other ranks of a group.
-    Set only at the worker; None: there was no message."""
+    """Returns the bytes of the message in which the plan arrived; a worker of several processes
+    passes them on. Set only at the worker; None: there was no message."""
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -65,7 +65,10 @@ def make_scheduler(model: Path, num_seqs: int, max_len: int) -> AsyncScheduler:
 
 
 def step_us(model: Path, num_seqs: int, num_steps: int) -> float:
-    """Median microseconds of a step in which `num_seqs` requests decode, spread over a block."""
+    """Median microseconds of a step in which `num_seqs` requests decode.
+
+    Their lengths are spread over a block, so equally many need a new block in each step.
+    """
     max_len = 256 + num_steps + 2 * BLOCK_SIZE
     scheduler = make_scheduler(model, num_seqs, max_len)
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)

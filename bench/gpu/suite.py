@@ -21,11 +21,15 @@ from harness.machine import machine_facts
 
 _BENCH: Final = Path(__file__).parents[1]
 _ROOT: Final = _BENCH.parent
-_KERNELS: Final = ("activation", "copy", "decode", "norm", "prefill", "quantized",
-                   "quantized_linear", "rotary", "rotary_store", "sample", "shared_prefixes",
-                   "store", "suppress")  # fmt: skip
+_KERNELS: Final = ("activation", "copy", "decode", "greedy", "grouped_linear", "norm", "prefill",
+                   "quantized", "quantized_linear", "rotary", "rotary_store", "sample",
+                   "shared_prefixes", "store", "suppress")  # fmt: skip
 _KERNEL_TESTS: Final = tuple(f"tests/kernels/test_{kernel}.py" for kernel in _KERNELS)
 _POOL_TEST: Final = "tests/unit/gpu_worker/memory/test_elastic.py"
+_GRAPH_TESTS: Final = (
+    "tests/unit/gpu_worker/step/test_piecewise_graphs.py",
+    "tests/unit/gpu_worker/memory/test_transfer.py",
+)
 _LOG_LINES: Final = 12
 _SMOKE_LIMIT_S: Final = 200
 """For parts that take seconds, on a machine that may be busy."""
@@ -65,6 +69,8 @@ class Target:
 
 
 _TARGETS: Final = (
+    Target("tokens in float32 that differ from the CPU's", "exact", "numbers", "wrong_float32", 0,
+           is_upper=True),
     *(
         Target(f"{shape}: idle between decode steps, batch {batch}", f"serve {shape}", "numbers",
                f"idle_share_c{batch}", 0.01, is_upper=True)
@@ -95,7 +101,9 @@ def whole(bandwidth: float) -> tuple[tuple[Part, ...], ...]:
     transformers = _module("gpu.transformers_load", "--shape", "1B", "--json", "{out}/numbers.json")
     return (
         (
-            Part("kernel tests", tests, 300, {"TRITON_INTERPRET": "0"}),
+            Part("kernel tests", tests, 240, {"TRITON_INTERPRET": "0"}),
+            Part("exact", (_module("gpu.exact", "--json", "{out}/numbers.json"),), 130),
+            Part("graphs on the device", (_pytest(*_GRAPH_TESTS, "-m", "gpu"),), 50),
             Part("elastic pool", (_pytest(_POOL_TEST),), 60),  # alone: it reads the free memory
         ),
         (
@@ -115,6 +123,7 @@ def smoke() -> tuple[tuple[Part, ...], ...]:
     """The same calls, tiny."""
     tiny = ("--shape", "smoke", "--device", "cpu", "--json", "{out}/numbers.json")
     load = ("--concurrency", "1,2", "--input-len", "8", "--output-len", "8")
+    exact = _module("gpu.exact", *tiny[2:], "--rows", "4", "--tokens", "6")
     kernels = _kernel_bench("--cpu-smoke", "--only", "none", "--out", "{out}/kernels.json")
     serve = ("--split-concurrency", "2", "--split-rounds", "1", "--kv-cache-memory-gb", "0.01")
     rows = ("--num-rows", "2", "--context", "64", "--rounds", "1", "--swapped-blocks", "2")
@@ -129,6 +138,7 @@ def smoke() -> tuple[tuple[Part, ...], ...]:
                 _SMOKE_LIMIT_S,
                 {"TRITON_INTERPRET": "1"},
             ),
+            Part("exact", (exact,), _SMOKE_LIMIT_S),
         ),
         (
             Part("kernels", (kernels,), _SMOKE_LIMIT_S),
@@ -158,9 +168,9 @@ def _serve(shape: str, bandwidth: float, limit_s: float) -> Part:
     return Part(f"serve {shape}", (_module("gpu.serve", *numbers),), limit_s)
 
 
-def _pytest(file: str) -> tuple[str, ...]:
-    flags = ("-q", "-p", "no:randomly", "-p", "no:cacheprovider", file)
-    return (sys.executable, "-m", "pytest", *flags)
+def _pytest(*arguments: str) -> tuple[str, ...]:
+    flags = ("-q", "-p", "no:randomly", "-p", "no:cacheprovider")
+    return (sys.executable, "-m", "pytest", *flags, *arguments)
 
 
 def run(part: Part, out: Path, limit_s: float) -> Outcome:

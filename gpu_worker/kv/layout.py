@@ -35,8 +35,8 @@ KvDtypes: TypeAlias = torch.dtype | tuple[torch.dtype, ...]
 _QUANTIZED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _ALIGNMENT: Final = 16
 _CHECKPOINT_BYTES: Final = 64 * 1024
-"""Without attention a checkpoint of all states takes at most so much for each token: half of what
-the KV of Llama 3 8B takes. Chosen, not measured."""
+"""A model without attention has blocks of so many tokens that a checkpoint of all its states takes
+at most this many bytes per token: half of what the KV of Llama 3 8B takes. Chosen, not measured."""
 _MAX_BLOCK_SIZE: Final = 8192
 """With larger blocks the prefix cache would find little. Chosen, not measured."""
 

@@ -117,7 +117,10 @@ class Executions:
         await asyncio.gather(*(each.ended.wait() for each in tuple(self._open)))
 
     async def end_all(self, error: QuireError, within_s: float | None = None) -> None:
-        """End each stream with `error` after its owed results; after `within_s`, without them."""
+        """End each stream with `error` after the results that it still owes.
+
+        Streams that are open after `within_s` seconds end without them.
+        """
         executions = tuple(self._open)
         for execution in executions:
             execution.results.end(error)

@@ -275,7 +275,8 @@ class Executor:
     def collect(self, launched: LaunchedStep) -> Result:
         """Wait for the oldest launched step and return its result.
 
-        Rows may have ended after the step was launched, so each sampled token is judged first:
+        Rows may have ended after the step was launched, or have another sequence now (an
+        *incarnation* is a row's time with one sequence), so each sampled token is judged first:
 
         1. Tokens of ended rows are dropped, and so are tokens after a wrong guess.
         2. A row fails if its logits were not finite, and is stuck if its grammar allows no token.

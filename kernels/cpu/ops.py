@@ -314,8 +314,8 @@ def selective_scan(
     """Advance the states of Mamba layers by `T` tokens. CPUs only, in C or else by its twin.
 
     For each token: `state = state * exp(dt * a) + dt * x * b`, and the output is the sum over `N`
-    of `state * c`, plus `d * x`. All is computed in float32, token by token: to the bit, results
-    do not depend on how tokens are cut into calls, nor on other sequences.
+    of `state * c`, plus `d * x`. Everything is computed in float32, token by token, so
+    no bit of a result depends on how tokens are cut into calls, nor on other sequences.
 
     Symbols: `G` groups of heads, `N` numbers of a state for each of `P`, here the head dim.
 

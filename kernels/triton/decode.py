@@ -398,7 +398,7 @@ def prepare_decode(
         shared = sequences.shared
         if window is not None:
             most_visible = min(most_visible, window + config.positions - 1)
-            shared = None  # blocks that all share may be behind the window of some
+            shared = None  # shared blocks may be behind the windows of some sequences
         shared_parts, attend_shared = (0, None) if shared is None else of_shared()
         num_splits = max(1, min(max_splits, triton.cdiv(most_visible, config.split)))
         num_parts = shared_parts + num_splits

@@ -57,7 +57,7 @@ def unit_of(numbers):
 
 @triton.jit
 def _rounded(x):
-    """Return x, |x| < 2^22, rounded to an integer: adding 1.5 * 2^23 leaves no smaller bits."""
+    """Return x, |x| < 2^22, rounded to an integer: x + 1.5 * 2^23 has no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0
 
 

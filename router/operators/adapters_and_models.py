@@ -129,7 +129,7 @@ class Operations:
     async def list_adapters(
         self, peer: str, model: str = ""
     ) -> Sequence[adapters_pb2.LoadedAdapter]:
-        """Return the adapters of a model, or of all models with a connected scheduler, in order."""
+        """Return the adapters of a model, or of all models with a connected scheduler, by name."""
         self._operators.check(peer, "lists LoRA adapters")
         cells = self._cells.some(model)
         schedulers = [calls for cell in cells for calls in cell.schedulers.target_to_calls.values()]

@@ -71,7 +71,7 @@ class LiveRequest:
     raised before any event; a later failure is an `OutputFinished` with reason ERROR. The `Usage`
     is the last event.
 
-    Only the scheduler client calls the methods from `push_token` to `refuse`. They never wait:
+    Only `router/schedulers` calls the methods from `push_token` to `refuse`. They never wait:
     unread tokens are merged into one pending delta per output. So a slow reader costs the memory of
     its tokens (at most `max_model_len` per output) and does not slow down other requests.
     """
@@ -109,10 +109,10 @@ class LiveRequest:
         self.goes_on = False
         """Whether the request continues at the scheduler without this reader."""
         self.num_submits = 0
-        """How often the request was submitted; the scheduler client counts."""
+        """How often the request was submitted; `router/schedulers` counts."""
         self.refused_by: set[str] = set()
-        """Schedulers that refused the request because of full queues; set by the scheduler
-        client."""
+        """Schedulers that refused the request because of full queues; set by
+        `router/schedulers`."""
         self._refusal: QuireError | None = None
         loop = asyncio.get_running_loop()
         self._submitted_at = loop.time()

@@ -59,10 +59,10 @@ class TokenBudget:
 
         Args:
             num_decodes: Sequences that compute one token each.
-            has_foreground: Whether a live request has more than the lowest priority.
             max_paced_tokens: The pacer's bound on prompt tokens in a step with decodes, which
                 prompts delay; None: no bound.
             max_prompt_tokens: The pacer's bound on prompt tokens in any step; None: no bound.
+            has_foreground: Whether a live request has more than the lowest priority.
         """
         left = most = self._max_num_batched_tokens - num_decodes
         if num_decodes and max_paced_tokens is not None:

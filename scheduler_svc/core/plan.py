@@ -41,7 +41,7 @@ class PlanBuilder:
     chunk_lens: dict[int, int] = field(default_factory=dict)
     """Maps a row to the number of tokens that it computes."""
     pins: tuple[tuple[BlockHash, float], ...] = ()
-    turns: tuple[Started | Preempted, ...] = ()
+    trace_events: tuple[Started | Preempted, ...] = ()
 
     def copy(self, src: DeviceBlockId, dst: DeviceBlockId) -> None:
         """Copy a block before the step computes; all reads come before all writes."""
@@ -80,5 +80,5 @@ class PlanBuilder:
             labelled_block_ids=labels[0],
             labels=labels[1],
             pins=self.pins,
-            turns=self.turns,
+            trace_events=self.trace_events,
         )

@@ -64,7 +64,7 @@ class RunningSet:
         )
         self._begun: list[Sequence] = []  # with states, and decoding since the last step
         self._released_rows: list[int] = []  # for the next plan
-        self._turns: list[Started | Preempted] = []  # for the next plan
+        self._trace_events: list[Started | Preempted] = []  # for the next plan
 
     def __len__(self) -> int:
         return len(self._seqs)
@@ -178,7 +178,7 @@ class RunningSet:
         self._seqs[seq.seq_id] = seq
         if seq.traceparent:
             source = seq.request.source
-            self._turns.append(Started(source, seq.seq_key, found.num_tokens, len(targets)))
+            self._trace_events.append(Started(source, seq.seq_key, found.num_tokens, len(targets)))
         self._wait_for(seq, (*found.loading, *targets))
         insort(self._prefilling, seq, key=lambda other: other.order)
 
@@ -318,7 +318,7 @@ class RunningSet:
         self._steps.send(builder.step_id)
         self._steps.hold(builder.copied)
         self._decodes.send(builder.step_id)
-        builder.turns, self._turns = tuple(self._turns), []
+        builder.trace_events, self._trace_events = tuple(self._trace_events), []
         released, self._released_rows = self._released_rows, []
         return builder.finish(released, self._labels.take())
 
@@ -394,7 +394,9 @@ class RunningSet:
         """Add a `Preempted` event to the next plan if the sequence is traced."""
         if seq.traceparent:
             source = seq.request.source
-            self._turns.append(Preempted(source, seq.seq_key, num_computed, num_swapped_out_blocks))
+            self._trace_events.append(
+                Preempted(source, seq.seq_key, num_computed, num_swapped_out_blocks)
+            )
 
     def swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> None:
         """Copy the KV of a sequence that was just stopped to the host, including partial blocks.

@@ -492,8 +492,9 @@ class Scheduler:
         """Start waiting sequences in order, as long as there are tokens, rows and blocks.
 
         Short prompts may overtake a long one that may not start yet. The table shows what happens
-        to a sequence's known tokens, block by block. Ranges are half-open, `[start, end)`. The
-        first three columns are the parts of a `FoundKv`; `step` is the end of this step's chunk:
+        to a sequence's known tokens, block by block. Ranges are half-open, `[start, end)`. A
+        `FoundKv` has the first two columns (`ready`; `loading` and `sources`), and what the third
+        has brought to the host. `step` is the end of this step's chunk:
 
         start  0              ready           found            disk            step
         end    ready          found           disk             step            all known

@@ -52,7 +52,7 @@ CALLS: Final = (
 
 _HEAD: Final = struct.Struct("<II")
 _MAX_PIECE_BYTES: Final = 2**20
-_FOLLOWS: Final = {"labelled_block_ids", "labels", "pins", "turns", "serialize"}
+_FOLLOWS: Final = {"labelled_block_ids", "labels", "pins", "trace_events", "serialize"}
 """Fields of a plan that are not recorded, since they follow from the calls and other fields."""
 
 _T = TypeVar("_T")

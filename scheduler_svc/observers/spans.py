@@ -139,7 +139,7 @@ class WorkerSpans:
 
     def on_sent(self, sent: SentStep) -> None:
         plan, step_id = sent.plan, sent.step_id
-        if not plan.turns and not plan.new_sequences:  # true in most steps
+        if not plan.trace_events and not plan.new_sequences:  # true in most steps
             return
         now_s = time.time()
         start_s = now_s - sent.took_s
@@ -147,15 +147,15 @@ class WorkerSpans:
             "quire.step_id": step_id,
             "quire.worker": self._worker,
         }
-        for turn in plan.turns:
-            if (traced := self._sequences.find((turn.source, turn.seq_key))) is None:
+        for event in plan.trace_events:
+            if (traced := self._sequences.find((event.source, event.seq_key))) is None:
                 continue
-            if isinstance(turn, Preempted):
-                self._preempted(traced, turn, step, start_s)
-                if turn.num_swapped_out_blocks:
+            if isinstance(event, Preempted):
+                self._preempted(traced, event, step, start_s)
+                if event.num_swapped_out_blocks:
                     self._leaving.append((step_id, traced))
             else:
-                self._started(traced, turn, step, start_s)
+                self._started(traced, event, step, start_s)
         for new in plan.new_sequences:
             if not new.traceparent or not (traced := self._sequences.find(self._owner(new.row))):
                 continue

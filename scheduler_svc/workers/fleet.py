@@ -377,8 +377,8 @@ class Fleet:
     def _place(self, command: SubmitRequest, chosen: Session | None = None) -> None:
         """Post a request to the best worker, or keep it if no worker is attached.
 
-        A request whose prefix was awaited goes to the worker that was chosen for it, unless that
-        one is lost, leaves or hangs.
+        A request that has waited for a copy of its prefix goes to `chosen`, the worker that the
+        copy was for, unless that one is lost, leaves or hangs.
 
         Raises:
             TooBusyError: The queues are full; never raised for a request that was accepted before.

@@ -26,7 +26,7 @@ METHODS = [
 SERVICES = {
     "router": router.grpc.operations.operator_services(None, None, None, None, None),
     "scheduler": (
-        scheduler_svc.operations.services.adapter_service(None),
+        scheduler_svc.operations.services.adapter_service(None, None),
         scheduler_svc.operations.services.loading_service(None),
     ),
 }

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
         ("llama", "eager", "none"),
         ("mistral", "graphs", "none"),
         ("qwen3", "eager", "int4"),
+        ("mixtral", "eager", "none"),
     ],
 )  # mistral has a sliding window
 def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(
@@ -42,4 +43,5 @@ def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(
     assert "_reduce_splits_kernel" in found["kernels"]
     if family == "llama":  # the others' windows may be too short for splits
         assert "_merge_chunks_kernel" in found["kernels"]
+    assert ("_grouped_linear_kernel" in found["kernels"]) == (family == "mixtral")
     assert all(found["seen"].values()), found["seen"]

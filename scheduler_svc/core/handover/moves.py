@@ -276,7 +276,7 @@ class Moves:
 
     @property
     def num_leaving(self) -> int:
-        """Number of sequences that are leaving."""
+        """Number of sequences that are out of the queue, on their way to another core."""
         leaving = (seq for each in self._exports.values() for seq in each.seqs)
         return sum(seq.status is SeqStatus.MIGRATING for seq in leaving)
 

@@ -36,6 +36,11 @@ def test_every_part_runs_with_tiny_shapes(tmp_path):
         part["name"]: part for part in json.loads((tmp_path / "gpu.json").read_text())["parts"]
     }
     assert {part["error"] for part in parts.values()} == {None}
+    exact = parts["exact"]["results"]["numbers"]
+    assert exact["wrong_float32"] == 0
+    assert {name for name in exact if "graphs" in name} >= {
+        f"{kind}_float32_graphs_wrong" for kind in ("plain", "adapters", "experts", "drafts")
+    }
     served = parts["serve smoke"]["results"]["numbers"]
     assert served["output_tok_s_c1"] > 0
     assert served["three_over_one_c2"] > 0
@@ -81,7 +86,9 @@ def test_each_call_takes_less_than_nine_minutes_and_the_first_tests(gpu):
     calls = gpu.whole(4e12)
     assert len(calls) == len(gpu.smoke()) == 3
     assert all(probe_s + sum(part.limit_s for part in call) < 9 * 60 for call in calls)
-    assert [part.name for part in calls[0]] == ["kernel tests", "elastic pool"]
+    assert [part.name for part in calls[0]] == [
+        *("kernel tests", "exact", "graphs on the device", "elastic pool")
+    ]
 
 
 def test_one_call_runs_only_its_parts(gpu, tmp_path, monkeypatch):

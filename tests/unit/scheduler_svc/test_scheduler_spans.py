@@ -169,4 +169,4 @@ def test_plans_tell_nothing_of_untraced_sequences():
     while worker.core.load().num_running or not plans:
         plans.append(worker.step())
     assert worker.core.load().num_preemptions
-    assert not any(plan.turns for plan in plans)
+    assert not any(plan.trace_events for plan in plans)
