@@ -33,8 +33,9 @@ def token_by_token(module: nn.Module) -> Callable[..., torch.Tensor]:
     forward = inspect.unwrap(type(module).forward)
     names = forward.__globals__
     ours = {name: operation for name, operation in _OPERATIONS.items() if name in names}
-    if hasattr(module, "time_step_limit"):  # the library limits prompts alone
-        ours["mamba2_selective_state_update"] = partial(_scan_one, dt_limit=module.time_step_limit)
+    dt_limit: Any = getattr(module, "time_step_limit", None)
+    if dt_limit is not None:  # the library limits prompts alone
+        ours["mamba2_selective_state_update"] = partial(_scan_one, dt_limit=dt_limit)
     copied = FunctionType(
         forward.__code__, names | ours, forward.__name__, forward.__defaults__, forward.__closure__
     )
