@@ -37,7 +37,7 @@ from gpu_worker.models.registry import open_model
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.member import Member
 from gpu_worker.parallel.shards import Place
-from gpu_worker.sampling.grammars import StructuredOutput
+from gpu_worker.sampling.grammar_masks import StructuredOutput
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.speculative.draft_model import DraftModel, ModelDrafter, load_draft_model
 from gpu_worker.speculative.drafter import Drafter

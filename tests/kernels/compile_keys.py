@@ -85,7 +85,7 @@ from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
 from gpu_worker.kv.host_pool import HostPool  # noqa: E402
 from gpu_worker.models.registry import open_model  # noqa: E402
-from gpu_worker.sampling.grammars import StructuredOutput as Grammars  # noqa: E402
+from gpu_worker.sampling.grammar_masks import StructuredOutput as Grammars  # noqa: E402
 from gpu_worker.sampling.sampler import Sampler  # noqa: E402
 from gpu_worker.step import piecewise_graphs  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402

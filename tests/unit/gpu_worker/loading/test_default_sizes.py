@@ -8,7 +8,7 @@ import torch
 from gpu_worker.loading import rank_model
 from gpu_worker.settings import WorkerSettings
 
-CONFIG = SimpleNamespace(max_model_len=4096, num_layers=2, vocab_size=100)
+CONFIG = SimpleNamespace(max_model_len=4096, is_encoder=False, vocab_size=100)
 GIB = 2**30
 
 

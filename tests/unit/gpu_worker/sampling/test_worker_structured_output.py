@@ -9,7 +9,7 @@ import torch
 
 import contract.sampling
 from contract.sampling import SamplingParams
-from gpu_worker.sampling.grammars import StructuredOutput
+from gpu_worker.sampling.grammar_masks import StructuredOutput
 from gpu_worker.sampling.sampler import Sampler
 
 TOKENIZER = Path(__file__).parents[4] / "models" / "quire-tiny-python" / "tokenizer.json"
