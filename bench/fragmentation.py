@@ -7,8 +7,8 @@ sends its next request when its last one has ended; requests share no prefix; on
 Preempted requests are recomputed. Three scenarios:
 
     a  1,000 clients, requests of at most 8,192 tokens
-    b 500 clients, each request with a different limit: 1,024 to 16,384 tokens, log-uniform c three
-    models that share a device and take turns, a step each: 300, 200 and 100 clients with
+    b  500 clients, each request with a different limit: 1,024 to 16,384 tokens, log-uniform
+    c  three models that share a device and take turns, a step each: 300, 200 and 100 clients with
        limits as in b. Each model has a third of the memory, paged or not: blocks do not move from
        one model to another.
 

@@ -79,10 +79,10 @@ def find_model(
         model: A directory; a GGUF file; ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf on the
             hub; or a URL such as s3://BUCKET/DIRECTORY.
         cache_dir: For files downloaded from URLs or made from GGUF files. The hub has a separate
-        cache.
+            cache.
         report: Called with the progress of a download.
         with_weights: Whether the caller reads weights. If not, only small files are downloaded; a
-        GGUF file is always downloaded whole.
+            GGUF file is always downloaded whole.
 
     Raises:
         ModelError: There is no such model, or it cannot be downloaded. The message says what to do.

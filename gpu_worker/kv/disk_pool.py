@@ -88,8 +88,8 @@ class DiskPool:
             directory: Where to create the file.
             codec: How blocks are encoded on disk; None: as on the host.
             identity: Identifies the model and layout of the KV. The file then outlives this
-            process, and the next process with the same identity finds its blocks. None: the file
-            has no name.
+                process, and the next process with the same identity finds its blocks. None: the
+                file has no name.
 
         Raises:
             OSError: No file can be created there.

@@ -159,7 +159,7 @@ class HostPool:
 
         Args:
             src: int32[N] host blocks, which `swap_out` has filled in earlier steps, or `accept`
-            trusts.
+                trusts.
             dst: int32[N] device blocks, parallel to `src`, each at most once.
 
         Returns:

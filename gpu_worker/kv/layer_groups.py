@@ -52,7 +52,7 @@ def group_layers(
         windows: The window of each layer.
         max_model_len: A window at least as long counts as none.
         sizes: Bytes of a token's KV in each layer, or numbers in that ratio. Empty: all layers are
-        equal.
+            equal.
     """
     sizes = sizes or (1,) * len(windows)
     kinds: dict[KvWindow, list[int]] = defaultdict(list)

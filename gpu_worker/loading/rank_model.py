@@ -98,7 +98,7 @@ def load_rank_model(
         member: Which rank this is, and its settings.
         report: Called with status and progress; an error that it raises ends the load.
         meet: Connects the ranks, called when this rank knows that it can serve the settings;
-        returns None if there are no other ranks.
+            returns None if there are no other ranks.
 
     Raises:
         ModelError: the model cannot be served as the settings ask, or not one KV block fits.

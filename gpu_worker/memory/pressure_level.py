@@ -46,7 +46,7 @@ def choose_thresholds(
         warning: Share of total memory, at least `critical`; None: not set.
         critical: Share of total memory, at most `warning`; None: not set.
         available: Available bytes when the worker is ready. Using half of them is normal, and must
-        not count as pressure.
+            not count as pressure.
         total: All bytes.
     """
     at_first = available / total if total else 0.0

@@ -162,7 +162,7 @@ class ModelRunner:
         scores: list[PromptScores] = []
         for part in parts:
             part_sampled, part_scores = self._run(part)
-            sampled += part_sampled
+            sampled += map(_kept, part_sampled)
             scores += part_scores
         return tuple(sampled), tuple(scores)
 
@@ -292,3 +292,9 @@ class ModelRunner:
             logits, likeliest = decoded.logits, decoded.likeliest
         with timeline.span("sample"):
             return self._sampler.sample(logits, rows, positions, num_outputs, likeliest)
+
+
+def _kept(sampled: Sampled) -> Sampled:
+    """The same in memory of its own: a graph's next replay overwrites what it has found."""
+    token_ids, is_finite = sampled.token_ids.clone(), sampled.is_finite.clone()
+    return replace(sampled, token_ids=token_ids, is_finite=is_finite)

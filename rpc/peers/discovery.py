@@ -133,7 +133,7 @@ async def keep_members(
         discovery: The targets.
         join: Makes the member for a new target.
         may_leave: Returns whether a member whose target is gone may end; called until it returns
-        True.
+            True.
         left: Called with a member that has ended because its target is gone.
     """
     tasks: dict[asyncio.Task[None], M] = {}

@@ -3,6 +3,7 @@
 Symbols: `B` 1, the batch of a step, `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -33,14 +34,16 @@ def with_alibi(
 
     A softmax does not change if all its scores do, so the bias `slope * (key - query)` may be
     `slope * key`, which depends on the key alone. In 16 bits it is the sum of two numbers, because
-    one would be off by half a position from position 256 on.
+    one would be off by half a position from position 256 on. Queries get a power of two, which 16
+    bits hold exactly, unlike `1 / scale`: keys take the rest of that factor.
     """
+    one = 2.0 ** round(-math.log2(scale))
     bias = slopes.unsqueeze(1) * positions  # [H, T], of the slopes' precision, as transformers does
-    bias = bias.float() * weight
+    bias = bias.float() * (weight / (scale * one))
     high = bias.to(key.dtype)
     low = (bias - high).to(key.dtype)
     ones = query.new_zeros(*query.shape[:3], ALIBI_DIM)
-    ones[..., :2] = 1 / scale
+    ones[..., :2] = one
     biases = key.new_zeros(*key.shape[:3], ALIBI_DIM)
     biases[..., 0], biases[..., 1] = high, low
     return torch.cat((query, ones), -1), torch.cat((key, biases), -1)

@@ -33,6 +33,9 @@ def token_by_token(module: nn.Module) -> Callable[..., torch.Tensor]:
     forward = inspect.unwrap(type(module).forward)
     names = forward.__globals__
     ours = {name: operation for name, operation in _OPERATIONS.items() if name in names}
+    dt_limit: Any = getattr(module, "time_step_limit", None)
+    if dt_limit is not None:  # the library limits prompts alone
+        ours["mamba2_selective_state_update"] = partial(_scan_one, dt_limit=dt_limit)
     copied = FunctionType(
         forward.__code__, names | ours, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -63,7 +66,7 @@ def _mamba(module: Any, hidden_states: torch.Tensor, cache_params: Any, **_: Any
         None if before is None else before.unsqueeze(2),
     )
     cache_params.update_recurrent_state(after.squeeze(2), module.layer_idx)
-    gated: torch.Tensor = module.out_proj(out.squeeze(3) * nn.functional.silu(gate))
+    gated: torch.Tensor = module.out_proj(out.squeeze(3) * _silu(gate))
     return gated
 
 
@@ -97,6 +100,7 @@ def _scan_one(
     D: torch.Tensor,  # noqa: N803  [H, P], all P alike
     *,
     dt_bias: torch.Tensor,  # [H, P], all P alike
+    dt_limit: tuple[float, float],
     z: torch.Tensor | None = None,  # [S, H, P]
     **_: Any,
 ) -> torch.Tensor:
@@ -110,10 +114,11 @@ def _scan_one(
         D=D[:, 0],
         dt_bias=dt_bias[:, 0],
         initial_states=state,
+        dt_limit=dt_limit,
     )
     state.copy_(after)
     out = out.squeeze(1)
-    return out if z is None else out * nn.functional.silu(z)
+    return out if z is None else out * _silu(z)
 
 
 def _delta(
@@ -144,7 +149,7 @@ def _convolve(
     for tap, factors in enumerate(weight.float().unsqueeze(2).unbind(1)):
         out = out + factors * padded[:, :, tap : tap + hidden_states.shape[2]]
     if activation in {"silu", "swish"}:
-        out = out / (1 + torch.exp(-out))  # `silu` rounds the last elements of a vector otherwise
+        out = _silu(out)
     elif activation is not None:
         out = ACT2FN[activation](out)
     return out.to(hidden_states.dtype)
@@ -163,6 +168,12 @@ def _convolve_next(
     return _convolve(both, weight, bias, activation)[:, :, -hidden_states.shape[2] :]
 
 
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    # torch's own rounds the last elements of a vector, or of a thread's part, otherwise.
+    wide = x.float()
+    return (wide / (1 + torch.exp(-wide))).to(x.dtype)
+
+
 def _softplus(x: torch.Tensor) -> torch.Tensor:
     # torch's own rounds the last elements of a vector otherwise.
     return torch.where(x > _LINEAR_SOFTPLUS, x, torch.log1p(torch.exp(x)))
@@ -172,7 +183,6 @@ _OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "causal_conv1d_fn": _convolve,
     "causal_conv1d_update": _convolve_next,
     "mamba2_chunk_scan": _scan,
-    "mamba2_selective_state_update": _scan_one,
     "torch_chunk_gated_delta_rule": _delta,
     "torch_recurrent_gated_delta_rule": _delta,
 }

@@ -8,6 +8,7 @@ import torch
 
 from contract.worker_limits import STATE_WINDOW
 from gpu_worker.loading.rank_model import load_rank_model
+from gpu_worker.models.transformers import scans
 from gpu_worker.parallel.member import Member
 from gpu_worker.settings import WorkerSettings
 from scheduler_svc.core.interface.request import SourceId
@@ -165,3 +166,32 @@ def test_in_bfloat16_an_output_does_not_depend_on_what_happens(directory):
     service.change_scheduler()
     service.run()
     assert service.outputs == alone
+
+
+def test_limits_of_time_steps_hold_for_decodes_as_for_prompts(model_dirs):
+    directory = model_dirs.get("mamba2", **FAMILIES["mamba2"], time_step_limit=[0.0, 0.01])
+    outputs = []
+    for is_preempted in False, True:
+        service = Service(directory)
+        service.submit(0, random_prompt(41, seed=3))
+        service.run(9)
+        for seq in list(service.core.running):
+            if is_preempted:  # its output is computed again, as a prompt
+                service.core.preemption.preempt(seq)
+        service.run()
+        outputs.append(service.outputs[0])
+    assert outputs[0] == outputs[1]
+
+
+def test_no_bit_of_a_gate_depends_on_other_tokens():
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        gate = torch.randn(1, 2047, 2 * 1001).chunk(2, dim=2)[1]
+        whole = scans._silu(gate)
+        for cut in 1, 1023, 2046:
+            parts = [scans._silu(gate[:, :cut]), scans._silu(gate[:, cut:])]
+            assert torch.equal(torch.cat(parts, dim=1), whole)
+    finally:
+        torch.set_num_threads(num_threads)
+    torch.testing.assert_close(whole, torch.nn.functional.silu(gate))

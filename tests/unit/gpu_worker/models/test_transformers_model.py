@@ -304,11 +304,12 @@ def test_positions_in_keys_and_behind_padding_equal_transformers(
         assert_equals_transformers(directory, sequence)
 
 
-def test_alibi_is_exact_in_16_bits_at_far_positions():
+@pytest.mark.parametrize("scale", [0.25, 80**-0.5, 128**-0.5])
+def test_alibi_is_exact_in_16_bits_at_far_positions(scale):
     query, key = torch.zeros(2, 1, 2, 4, 16, dtype=torch.bfloat16)
     slopes, positions = torch.tensor([0.5, 0.0078125]), torch.tensor([0, 255, 257, 100_001])
-    query, key = with_alibi(query, key, slopes, positions, scale=0.25)
-    scores = 0.25 * query.double() @ key.double().transpose(2, 3)  # [1, H, T, T]
+    query, key = with_alibi(query, key, slopes, positions, scale)
+    scores = scale * query.double() @ key.double().transpose(2, 3)  # [1, H, T, T]
     wanted = (slopes.double().unsqueeze(1) * positions).unsqueeze(1).expand(2, 4, 4)
     torch.testing.assert_close(scores[0], wanted, rtol=2e-5, atol=0)
 

@@ -15,6 +15,7 @@ from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.loading import rank_model as model_part
 from gpu_worker.models.registry import open_model
+from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.step.decode_graphs import graph_sizes
 from gpu_worker.step.executor import Executor
 from tests.models_fixture import ModelDirs
@@ -125,6 +126,22 @@ def test_steps_launched_ahead_do_not_disturb_each_other():
         list(pair)
         for pair in zip(continue_greedily([4, 5], 5), continue_greedily([6], 5), strict=True)
     ]
+
+
+def test_parts_of_a_step_of_graphs_keep_their_own_tokens(monkeypatch):
+    sample = Sampler.sample
+
+    def sample_few(sampler, logits, rows, *args):
+        if len(rows) > 2:
+            raise torch.OutOfMemoryError("tried to allocate logits")
+        return sample(sampler, logits, rows, *args)
+
+    monkeypatch.setattr(Sampler, "sample", sample_few)
+    executor = executor_of(FakeModel(), FakePool(64, 4), LIMITS, FakeGraphs())
+    prompts = {3: [1, 2, 3], 0: [9], 7: list(range(10)), 12: [5, 5], 1: [8, 7, 6]}
+    outputs = run(executor, prompts, num_decodes=3)
+    for number, tokens in prompts.items():
+        assert outputs[number] == continue_greedily(tokens, len(outputs[number]))
 
 
 @pytest.fixture(scope="module")
