@@ -208,12 +208,12 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
         ("roformer", {"is_decoder": True}, "it takes no position_ids"),
         ("doge", {}, "layer 0 adds a mask or bias of its own to the scores"),
         (
-            "mamba",
+            "recurrent_gemma",
             {},
             (
                 "it has state other than keys and values; such models are supported of the types"
-                " bamba, falcon_h1, granitemoehybrid, lfm2, lfm2_moe, nemotron_h,"
-                " olmo_hybrid, qwen3_5_text, qwen3_next"
+                " bamba, falcon_h1, falcon_mamba, granitemoehybrid, jamba, lfm2, lfm2_moe, mamba,"
+                " mamba2, nemotron_h, olmo_hybrid, qwen3_5_text, qwen3_next"
             ),
         ),
         ("bert", {}, "its masks are neither causal nor a sliding window"),
