@@ -1,7 +1,7 @@
 # `make up` and `make test` set themselves up in .venv.
 # TORCH chooses the build of torch; the pin keeps a CPU machine from fetching another with CUDA.
 PYTHONS := python3.11 python3.12 python3
-# A name at a time: some shells look only for the first.
+# One name at a time, because some shells look up only the first one.
 PYTHON ?= $(or $(firstword $(foreach name,$(PYTHONS),$(shell command -v $(name)))),$(error none of $(PYTHONS) is here))
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -10,12 +10,12 @@ BIN := $(VENV)/bin
 UNPACKED := build/debian
 export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
-.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test smg-test nixl-test s3-test ui-test observe-test lint lock sbom protos docs bench chaos
+.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test smg-test dynamo-test nixl-test s3-test ui-test observe-test lint lock sbom protos docs bench chaos
 
 setup: $(VENV)/.installed
 
-# requirements/ holds the version and the hashes of all that is installed but torch, whose build TORCH
-# chooses; --no-deps, since they are complete.
+# requirements/ holds the version and the hashes of all installed packages except torch, whose build
+# TORCH chooses; --no-deps, because the files are complete.
 LOCKED := install -qq --require-hashes --no-deps -r
 $(VENV)/.installed: pyproject.toml requirements/dev.txt
 	@echo "installing into $(VENV) (a few minutes) ..."
@@ -43,7 +43,8 @@ lock: $(TOOLS)/.installed
 	$(LOCK:pyproject.toml=--group) build -o requirements/build.txt
 	$(LOCK:pyproject.toml=--group) tools -o requirements/tools.txt
 
-# What is installed, with licences, in CycloneDX's format; OF is the environment's Python.
+# Lists the installed packages, with licences, in CycloneDX's format; OF is the environment's
+# Python.
 OF ?= $(BIN)/python
 sbom: setup $(TOOLS)/.installed
 	$(TOOLS)/bin/cyclonedx-py environment $(OF) --pyproject pyproject.toml --mc-type application \
@@ -53,10 +54,12 @@ sbom: setup $(TOOLS)/.installed
 up: setup
 	$(BIN)/quire up --demo --detach $(if $(filter tiny,$(DEMO)),--model models/quire-tiny-python)
 
+# How many processes of pytest share the tests. One that has none left takes half of another's.
+TESTERS ?= 2
 test: setup lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TESTERS) --dist worksteal
 
-# The Triton that torch 2.11 brings along on GPU machines; tests/kernels/test_compile.py then compiles
+# Installs the Triton that torch 2.11 has on GPU machines; tests/kernels/test_compile.py then compiles
 # every kernel with it, too.
 OTHER_TRITON := build/triton-3.6
 triton-3.6: $(OTHER_TRITON)
@@ -69,51 +72,64 @@ compose-test: setup
 	$(BIN)/python -m tests.compose.engine
 	$(BIN)/pytest -m docker tests/compose
 
-# Clients in other languages, against a live service; languages without a toolchain are skipped by name.
+# Tests the clients in other languages against a live service; skips languages without a toolchain
+# by name.
 clients-test: setup
 	clients/toolchains.sh
 	$(BIN)/pytest -m clients -rs tests/clients
 
-# Public clients whose requirements conflict with those of the tests, or with each other's (LiteLLM
+# Tests public clients whose requirements conflict with the tests', or with each other's (LiteLLM
 # wants an older openai than the Agents SDK does); they get their own environments.
 PUBLIC_CLIENTS := build/public-clients
 OPENAI_AGENTS := build/openai-agents
+LM_EVAL := build/lm-eval
 public-clients-test: setup
 	test -x $(PUBLIC_CLIENTS)/bin/python || $(PYTHON) -m venv $(PUBLIC_CLIENTS)
 	$(PUBLIC_CLIENTS)/bin/pip install -qq instructor litellm
 	test -x $(OPENAI_AGENTS)/bin/python || $(PYTHON) -m venv $(OPENAI_AGENTS)
 	$(OPENAI_AGENTS)/bin/pip install -qq openai-agents
+	test -x $(LM_EVAL)/bin/python || $(PYTHON) -m venv $(LM_EVAL)
+	$(LM_EVAL)/bin/pip install -qq 'lm-eval[api]>=0.4.10,<0.5' transformers
 	! command -v npm || npm install --silent --prefix $(PUBLIC_CLIENTS) @anthropic-ai/claude-code @openai/codex
 	PUBLIC_CLIENTS_PYTHON=$(PUBLIC_CLIENTS)/bin/python OPENAI_AGENTS_PYTHON=$(OPENAI_AGENTS)/bin/python \
+		LM_EVAL_PYTHON=$(LM_EVAL)/bin/python \
 		PATH="$(CURDIR)/$(PUBLIC_CLIENTS)/node_modules/.bin:$$PATH" \
 		$(BIN)/pytest -rs -m public_clients tests/e2e tests/unit/router
 
-# The Shepherd Model Gateway, from the package index, in front of two cells; skipped by name if it cannot
-# be had. KILLS=30 kills more processes behind it.
+# Tests the Shepherd Model Gateway, from the package index, in front of two cells; skipped by name
+# if it cannot be had. KILLS=30 kills more processes behind it.
 SMG := build/smg
 KILLS ?= 6
 smg-test: setup
 	test -x $(SMG)/bin/smg || { $(PYTHON) -m venv $(SMG) && $(SMG)/bin/pip install -qq 'smg>=1.13,<2'; } || true
 	SMG=$(SMG)/bin/smg KILLS=$(KILLS) $(BIN)/pytest -m smg -rs tests/smg
 
-# KV between workers by NIXL, from the package index, beside the environment (it needs no CUDA).
+# Tests Dynamo's index of KV, in an environment of its own; skipped by name if it cannot be had.
+DYNAMO := build/dynamo
+dynamo-test: setup
+	ls -d $(DYNAMO)/lib/*/site-packages/dynamo > /dev/null 2>&1 || { $(PYTHON) -m venv $(DYNAMO) && $(DYNAMO)/bin/pip install -qq 'ai-dynamo-runtime>=1.6,<2'; } || true
+	DYNAMO=$(DYNAMO)/bin/python $(BIN)/pytest -m dynamo -rs tests/dynamo
+
+# Tests KV transfer by NIXL, from the package index, installed beside the environment (it needs no
+# CUDA).
 NIXL := build/nixl
 nixl-test: setup
 	test -d $(NIXL)/nixl || $(BIN)/pip install -qq --no-deps --target $(NIXL) 'nixl>=1.5,<2' 'nixl-cu12>=1.5,<2'
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(NIXL) $(BIN)/pytest -rs tests/e2e/test_nixl.py
 
-# The far tier on a local server of S3's protocol, whose packages want an older python-dateutil than others.
+# Tests the far tier on a local S3 server. Its packages conflict with others about python-dateutil.
 S3 := build/s3
 s3-test: setup
 	test -d $(S3)/moto || $(BIN)/pip install -qq --target $(S3) 'moto[s3]>=5.2,<6' 'flask>=3.1,<4' 'flask-cors>=6,<7' s3fs
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(S3) $(BIN)/pytest -rs tests/unit/gpu_worker/kv/test_far_store.py
 
-# The web page in a browser; skipped by name if there is no Chromium and none can be installed.
+# Tests the web page in a browser; skipped by name if there is no Chromium and none can be
+# installed.
 ui-test: setup
 	$(BIN)/python -m docs.generate.browser || tests/debian_packages.sh ui chromium
 	$(BIN)/pytest -m browser -rs tests/browser
 
-# A real Prometheus scrapes a live service; skipped by name where there is none and none can be had.
+# Tests metrics with a real Prometheus; skipped by name if there is none and none can be installed.
 observe-test: setup
 	command -v prometheus || tests/debian_packages.sh --into $(UNPACKED) observe prometheus
 	$(BIN)/pytest -m 'observe or not observe' -rs tests/observe
@@ -134,7 +150,7 @@ docs: setup
 bench: setup
 	$(BIN)/python bench/serve.py
 
-# The longest that one request can hold a router's event loop, by a search of a minute.
+# Searches for a minute for the request that holds a router's event loop the longest.
 worst-bodies: setup
 	$(BIN)/python bench/worst_bodies.py --minutes 1
 

@@ -5,8 +5,8 @@
 A simulated device serves 64 streams, each followed by a new one when it ends, while a batch of
 10,000 lines is answered in parts; before each part the streams run alone. `p99_ratio` is the p99 of
 the time between a stream's tokens with the batch, divided by that without, round by round;
-`answered` counts the batch's lines. Nothing else should run on the machine; it takes about four
-minutes.
+`answered` counts the batch's lines. It takes about four minutes; the machine should be idle
+otherwise.
 """
 
 import argparse

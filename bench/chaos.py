@@ -5,6 +5,7 @@
     python bench/chaos.py --roles --kills 60
     python bench/chaos.py --family window --kills 60
     python bench/chaos.py --family recurrent --kills 60
+    python bench/chaos.py --family states-only --kills 60
     python bench/chaos.py --turns 500
     python bench/chaos.py --agent 40
 
@@ -26,20 +27,20 @@ any fault.
 - `blocks_exact`: whether at the end no block is held, and free + cached = total at each worker,
   without those out of use.
 
-With --turns, clients send responses to be kept (/v1/responses) instead, while a process is killed
-every few seconds, and twice all of them at the same time. Each is read to its end, as a stream or
-not, and its text compared with what it was alone:
+With --turns, clients create stored responses (/v1/responses) instead; a process is killed every few
+seconds, and twice all processes at the same time. Each response is read to its end, as a stream or
+not, and its text compared with its text alone:
 
-- `turns_lost`: accepted, and not there or failed; `turns_doubled`: computed as two, or an event
-  that came twice or was missing; `turns_contradicted`: with another text.
+- `turns_lost`: accepted, but missing or failed; `turns_doubled`: computed twice, or with a repeated
+  or missing event; `turns_contradicted`: with another text.
 
 With --agent N, an agent makes N turns with a tool through /v1/responses, then through /v1/messages,
 on simulated workers that replay the model's outputs. Every ten seconds router, scheduler or worker
-are killed in turn, and once all of them at the same time. A transcript is what it said, called and
-was told. `transcripts_that_differ` counts the APIs whose transcript is not, byte for byte, that of
-an undisturbed run.
+are killed in turn, and once all of them at the same time. A transcript has the agent's texts, its
+calls, and their results. `transcripts_that_differ` counts the APIs whose transcript differs in any
+byte from an undisturbed run's.
 
-Exits with 1 if one of these is wrong; the lengths of pauses are only shown.
+Exits with 1 if one of these counts is wrong; the lengths of pauses are only shown.
 """
 
 import argparse
@@ -74,11 +75,11 @@ _NUM_BLOCKS_CRAMPED = 320
 _MAX_RECOMPUTED = 3 * 15
 """Tokens of a stream when its scheduler is killed: at most three outputs, blocks of 16 slots."""
 _AGENT_SPEEDUP = 0.15
-"""An output of 100 tokens takes about 3 s: 40 turns last for some ten kills."""
+"""An output of 100 tokens takes about 3 s, so some ten kills happen during 40 turns."""
 _IDLE_S = 60.0
 _NUM_LONGEST = 10
 _SAME_S = 0.5
-"""Stalls that end within this time of each other are shown as one."""
+"""Stalls whose ends are at most this far apart are shown as one."""
 
 
 @dataclass(slots=True)
@@ -91,7 +92,7 @@ class Run:
 
 
 async def kill_schedulers(service: ChaosService, run: Run, num: int) -> None:
-    """Kill the scheduler `num` times; count what the next one has computed again."""
+    """Kill the scheduler `num` times; count the tokens that the next one recomputes."""
     for _ in range(num):
         run.faults.append((time.monotonic(), "scheduler killed alone"))
         await service.befall(Fault(What.KILLED, "scheduler"))

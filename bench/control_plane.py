@@ -101,7 +101,8 @@ def faces(interval: int) -> dict[str, Face]:
 async def measure_one(face: Face, num_streams: int, rate: float | None, seconds: float) -> Cost:
     """Measure a number of streams; `rate` is each stream's tokens per second, None: full speed."""
     steps_per_s = 1 / _H200.step_s(num_streams, num_streams * 256)
-    num_tokens = min(int((_WARM_UP_S + seconds + 10) * (rate or steps_per_s)), _MAX_MODEL_LEN - 64)
+    # Streams start one after another, and none may end before the last window.
+    num_tokens = min(int((_WARM_UP_S + seconds + 60) * (rate or steps_per_s)), _MAX_MODEL_LEN - 64)
     speedup = 1.0 if rate is None else rate / steps_per_s
     flags = (
         *(f"--params-b={_H200.num_params / 1e9}", f"--speedup={speedup}"),

@@ -8,10 +8,10 @@ link between workers of --link-gbit. Prompts and outputs have log-normal lengths
 means, no prefix is shared, and requests arrive at random (Poisson).
 
 A request is good if its first token comes within one objective, and its other tokens follow, on
-average, within another, which is tried strict and easy. With --quantile 0.95 the average does not
-count: 95 of 100 gaps between its tokens must be within the objective. *Goodput* is the highest
-rate, per worker, at which 90 of 100 requests are good. "2P+1D" are two workers that prefill
-and one that decodes, "3" are three that do both; `--slowdown` is the scheduler's
+average, within another, which is tried strict and easy. With --quantile 0.95, instead of the
+average, 95 of 100 gaps between its tokens must be within the objective. *Goodput* is the highest
+rate, per worker, at which 90 of 100 requests are good. "2P+1D" means two workers that prefill and
+one that decodes, "3" means three that do both; `--slowdown` is the scheduler's
 --max-decode-slowdown, which matters to these.
 """
 
@@ -61,7 +61,8 @@ class Model:
     num_blocks: int
     ttft_factor: float
     gaps_s: tuple[float, float]
-    """A strict objective between tokens, little more than a decode takes, and an easy one."""
+    """Two objectives between tokens: a strict one, slightly more than a decode takes, and an easy
+    one."""
 
     @property
     def block_bytes(self) -> int:

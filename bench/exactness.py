@@ -9,7 +9,7 @@ prompt, penalties, grammars, beams, and LoRA adapters; the workers guess tokens 
 sequences are preempted, swapped to the host, spilled to the disk, and recomputed. In addition, the
 disk tier's file system is repeatedly filled up and freed, so that moves to the disk fail; the
 scheduler is killed, and the next one takes over; and workers are killed, so that the other one
-recomputes what they held. Each stream is compared, token for token, with what it gave alone.
+recomputes their sequences. Each stream is compared, token for token, with its output alone.
 
 The disk tier needs a separate small file system, so this mounts a tmpfs; without the right to
 mount, moves to the disk do not fail, and the table leaves their number out.
@@ -44,8 +44,8 @@ FORMATS = ("float32", "bfloat16", "bfloat16+int8", "bfloat16+fp8")
 _NUM_BLOCKS = 160
 """Enough for the longest request, and for a sixth of the streams."""
 _HOST_GB = 0.004
-_DISK_GB = 0.006
-_DISK_MB = 16
+_DISK_GB = 0.02
+_DISK_MB = 48
 """The size of the file system of both disk tiers, and of the file that fills it."""
 _FULL_S = 1.0
 _PROGRESS_S = 10.0
@@ -81,7 +81,7 @@ class Counts:
 
 
 def more_cases(chance: random.Random, num: int) -> Iterator[Case]:
-    """Draw requests of the kinds that `make_cases` has not: beams, and an adapter's."""
+    """Draw beam searches, and requests for an adapter, which `make_cases` lacks."""
     for index in range(num):
         prompt = tuple(chance.randrange(2, 4000) for _ in range(chance.randrange(20, 200)))
         sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
@@ -106,7 +106,7 @@ def small_disk(directory: Path) -> Iterator[bool]:
 
 
 async def fill_and_free(directory: Path, has_space: asyncio.Lock) -> None:
-    """Until cancelled, fill the file system, unless it must have space, and free it again."""
+    """Until cancelled, fill the file system and free it again; not while a test needs the space."""
     filler = directory / "filler"
     while True:
         async with has_space:
@@ -137,7 +137,7 @@ async def kill_often(
 
 @contextlib.asynccontextmanager
 async def running(*tasks: asyncio.Task[None]) -> AsyncIterator[None]:
-    """Cancel the tasks at the end; raises what one of them raised."""
+    """Cancel the tasks at the end; raise an error of one of them, if any."""
     try:
         yield
     finally:
@@ -149,7 +149,7 @@ async def running(*tasks: asyncio.Task[None]) -> AsyncIterator[None]:
 
 
 async def run_format(given: argparse.Namespace, name: str) -> tuple[Streams, Counts]:
-    """Serve the streams in one format, disturb them, and return them judged."""
+    """Serve the streams in one format, disturb them, and compare them with their outputs alone."""
     dtype, _, kv_dtype = name.partition("+")
     num_streams = _NUM_QUICK if given.quick else given.streams
     chance = random.Random(given.seed)

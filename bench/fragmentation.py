@@ -20,9 +20,9 @@ that fills its limit gains nothing. JSON has the numbers of `chat`, and those of
 
     no room    share of the requests that had to wait when their turn came, or were preempted,
                because too little was free
-    no run     share that had to wait although enough was free: it was not in one run
-    fragmentation    1 - longest free run / free, mean over time; nothing paged needs a run.
-               `defragmented` looks each second, moves blocks from 0.2 on, and counts no time for it
+    no run     share that had to wait although enough was free: it was not in one run fragmentation
+    1 - longest free run / free, mean over time; nothing paged needs a run. `defragmented` measures
+    each second, and moves blocks at a rate of 0.2 or more, in no time
 """
 
 import argparse
@@ -43,7 +43,8 @@ from sim_worker.time_model import TimeModel
 KV_BYTES = 80e9
 KV_BYTES_PER_TOKEN = 2 * 80 * 8 * 128 * 2  # K and V, layers, kv heads, head dim, bf16: 320 KiB
 NUM_SLOTS = int(KV_BYTES // KV_BYTES_PER_TOKEN)
-# Four devices of 3.35 TB/s and 989 TFLOP/s, as one: they hold 140 GB of weights and the KV.
+# Four devices of 3.35 TB/s and 989 TFLOP/s, simulated as one device with 140 GB of weights and the
+# KV.
 MODEL = TimeModel(70e9, KV_BYTES_PER_TOKEN, 4 * 3.35e12, 4 * 989e12)
 
 Limits = Callable[[np.random.Generator], int]

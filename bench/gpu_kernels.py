@@ -203,7 +203,7 @@ def _main() -> int:
     def say(rows: list[Row]) -> None:
         if rows:
             print(table_line(rows[-1]), flush=True)
-        if given.out is not None:  # a call that is cut off leaves what it has measured
+        if given.out is not None:  # a call that is cut off keeps its measurements so far
             write(given.out, {**result, "rows": [asdict(row) for row in rows]})
 
     say([])

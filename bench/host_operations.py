@@ -1,4 +1,4 @@
-"""Counts what the host does for one step on a GPU, by kind of step. Needs no GPU.
+"""Counts the host's operations for one step on a GPU, by kind of step. Needs no GPU.
 
     python bench/host_operations.py --json host_operations.json
 
@@ -8,7 +8,7 @@ CUDA graphs compute nothing. It counts the Python calls into torch (functions an
 reads of attributes), the operations of torch's dispatcher, launches of Triton kernels, and replays
 of graphs. `host_operations` is the sum of calls, launches and replays.
 
-The counts are exact: two runs give the same.
+The counts are exact: each run gives the same ones.
 """
 
 import contextlib
@@ -108,7 +108,9 @@ def _through_launcher(twin: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prepare_launcher(name: str) -> Callable[..., Any]:
     """Replace attention: launch its kernels and return zeros."""
-    launcher = getattr(importlib.import_module(f"kernels.triton.{name.split('_')[1]}"), name)
+    launcher = getattr(
+        importlib.import_module(f"kernels.triton.attention.{name.split('_')[1]}"), name
+    )
 
     def prepare(*args: Any, out: torch.Tensor, **kwargs: Any) -> Callable[[Any], None]:
         with COUNTER.paused():
@@ -152,12 +154,13 @@ from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig  # noqa: E
 from gpu_worker.models.rope import RopeConfig  # noqa: E402
 from gpu_worker.speculative.draft_model import ModelDrafter  # noqa: E402
 from gpu_worker.speculative.lengths import DraftLengths  # noqa: E402
-from gpu_worker.step import piecewise_graphs  # noqa: E402
-from gpu_worker.step.cuda_graphs import Between  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402
+from gpu_worker.step.graphs import piecewise_graphs  # noqa: E402
+from gpu_worker.step.graphs.cuda_graphs import Between  # noqa: E402
 from gpu_worker.weights import gpu_linear  # noqa: E402
 from gpu_worker.weights.linear import PlainLinear  # noqa: E402
 from gpu_worker.weights.reader import draw_weights  # noqa: E402
+from kernels.batch_invariant import BatchInvariantAttention  # noqa: E402
 
 CPU = torch.device("cpu")
 CONFIG = LlamaConfig(
@@ -199,9 +202,15 @@ STEPS = {
 }
 """Rows that decode, and the tokens of a prompt beside them."""
 FEW_STEPS = ("decode", "mixed_128")
-KINDS = {"": STEPS, "adapters": FEW_STEPS, "experts": FEW_STEPS, "drafts": FEW_STEPS}
-"""Workers, and the steps that are counted: plain; two LoRA adapters, of which each row has one; 8
-experts; and a draft model of 32 layers, too, that guesses two tokens for each row."""
+KINDS = {
+    "": STEPS,
+    "adapters": FEW_STEPS,
+    "experts": FEW_STEPS,
+    "drafts": FEW_STEPS,
+    "invariant": FEW_STEPS,
+}
+"""Workers, and the counted steps: plain; a LoRA adapter in each row; 8 experts; a draft model of 32
+layers that guesses two tokens for each row; batch-invariant."""
 _NUM_DRAFTS = 2
 _RANK = 4
 
@@ -289,7 +298,7 @@ def _adapter(number: int) -> Adapter:
 def make_executor(kind: str, *, has_graphs: bool) -> Executor:
     """Build a worker's executor over the tiny decoder; see `KINDS`.
 
-    Without graphs it computes as before there were any: each expert and each adapter by itself.
+    Without graphs it computes each expert and each adapter separately.
     """
     config, limits, slots, drafter = CONFIG, LIMITS, None, None
     adapters: dict[int, Adapter] = {}
@@ -300,11 +309,20 @@ def make_executor(kind: str, *, has_graphs: bool) -> Executor:
         adapters = {number: _adapter(number) for number in (1, 2)}
         limits = replace(limits, adapters={each.id: n for n, each in adapters.items()})
         slots = AdapterSlots(config, CPU) if has_graphs else None
-    model = draw_weights(lambda weights: build_llama(config, weights), torch.float32, CPU)
+    is_invariant = kind == "invariant"
+    model = draw_weights(
+        lambda weights: build_llama(config, weights),
+        torch.float32,
+        CPU,
+        is_batch_invariant=is_invariant,
+    )
 
     def make_pool() -> KvPool:
         dtypes = (torch.float32,) * _NUM_LAYERS
-        return KvPool(config, limits.num_blocks, limits.block_size, dtypes, CPU)
+        pool = KvPool(config, limits.num_blocks, limits.block_size, dtypes, CPU)
+        if is_invariant:
+            pool.attention = BatchInvariantAttention(limits.max_num_seqs, CPU)
+        return pool
 
     if kind == "drafts":
         drafter = ModelDrafter(model, make_pool(), _NUM_DRAFTS, limits, CPU)

@@ -4,10 +4,9 @@
 
 Eight streams run on a 125M Llama with random weights. When each has some tokens, a prompt that
 fills the context arrives. The benchmark compares the gaps between the streams' tokens before the
-prompt arrives with those until the prompt's first token. It also compares the time until all
-requests are done with that of a service that computes long prompts as fast as it can
-(--max-decode-slowdown inf): the difference is the cost of the bound in throughput. The two services
-take turns; nothing else should run on the machine.
+prompt arrives with those until the prompt's first token. It also compares the total time with a
+service that computes long prompts as fast as it can (--max-decode-slowdown inf): the difference is
+the bound's cost in throughput. The two services take turns; the machine should be idle otherwise.
 """
 
 import argparse
@@ -49,7 +48,7 @@ class _Stream:
             await self._came.wait()
 
     def gaps(self, start: float, end: float) -> list[float]:
-        """Seconds between consecutive pieces, the later of which came in (start, end]."""
+        """Seconds between consecutive pieces, if the later one came in (start, end]."""
         times = np.array(self.arrivals)
         late = times[1:]
         gaps: list[float] = np.diff(times)[(late > start) & (late <= end)].tolist()

@@ -1,7 +1,7 @@
 """Measures the cost of KV events: a change, a snapshot of many blocks, and a concurrent step.
 
 Prints one JSON line. `held_ms` is the CPU time for which one slice of a snapshot holds the event
-loop: what a step of scheduling waits. `step_p99_ms` and `step_max_ms` say how late a task that
+loop, and so delays a step of scheduling. `step_p99_ms` and `step_max_ms` say how late a task that
 wants to run every millisecond runs, without and with a snapshot in progress; on a busy machine they
 say more about the machine.
 """
@@ -124,7 +124,7 @@ def late_ms(late: list[float], name: str) -> dict[str, float]:
 
 
 async def measure(num_blocks: int, block_size: int, rounds: int) -> dict[str, float]:
-    """Return the best snapshot of some rounds, and what a change costs."""
+    """Return the best snapshot of some rounds, and the cost of a change."""
     events = KvEvents(1)
     per_block_s = fill(events.feed("w"), num_blocks, block_size)
     gc.freeze()  # as a serving process does

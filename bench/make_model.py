@@ -3,9 +3,9 @@
     python bench/make_model.py /tmp/llama-125m
 
 A model's speed does not depend on its weights. The tokenizer is a real BPE, trained on the sources
-of Python's standard library; weights and tokenizer are the same each time. With --shape the
-directory has the sizes of a known model, a tokenizer with a text for every token, and no weights:
-the worker draws them on the device (`--load-format dummy`).
+of Python's standard library; a vocabulary that is too large for that has just a text for every
+token. Weights and tokenizer are the same each time. With --shape the directory has the sizes of a
+known model and no weights: the worker draws them on the device (`--load-format dummy`).
 """
 
 import argparse
@@ -24,6 +24,7 @@ _CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}<s>assistant:"
 )
 _WEIGHT_STD = 0.02
+_MAX_TRAINED_VOCAB = 16_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,9 @@ SHAPES = {
 
 def make_model(directory: Path, sizes: Sizes) -> int:
     """Write a model with weights, in bfloat16; return its number of parameters."""
-    _write(directory, sizes, _trained_tokenizer(sizes.vocab))
+    is_trained = sizes.vocab <= _MAX_TRAINED_VOCAB
+    tokenizer = _trained_tokenizer(sizes.vocab) if is_trained else _word_tokenizer(sizes.vocab)
+    _write(directory, sizes, tokenizer)
     weights = _random_weights(sizes)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return sum(weight.numel() for weight in weights.values())
@@ -98,12 +101,7 @@ def make_model(directory: Path, sizes: Sizes) -> int:
 
 def write_shape(directory: Path, sizes: Sizes) -> None:
     """Write a model without weights."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = (f"w{number}" for number in range(sizes.vocab - len(letters) - 2))
-    vocabulary = {text: i for i, text in enumerate([_BOS, _EOS, *letters, *words])}
-    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.add_special_tokens([_BOS, _EOS])
-    _write(directory, sizes, tokenizer)
+    _write(directory, sizes, _word_tokenizer(sizes.vocab))
 
 
 def _write(directory: Path, sizes: Sizes, tokenizer: Tokenizer) -> None:
@@ -135,6 +133,16 @@ def _trained_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def _word_tokenizer(vocab_size: int) -> Tokenizer:
+    """A tokenizer with a text for every token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = (f"w{number}" for number in range(vocab_size - len(letters) - 2))
+    vocabulary = {text: i for i, text in enumerate([_BOS, _EOS, *letters, *words])}
+    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens([_BOS, _EOS])
+    return tokenizer
+
+
 def _random_weights(sizes: Sizes) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
@@ -149,8 +157,9 @@ def _random_weights(sizes: Sizes) -> dict[str, torch.Tensor]:
     weights = {
         "model.embed_tokens.weight": matrix(sizes.vocab, sizes.hidden),
         "model.norm.weight": norm(),
-        "lm_head.weight": matrix(sizes.vocab, sizes.hidden),
     }
+    if not sizes.is_tied:
+        weights["lm_head.weight"] = matrix(sizes.vocab, sizes.hidden)
     for index in range(sizes.layers):
         layer = {
             "self_attn.q_proj": matrix(heads, sizes.hidden),

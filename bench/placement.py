@@ -3,9 +3,9 @@
     python bench/placement.py [--quick] [--sweep] [--json FILE]
 
 Four workers serve tenants whose requests each begin with the tenant's own long prompt. The prompts
-of all tenants together do not fit into one worker's prefix cache, but fit into those of all.
-Scheduling and block accounting are the service's own; the time of a step is a roofline (8B
-parameters on a device of 3.35 TB/s and 400 TFLOPS). Arrivals are Poisson; the tenants' shares
+of all tenants together do not fit into one worker's prefix cache, but fit into all workers' caches
+together. Scheduling and block accounting are the service's own; the time of a step is a roofline
+(8B parameters on a device of 3.35 TB/s and 400 TFLOPS). Arrivals are Poisson; the tenants' shares
 follow Zipf's law. The numbers do not depend on this machine.
 """
 

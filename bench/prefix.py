@@ -10,10 +10,10 @@ beside the step, a disk of 5 GB/s in each direction that moves one block after t
 
 `hit_over_ceiling`: prompt blocks found ÷ prompt blocks that were computed before, with a host tier
 that has room for all; the goal is 0.97. `loss_at_zero_hits`: the throughput that caching costs if
-prompts share nothing; the goal is 0.005. The core's processor time is added in full to the modelled
-time of the steps, though two steps in flight would hide it. Runs with and without caching take
-turns, and the fastest of each counts. `loss_at_zero_hits_demoting`: the same with a host tier, to
-which all evicted blocks are copied.
+prompts share nothing; the goal is 0.005. The core's processor time is added to the modelled time of
+the steps, although two steps in flight would hide it. Runs with and without caching take turns, and
+the fastest of each counts. `loss_at_zero_hits_demoting`: the same with a host tier, to which all
+evicted blocks are copied.
 """
 
 import argparse

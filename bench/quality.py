@@ -3,10 +3,10 @@
     python bench/quality.py
     python bench/quality.py --checkpoints  # also the model as AWQ, GPTQ and fp8 checkpoints
 
-`models/train.py` held this text out: modules of the Python standard library, one file in
-sixty. Each variant is a worker, loaded as its flags say, which scores the text as it scores any
-prompt: chunk by chunk, through its paged KV. The numbers depend on the text, so compare those of
-one Python version; they do not depend on time or chance.
+`models/train.py` held this text out: modules of the Python standard library, one file in sixty.
+Each variant is a worker, loaded as its flags say, which scores the text as it scores any prompt:
+chunk by chunk, through its paged KV. The numbers depend only on the text, so compare numbers from
+one Python version.
 """
 
 import argparse

@@ -5,12 +5,12 @@
 Costs are processor time, so that other work on the machine hardly counts. Sequences decode with
 blocks of 16 tokens, so one in sixteen crosses a block boundary in each step. `growth` compares
 1,024 with 64 running sequences when four cross a boundary in both cases. `two groups` compares a
-model whose other layers have a window with a model that has none, step by step in turns. `hash` is
-the prefix cache's cost per prompt block. Goals: 0.14 us per sequence at 1,024; growth at most 2;
-two groups at most 1.5 times one.
+model in which every other layer has a window with a model without windows, step by step in turns.
+`hash` is the prefix cache's cost per prompt block. Goals: 0.14 us per sequence at 1,024; growth at
+most 2; two groups at most 1.5 times one.
 
-With the interpreter of an environment that has vLLM, its scheduler is timed at the same sizes, each
-right after ours, and so is its hashing.
+If the interpreter's environment has vLLM, the benchmark times vLLM's scheduler and hashing, too,
+each right after Quire's at the same size.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from scheduler_svc.core.scheduler import Scheduler
 
 SIZES = (64, 256, 1024, 4096)
 WINDOW = 128
-"""Of the second group; all prompts are as long, so that each new block lets one go."""
+"""The second group's window, and the length of all prompts: so each new block frees an old one."""
 
 
 class Decoding:

@@ -4,12 +4,12 @@
 
 Starts router, scheduler and worker on a 125M Llama with random weights and loads their OpenAI API
 with 1, 8 and 32 streams of 128 tokens in and 64 out. Then they take turns with the same service in
-one process (engines/one_service.py). The client is a separate process on the same machine. With few
-cores all processes compete, so the numbers include the client's cost.
+one process (engines/one_service.py). The client is a separate process on the same machine. On a
+machine with few cores all processes compete, so the numbers include the client's cost.
 
 --peer URL lets another OpenAI-shaped server of the same model take turns with ours, round after
-round: ratios are taken within a round, and their median is printed. --base-url measures a
-running server, without the cost of the split.
+round; the results are the medians of the rounds' ratios. --base-url measures a running server,
+without the cost of the split.
 """
 
 import argparse

@@ -110,7 +110,7 @@ def disk_speed(pool: KvPool, directory: Path, num_bytes: int, codec: str) -> dic
 
 
 def report_codecs(table: CodecTable) -> dict[str, float]:
-    """Print what `measure_codecs` returns; return its numbers by name."""
+    """Print the results of `measure_codecs`; return its numbers by name."""
     print(f"\ncodecs on KV of the shipped model; perplexity without one {table.perplexity:.4f}")
     rows = Table(
         *("codec:<24", "ratio:.3f", "encode GB/s:.2f", "decode GB/s:.2f"),

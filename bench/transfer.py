@@ -4,9 +4,9 @@
 
 Three worker processes on this machine: one has NIXL (`pip install 'quire[nixl]'`), one has not, and
 a third one that has it pulls the same number of blocks, in random order, from each. Checksums are
-compared as in service. memcpy copies as many bytes in pieces of 4 MiB within this process. The
-three take turns; ratios are of the same round. CPU time is that of all processes, and says more
-than speed if the machine is busy.
+compared, as while serving. memcpy copies as many bytes in pieces of 4 MiB within this process. The
+three take turns; ratios are of the same round. CPU time is the sum over all processes; on a busy
+machine it is more reliable than speed.
 """
 
 import argparse

@@ -8,8 +8,8 @@ texts, escapes, numbers, unknown fields, tools, schemas, and messages of every g
 in the router (engines/watched_router.py) measures, after each,
 
 - `cpu_ms`: the most processor time that the event loop's thread took between two heartbeats, 2 ms
-  apart. It does not depend on what else runs on the machine.
-- `gap_ms`: how late a heartbeat was by the clock, which other processes and threads make larger.
+  apart. It does not depend on the machine's other load. - `gap_ms`: how late a heartbeat was by the
+  clock, which other processes and threads make larger.
 
 Prints the worst bodies, the largest of both, and `memory_kept_percent`: how much more memory the
 router has afterwards than before, when it had answered small bodies of all kinds. Ends with 1 if a

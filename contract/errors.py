@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 import grpc
 
 _MAX_SHOWN: Final = 128
-"""Most characters of a client's text in a message."""
+"""The limit on characters of a client's text in a message."""
 
 
 class QuireError(Exception):

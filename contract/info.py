@@ -14,7 +14,7 @@ class MemoryLevel(Enum):
 
     OK = 0
     WARNING = 1
-    """Running sequences continue; no more sequences start."""
+    """No more sequences may run than ran when the level rose."""
     CRITICAL = 2
     """The scheduler must soon run fewer sequences."""
 
@@ -22,7 +22,7 @@ class MemoryLevel(Enum):
 class Role(StrEnum):
     """The part of a request that the scheduler gives to a worker.
 
-    A worker can compute all parts.
+    Every worker is able to compute all parts.
     """
 
     BOTH = "both"
@@ -47,7 +47,7 @@ class ModelInfo:
     id: str
     """The name that requests use."""
     max_model_len: int
-    """Most tokens of prompt and output together."""
+    """The limit on tokens of prompt and output together."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     structured_output: bool = False
@@ -105,11 +105,11 @@ class WorkerInfo:
     takes_kv: bool = True
     """Whether it exchanges contents of host blocks with other workers."""
     num_draft_tokens: int = 0
-    """Most tokens that it drafts for a decoding row in a step; 0: it drafts none."""
+    """The limit on tokens that it drafts for a decoding row in a step; 0: it drafts none."""
     max_num_blocks: int | None = None
-    """Most device blocks that a resize may set; None: their number is fixed."""
+    """The greatest number of device blocks that a resize may set; None: the number is fixed."""
     min_num_blocks: int = 1
-    """Fewest device blocks that a resize may set."""
+    """The least number of device blocks that a resize may set."""
     host_is_device_memory: bool = False
     """Whether host blocks and device blocks share one memory, as on a CPU."""
     can_unload: bool = False
@@ -127,6 +127,8 @@ class WorkerInfo:
     host_block_bytes: int = 0
     """Size of one host block as packed by `host_codec`; 0: as on the device."""
     host_codec: str = "none"
+    is_batch_invariant: bool = False
+    """Whether no bit of its KV depends on other requests."""
 
     @property
     def model(self) -> ModelInfo:
@@ -148,4 +150,6 @@ class WorkerInfo:
         size = f"{self.limits.block_size} tokens, {self.host_block_bytes or self.block_bytes} bytes"
         if self.limits.has_windows:
             size += f", windows {self.limits.kv_windows}"
+        if self.is_batch_invariant:  # other devices would compute other bits
+            size += f", batch-invariant on {self.device}"
         return f"{self.dtype}, KV {self.kv_dtype}, codec {self.host_codec}, {size}"

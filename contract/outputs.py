@@ -82,10 +82,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """The prompt's log-probabilities; the first event, if `prompt_logprobs` is set."""
+    """Log-probabilities of the prompt; the first events, if `prompt_logprobs` is set.
+
+    Together the events have one entry for each prompt token except the first.
+    """
 
     logprobs: tuple[TokenLogprob, ...]
-    """One entry for each prompt token except the first."""
+    has_more: bool = False
+    """Whether another such event follows."""
 
 
 Event: TypeAlias = OutputDelta | OutputFinished | Usage | PromptScores

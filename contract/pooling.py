@@ -9,7 +9,7 @@ from contract.value_checks import check_range
 
 
 class Task(StrEnum):
-    """What a model can do with a prompt."""
+    """The tasks that a model can do with a prompt."""
 
     GENERATE = "generate"
     EMBED = "embed"
@@ -61,9 +61,7 @@ class Abilities:
         return Task.GENERATE in self.tasks
 
     def check(self, pooling: Pooling | None, model_id: str) -> None:
-        """Check that the model can pool as a request asks.
-
-        If `pooling` is None, that it can generate.
+        """Check that the model can pool as a request asks, or generate if `pooling` is None.
 
         Raises:
             UnimplementedError: It cannot.

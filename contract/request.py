@@ -17,10 +17,10 @@ MAX_PRIORITY: Final = 100
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024
 MAX_N: Final = 64
-"""Most outputs of one request."""
+"""The limit on outputs of one request."""
 MAX_STREAM_INTERVAL: Final = 1024
 MAX_MESSAGES: Final = 4096
-"""Most messages of a chat."""
+"""The limit on messages of a chat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Model:
 
     id: str
     max_model_len: int
-    """Most tokens of prompt and output together."""
+    """The limit on tokens of prompt and output together."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     structured_output: bool = False
@@ -42,7 +42,7 @@ class Model:
 
     @property
     def max_prompt_len(self) -> int:
-        """Most tokens of a prompt: `max_model_len`, less one if the model generates."""
+        """The limit on tokens of a prompt: `max_model_len`, less one if the model generates."""
         return self.max_model_len - self.abilities.generates
 
 
@@ -76,7 +76,7 @@ class GenerateRequest:
     deadline: float | None = None
     """When the client stops waiting, on the event loop's clock; None: never."""
     priority: int = 0
-    """Requests with a higher priority go first, if the scheduler's policy uses priorities."""
+    """Higher goes first if the scheduler's policy uses priorities; otherwise -100 goes last."""
     tenant: str = ""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`. A

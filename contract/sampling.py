@@ -26,12 +26,13 @@ MAX_STOP_TOKEN_IDS: Final = 64
 MAX_ALLOWED_TOKEN_IDS: Final = 1024
 MAX_LOGPROBS: Final = 20
 MAX_CANDIDATES: Final = 1024
-"""Most log-probabilities that a worker reports for one position, for a beam search."""
+"""A worker reports at most this many log-probabilities for one position of a beam search."""
 MIN_BEAM_WIDTH: Final = 2
 MAX_BEAM_WIDTH: Final = 10
 MAX_LENGTH_PENALTY: Final = 5
 MAX_GRAMMAR_BYTES: Final = 2**19
-"""Most bytes of a grammar. A form of 64 KiB may take up to six characters per byte as a grammar."""
+"""The limit on bytes of a grammar. As a grammar, a form of 64 KiB may take up to six characters per
+byte."""
 
 
 @dataclass(frozen=True, slots=True)

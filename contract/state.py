@@ -1,4 +1,4 @@
-"""What a worker still holds from an earlier scheduler; the worker reports it to the next one.
+"""A worker's report to a new scheduler: rows and blocks that it holds for an earlier one.
 
 A *label* is the hash of a block's content, as the scheduler computed it.
 """

@@ -27,7 +27,7 @@ KvWindow: TypeAlias = int | Chunk | None
 
 
 def window_length(window: KvWindow) -> int | None:
-    """The most tokens that a token sees; None: all tokens before it."""
+    """The greatest number of tokens that a token sees; None: all tokens before it."""
     return window.num_tokens if isinstance(window, Chunk) else window
 
 
@@ -49,9 +49,9 @@ class Limits:
     max_num_seqs: int
     """Number of rows."""
     max_model_len: int
-    """Most tokens of one row, prompt and output together."""
+    """The limit on tokens of one row, prompt and output together."""
     max_num_batched_tokens: int
-    """Most tokens that one step may compute; at least `max_num_seqs`."""
+    """The limit on tokens that one step computes; at least `max_num_seqs`."""
     num_blocks: int
     block_size: int
     """Token slots of one block."""
@@ -65,6 +65,8 @@ class Limits:
     """Maps each loaded LoRA adapter to its number, at least 1, which rows refer to."""
     num_saturating_tokens: int | None = None
     """Prompt tokens that keep the device busy with arithmetic; None: `max_num_batched_tokens`."""
+    min_prompt_tokens: int = 0
+    """Prompt tokens that a step with decodes may always have, however long they take."""
 
     @property
     def has_windows(self) -> bool:
@@ -83,5 +85,8 @@ class Limits:
 
     @property
     def min_num_blocks(self) -> int:
-        """Fewest blocks that a resize may set; enough for the longest row if `num_blocks` is."""
+        """The least number of blocks that a resize may set.
+
+        It is enough for the longest row, or `num_blocks` if that is less.
+        """
         return min(self.max_table_len + self.has_windows, self.num_blocks)

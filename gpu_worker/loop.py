@@ -160,7 +160,7 @@ class StepLoop:
         if self._thread.is_alive():
             _log.warning("gave up waiting for a step: it takes too long", waited_s=_STOP_S)
             return False
-        del self._executor  # others may still hold this object, but no device memory
+        del self._executor  # others may still hold this object, but it holds no device memory
         return True
 
     async def wait_failed(self) -> None:
@@ -202,9 +202,8 @@ class StepLoop:
                 case _Step():
                     self._launch(job)
                     is_full = len(self._pending) >= self._executor.max_in_flight
-                    if (
-                        is_full and not self._is_idle()
-                    ):  # a step that only waits for the disk may wait
+                    # a step that only waits for the disk may wait
+                    if is_full and not self._is_idle():
                         self._collect()
                 case _Attach():
                     self._reset(job)
@@ -325,7 +324,7 @@ class StepLoop:
     def _record_device_failure(self, error: Exception) -> None:
         """After a device error no call to the device succeeds.
 
-        Torch raises AcceleratorError; Triton's launches raise a RuntimeError of theirs.
+        Torch raises AcceleratorError; Triton's launches raise Triton's own RuntimeError.
         """
         if isinstance(error, torch.AcceleratorError) or "Triton Error [CUDA]" in str(error):
             self._give_up(f"the device failed: {error}")
@@ -338,9 +337,8 @@ class StepLoop:
         self._call(lambda: _set_outcome(future, outcome))
 
     def _call(self, callback: Callable[[], object]) -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the event loop is closed: this thread was abandoned
+        # the event loop is closed: this thread was abandoned
+        with contextlib.suppress(RuntimeError):
             self._event_loop.call_soon_threadsafe(callback)
 
 

@@ -88,8 +88,8 @@ class WorkerSettings(ProcessSettings):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that weights, work space and KV may use together."""
     memory_warning_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """If less than this share of the device's memory is available, no more sequences run at once
-    than at that moment, and prompts are computed in smaller parts. A CPU's memory is what the
+    """If less than this share of the device's memory is available, the number of running sequences
+    may not grow, and prompts are computed in smaller parts. For a CPU, this is the memory that the
     machine or container allows the process. 0: never. Unset: 0.03, or half of the share available
     when the worker is ready, if that is less."""
     memory_critical_share: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -136,28 +136,35 @@ class WorkerSettings(ProcessSettings):
     draft_model: ModelName | None = None
     """A smaller model with the same vocabulary, for guesses; named as --model."""
     ngram_min: PositiveInt = 2
-    """Fewest last tokens that must have occurred earlier for a guess by ngram."""
+    """The shortest end of a sequence, in tokens, that ngram looks for earlier in it."""
     ngram_max: PositiveInt = 4
-    """Most last tokens to look for with ngram; the longest match is used."""
+    """The longest end of a sequence, in tokens, that ngram looks for; it uses the longest match."""
     enforce_eager: bool = False
     """Run a GPU's steps without CUDA graphs, which are captured at the start: slower for small
     models, but starts faster. Models that cannot be captured run without graphs in any case."""
     attention_backend: Literal["triton", "flash-attention-3"] = "triton"
-    """What computes attention on a GPU: our Triton kernels, or FlashAttention-3, which must be
-    installed and needs compute capability 9.0. Layers that it does not support (fp32, quantized KV,
-    latents, sinks, head dims above 256) keep our kernels. Its speed here is not measured."""
+    """The implementation of attention on a GPU: Quire's Triton kernels, or FlashAttention-3, which
+    must be installed and needs compute capability 9.0. Layers that it does not support (fp32,
+    quantized KV, latents, sinks, head dims above 256) keep our kernels. Its speed here is not
+    measured."""
     shared_prefix_attention: bool = False
     """Whether sequences that begin with the same blocks, 512 tokens at least, attend to these once
     for all of them, in decode steps that CUDA graphs replay; for models whose layers all see every
     token. An output's last bits then depend on the sequences beside it. Not measured yet."""
+    batch_invariant: bool = False
+    """Whether, on a GPU, no bit of an output depends on other requests, at the price of speed
+    (docs/worker-step.md): for Quire's own decoders without experts, on one device, without LoRA
+    adapters. Not measured yet. On a CPU, Quire's compiled kernels always compute each row
+    independently."""
     num_threads: PositiveInt | None = None
     """Threads that compute on a CPU, shared by the ranks on this machine; unset: one per physical
     core that this process may use."""
     amx: Literal["auto", "on", "off"] = "auto"
     """Whether linear maps in bfloat16 use Intel's AMX, on a CPU that has it. auto: if its results
-    are right and it is faster; the worker's first start on a machine checks and times it, and the
-    finding is kept. on: if its results are right. off: never. Results differ in their last bits, so
-    with workers on several machines choose on or off for all."""
+    are right, for the formats of weights for which it is faster; the worker's first start on a
+    machine checks and times it, and the finding is kept. on: if its results are right. off: never.
+    Results differ in their last bits, so with workers on several machines choose on or off for
+    all."""
     tensor_parallel_size: PositiveInt = 1
     """Devices that split each layer of the model; together they are one worker and hold its weights
     and KV. Must divide the model's heads (docs/parallelism.md)."""
@@ -172,7 +179,8 @@ class WorkerSettings(ProcessSettings):
     remaining ranks."""
     master_addr: str = "127.0.0.1"
     """Where rank 0 listens for the other ranks: with several machines, an address of its machine
-    that they can reach. Nothing else should reach it: connections are trusted."""
+    that they can reach. Only the scheduler and other workers should reach it, because it trusts
+    connections."""
     master_port: Port = 0
     """Rank 0's port; required with several machines; 0 picks a free one."""
 
@@ -201,6 +209,8 @@ class WorkerSettings(ProcessSettings):
         """The setting that rules out adapters; None if the model decides."""
         if self.num_ranks > 1:
             return "tensor_parallel_size or pipeline_parallel_size"
+        if self.batch_invariant:
+            return "batch_invariant"
         return f"model_class, which is {self.model_class}" if self.model_class else None
 
     @property
@@ -314,6 +324,29 @@ class WorkerSettings(ProcessSettings):
         return self
 
     @model_validator(mode="after")
+    def _is_batch_invariant_in_all_parts(self) -> Self:
+        for name, wanted in (
+            ("attention_backend", "triton"),
+            ("shared_prefix_attention", False),
+            ("model_class", ""),
+            ("lora", ()),
+            ("tensor_parallel_size", 1),
+            ("pipeline_parallel_size", 1),
+        ):
+            if self.batch_invariant and (given := getattr(self, name)) != wanted:
+                raise ValueError(
+                    f"{name} is {given}; with batch_invariant it must be {wanted or 'unset'}: its"
+                    " results depend on the batch"
+                )
+        for name, codec in (("host", self.host_codec), ("disk", self.disk_codec)):
+            if self.batch_invariant and codec.is_quantized:
+                raise ValueError(
+                    f"{name}_kv_codec is {codec}; with batch_invariant it must not quantize: which"
+                    " KV goes there depends on other requests"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _warns_first(self) -> Self:
         warning, critical = self.memory_warning_share, self.memory_critical_share
         if warning is not None and critical is not None and critical > warning:
@@ -379,9 +412,8 @@ class WorkerSettings(ProcessSettings):
                 f"device is {self.device}, which is one GPU, but {self.num_local_ranks} ranks run"
                 " here: give cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
             )
-        if (
-            self.speculative is not None
-        ):  # ranks would guess different numbers of tokens, because their clocks differ
+        # Ranks would guess different numbers of tokens, because their clocks differ
+        if self.speculative is not None:
             raise ValueError(
                 f"speculative is {self.speculative}; it must be unset with tensor_parallel_size or"
                 " pipeline_parallel_size"

@@ -15,12 +15,12 @@ Results do not depend on the batch. Tile sizes and splits do not depend on how m
 tokens a launch has, but only on a sequence's own length, the dtype, the model's shape and the
 device's configuration (`kernels.tuning.configs`). There are two exceptions, which change the last
 bits: prefill attention splits positions if the launch has too few tokens to fill a GPU, and decodes
-may attend once to what they share (`Sequences.shared`). A GPU's matrix products choose their own
-order by the number of rows, too.
+may attend together to a shared prefix (`Sequences.shared`). A GPU's matrix products choose their
+own order by the number of rows, too.
 
-On a machine without a GPU the tests run the kernels in Triton's interpreter, which needs
-`TRITON_INTERPRET=1` before anything imports Triton, and compile them for devices that are absent.
-The interpreter of Triton 3.6 fails with numpy 2.4 and later; the kernels themselves do not.
+On a machine without a GPU, the tests run the kernels in Triton's interpreter, which needs
+`TRITON_INTERPRET=1` before the first import of Triton; they also compile the kernels for GPUs. The
+interpreter of Triton 3.6 fails with numpy 2.4 and later; the kernels themselves do not.
 """
 
 from typing import Final

@@ -15,7 +15,7 @@ def check_tensor(
     Rows are dense if the last dimension has stride 1; the other strides are free.
 
     Raises:
-        ValueError: naming the tensor, what it has and what is required.
+        ValueError: naming the tensor, its value and the required value.
     """
     if tensor.shape != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, required is {shape}")
@@ -31,7 +31,7 @@ def check_float(name: str, tensor: torch.Tensor, num_dims: int) -> None:
     """Require `tensor` to be fp32, fp16 or bf16, of `num_dims` dimensions, with dense rows.
 
     Raises:
-        ValueError: naming the tensor, what it has and what is required.
+        ValueError: naming the tensor, its value and the required value.
     """
     if tensor.dim() != num_dims:
         raise ValueError(f"{name} has {tensor.dim()} dimensions, required are {num_dims}")
@@ -55,7 +55,7 @@ def check_caches(
     not stored, but are a part of the keys.
 
     Raises:
-        ValueError: naming the tensor, what it has and what is required.
+        ValueError: naming the tensor, its value and the required value.
     """
     if value_cache is not None and (key_scales is None) != (value_scales is None):
         missing = "key_scales" if key_scales is None else "value_scales"
@@ -84,10 +84,10 @@ def check_caches(
 def check_values(
     value: torch.Tensor | None, value_cache: torch.Tensor | None, key: torch.Tensor
 ) -> None:
-    """Require new values of the shape and dtype of `key`, or neither values nor a cache for them.
+    """Require new values with the shape and dtype of `key`; or neither values nor their cache.
 
     Raises:
-        ValueError: naming the tensor, what it has and what is required.
+        ValueError: naming the tensor, its value and the required value.
     """
     if (value is None) != (value_cache is None):
         missing = "value" if value is None else "value_cache"
@@ -108,7 +108,7 @@ def check_paged(
     """Require the common arguments of decode and prefill attention to fit together.
 
     Raises:
-        ValueError: naming the tensor, what it has and what is required.
+        ValueError: naming the tensor, its value and the required value.
     """
     check_attended(query, key_cache, value_cache, key_scales, value_scales)
     num_seqs, max_blocks = block_tables.shape
@@ -182,7 +182,7 @@ def check_suppression(logits: torch.Tensor, places: torch.Tensor, admitted: torc
     """Require float32 `logits` [S, V], int64 `places` [G] and int32 `admitted` [G, V / 32].
 
     Raises:
-        ValueError: naming the tensor, what it has and what is required.
+        ValueError: naming the tensor, its value and the required value.
     """
     if logits.dim() != 2:  # noqa: PLR2004  [S, V]
         raise ValueError(f"logits has {logits.dim()} dimensions, required are 2")

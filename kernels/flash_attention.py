@@ -1,8 +1,8 @@
 """Attention by FlashAttention-3, where an operator asks for it and it supports the shapes.
 
 Its paged KV cache has our layout: `[B, P, HKV, D]` of any block size, with any strides but the
-last, and a table int32[S, M]. So only names differ. It has not run on a GPU yet: a fake in the
-tests, which computes what FlashAttention's documentation says, checks what it is given.
+last, and a table int32[S, M]. So only names differ. It has not run on a GPU yet: the tests use a
+fake that follows FlashAttention's documentation and checks its arguments.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P`
 block size, `M` max blocks per sequence.
@@ -21,7 +21,7 @@ _DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
 class FlashAttention:
-    """Prepares attention as `kernels.ops` does; what it does not support goes there."""
+    """Prepares attention like `kernels.ops`, and leaves unsupported cases to it."""
 
     def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
         """`attend` is `flash_attn_interface.flash_attn_with_kvcache` (version 3)."""

@@ -1,4 +1,4 @@
-"""Linear maps of which each row of an input uses one."""
+"""Linear maps for groups of rows: each row of an input uses one map."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 ALIGNMENT: Final = 16
-"""Of a weight's address, in bytes."""
+"""The alignment of a weight's address, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

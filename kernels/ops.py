@@ -3,8 +3,8 @@
 Every op has a twin in `kernels.reference`, in plain torch, which defines its result. Tensors on a
 GPU go to the Triton launcher, which has the twin's name and is in the module of `kernels.triton`
 with the name of the twin's module. Tensors on a CPU go to C, if the table names a function of
-`kernels.cpu.ops`, the library is compiled, and C supports the dtype of the first tensor. All
-others go to the twin.
+`kernels.cpu.ops`, the library is compiled, and C supports the dtype of the first tensor. All other
+tensors go to the twin.
 
 An op is a plain function and not in `torch.library`, because calls of those cost more
 (docs/write-a-kernel.md).
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 class AttentionBackend(Protocol):
-    """Prepares attention to paged caches: this module, or `kernels.flash_attention`."""
+    """Prepares attention to paged caches: this module, or another of `kernels`."""
 
     def prepare_decode(
         self,
@@ -91,7 +91,8 @@ def prepare_decode(
 ) -> Callable[[Sequences], object]:
     """Return `paged_attention_decode` of these tensors, to be called with many steps' sequences.
 
-    `options` are those of the op, with `out`. On a GPU all this is checked and prepared once.
+    `options` are the op's keyword arguments, including `out`. On a GPU all this is checked and
+    prepared once.
     """
     if query.is_cuda:
         module = _triton_module(reference.paged_attention_decode.__module__)
@@ -115,13 +116,18 @@ def prepare_prefill(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     scale: float,
+    *,
+    is_whole: bool = False,
     **options: Any,
 ) -> Callable[[Sequences], object]:
-    """As `prepare_decode`, for `paged_attention_prefill`."""
+    """As `prepare_decode`, for `paged_attention_prefill`.
+
+    If `is_whole`, no bit of a row depends on the other rows of the step, as on a CPU.
+    """
     if query.is_cuda:
         module = _triton_module(reference.paged_attention_prefill.__module__)
         prepared: Callable[[Sequences], object] = module.prepare_prefill(
-            query, key_cache, value_cache, scale, **options
+            query, key_cache, value_cache, scale, is_whole=is_whole, **options
         )
         return prepared
 
@@ -147,6 +153,7 @@ copy_blocks: Final = _op(reference.copy_blocks)
 gather_blocks: Final = _op(reference.gather_blocks)
 greedy: Final = _op(reference.greedy)
 grouped_linear: Final = _op(reference.grouped_linear)
+linear: Final = _op(reference.linear)
 paged_attention_decode: Final = _op(reference.paged_attention_decode, cpu.paged_attention_decode)
 paged_attention_prefill: Final = _op(reference.paged_attention_prefill, cpu.paged_attention_prefill)
 quantized_linear: Final = _op(reference.quantized_linear)

@@ -8,7 +8,7 @@ import torch
 from kernels.checks import check_tensor
 
 MAX_SHARED: Final = 8
-"""Most groups of `SharedPrefixes`."""
+"""The largest number of groups in `SharedPrefixes`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,12 +25,12 @@ class SharedPrefixes:
     lens: torch.Tensor
     """int32[MAX_SHARED]: positions that a group shares, whole blocks; 0: there is no such group."""
     len_of_seq: torch.Tensor
-    """int32[S]: those of the group of each sequence, less than its length; 0: it is in none."""
+    """int32[S]: shared tokens of each sequence's group, fewer than its length; 0: no group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """Sequences of a step, made and checked once; every layer attends to the same."""
+    """The sequences of a step, made and checked once for all layers."""
 
     block_tables: torch.Tensor
     """int32[S, M]."""

@@ -78,7 +78,7 @@ class LLM(Closes):
 
         `model` is a directory, a GGUF file or a name on the hub, as for `quire up`; by default the
         small model that Quire ships.
-        `flags` are those of `quire up`, such as `device="cpu"` or `num_blocks=512`. With `api_key`,
+        `flags` are flags of `quire up`, such as `device="cpu"` or `num_blocks=512`. With `api_key`,
         other callers, such as by HTTP, need the key, too. Raises ServiceStartError with the reason,
         and TypeError for a flag that `LLM` sets itself.
         """
@@ -102,7 +102,7 @@ class LLM(Closes):
         A prompt is text or token ids. `sampling` holds for all prompts, or is a list with one entry
         for each; `options` (`n`, `stop`, ...) hold for all. `progress` shows a bar on standard
         error. The first prompt that fails ends the call. InvalidArgumentError names the prompt,
-        such as `prompts[3].sampling.max_tokens`; other errors are those of the client.
+        such as `prompts[3].sampling.max_tokens`; other errors are the client's.
         """
         listed = _listed(prompts)
         each = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
@@ -144,8 +144,7 @@ class LLM(Closes):
     ) -> Float32Array:
         """Return the vectors of one input or many, float32[N, size], in their order.
 
-        An input is text or token ids. The first that fails ends the call; errors are those of the
-        client.
+        An input is text or token ids. The first failure ends the call; errors are the client's.
         """
         listed = _listed(inputs)
         client = functools.partial(AsyncClient, self._service.target, api_key=self._api_key)

@@ -23,7 +23,7 @@ _USAGE_ERROR: Final = 2
 
 
 class ServiceStartError(Exception):
-    """The service ended before it was ready. The message has its last log lines."""
+    """The service ended before it was ready. The message contains the service's last log lines."""
 
 
 class PrivateService(Closes):
@@ -45,7 +45,7 @@ class PrivateService(Closes):
         self.target: Final = f"unix:{socket}"
         ports = {"http_port": 0, "scheduler_http_port": 0, "worker_http_port": 0}
         fixed = {"uds": socket, "attached": True, "detach": False, "demo": False}
-        # Pass all of these as flags, which override the environment.
+        # Pass all of these as flags, because flags override the environment.
         arguments = _arguments({**ports, **flags, **fixed})
         key = {"QUIRE_API_KEY": api_key} if api_key else {}  # other users can see a command line
         with self._log.open("wb") as log:

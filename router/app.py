@@ -81,12 +81,13 @@ async def run_router(
         for each, own in zip(settings.cells, own_health, strict=True)
     ]
     on_demand = None
-    if settings.on_demand is not None:
+    if settings.on_demand is not None or settings.idle_unload_s is not None:
         on_demand = OnDemand(
             [cell for cell, _ in made],
-            max_loaded=settings.on_demand,
+            max_loaded=settings.on_demand or len(made),
             min_loaded_s=settings.min_loaded_s,
             max_waiting=settings.max_live_requests,
+            idle_unload_s=settings.idle_unload_s,
             tls=settings.client_tls,
         )
     cells = Cells([cell for cell, _ in made], entry, on_demand)
@@ -171,6 +172,7 @@ async def run_router(
             check_operator=check,
             stop=stop,
             shared_http_port=settings.shared_http_port,
+            grpc_by_grpcio=settings.grpc_server == "grpcio",
         )
     finally:
         if keeper is not None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Final, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
@@ -61,12 +61,19 @@ class RouterSettings(ProcessSettings):
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """With --on-demand, the shortest time for which a model stays loaded, even if others are
     wanted."""
+    idle_unload_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Unload a model that has had no request for this long, in seconds; the next request waits
+    until it is loaded again. Only one router may do this. Unset: idle models stay loaded."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """How often dns: names are resolved, in seconds."""
     http_port: Port = 8000
     """Port of HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
+    grpc_server: Literal["quire", "grpcio"] = "quire"
+    """What serves the gRPC port. quire is a server of our own: all tokens of a moment leave in one
+    write, for a fraction of the processor time, and a client's frames without a request or data
+    are limited. grpcio is the library's server."""
     vllm_engine: bool = False
     """Whether gRPC has `vllm.grpc.engine.VllmEngine`, the engine contract of the Shepherd Model
     Gateway (docs/fleet.md)."""
@@ -74,8 +81,8 @@ class RouterSettings(ProcessSettings):
     """Whether gRPC has `openengine.v1`, the experimental contract of the OpenEngine project, as of
     its release v0.1.0 (docs/fleet.md)."""
     shared_http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """A further HTTP port that several routers of one machine share; they then share --grpc-port,
-    too. Each router gets some of the connections. Each needs a separate --http-port."""
+    """An additional HTTP port that several routers of one machine share; then they also share
+    --grpc-port. Each router gets some of the connections. Each needs a separate --http-port."""
     scheduler_tls_cert: Path | None = None
     """File of the certificate (PEM) for connections to schedulers, if it differs from --tls-cert,
     which may be a public certificate."""
@@ -93,8 +100,8 @@ class RouterSettings(ProcessSettings):
     without API keys, such as the name of a proxy in front of it. localhost, loopback addresses and
     --host are always allowed."""
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = ()
-    """Origins, separated by commas, such as https://example.com, of web pages that may call such a
-    router, besides its own page."""
+    """Origins of web pages, besides the router's own, that may call a router without API keys;
+    separated by commas, such as https://example.com."""
     tool_parser: str = ""
     """The syntax of the model's tool calls: a family (docs/clients.md), none, or your class as
     package.module:Class; empty: detected from its chat template."""

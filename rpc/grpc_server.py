@@ -7,18 +7,24 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final, TypeAlias
 
-import grpc
 import grpc.aio
 
 from rpc.file_limit import max_connections
+from rpc.http2.limits import Limits
+from rpc.http2.server import Http2Server
 from rpc.observe import telemetry
 from rpc.security.client_certificates import NameInterceptor
-from rpc.security.tls import server_credentials
+from rpc.security.tls import http2_context, server_credentials
 from rpc.settings import ProcessSettings
 from rpc.status import ErrorInterceptor
 from rpc.transport import server_options
+
+Server: TypeAlias = grpc.aio.Server | Http2Server
+
+_KIB: Final = 1024
+_MIB: Final = 1024 * 1024
 
 
 class CannotListenError(Exception):
@@ -30,7 +36,7 @@ class Service:
     """One gRPC service: its full proto name, and a function that registers its servicer."""
 
     name: str
-    add: Callable[[grpc.aio.Server], None]
+    add: Callable[[Any], None]
 
 
 def service_of(messages: ModuleType, stubs: ModuleType, name: str, servicer: object) -> Service:
@@ -51,29 +57,41 @@ def make_grpc_server(
     *,
     max_received_mb: int | None = None,
     shares_port: bool = False,
-) -> grpc.aio.Server:
+    by_grpcio: bool = True,
+) -> Server:
     """Make a server that does not listen yet.
 
     `interceptors` run inside those for trace context and errors, so they may raise a QuireError.
     `max_received_mb`, if given, limits requests instead of `settings.max_message_mb`. With
-    `shares_port`, other processes may listen on the same port.
+    `shares_port`, other processes may listen on the same port. Unless it is made `by_grpcio`, it is
+    our own, which costs less for each message.
     """
-    server = grpc.aio.server(
-        options=server_options(
+    chain = [
+        telemetry.TraceInterceptor(),
+        ErrorInterceptor(),
+        *_name_interceptors(settings),
+        *interceptors,
+    ]
+    server: Server
+    if by_grpcio:
+        options = server_options(
             settings.max_message_mb,
             settings.max_metadata_kb,
             settings.max_concurrent_streams,
             max_received_mb=max_received_mb,
             max_connections=max_connections(),
             shares_port=shares_port,
-        ),
-        interceptors=[
-            telemetry.TraceInterceptor(),
-            ErrorInterceptor(),
-            *_name_interceptors(settings),
-            *interceptors,
-        ],
-    )
+        )
+        server = grpc.aio.server(options=options, interceptors=chain)
+    else:
+        limits = Limits(
+            max_received_bytes=(max_received_mb or settings.max_message_mb) * _MIB,
+            max_sent_bytes=settings.max_message_mb * _MIB,
+            max_metadata_bytes=settings.max_metadata_kb * _KIB,
+            max_concurrent_streams=settings.max_concurrent_streams,
+            max_connections=max_connections(),
+        )
+        server = Http2Server(limits, chain, shares_port=shares_port)
     for service in services:
         service.add(server)
     return server
@@ -85,7 +103,7 @@ def _name_interceptors(settings: ProcessSettings) -> list[NameInterceptor]:
     return [NameInterceptor(settings.client_names)] if is_wanted else []
 
 
-async def start_grpc_server(server: grpc.aio.Server, settings: ProcessSettings) -> str:
+async def start_grpc_server(server: Server, settings: ProcessSettings) -> str:
     """Listen at the address of the settings; return the target, with the port that was chosen.
 
     A Unix socket has no TLS: its permissions control access.
@@ -102,11 +120,13 @@ async def start_grpc_server(server: grpc.aio.Server, settings: ProcessSettings) 
     try:
         if tls is None:
             port = server.add_insecure_port(address)
+        elif isinstance(server, Http2Server):
+            port = server.add_secure_port(address, http2_context(tls))
         else:
             port = server.add_secure_port(address, server_credentials(tls))
         if settings.operator_uds is not None:
             server.add_insecure_port(_free_socket(settings.operator_uds))
-    except RuntimeError:
+    except (RuntimeError, OSError):  # of grpcio, and our own
         raise CannotListenError(
             f"gRPC cannot listen on {address}: it is in use, or not an address of this machine"
         ) from None

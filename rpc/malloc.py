@@ -40,7 +40,7 @@ async def keep_trimmed() -> None:
         await asyncio.sleep(wait_s)
         before = _resident_bytes()
         if before > _GROWTH * least:
-            # Without the oldest generation, which is large when many requests are live: 50,000
+            # Not the oldest generation, which is large when many requests are live: 50,000
             # objects take 2 ms.
             gc.collect(1)
             await asyncio.to_thread(trim_malloc)

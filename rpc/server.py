@@ -8,19 +8,24 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import grpc.aio
 import structlog
 import uvloop
 from aiohttp import web
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from quire.v1 import admin_pb2_grpc
 from rpc.admin import ADMIN_SERVICE_NAME, AdminServicer
 from rpc.file_limit import raise_file_limit
-from rpc.grpc_server import CannotListenError, Service, make_grpc_server, start_grpc_server
+from rpc.grpc_server import (
+    CannotListenError,
+    Server,
+    Service,
+    make_grpc_server,
+    start_grpc_server,
+)
 from rpc.health import HEALTH_SERVICE_NAME, Health, HealthServicer
 from rpc.http_server import make_http_runner, start_http_server, start_shared_site
 from rpc.observe import logs, telemetry, timeline
@@ -36,6 +41,8 @@ _NEW_OBJECTS = 50_000
 """Threshold of the youngest generation: allocations minus deallocations before a collection."""
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,7 @@ async def serve(
     drain_worker: Callable[[str], AsyncIterator[int]] | None = None,
     max_received_mb: int | None = None,
     shared_http_port: int | None = None,
+    grpc_by_grpcio: bool = True,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
@@ -78,12 +86,13 @@ async def serve(
 
     `AdminService` also drains: `num_live` counts the live requests, and `check_operator` raises
     unless the current call is an operator's. For its default see `rpc.security.operators`; for
-    `drain_worker` see `rpc.admin`; for `max_received_mb` see `make_grpc_server`.
+    `drain_worker` see `rpc.admin`; for `max_received_mb` and `grpc_by_grpcio` see
+    `make_grpc_server`.
 
     With `shared_http_port`, HTTP listens on that port as well, and other processes may share it and
     the port of gRPC. A drain then begins by closing both ports here.
 
-    Raises CannotListenError if an address is not available, and what `on_started` raises.
+    Raises CannotListenError if an address is not available, and the errors of `on_started`.
     """
     stopping = stop if stop is not None else asyncio.Event()
     grace_s = settings.drain_s if on_drain is None else _FLUSH_S
@@ -100,6 +109,7 @@ async def serve(
         interceptors,
         max_received_mb=max_received_mb,
         shares_port=shared_http_port is not None,
+        by_grpcio=grpc_by_grpcio,
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]
     _add_health_and_reflection(server, settings, services, health_servicer)
@@ -140,6 +150,31 @@ async def serve(
             log.info("stopped")
 
 
+async def before_serving(
+    settings: ProcessSettings,
+    wait: Callable[[], Awaitable[T]],
+    *,
+    stop: asyncio.Event,
+    probes: Health | None = None,
+) -> T | None:
+    """Await `wait()`, which must come before `serve`; None: SIGTERM, SIGINT or `stop` came first.
+
+    With `probes`, HTTP serves `/health`, `/ready` and `/metrics` until then.
+
+    Raises:
+        CannotListenError: The port of HTTP is not available.
+    """
+    with _signals_set(stop):
+        if probes is None:
+            return await _unless(stop, wait())
+        runner = make_http_runner(settings, web.Application(), probes, 0.0)
+        try:
+            log.info("waiting to serve", http=await start_http_server(runner, settings))
+            return await _unless(stop, wait())
+        finally:
+            await runner.cleanup()
+
+
 def observe(process: str, settings: ProcessSettings, *, new_trace_ratio: float = 0.0) -> None:
     """Configure logs, traces and timeline for `process`, such as "router"; once per process.
 
@@ -167,7 +202,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def _add_health_and_reflection(
-    server: grpc.aio.Server,
+    server: Server,
     settings: ProcessSettings,
     services: Sequence[Service],
     health_servicer: HealthServicer,
@@ -175,19 +210,19 @@ def _add_health_and_reflection(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     if settings.reflection:
         names = [service.name for service in services]
-        reflection.enable_server_reflection(
-            [*names, ADMIN_SERVICE_NAME, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME], server
+        servicer = reflection.aio.ReflectionServicer(  # type: ignore[attr-defined]
+            [*names, ADMIN_SERVICE_NAME, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME]
         )
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
 
 
-async def _unless(stopping: asyncio.Event, starting: Awaitable[None]) -> None:
-    """Await `starting`, but cancel it if the process must stop."""
+async def _unless(stopping: asyncio.Event, starting: Awaitable[T]) -> T | None:
+    """Await `starting`, but cancel it and return None if the process must stop."""
     start = asyncio.ensure_future(starting)
     wait = asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait((start, wait), return_when=asyncio.FIRST_COMPLETED)
-        if start.done():
-            start.result()
+        return start.result() if start.done() else None
     finally:
         for task in (start, wait):
             task.cancel()
@@ -208,10 +243,10 @@ async def _drain(on_drain: Callable[[], Awaitable[None]], drain_s: float) -> Non
 def _heap_frozen() -> Iterator[None]:
     """Exempt the objects that exist after the start from garbage collection.
 
-    They live as long as the process, such as the pieces of a vocabulary; a full collection that
+    Objects such as the pieces of a vocabulary live as long as the process; a full collection that
     visits them would block the event loop for at least 0.2 s. Collections of new objects become
     rarer, too: hundreds of streams make thousands of objects per step, few of them garbage. With
-    Python's default, a router spent a third of its time visiting them.
+    Python's default, a router spent a third of its time on visiting these objects.
     """
     gc.freeze()
     thresholds = gc.get_threshold()

@@ -300,9 +300,8 @@ def _parse_details(
 ) -> tuple[error_details_pb2.BadRequest | None, error_details_pb2.RetryInfo | None]:
     bad_request: error_details_pb2.BadRequest | None = None
     retry_info: error_details_pb2.RetryInfo | None = None
-    metadata: Any = (
-        error.trailing_metadata() or ()
-    )  # the stubs do not know that it iterates over pairs
+    # The stubs do not know that it iterates over pairs
+    metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue

@@ -19,9 +19,9 @@ _MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
 class Pings:
     """When a connection to a silent peer is closed; its calls then end as UNAVAILABLE.
 
-    gRPC's own threads answer HTTP/2 pings. So a busy peer answers, but a stopped peer or one behind
-    a broken network does not, even if the kernel still accepts data. Noticing this takes at most
-    the sum of both times.
+    gRPC's own threads answer HTTP/2 pings, and a router's event loop, which no request holds for
+    long. So a busy peer answers, but a stopped peer or one behind a broken network does not, even
+    if the kernel still accepts data. Noticing this takes at most the sum of both times.
     """
 
     after_ms: int

@@ -15,8 +15,8 @@ from scheduler_svc.settings import SchedulerSettings
 log = structlog.get_logger()
 
 EXIT_STALE_EPOCH = 3
-"""Exit code if a newer scheduler has taken over. A restart would take the workers back from it, so
-supervisors must not restart after this code."""
+"""Exit code if a newer scheduler has taken over. A restarted scheduler would take the workers back,
+so supervisors must not restart after this code."""
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +14,7 @@ from contract.liveness.epoch import epoch_after
 from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, Resolver
-from rpc.server import Addresses, serve
+from rpc.server import Addresses, before_serving, serve
 from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.limits.step_pacing import Pace
 from scheduler_svc.core.scheduler import Scheduler
@@ -38,13 +38,14 @@ from scheduler_svc.workers.engine import Engine, OpenCore
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.kv.far_tier import FarTier
 from scheduler_svc.workers.kv.prefix_pulls import PrefixPulls
+from scheduler_svc.workers.link import WorkerClientConfig
 from scheduler_svc.workers.placement import PlacementMethod, Placer
 from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.standby import wait_for_vacancy
-from scheduler_svc.workers.stream import WorkerClientConfig
 
 if TYPE_CHECKING:
     from scheduler_svc.kv_events.feed import KvEvents
+    from scheduler_svc.lease import Lease
 
 _MIB = 1024 * 1024
 
@@ -66,32 +67,52 @@ async def run_scheduler(
     workers = Discovery(
         settings.workers, resolver=resolver, interval_s=settings.discovery_interval_s
     )
-    if settings.standby:
-        newest = await wait_for_vacancy(
-            workers, settings.standby_s, settings.standby_silence_s, settings.client_tls
-        )
-    else:
-        newest = await newest_epoch(workers, settings.client_tls)
-    epoch = settings.epoch or epoch_after(newest)
-    with ExitStack() as stack:
+    stop = stop if stop is not None else asyncio.Event()
+    async with AsyncExitStack() as stack:
+        lease = None
+        if settings.lease:
+            lease = await stack.enter_async_context(_open_lease(settings))
+        newest = await _wait_for_turn(settings, workers, lease, stop)
+        if newest is None:
+            return
+        epoch = settings.epoch or epoch_after(newest)
         recordings = None
         if settings.record is not None:
             recordings = stack.enter_context(
                 Recordings(settings.record, settings.record_max_mb * _MIB, epoch)
             )
-        await _run_scheduler(settings, workers, epoch, recordings, registry, on_started, stop)
+        await _run_scheduler(
+            settings, workers, epoch, lease, recordings, registry, on_started, stop
+        )
+
+
+async def _wait_for_turn(
+    settings: SchedulerSettings, workers: Discovery, lease: "Lease | None", stop: asyncio.Event
+) -> int | None:
+    """Return the newest epoch that the workers know when this scheduler may serve; None: stop."""
+    if not settings.standby:
+        return await newest_epoch(workers, settings.client_tls)
+    health = Health()
+    health.set_ready("it stands by")
+    silence_s, tls = settings.standby_silence_s, settings.client_tls
+    return await before_serving(
+        settings,
+        lambda: wait_for_vacancy(workers, settings.standby_s, silence_s, tls, lease),
+        stop=stop,
+        probes=health if settings.standby_http else None,
+    )
 
 
 async def _run_scheduler(
     settings: SchedulerSettings,
     workers: Discovery,
     epoch: int,
+    lease: "Lease | None",
     recordings: Recordings | None,
     registry: CollectorRegistry,
     on_started: Callable[[Addresses], Awaitable[None]] | None,
-    stop: asyncio.Event | None,
+    stop: asyncio.Event,
 ) -> None:
-    stop = stop if stop is not None else asyncio.Event()
     state = StateFile(settings.state_file)
     health = Health()
     resumables = ResumableRequests(
@@ -186,6 +207,8 @@ async def _run_scheduler(
         side_tasks.run(servicer.send_heartbeats(), "heartbeats")
         side_tasks.run(streams.watch(), "silent routers")
         side_tasks.run(queue_room.run(), "room in the queues")
+        if lease is not None:
+            side_tasks.run(lease.keep(), "lease")
         if kv_events is not None and settings.kv_events_zmq:
             side_tasks.run(_publish_kv_events(kv_events, settings), "KV events over ZeroMQ")
         if settings.rebalance and (len(settings.workers) > 1 or not workers.is_static):
@@ -261,6 +284,12 @@ def _open_kv_events(epoch: int) -> "tuple[KvEvents, Service]":
     return events, kv_event_service(events)
 
 
+def _open_lease(settings: SchedulerSettings) -> "Lease":
+    from scheduler_svc.lease import Lease  # noqa: PLC0415 - only what is used is loaded
+
+    return Lease(settings.lease, settings.scheduler_id)
+
+
 async def _publish_kv_events(events: "KvEvents", settings: SchedulerSettings) -> None:
     from scheduler_svc.kv_events.zmq_outlet import ZmqOutlet  # noqa: PLC0415 - an extra
 
@@ -293,6 +322,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         max_num_batched_tokens=info.limits.max_num_batched_tokens,
         max_model_len=info.limits.max_model_len,
         num_saturating_tokens=info.limits.num_saturating_tokens,
+        min_prompt_tokens=info.limits.min_prompt_tokens,
         num_draft_tokens=info.num_draft_tokens,
         max_num_blocks=info.max_num_blocks,
         min_num_blocks=info.min_num_blocks,

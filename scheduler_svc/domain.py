@@ -32,7 +32,7 @@ class CancelSequences:
 
 @dataclass(frozen=True, slots=True)
 class DropSource:
-    """Cancel all sequences of a router's stream that has ended, without events."""
+    """Cancel, without events, all sequences of a router's stream that has ended."""
 
     source: SourceId
 

@@ -20,8 +20,8 @@ class SchedulerSettings(ProcessSettings):
     http_port: Port = 8001
     """Port of HTTP, for probes and metrics; 0 picks a free one."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """How long the steps in flight may take after SIGTERM, in seconds, two at most. Live requests
-    do not finish here: the routers submit them to the next scheduler."""
+    """How long the steps in flight may take after SIGTERM, in seconds; a value above 2 acts as 2.
+    Live requests do not finish here: the routers submit them to the next scheduler."""
     workers: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50053",)
     """The workers' gRPC targets, such as 127.0.0.1:50053,unix:/run/worker.sock. dns:HOST:PORT
     stands for each address of that name, such as a headless service's; these workers may come and
@@ -40,10 +40,10 @@ class SchedulerSettings(ProcessSettings):
     below 65,536. So a scheduler that starts later takes over; if several start at the same time,
     one of them does."""
     standby: bool = False
-    """Whether to wait, with no port open, until no worker has a scheduler, and then to take over.
-    Among several schedulers with this flag one serves. When it dies, another takes its place; a
-    restarted one waits. Routers find the new scheduler if it listens at the same address, or if
-    they have a gRPC target with several addresses, such as
+    """Whether to wait until no worker has a scheduler, and then to take over. Until then no port is
+    open, except with --standby-http. Among several schedulers with this flag one serves. When it
+    dies, another takes its place; a restarted one waits. Routers find the new scheduler if it
+    listens at the same address, or if they have a gRPC target with several addresses, such as
     ipv4:10.0.0.1:50052,10.0.0.2:50052."""
     standby_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     """How long the workers must have had no scheduler before a standby takes over, in seconds. A
@@ -52,12 +52,20 @@ class SchedulerSettings(ProcessSettings):
     """How long a scheduler that keeps its connections must have been silent to all workers before a
     standby takes over, in seconds. A healthy scheduler sends a message four times per second. If
     the scheduler was only slow, it ends, no request is lost, and clients see a pause."""
+    standby_http: bool = False
+    """With --standby, whether HTTP listens while the scheduler waits, with the probes; `/ready` is
+    200 then. The port must not be that of the scheduler that serves."""
+    lease: str = ""
+    """Name of a Kubernetes Lease in the pod's namespace, in which the serving scheduler writes its
+    --scheduler-id. Of several standbys only one takes over then, and sooner after a scheduler that
+    drains. If the Lease cannot be read or written, a log line says so, and nothing else changes.
+    Empty: none."""
     worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
     """How long a worker may be silent before it counts as lost, in seconds; a healthy worker sends
-    a message four times per second. Other workers compute its requests again; without other
-    workers, the requests continue when it answers."""
+    a message four times per second. Other workers recompute its requests; without other workers,
+    the requests continue when it answers."""
     max_waiting: PositiveInt = 1024
-    """Most sequences that may wait at one worker; more are refused, with a retry hint."""
+    """At most this many sequences may wait at one worker; more are refused, with a retry hint."""
     enable_prefix_caching: bool = True
     """Whether prompts reuse cached blocks of KV that hold the same tokens."""
     kv_events: bool = False
@@ -72,14 +80,16 @@ class SchedulerSettings(ProcessSettings):
     kv_events_topic: str = "kv-events"
     """Topic of the events; llm-d expects kv@POD@MODEL. Needs --kv-events-zmq."""
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Share of the blocks that admission leaves free, so that running sequences can grow."""
+    """Share of the blocks that an admission must leave free or cached, so that running sequences
+    can grow."""
     eviction: Literal["lru", "lfu", "fifo"] = "lru"
     """Which cached block is evicted first, in every tier: the least recently used, the least often
     hit, or the one cached first. The last blocks of a prompt are always evicted before its first
     ones."""
     max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of a worker's device blocks that requests of all tenants together may pin in the prefix
-    cache (cache_pin_s). If a prompt does not fit, only its beginning is pinned."""
+    cache (cache_pin_s). If a prompt does not fit, only its beginning is pinned; if the model has
+    windows or recurrent layers, nothing is."""
     max_tenant_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.125
     """The share for the requests of one tenant; requests without a tenant have no separate
     limit."""
@@ -88,44 +98,47 @@ class SchedulerSettings(ProcessSettings):
     for --defragment-threshold, in seconds; 0: never."""
     defragment_threshold: Annotated[float, Field(ge=0, le=1)] = 1.0
     """The fragmentation rate, 1 - longest free run / free blocks, at which held blocks are moved
-    together; 0: at any rate. Default: never, because allocation needs no adjacent blocks, and each
-    move makes the device read and write a block. Moves pay off where long runs help, as in swaps.
-    `quire defragment` starts a single pass."""
+    together; 0: at any rate above 0. Default: never, because allocation needs no adjacent blocks,
+    and each move makes the device read and write a block. Moves pay off where long runs help, as in
+    swaps. `quire defragment` starts a single pass."""
     max_defragment_moves: PositiveInt = 32
-    """Most blocks that a step moves to defragment."""
+    """The limit on blocks that a step moves to defragment."""
     max_prefill_chunk: PositiveInt | None = None
-    """Most prompt tokens of one sequence in one step; default: what the worker allows."""
+    """The limit on prompt tokens of one sequence in one step; default: the worker's limit."""
     long_prefill_threshold: Annotated[int, Field(ge=0)] | None = None
     """A prompt with more tokens to compute is long: it leaves half of a step to others, and short
-    prompts overtake it. Default: half of the tokens that keep the worker's device busy, 256 on a
-    CPU and 1024 on a GPU, or half of the tokens that a step may have if that is less. 0: no prompt
-    is long, and max_decode_slowdown has no effect, because short prompts are computed at once."""
+    prompts overtake it. Default: 256 on a CPU and 1024 on a GPU, which is half of the tokens that
+    keep the device busy, or half of the tokens that a step may have if that is less. 0: no prompt
+    is long, and beside fewer than 16 streams max_decode_slowdown has no effect, because short
+    prompts are computed at once."""
     max_long_prefills: PositiveInt = 1
-    """Most long prompts that are computed at the same time."""
+    """At most this many long prompts are computed at the same time."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] = 1.4
     """The factor by which a chunk of a long prompt may lengthen a step with streams. Chunks are cut
-    to fit, but not below four tokens, and not so short that prompts queue up. A higher value brings
-    the first token of long prompts sooner, but makes gaps in streams longer; inf: no limit."""
+    to fit, but not below four tokens, and not so short that prompts queue up. On a GPU a step may
+    always have 256 prompt tokens, or proportionally fewer if this factor is below 1.4. A higher
+    value brings the first token of long prompts sooner, but makes gaps in streams longer; inf: no
+    limit."""
     max_prompt_step_s: Annotated[float, Field(gt=0)] = 2.0
-    """How long a step with prompts may take, in seconds. During a step nothing else starts, nothing
-    streams, and no cancellation takes effect. The scheduler learns the number of tokens for this
-    time mostly from the fastest steps; far into a long context a step takes longer. A step may
-    always have 128 tokens, because reading the weights takes as long as computing about 16, which
-    would dominate smaller steps. inf: no limit."""
+    """How long a step with prompts may take, in seconds. During a step no request starts, streams a
+    token, or is cancelled. The scheduler learns the number of tokens for this time mostly from the
+    fastest steps; far into a long context a step takes longer. A step may always have 128 tokens,
+    because reading the weights takes as long as computing about 16, which would dominate smaller
+    steps. inf: no limit."""
     policy: str = "fcfs"
     """Which request is served first: fcfs, priority, fair (between tenants), deadline, a
     combination such as priority+fair+deadline, or the dotted path of a class (docs/policies.md)."""
     policy_arg: Annotated[tuple[str, ...], NoDecode] = ()
     """Arguments of the policy, such as aging_s=30,weight_out=3."""
     preemption_mode: Literal["cost", "swap", "recompute"] = "cost"
-    """What happens to the KV of a preempted sequence: swap moves it to the worker's host memory
-    while there is room, recompute drops it, cost chooses the faster of the two."""
+    """How to preempt a sequence: swap moves its KV to the worker's host memory while there is room,
+    recompute drops the KV, cost chooses the faster one."""
     max_swap_blocks: PositiveInt = 256
-    """Most blocks that a step swaps in from host memory, and most cached blocks that it saves
+    """The limit on blocks that a step swaps in from host memory, and on cached blocks that it saves
     there."""
     max_disk_moves: PositiveInt = 256
-    """Most concurrent loads of blocks from the worker's disk, and most concurrent stores of cached
-    blocks."""
+    """The limit on concurrent loads of blocks from the worker's disk, and on concurrent stores of
+    cached blocks."""
     placement: Literal["prefix", "least-loaded", "round-robin"] = "prefix"
     """Which worker a request goes to: prefix weighs how much of the prompt a worker has cached
     against how busy it is, least-loaded chooses the worker with the fewest sequences, round-robin
@@ -134,28 +147,30 @@ class SchedulerSettings(ProcessSettings):
     """Whether a request that waits with its KV in host memory is moved to a worker with room for
     it. Both workers need host memory for KV."""
     pull_prefixes: bool = True
-    """Whether a request whose prefix another worker has cached waits until it is copied, where that
-    is faster than computing it again. Both workers need host memory for KV."""
+    """Whether a request waits for a copy of its prefix from another worker's cache, if the copy is
+    faster than computing the prefix. Both workers need host memory for KV."""
     claim_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """How long KV that a worker held for an earlier scheduler is reserved for requests that are
     submitted again, in seconds. Afterwards full blocks stay cached, and the others are freed."""
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long a step may take before its worker counts as lost, in seconds."""
     max_backlog_mb: Annotated[int, Field(ge=1, le=2047)] = 16
-    """Most pending messages for a slow router, in MiB; beyond it, the router's stream ends."""
+    """The limit on pending messages for a slow router, in MiB; beyond it, its stream ends."""
     resume_grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     """How long a resumable request continues without a client, and how long its outputs are kept
     after its end, in seconds; 0: every request ends with its client's call."""
     resume_max_mb: PositiveInt = 256
-    """Most memory for the prompts and outputs of resumable requests, in MiB. Beyond it, the oldest
-    requests without a client are dropped early; if that is not enough, new ones are refused."""
+    """The limit on memory for the prompts and outputs of resumable requests, in MiB. Beyond it, the
+    oldest requests without a client are dropped early; if that is not enough, new requests are
+    refused."""
 
     record: Path | None = None
     """Directory for recordings of all scheduling decisions, one file for each attachment of a
-    worker, for `quire replay`; unset: nothing is recorded. They contain the prompts' tokens."""
+    worker, for `quire replay`; unset: nothing is recorded. Recordings contain the tokens of
+    prompts."""
     record_max_mb: PositiveInt = 1024
-    """Most space for all recordings of this process, in MiB; beyond it recording stops, and serving
-    continues."""
+    """The limit on space for all recordings of this process, in MiB; beyond it recording stops, and
+    serving continues."""
 
     @property
     def policy_args(self) -> tuple[tuple[str, str], ...]:

@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc.aio
 import structlog
 from pydantic import TypeAdapter
 
@@ -14,7 +13,7 @@ from contract.worker_limits import Limits
 from gpu_worker.service.api import WorkerService
 from gpu_worker.weights.json_fields import ModelError, read_json
 from model_files.locate import find_model
-from rpc.grpc_server import make_grpc_server, start_grpc_server
+from rpc.grpc_server import Server, make_grpc_server, start_grpc_server
 from rpc.health import Health
 from rpc.server import Addresses, serve
 from sim_worker.draw import Script
@@ -56,14 +55,13 @@ async def run_sim_workers(
     health = Health()
     first, *others = [settings.of_worker(index) for index in range(settings.count)]
     workers = {each.worker_id: make_worker(each, vocabulary) for each in (first, *others)}
-    servers: list[grpc.aio.Server] = []
+    servers: list[Server] = []
 
     async def start(addresses: Addresses) -> None:
         for each in others:
             server = await _listen(each, workers[each.worker_id])
-            servers.append(
-                server
-            )  # registered at once, so that it is stopped if the next one fails
+            # Registered at once, so that it is stopped if the next one fails
+            servers.append(server)
         health.set_ready()
         if on_started is not None:
             await on_started(addresses)
@@ -184,7 +182,7 @@ def _prefill_tokens_per_s(time_model: TimeModel) -> float:
     return _PREFILL_TOKENS / time_model.step_s(_PREFILL_TOKENS, _PREFILL_TOKENS)
 
 
-async def _listen(settings: SimWorkerSettings, worker: WorkerService) -> grpc.aio.Server:
+async def _listen(settings: SimWorkerSettings, worker: WorkerService) -> Server:
     """Start a separate server for another worker, because calls do not name their worker."""
     server = make_grpc_server(settings, [worker.service()])
     address = await start_grpc_server(server, settings)

@@ -1,8 +1,9 @@
 """Tracks owners and contents of device blocks, to detect wrong block numbers.
 
-With a wrong block number, a real worker would read another sequence's KV and produce nonsense; this
-one raises an error. A slot holds a digest of all tokens of its sequence up to its own token. So a
-block that is shared by mistake, freed too early or copied too late holds unexpected digests.
+With a wrong block number, a real worker would read another sequence's KV and compute nonsense; the
+simulated one raises an error. A slot holds a digest of all tokens of its sequence up to its own
+token. So a block that is shared by mistake, freed too early or copied too late holds unexpected
+digests.
 
 Each row's table, by block::
 

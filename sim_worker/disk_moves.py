@@ -1,4 +1,4 @@
-"""Models when moves between host and disk end; one at a time in each direction."""
+"""Models when moves between host and disk end. In each direction, moves run one at a time."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class DiskMoves:
         self._loads.start(host_blocks, step_id, self._block_s, now_s)
 
     def next_end_s(self, step_id: int) -> float | None:
-        """Return when the next unreported move ends that a step up to `step_id` has started."""
+        """Return when the next move ends; considers unreported moves of steps up to `step_id`."""
         firsts = [channel.ends[0] for channel in (self._stores, self._loads) if channel.ends]
         return min((end_s for end_s, step, _ in firsts if step <= step_id), default=None)
 

@@ -49,20 +49,20 @@ class SimWorkerSettings(ProcessSettings):
     eos_token_ids: Annotated[tuple[int, ...], NoDecode] = ()
     """The end tokens, such as 1,2; unset: as in the model."""
     max_model_len: PositiveInt | None = None
-    """Most tokens of a sequence, prompt and output; unset: as in the model, or 8192."""
+    """The limit on tokens of a sequence, prompt and output; unset: as in the model, or 8192."""
     structured_output: bool = False
     """Whether requests may ask for structured output; the tokens are random nevertheless."""
     max_num_seqs: PositiveInt = 256
-    """Most sequences that run at once."""
+    """At most this many sequences run at once."""
     max_num_batched_tokens: PositiveInt = 2048
-    """Most tokens of one step."""
+    """The limit on tokens of one step."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Token slots of one block of KV memory."""
     num_blocks: PositiveInt = 26_000
     """Blocks of KV memory."""
     max_num_blocks: PositiveInt | None = None
-    """Most blocks to which `quire resize` can grow the KV memory; at least num-blocks; unset:
-    num-blocks."""
+    """The number of blocks to which `quire resize` can grow the KV memory; at least num-blocks;
+    unset: num-blocks."""
     params_b: PositiveFloat = 8.0
     """Parameters of the model, in billions, of two bytes each."""
     bandwidth_gb_s: PositiveFloat = 3350.0

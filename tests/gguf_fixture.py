@@ -22,9 +22,9 @@ K_KINDS = ("Q4_K", "Q5_K", "Q6_K")
 KINDS = (*PLAIN_KINDS, *SMALL_KINDS, *K_KINDS)
 
 _SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where a block has its float16 scales: that of values, that of minima."""
+"""Offsets of a block's float16 scales: of its values, of its minima."""
 _STEPS = {"Q4_K": 2.7e-4, "Q5_K": 1.3e-4, "Q6_K": 6e-5}
-"""Scales with which random blocks are weights of the usual size."""
+"""Scales that give random blocks weights of the usual size."""
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -55,10 +55,9 @@ def random_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> 
 def write_gguf(
     directory: Path, path: Path, kind: str, max_tensors: int = 0, **metadata: Any
 ) -> Path:
-    """Write the model of a directory with all its matrices in one kind of numbers.
-
-    With `K_KINDS` they are random. With `max_tensors` there are several files, of so many tensors
-    each. `metadata` replaces fields, or with None leaves them out.
+    """Write a directory's model with all matrices in one kind of numbers. Those in `K_KINDS` are
+    random. With `max_tensors` there are several files, each with so many tensors. `metadata`
+    replaces fields, or removes those that are None.
     """
     config = json.loads((directory / "config.json").read_text())
     architecture = "llama" if config["model_type"] == "mixtral" else config["model_type"]
@@ -146,7 +145,7 @@ def _tensors(directory: Path, config: dict[str, Any], architecture: str) -> dict
 
 
 def _permuted(tensor: np.ndarray, num_heads: int) -> np.ndarray:
-    """As llama.cpp's converter orders the rows of Llama's queries and keys."""
+    """The rows of Llama's queries and keys in the order of llama.cpp's converter."""
     halves = tensor.reshape(num_heads, 2, -1, *tensor.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(tensor.shape))
 

@@ -123,9 +123,8 @@ def make_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(
-                "bias"
-            ):  # initialized to 1 and 0, which would hide mistakes
+            # initialized to 1 and 0, which would hide mistakes
+            if "norm" in name or name.endswith("bias"):
                 parameter.data += 0.2 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

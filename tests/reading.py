@@ -1,4 +1,4 @@
-"""How models' outputs are read in tests: published examples, and what a reader makes of them."""
+"""Published examples of models' outputs, and the readers of tests."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ TOOLS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Read:
-    """What a reader made of an output."""
+    """The parts that a reader found in an output."""
 
     events: list[list[str]] = field(default_factory=list)
     """Neighbours of a kind joined: ["text", …], ["thought", …], ["call", name, arguments]."""
@@ -181,4 +181,4 @@ EXAMPLES: dict[str, Sequence[str]] = {
         ),
     ),
 }
-"""Outputs as the families' templates, model cards and guides show them, with our functions."""
+"""Outputs as in the families' templates, model cards and guides, with the functions above."""

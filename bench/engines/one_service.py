@@ -2,10 +2,10 @@
 
     python -m engines.one_service --model DIR --uds SOCKET --http-port PORT
 
-It is the code of the three processes, but messages between them are handed over as objects
-(in_process.py). The worker's steps have a thread of their own, as always, which here shares
-Python's lock with the whole service. Clients reach the router's gRPC at the socket and its HTTP at
-the port. The flags are the worker's.
+It runs the code of the three processes, but they hand messages over as objects (in_process.py). The
+worker's steps run in their own thread, as always; here it shares Python's lock with the whole
+service. Clients reach the router's gRPC at the socket and its HTTP at the port. The flags are the
+worker's.
 """
 
 import asyncio

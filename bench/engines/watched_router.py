@@ -1,4 +1,4 @@
-"""Runs a router with an additional metric: how long its event loop was held.
+"""Runs a router with an additional metric: the longest time that its event loop was held.
 
     python -m engines.watched_router FLAGS
 

@@ -16,7 +16,7 @@ from quire.kserve import open_inference_pb2  # noqa: F401 - its descriptors
 from quire.v1 import adapters_pb2, inference_pb2, loading_pb2  # noqa: F401 - their descriptors
 
 _COUNTS: Final = (17, 65, 1_024, 4_095, 5_400, 8_190, 10_900, 16_300, 32_700, 10**9)
-"""Counts of units: just below a limit, or as many as fit."""
+"""Numbers of units: just below a limit, or as many as fit."""
 
 # --- HTTP -----------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ def draw_shape(rng: random.Random) -> Shape:
 
 
 def draw_like(rng: random.Random, shape: Shape) -> Shape:
-    """Return a shape that differs in one thing from another."""
+    """Return a copy of a shape with one change."""
     while (other := draw_shape(rng)).kind != shape.kind:
         pass
     match rng.randrange(3):
@@ -240,7 +240,7 @@ def _draw_grpc_place(rng: random.Random) -> str:
 
 
 def _message(method: str, numbers: Sequence[int], shape: Shape, max_bytes: int) -> bytes:
-    """Fill the last of the fields; the others are messages around it."""
+    """Fill the innermost field; the other fields are the messages around it."""
     message = descriptor_pool.Default().FindMethodByName(method[1:].replace("/", ".")).input_type
     is_number = False
     for number in numbers:

@@ -1,4 +1,4 @@
-"""Models whose layers keep other things than the shipped model's, with its tokenizer."""
+"""Models with other kinds of layers than the shipped model, and the same tokenizer."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ from harness.case import SHIPPED_MODEL
 
 _LOCAL, _FULL = "sliding_attention", "full_attention"
 KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    # Three KV groups, of which two have a window.
+    # Three KV groups; two have a window.
     "window": (
         "gemma3_text",
         {

@@ -1,12 +1,12 @@
-"""Measures how soon an overloaded router refuses a request, from a process that does nothing else.
+"""Measures, in a separate process, how soon an overloaded router refuses a request.
 
     python -m faults.probe TARGET --seconds S --prompt-len N --output-len N
 
-`overload.py` starts it, since a client with hundreds of streams to read would measure itself. Each
-caller has one call at a time. It asks the router's health, which is answered from memory: what the
-machine, gRPC and the router's event loop take by themselves. Then it asks for tokens, and cancels
-when it gets one. Prints JSON, in seconds: how long health calls and refusals took, and by how much
-sleeps were too long, which is the delay that the machine adds.
+`overload.py` starts it, because a client that reads hundreds of streams would measure its own
+delays. Each caller has one call at a time. It asks for the router's health, which the router
+answers from memory: this is the delay of the machine, gRPC and the event loop alone. Then it asks
+for tokens, and cancels when it gets one. Prints JSON, in seconds: how long health calls and
+refusals took, and by how much sleeps were too long, which is the delay that the machine adds.
 """
 
 import argparse

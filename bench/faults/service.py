@@ -24,7 +24,7 @@ _START_S = 180.0
 _SCHEDULER = "scheduler"
 """The name, in faults, of the scheduler that serves now."""
 _EXIT_STALE_EPOCH = 3
-"""The exit code of a scheduler that a newer one has replaced; a supervisor would start it again."""
+"""The exit code of a scheduler after a newer one has replaced it; a supervisor would restart it."""
 
 
 class What(StrEnum):
@@ -37,7 +37,7 @@ class What(StrEnum):
     CUT = "link cut"
     """All connections break."""
     SILENT = "link silent"
-    """The link delays everything for some seconds."""
+    """The link delays all data for some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Fault:
 class ChaosService:
     """Two routers, a scheduler and two workers, with a link before each gRPC port.
 
-    With a standby there are two schedulers; one serves, and a restarted one stands by.
+    With a standby there are two schedulers: one serves, and a restarted one stands by.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ChaosService:
         """`directory` is for sockets, logs and turns; each device pool has `num_blocks`.
 
         `roles` has one for each worker.
-        With `script`, simulated workers play it.
+        With `script`, the workers are simulated and output the script.
         """
         self._directory = directory
         self._processes: dict[str, Process] = {}
@@ -110,7 +110,7 @@ class ChaosService:
         return self._targets(self.routers).split(",")
 
     async def wait_until_ready(self, names: list[str] | None = None) -> None:
-        """Wait for some processes, or all; of the schedulers one serves, the others stand by."""
+        """Wait for some processes, or all; one scheduler must serve, the others stand by."""
         deadline = time.monotonic() + _START_S
         for name in names or self._kinds():
             while not (
@@ -130,8 +130,8 @@ class ChaosService:
     ) -> Iterator[Fault]:
         """Draw faults without end; with `only`, faults of these kinds alone.
 
-        Of every three faults, one hits a worker, one a scheduler and one a router, or the link to
-        it. The first three are kills.
+        Of every three faults, one hits a worker, one a scheduler and one a router or its link. The
+        first three are kills.
         """
         drawn = self._draw(chance, hang_s)
         return (fault for fault in drawn if not only or fault.kind in only)
@@ -213,7 +213,7 @@ class ChaosService:
             shutil.copy(log, directory)
 
     def _kinds(self) -> list[str]:
-        """All processes by name, but the schedulers as the one that serves."""
+        """All processes by name; of the schedulers, only the serving one."""
         return [_SCHEDULER, *(name for name in self._processes if name not in self._schedulers)]
 
     async def _resolve(self, name: str) -> str:

@@ -157,7 +157,7 @@ class Streams:
         for case in cases:
             prepared = case
             stream = await self._read(self._clients[0], case)
-            if case.stop and stream.error is None:  # a text that does come, after a while
+            if case.stop and stream.error is None:  # a text that appears only after many tokens
                 text = stream.outputs[0].text
                 prepared = replace(case, stop=(text[len(text) * 3 // 4 :][:5],))
                 stream = await self._read(self._clients[0], prepared)
@@ -168,7 +168,7 @@ class Streams:
 
     @contextlib.asynccontextmanager
     async def keep_live(self, num: int, chance: random.Random) -> AsyncIterator[None]:
-        """Keep `num` streams live within the block; at its end wait for theirs."""
+        """Keep `num` streams live within the block; at the end, wait until they have ended."""
         self._is_over = False
         async with asyncio.TaskGroup() as slots:
             for slot in range(num):

@@ -26,7 +26,7 @@ _QUESTIONS = (
 
 @dataclass(slots=True)
 class TurnVerdict:
-    """What went wrong with turns; each list has a line for each."""
+    """The faults of turns: each list has a line for each fault."""
 
     num: int = 0
     lost: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Compares a GPU's tokens with those of the plain code, in each way that a step can be computed.
+"""Compares a GPU's tokens with the plain code's, for each way to compute a step.
 
     python -m gpu.exact --json out.json    (in bench/, as gpu.sh does)
 
@@ -8,10 +8,10 @@ eagerly (`eager`), and by CUDA graphs of decodes and of pieces (`graphs`). Promp
 lengths start one after another, so steps are prompts, decodes, and both. Half of the rows are
 greedy, half draw.
 
-In float32 all must be equal: `wrong` counts the tokens that differ, and the exit status is 1. Not
-counted are quantized KV, where the last bit of a number may decide how it is rounded, and bfloat16,
-where graphs are compared with eager steps of the same device: products of other numbers of rows may
-differ in the last bits.
+In float32 all must be equal: `wrong` counts the tokens that differ, and the exit status is 1. Two
+comparisons do not count: quantized KV, because the last bit of a number may decide its rounding;
+and bfloat16, in which graphs are compared with eager steps of the same device, because products of
+different numbers of rows may differ in the last bits.
 """
 
 import argparse
@@ -36,8 +36,8 @@ from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.speculative.draft_model import ModelDrafter
-from gpu_worker.step.cuda_graphs import Between, CudaGraphs, GraphBackend
 from gpu_worker.step.executor import Executor
+from gpu_worker.step.graphs.cuda_graphs import Between, CudaGraphs, GraphBackend
 from tests.lora_fixture import make_adapter
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ class ComputedAgain:
 
 
 def with_experts(model: Path, directory: Path) -> Path:
-    """Write the model with each MLP as one of several experts, the others slightly different."""
+    """Write the model with experts in place of each MLP: the MLP, and slightly different ones."""
     tensors = load_file(model / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     changed: dict[str, torch.Tensor] = {}

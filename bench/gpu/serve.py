@@ -22,7 +22,8 @@ from harness.closed_loop import LoadResult, Workload, find_model, print_loads, r
 from harness.processes import HOST, free_ports, service
 from make_model import SHAPES, Sizes, write_shape
 
-_POLL_S = 0.02
+_POLL_S = 0.25
+"""Longer than a step: the worker answers in the interpreter that launches steps."""
 
 
 async def idle_share(metrics_url: str, num_tokens: int) -> float | None:
@@ -109,7 +110,7 @@ def _save(given: argparse.Namespace, results: Results) -> None:
 
 
 def _bandwidth_share(sizes: Sizes, load: LoadResult, given: argparse.Namespace) -> float:
-    """Bytes per second that a decode of one sequence reads ÷ what the device can read."""
+    """Bytes per second that a decode of one sequence reads ÷ the device's bandwidth."""
     context = given.input_len + given.output_len / 2
     num_bytes = 2 * sizes.step_parameters + context * sizes.kv_bytes_per_token(2)
     share: float = num_bytes / (load.tpot_mean_ms / 1e3) / given.bandwidth

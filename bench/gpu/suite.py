@@ -21,9 +21,9 @@ from harness.machine import machine_facts
 
 _BENCH: Final = Path(__file__).parents[1]
 _ROOT: Final = _BENCH.parent
-_KERNELS: Final = ("activation", "copy", "decode", "greedy", "grouped_linear", "norm", "prefill",
-                   "quantized", "quantized_linear", "rotary", "rotary_store", "sample",
-                   "shared_prefixes", "store", "suppress")  # fmt: skip
+_KERNELS: Final = ("activation", "batch_invariant", "copy", "decode", "greedy", "grouped_linear",
+                   "linear", "norm", "ops", "prefill", "quantized", "quantized_linear", "rotary",
+                   "rotary_store", "sample", "shared_prefixes", "store", "suppress")  # fmt: skip
 _KERNEL_TESTS: Final = tuple(f"tests/kernels/test_{kernel}.py" for kernel in _KERNELS)
 _POOL_TEST: Final = "tests/unit/gpu_worker/memory/test_elastic.py"
 _GRAPH_TESTS: Final = (
@@ -51,7 +51,7 @@ class Outcome:
     name: str
     seconds: float
     error: str | None
-    """Why it failed; some of its results may still be there."""
+    """The reason why it failed; some results may exist."""
     results: dict[str, Any]
     """By the name of the file that the part wrote."""
 

@@ -27,15 +27,15 @@ from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.models.registry import open_model
-from gpu_worker.step.cuda_graphs import CudaGraphs
 from gpu_worker.step.executor import Executor
+from gpu_worker.step.graphs.cuda_graphs import CudaGraphs
 
 _BLOCK_SIZE = 16
 _ROUND_STEPS = 8
 
 
 class DecodeLoop:
-    """An executor whose rows all decode, and blocks beside theirs to swap out and in."""
+    """An executor whose rows all decode, and further blocks to swap out and in."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         device = torch.device(given.device)
@@ -144,7 +144,7 @@ def measure(given: argparse.Namespace) -> Results:
     pool = KvPool(config, given.pool_blocks, _BLOCK_SIZE, torch.bfloat16, device)
     results = swap_over_memcpy(pool, num_rounds)
     del pool
-    if given.json is not None:  # a call that is cut off leaves what it has measured
+    if given.json is not None:  # a call that is cut off keeps its measurements so far
         write_json(given.json, results)
     results |= decode_slowdown(given, num_rounds)
     for name, value in results.items():

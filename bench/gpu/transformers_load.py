@@ -65,7 +65,7 @@ def measure(given: argparse.Namespace) -> dict[str, float | str]:
             except Exception as error:  # noqa: BLE001  the others continue
                 results[key] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             print(f"{key:<36} {results[key]}", flush=True)
-            if given.json is not None:  # now, since the next one may never end
+            if given.json is not None:  # written now, because the next measurement may never end
                 write_json(given.json, results)
     return results
 

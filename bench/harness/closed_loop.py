@@ -2,8 +2,8 @@
 
 Each of `concurrency` clients sends its next prompt when its last one is complete. The prompts are
 token ids and all differ, so no prefix cache helps and no tokenizer is measured; with `ignore_eos`
-every answer has its full length. Clients parse only the parts that they count, so that one core
-of theirs reads more than one router can send.
+every answer has its full length. Clients parse only the parts that they count, so that one client
+core can read more than a router sends.
 """
 
 import asyncio
@@ -136,7 +136,8 @@ def completion_body(workload: Workload, prompt: Sequence[int]) -> bytes:
 
 async def run_load(base_url: str, workload: Workload, concurrency: int) -> LoadResult:
     """Warm up, then measure over HTTP; raises BenchError if the server refuses or breaks."""
-    connector = aiohttp.TCPConnector(limit=0)  # the slots are the limit
+    # The slots are the limit. Each request has its own connection, because llama.cpp closes it.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(base_url, connector=connector, timeout=timeout) as session:
         draw = random.Random(f"{workload.seed} {concurrency}")
@@ -266,7 +267,7 @@ def _summarize(streams: Sequence[_Stream], concurrency: int, duration_s: float) 
 
 
 def draw_prompts(workload: Workload) -> list[list[int]]:
-    """The workload's prompts; they differ for each seed, and from those over HTTP."""
+    """The workload's prompts; they differ by seed, and from the prompts over HTTP."""
     draw = random.Random(f"prompts {workload.seed}")
     return [
         [draw.randrange(workload.vocab_size) for _ in range(workload.input_len)]

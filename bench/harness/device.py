@@ -42,7 +42,7 @@ class SimulatedWorker:
         draw: Callable[[NewSequence, int], int] | None = None,
         stop_at: Callable[[NewSequence], int] | None = None,
     ) -> None:
-        """`draw` returns a sequence's token at an index that counts the prompt; default 0.
+        """`draw` returns the token at an index of a sequence, prompt included; by default 0.
 
         `stop_at` returns how many tokens, with the prompt, a sequence has when it stops.
         """

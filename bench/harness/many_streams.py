@@ -4,10 +4,9 @@
 
 `control_plane.py` starts it. All streams begin at once and are read as they come, with plain
 sockets: a client library takes more time per token than the router. By gRPC, `--per-connection`
-streams share a connection, as those of one channel do, and with `grpc-many` one call; by HTTP each
-has its own. Prints a line of
-JSON when every stream has its first token, and another after SIGTERM: how many tokens and pieces
-(SSE events or messages with tokens) have come.
+streams share a connection, like those of one channel, and with `grpc-many` a call; by HTTP each
+stream has a connection. Prints a line of JSON when every stream has its first token, and another
+after SIGTERM: how many tokens and pieces (SSE events or messages with tokens) have come.
 """
 
 import argparse

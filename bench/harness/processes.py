@@ -47,9 +47,18 @@ def environment() -> dict[str, str]:
 class Process:
     """A Python program that can be started, stopped and restarted; it ends with this process."""
 
-    def __init__(self, name: str, argv: Sequence[str], log: Path, http_port: int) -> None:
-        """`argv` follows the interpreter; the program must answer /ready at `http_port`."""
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        log: Path,
+        http_port: int,
+        *,
+        ready_path: str = "/ready",
+    ) -> None:
+        """`argv` follows the interpreter; it is ready when it answers `ready_path` with 200."""
         self.name = name
+        self._ready_path = ready_path
         self.base_url = f"http://{HOST}:{http_port}"
         self._argv = [sys.executable, *argv]
         self._log = log
@@ -115,7 +124,7 @@ class Process:
     async def wait_until_ready(self) -> None:
         """Raises BenchError with the end of the log if it does not start."""
         deadline = time.monotonic() + _START_S
-        while await self.get("/ready") is None:
+        while await self.get(self._ready_path) is None:
             self.check_runs()
             if time.monotonic() > deadline:
                 raise BenchError(f"{self.name} is not ready; its log ends:\n{self.log_tail()}")
@@ -212,7 +221,7 @@ async def service(
 
 @contextlib.asynccontextmanager
 async def model_directory(given: Path | None) -> AsyncIterator[Path]:
-    """Yield `given`, or else a random 125M Llama that is deleted after the block."""
+    """Yield `given`; without it, a random 125M Llama that is deleted after the block."""
     if given is not None:
         if not (given / "config.json").is_file():
             raise BenchError(f"{given}: it must be a model directory; see make_model.py")

@@ -37,7 +37,7 @@ class Spread:
 
     @classmethod
     def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> "Spread":
-        """The spread of one side's values ÷ the other's, round by round."""
+        """The spread of the ratios of one side's values to the other's, round by round."""
         return cls.of([a / b for a, b in zip(above, below, strict=True)])
 
     def metrics(self, name: str) -> dict[str, float]:

@@ -100,7 +100,7 @@ class Held:
 
 
 def held(config: ModelConfig) -> Held:
-    """What a sequence of `NUM_TOKENS` tokens holds while it decodes."""
+    """The blocks that a sequence of `NUM_TOKENS` tokens holds while it decodes."""
     groups, block_size = group_attention(config, _DTYPE, _MAX_MODEL_LEN), _BLOCK_SIZE
     if config.num_states:
         groups, block_size = place_states(config, block_size, _DTYPE, groups)

@@ -40,7 +40,7 @@ class Step:
 
 
 class Engine(Protocol):
-    """One model's share of the device. The sets name jobs by number."""
+    """One model's share of the device's memory. The sets name jobs by number."""
 
     started: set[int]
     """Jobs that have run."""

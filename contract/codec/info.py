@@ -21,6 +21,7 @@ _LIMITS: Final = (
     "block_size",
     "num_host_blocks",
     "num_disk_blocks",
+    "min_prompt_tokens",
 )
 _COPIED: Final = (
     "worker_id",
@@ -146,7 +147,7 @@ def model_info_from_proto(message: common_pb2.ModelInfo, field: str) -> ModelInf
 
 
 def abilities_to_proto(abilities: Abilities) -> dict[str, Any]:
-    """Return the fields of a `ModelInfo` that say what the model can do."""
+    """Return the fields of a `ModelInfo` for the model's tasks."""
     pooling = abilities.pooling
     return {
         "tasks": map(TASK_TO_PROTO.__getitem__, abilities.tasks),
@@ -156,7 +157,7 @@ def abilities_to_proto(abilities: Abilities) -> dict[str, Any]:
 
 
 def abilities_from_proto(message: common_pb2.ModelInfo) -> Abilities:
-    """Read what a model can do; tasks that this version does not know are left out."""
+    """Read a model's tasks; tasks that this version does not know are left out."""
     tasks = tuple(_TASK_FROM_PROTO[each] for each in message.tasks if each in _TASK_FROM_PROTO)
     return Abilities(
         tasks or (Task.GENERATE,),
@@ -237,6 +238,7 @@ def _check_ranges(info: WorkerInfo) -> None:
             0,
             limits.max_num_batched_tokens,
         ),
+        ("min_prompt_tokens", limits.min_prompt_tokens, 0, limits.max_num_batched_tokens),
         ("num_blocks", limits.num_blocks, 1, _MAX_BLOCKS),
         ("max_num_blocks", most_blocks, limits.num_blocks, _MAX_BLOCKS),
         ("min_num_blocks", info.min_num_blocks, 1, limits.num_blocks),

@@ -137,11 +137,13 @@ def usage_to_proto(usage: Usage) -> inference_pb2.Usage:
 
 
 def prompt_scores_from_proto(message: inference_pb2.PromptScores) -> PromptScores:
-    return PromptScores(tuple(map(logprob_from_proto, message.logprobs)))
+    return PromptScores(tuple(map(logprob_from_proto, message.logprobs)), message.has_more)
 
 
 def prompt_scores_to_proto(scores: PromptScores) -> inference_pb2.PromptScores:
-    return inference_pb2.PromptScores(logprobs=map(logprob_to_proto, scores.logprobs))
+    return inference_pb2.PromptScores(
+        logprobs=map(logprob_to_proto, scores.logprobs), has_more=scores.has_more
+    )
 
 
 def logprob_from_proto(message: common_pb2.TokenLogprob) -> TokenLogprob:

@@ -52,7 +52,7 @@ def _pack(values: Sequence[int] | npt.NDArray[Any], dtype: np.dtype[Any]) -> byt
     if not len(values):
         return b""
     if isinstance(values, np.ndarray) and not np.can_cast(values.dtype, dtype):
-        # numpy checks the values of a list, but wraps those of a wider array silently.
+        # numpy checks a list's values, but silently wraps the values of a wider array.
         limits, least, most = np.iinfo(dtype), int(values.min()), int(values.max())
         if least < limits.min or most > limits.max:
             raise OverflowError(f"values in [{least}, {most}] do not fit {dtype.name}")

@@ -1,7 +1,7 @@
 """Converts plans and results to protobuf and back.
 
-The work for a step grows with the number of arrays that are not empty, not with the number of
-sequences. Arrays are packed in `bytes` and unpacked without a copy.
+Arrays are packed in `bytes` and unpacked without a copy. Only new sequences, pins, vectors and
+log-probabilities are converted one by one.
 """
 
 import math

@@ -80,9 +80,8 @@ class DiskFile:
         self._record_bytes[disk_block] = 0
         self.found.pop(disk_block, None)
         if self._headers is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # whatever is written there later has another checksum
+            # Whatever is written there later has another checksum
+            with contextlib.suppress(OSError):
                 self._headers.erase(disk_block)
 
     def name(self, disk_block: int, label: bytes) -> None:

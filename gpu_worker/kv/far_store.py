@@ -4,7 +4,7 @@ Each block is an object, named by its label, in a directory that identifies the 
 the KV. A header repeats the label and has a checksum: an object that is torn, changed or misplaced
 is not used, and is deleted. Daemon threads make the calls, because a store may hang. A load waits
 at most `_LOAD_S` for a thread and `_LOAD_S` for the store, even during stores. After several
-failures in a row the store is not used for a time.
+failures in a row, the worker does not use the store for a time.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ _MAGIC: Final = b"QuireFr1"
 _HEADER: Final = struct.Struct("<8s32sQI")
 """Magic, label, bytes of the content, their CRC-32."""
 _NUM_THREADS: Final = 8
-"""Threads for loads; as many again for all other calls."""
+"""Threads for loads; the other calls have the same number of threads."""
 _LOAD_S: Final = 2.0
 _MAX_FAILURES: Final = 3
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 300.0
 _MAX_STORING_BYTES: Final = 256 * 1024**2
-"""Most bytes of copies that wait to be stored; beyond this, blocks are not stored."""
+"""At most this many bytes wait to be stored; beyond this, blocks are not stored."""
 _SWEEP_SHARE: Final = 1 / 16
 """After storing this share of the limit, the directory is swept."""
 _OBJECT: Final = re.compile(r"/quire-kv/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}(\.\d+-\d+)?$")
@@ -167,7 +167,7 @@ class FarStore:
             self._system.pipe_file(path, data)
 
     def _sweep(self) -> None:
-        """Delete the oldest objects beyond the limit, including those of other workers."""
+        """Delete the oldest objects beyond the limit, including other workers' objects."""
         found = self._system.find(self._root, detail=True).items()
         objects = [
             (_time_of(info), path, info["size"]) for path, info in found if _OBJECT.search(path)

@@ -6,15 +6,15 @@ host: Y, or fewer with a codec.
 On CUDA the copies run on two separate streams, one per direction (`copy_streams.py`). The computing
 stream may overwrite blocks that are swapped out, so it first gathers them in a staging area, from
 which they are copied to the host. If there are too many for the staging area, it waits for the
-copies instead. Computation waits for a swap-in one step later. On a CPU all copies are done when a
-call returns.
+copies instead. The computation of the next step waits for a swap-in. On a CPU all copies are done
+when a call returns.
 """
 
 import mmap
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
 import numpy as np
@@ -54,11 +54,21 @@ def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
     address: int = array.ctypes.data
     if error := int(registry.cudaHostRegister(address, num_bytes, 0)):
         _log.warning("host memory is pinned by torch: cudaHostRegister failed", error=error)
+        _forget_error()
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
     # The tensors keep the array alive, and the finalizer keeps the map alive, so the map is
     # unmapped after it is unregistered.
     weakref.finalize(array, _unpin, registry, address, memory).atexit = False
     return torch.from_numpy(array)
+
+
+def _forget_error() -> None:
+    """Launch a kernel: torch raises the last error of CUDA's runtime with the next one, only once.
+
+    Otherwise the first step would fail.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def _unpin(registry: HostRegistry, address: int, _memory: mmap.mmap) -> None:
@@ -75,8 +85,8 @@ STAGING_BYTES = 64 * 1024**2
 class HostPool:
     """Host blocks [0, num_blocks), pinned if the device is a GPU. Called from one thread.
 
-    Like `KvPool`, it knows no owner. Calls take effect in order, between the computations of steps:
-    `begin_step` and `swap_out` come before the step's computation is enqueued.
+    Like `KvPool`, it knows no owner. Calls take effect in order, between the computations of steps.
+    Call `begin_step` and `swap_out` before the step's computation is enqueued.
     """
 
     def __init__(

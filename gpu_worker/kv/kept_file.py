@@ -1,8 +1,8 @@
 """KV files that outlive their process: ownership, and labels of their records.
 
-A file begins with a page that identifies the model and layout of its KV, the *identity*. A header
-for each block
-follows: the label of its content, length and checksum of its record, and the header's own checksum.
+A file begins with a page that identifies the model and layout of its KV, the *identity*. Then
+each block has a header: the label of its content, the length and checksum of its record, and the
+header's own checksum.
 A header is written after its record, when the step that stored the record has its result. It is
 erased before the record is overwritten, or if the content may be wrong. So if the process is
 killed, each record has the right label or none. Only erasures of wrong content are synced: after a

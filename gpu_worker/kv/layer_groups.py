@@ -61,7 +61,7 @@ def group_layers(
         kinds[None if length is None or length >= max_model_len else window].append(layer)
     if len(kinds) == 1:
         return one_group(len(windows), *kinds)
-    # The best block size is that of some run of consecutive layers of one kind.
+    # The best block size is the size of some run of consecutive layers of one kind.
     fits = {
         sum(sizes[layer] for layer in layers[start:stop])
         for layers in kinds.values()

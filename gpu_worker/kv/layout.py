@@ -5,7 +5,7 @@ Symbols: `P` block size (token slots), `HKV` kv heads, `D` head dim.
 Layer after layer of its group, a block holds the keys, then the values, each `[P][HKV][D]`, each
 followed by its scales `[P][HKV]` if the layer is quantized. Quantized numbers and scales take
 multiples of 16 bytes, so that the next part is aligned for any dtype and for wide reads. Blocks of
-all groups are as large as the largest.
+all groups are as large as those of the largest group.
 
 With multi-head latent attention a block holds keys only: a token's latent, which is also its value,
 and the rotated key that all heads share.
@@ -87,7 +87,7 @@ class BlockLayout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Storage dtype of the first layer; without layers, that of states."""
+        """Storage dtype of the first layer; of the states, if no layer has KV."""
         return self.keys[0].dtype if self.keys else torch.float32
 
     @property
@@ -140,7 +140,7 @@ def block_bytes(
 
 
 def group_attention(config: ModelConfig, dtypes: KvDtypes, max_model_len: int) -> LayerGroups:
-    """Group the layers with attention by what a token sees; none without such layers.
+    """Group the layers with attention, if any, by the tokens that a token sees.
 
     Args:
         config: The model's config.
@@ -160,7 +160,7 @@ def group_attention(config: ModelConfig, dtypes: KvDtypes, max_model_len: int) -
 def place_states(
     config: ModelConfig, block_size: int, dtypes: KvDtypes, groups: LayerGroups
 ) -> tuple[LayerGroups, int]:
-    """Add the groups of recurrent layers to those of attention, and find a block size for both.
+    """Add the groups of recurrent layers to the groups of attention; find a block size for both.
 
     Beside attention, blocks grow until `MAX_GROUPS` groups hold all states. Without, one group
     does.

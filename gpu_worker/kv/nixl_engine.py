@@ -3,8 +3,8 @@
 A read goes to a staging buffer, never directly to a host block, because its content must be checked
 first. A failed read may still write to its buffer later, so that buffer is not reused.
 
-The agent of the other worker must also run, to connect and to answer. NIXL's own thread for this
-occupies a core all the time, so Quire runs its own only while another worker reads (`serving`).
+The agent of the other worker must also run, to connect and to answer. NIXL's thread for this would
+always occupy a core, so Quire runs a thread only while another worker reads (`serving`).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _STAGING_BYTES: Final = 16 * 1024**2
 """Size of the staging buffer, unless one block is larger. A checksum and a copy of this size delay
 a step by about 1 ms."""
 _READ_S: Final = 5.0
-"""A read of one staging buffer that takes longer than this counts as hung."""
+"""Longest read of one staging buffer; a longer one counts as hung."""
 _POLL_S: Final = 0.0001
 _AVOID_S: Final = 60.0
 """How long a worker that could not be read is not tried again."""
@@ -47,9 +47,10 @@ class TransferFailedError(Exception):
 
 
 class NixlEngine:
-    """Registers this worker's host blocks, and reads those of others. Called from one event loop.
+    """Registers this worker's host blocks, and reads those of other workers.
 
-    Any process that can connect to the agent's ports can read the registered memory.
+    Called from one event loop. Any process that can connect to the agent's ports can read the
+    registered memory.
     """
 
     def __init__(self, agent: Any, host_blocks: Bytes) -> None:
@@ -72,8 +73,8 @@ class NixlEngine:
         """Maps agents' metadata to their names, the most recently used last."""
         self._avoided: dict[int, float] = {}
         self._retired: deque[Bytes] = deque()
-        """Buffers of failed reads, kept until enough later reads have failed that none still writes
-        them."""
+        """Buffers of failed reads. Each is kept until so many later reads have failed that no read
+        can still write it."""
         self._is_closed = False
 
     @property
@@ -83,7 +84,7 @@ class NixlEngine:
 
     @property
     def num_staged(self) -> int:
-        """Most blocks of one read."""
+        """The largest number of blocks in one read."""
         return len(self._staging) // self._block_bytes
 
     def is_usable(self, instance_id: int) -> bool:
@@ -101,7 +102,9 @@ class NixlEngine:
     async def read(
         self, metadata: bytes, address: int, block_ids: Int32Array, checksum: int
     ) -> AsyncIterator[Bytes]:
-        """Read int32[N] host blocks of another worker; yields their contents, for the time of use.
+        """Read int32[N] host blocks of another worker; yields their contents.
+
+        They are valid only within the context.
 
         Args:
             metadata: The other worker's `agent_metadata`.
@@ -126,7 +129,7 @@ class NixlEngine:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """Answer the agents that read from this worker, for the time of use."""
+        """Answer agents that read from this worker, while the context is entered."""
         self._num_serving += 1
         if self._num_serving == 1 and not self._is_closed:
             self._server.submit(self._serve)
@@ -187,7 +190,8 @@ class NixlEngine:
         while self._num_serving and not self._is_closed:
             with self._calling:
                 if self._agent is not None:
-                    self._agent.get_new_notifs()  # the call makes progress; there are none
+                    # the call advances NIXL; there are no notifications
+                    self._agent.get_new_notifs()
             time.sleep(_POLL_S)
 
     def _places(self, address: int, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

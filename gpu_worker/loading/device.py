@@ -2,6 +2,8 @@
 
 import importlib
 import os
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import structlog
@@ -11,10 +13,13 @@ from gpu_worker.models.config import ModelConfig, resolve_dtype
 from gpu_worker.weights.json_fields import ModelError
 from kernels import ops
 from kernels.cpu.amx_choice import choose_amx
+from kernels.cpu.library import native
 from kernels.flash_attention import FlashAttention
 from kernels.ops import AttentionBackend
 
 _FLASH_ATTENTION = (9, 0)
+_ROUNDING_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
+"""Products of bfloat16, as torch names them, of x86 and Arm."""
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 _log = structlog.get_logger()
@@ -64,7 +69,7 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
 
 
 def pick_attention(name: str, device: torch.device) -> AttentionBackend:
-    """What attends to the KV pool, by the setting `attention_backend`.
+    """The code that attends to the KV pool, by the setting `attention_backend`.
 
     Raises:
         ModelError: It is not installed, or does not run on this device.
@@ -96,16 +101,16 @@ def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
     return count
 
 
-def set_amx(wanted: str, device: torch.device) -> bool:
-    """Decide whether the CPU's linear maps use Intel's AMX, as the setting `amx` says; log why.
+def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
+    """Decide which of the CPU's linear maps use Intel's AMX, as the setting `amx` says; log why.
 
-    Returns whether they do. Call it after `set_num_threads`, which its times depend on.
+    Returns their formats of weights. Call it after `set_num_threads`, which its times depend on.
     """
     choice = choose_amx(wanted) if device.type == "cpu" else None
     if choice is None:
         if wanted == "on":
             _log.warning("no AMX, which the setting amx asks for", device=device.type)
-        return False
+        return ()
     found = choice.findings
     if found is None:
         _log.info("linear maps without AMX, as the setting amx says")
@@ -113,13 +118,29 @@ def set_amx(wanted: str, device: torch.device) -> bool:
         _log.warning("linear maps without AMX: its check failed", failure=found.failure)
     else:
         _log.info(
-            f"linear maps {'with' if choice.uses_amx else 'without'} AMX",
+            f"linear maps {'with' if choice.formats else 'without'} AMX",
+            weights=choice.formats,
             amx=wanted,
             measured=found.date,
-            ms_of_512_rows={"amx": found.amx_prompt_ms, "avx512": found.avx512_prompt_ms},
-            ms_of_1_row={"amx": found.amx_row_ms, "avx512": found.avx512_row_ms},
+            milliseconds={name: asdict(times) for name, times in found.times.items()},
         )
-    return choice.uses_amx
+    return choice.formats
+
+
+def name_arithmetic(device: torch.device, amx_formats: Sequence[str]) -> str:
+    """Name the properties of this device, besides versions, that decide the last bits of results.
+
+    On a GPU that is its kind, by which libraries choose kernels, and we choose tiles and products
+    of fp8. On a CPU that is its instruction sets, by which torch, oneDNN and our kernels choose how
+    to add, whether our kernels could be compiled, and the formats for which maps use AMX.
+    """
+    if device.type != "cpu":
+        return repr((device.type, device_name(device)))
+    features = torch.cpu.get_capabilities()
+    names = [name for name in _ROUNDING_FEATURES if features.get(name)]
+    kernels = "torch" if native() is None else "C"
+    isa = torch.backends.cpu.get_cpu_capability()
+    return repr((device.type, isa, *names, kernels, *amx_formats))
 
 
 def num_physical_cores() -> int:

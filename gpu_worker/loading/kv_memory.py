@@ -28,16 +28,16 @@ from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step.cuda_graphs import (
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.graphs.cuda_graphs import (
     CudaGraphs,
     GraphBackend,
     GraphsOfAll,
     LostRankError,
     PiecesError,
 )
-from gpu_worker.step.decode_graphs import DecodeGraphs
-from gpu_worker.step.executor import Executor
-from gpu_worker.step.piecewise_graphs import PiecewiseGraphs
+from gpu_worker.step.graphs.decode_graphs import DecodeGraphs
+from gpu_worker.step.graphs.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.weights.json_fields import ModelError
 
 _GIB = 1024**3
@@ -91,8 +91,8 @@ def free_host_kv_bytes(device: torch.device, role: Role = Role.BOTH) -> int:
     """Default host memory for KV.
 
     With a GPU 4 GiB, or a quarter of the free memory if that is less, because no other process can
-    use pinned memory. On a CPU none: the pool could hold the same KV in the same memory. But
-    prefill and decode workers need host memory, through which requests move.
+    use pinned memory. None on a CPU, because the pool could hold the same KV in the same memory.
+    But prefill and decode workers need host memory, through which requests move.
     """
     if device.type != "cuda" and role is Role.BOTH:
         return 0
@@ -110,7 +110,7 @@ def free_gpu_kv_bytes(
     *,
     num_graph_sets: int,
 ) -> int:
-    """KV memory on a GPU: `utilization` of its memory, less what the largest step needs.
+    """KV memory on a GPU: `utilization` of its memory, less the need of the largest step.
 
     Runs that step, with all `ranks` if the model is on several devices. `limits.num_blocks` is
     ignored. It also leaves room for sets of CUDA graphs, whose memory other steps cannot use: see
@@ -135,7 +135,7 @@ def _run_largest_step(
     device: torch.device,
     ranks: Ranks | None,
 ) -> int:
-    """Peak bytes that torch reserves during that step, weights and fragmentation included."""
+    """Peak bytes that torch reserves in the largest step, weights and fragmentation included."""
     step = largest_step(limits)
     num_blocks = sum(len(new.block_ids) for new in step.new_sequences)
     limits = replace(limits, num_blocks=num_blocks)
@@ -159,7 +159,7 @@ def graph_bytes(
     *,
     num_sets: int = 1,
 ) -> int:
-    """Bytes that all graphs hold, in `num_sets` of each size.
+    """Bytes that all graphs hold, if there are `num_sets` graphs of each size.
 
     All `ranks` call this together.
 

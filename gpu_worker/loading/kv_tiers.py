@@ -47,17 +47,24 @@ class LowerTiers:
 
 
 def kv_identity(
-    settings: WorkerSettings, directory: Path, dtype: torch.dtype, groups: LayerGroups
+    settings: WorkerSettings,
+    directory: Path,
+    dtype: torch.dtype,
+    groups: LayerGroups,
+    arithmetic: str,
 ) -> bytes:
     """Return a hash of everything, except earlier tokens, that determines the KV of a token.
 
+    `arithmetic` names what computes it (`gpu_worker.loading.device.name_arithmetic`): with another
+    one, KV has other last bits, and a request's tokens would depend on whether it was found.
     With a far tier, which other machines share, the model's files are hashed by name and content.
     Otherwise they are hashed by name, size and time of change, so copies count as different.
     """
     describe = _content if settings.far_kv_url else _size_and_time
     files = sorted((path.name, describe(path)) for path in directory.iterdir() if path.is_file())
     what = (
-        (version("quire"), version("transformers")),
+        (version("quire"), version("transformers"), version("torch"), arithmetic),
+        (settings.attention_backend, settings.batch_invariant),
         files,
         (settings.model_class, settings.quantization, str(dtype), settings.kv_dtype),
         (str(settings.host_codec), str(settings.disk_codec)),
@@ -126,7 +133,7 @@ def _open_disk_pool(
     if settings.disk_kv_dir is None:
         identity = None
     if identity is not None:
-        size = (num_blocks, block_bytes, pool.device.type)
+        size = (num_blocks, block_bytes)
         identity = hashlib.sha256(identity + repr(size).encode()).digest()
     try:
         room = os.statvfs(directory)

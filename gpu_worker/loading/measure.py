@@ -41,7 +41,7 @@ class Rates:
 def measure_rates(
     settings: WorkerSettings, executor: Executor, limits: Limits, tiers: LowerTiers, pool: KvPool
 ) -> Rates:
-    """Measure this rank's rates. It must have host blocks.
+    """Measure this rank's rates. The rank must have host blocks.
 
     Raises:
         ModelError: The disk does not return the stored blocks.

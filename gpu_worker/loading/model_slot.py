@@ -101,7 +101,7 @@ class ModelSlot:
         self._gave_up = threading.Event()
 
     def problem(self) -> str | None:
-        """A liveness check: what is wrong, or None."""
+        """A liveness check: the problem, or None."""
         return None if self._model is None else self._model.steps.problem()
 
     async def load_first(self) -> None:

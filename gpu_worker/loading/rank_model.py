@@ -17,6 +17,7 @@ from gpu_worker.kv.layer_groups import LayerGroups, one_group
 from gpu_worker.kv.layout import KvDtypes, block_bytes, group_attention, kv_dtypes, place_states
 from gpu_worker.loading import kv_memory
 from gpu_worker.loading.device import (
+    name_arithmetic,
     pick_attention,
     pick_device,
     pick_dtype,
@@ -33,6 +34,7 @@ from gpu_worker.models.abilities import read_abilities
 from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.models.neox_config import NeoxConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.member import Member
@@ -42,11 +44,12 @@ from gpu_worker.settings import WorkerSettings
 from gpu_worker.speculative.draft_model import DraftModel, ModelDrafter, load_draft_model
 from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.ngram import NgramDrafter
-from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend, GraphsOfAll, LostRankError
 from gpu_worker.step.executor import Executor
+from gpu_worker.step.graphs.cuda_graphs import CudaGraphs, GraphBackend, GraphsOfAll, LostRankError
 from gpu_worker.step.warm_up import warm_up
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization
+from kernels.batch_invariant import BatchInvariantAttention
 from model_files.locate import find_model
 
 _GIB = 1024**3
@@ -55,6 +58,11 @@ _LARGE_GPU_BYTES = 75 * 2**30
 _LARGEST_GPU_BYTES = 120 * 2**30
 _CPU_SATURATING_TOKENS = 512
 """From this many tokens per step on, a CPU is bound by arithmetic."""
+_GPU_SATURATING_TOKENS = 2048
+"""The same for a GPU. Not measured; larger steps are for prompts without streams beside them."""
+_GPU_MIN_PROMPT_TOKENS = 256
+"""Derived: a GPU multiplies about as many 16-bit numbers by a weight as it needs time to read it.
+Not measured."""
 
 _log = structlog.get_logger()
 
@@ -66,8 +74,8 @@ class RankModel:
     executor: Executor
     device: torch.device
     num_threads: int
-    uses_amx: bool
-    """Whether a CPU's linear maps use Intel's AMX."""
+    amx_formats: tuple[str, ...]
+    """The formats of weights for which a CPU's linear maps use Intel's AMX."""
     tiers: LowerTiers
     has_structured_output: bool
     limits: Limits
@@ -77,7 +85,7 @@ class RankModel:
     block_bytes: int
     """Bytes of a block, summed over all ranks."""
     max_num_blocks: int | None
-    """Most blocks that the pool can be resized to; None: its size is fixed."""
+    """The largest size of the pool, in blocks; None: its size is fixed."""
     rates: Rates
     """The rates of all ranks together."""
     abilities: Abilities
@@ -128,16 +136,22 @@ def _load_rank_model(
     device = pick_device(settings.device, member.number)
     attention = pick_attention(settings.attention_backend, device)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
-    uses_amx = set_amx(settings.amx, device)
+    amx_formats = set_amx(settings.amx, device)
     quantization = Quantization(settings.quantization) if settings.quantization else None
     is_dummy = settings.load_format == "dummy"
     if is_dummy:
         _log.warning("load-format is dummy: weights are random and the output is nonsense")
     directory = find_model(settings.model, settings.cache_dir, report)
-    source = open_model(directory, settings.model_class, quantization, place, is_dummy=is_dummy)
+    source = open_model(
+        *(directory, settings.model_class, quantization, place),
+        is_dummy=is_dummy,
+        is_batch_invariant=settings.batch_invariant,
+    )
     config, local_config = source.config, source.local_config
     abilities = read_abilities(directory, config, place.num_ranks)
     dtype = pick_dtype(settings.dtype, config, device)
+    if dtype is not torch.bfloat16:
+        amx_formats = ()  # other maps never use it
     limits = _limits(settings, config, device)
     has_kv = not config.is_encoder
     dtypes = _kv_dtypes(settings, config, dtype, place) if has_kv else ()
@@ -147,6 +161,9 @@ def _load_rank_model(
     settings = _for_chunks(settings, config, groups, limits, device)
     if settings.shared_prefix_attention:
         _check_can_share(config, groups, device)
+    if settings.batch_invariant:
+        _check_batch_invariant(config, device)
+        attention = BatchInvariantAttention(limits.max_num_seqs, device)
     bytes_per_block = block_bytes(local_config, limits.block_size, dtypes, groups)
     if has_kv:
         kv_memory.check_size(settings, bytes_per_block, device)
@@ -196,7 +213,9 @@ def _load_rank_model(
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
     tiers, identity = LowerTiers(), None
     if has_kv:
-        identity = None if is_dummy else kv_identity(settings, directory, dtype, groups)
+        if not is_dummy:
+            arithmetic = name_arithmetic(device, amx_formats)
+            identity = kv_identity(settings, directory, dtype, groups, arithmetic)
         tiers = open_lower_tiers(settings, pool, local_config, identity)
     num_host_blocks = tiers.num_host_blocks
     if ranks is not None:
@@ -271,7 +290,7 @@ def _load_rank_model(
         device=device,
         dtype=dtype,
         num_threads=num_threads,
-        uses_amx=uses_amx,
+        amx_formats=amx_formats,
         block_bytes=bytes_per_block,
         max_num_blocks=None if pool_memory is None else len(pool.blocks_as_bytes),
         tiers=tiers,
@@ -304,6 +323,21 @@ def _check_can_share(config: ModelConfig, groups: LayerGroups, device: torch.dev
         raise ModelError(
             f"shared_prefix_attention is true; it must be false for {config.architecture}, whose"
             f" layers do not all see every token: windows are {groups.windows}"
+        )
+
+
+def _check_batch_invariant(config: ModelConfig, device: torch.device) -> None:
+    """Check that all of the model's operations can be independent of the batch."""
+    if device.type != "cuda":
+        raise ModelError(
+            f"batch_invariant is true; it must be false on {device.type}, where Quire's compiled"
+            " kernels always compute each row independently"
+        )
+    is_llama = isinstance(config, LlamaConfig) and config.experts is None
+    if not is_llama and not isinstance(config, NeoxConfig):
+        raise ModelError(
+            f"batch_invariant is true; it must be false for {config.architecture}: supported are"
+            " Quire's own decoders, without experts or latent attention"
         )
 
 
@@ -341,9 +375,9 @@ def _structured_output(
 def _adapter_slots(
     config: ModelConfig, adapters: Mapping[int, Adapter], device: torch.device, dtype: torch.dtype
 ) -> AdapterSlots | None:
-    """The slots of a GPU's adapters, if the worker starts with any: they cost as many graphs more.
+    """The slots of a GPU's adapters; None if the worker starts without adapters.
 
-    Without slots, steps with adapters run eagerly.
+    Slots double the number of graphs; without slots, steps with adapters run eagerly.
     """
     if not adapters or device.type != "cuda":
         return None
@@ -358,7 +392,7 @@ def _has_graphs(settings: WorkerSettings, device: torch.device) -> bool:
 
 
 def _num_graph_sets(settings: WorkerSettings, device: torch.device) -> int:
-    """Graphs with adapters launch about twice the kernels of others, and take as much memory."""
+    """Graphs with adapters launch about twice the kernels of others, and take twice the memory."""
     if not _has_graphs(settings, device):
         return 0
     return 3 if settings.lora else 1
@@ -375,7 +409,8 @@ def _capture_graphs(
 ) -> None:
     """Capture graphs for each kind of step; if a capture fails, log a warning and continue.
 
-    With a drafter, all steps are of the second kind, because their tokens come from the host.
+    With a drafter, all steps use the second kind of graphs, because their tokens come from the
+    host.
     """
     kinds: list[tuple[str, Callable[..., None]]] = [("steps with prompts", executor.capture_pieces)]
     if drafter is None:
@@ -562,9 +597,10 @@ def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device)
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
-        num_saturating_tokens=(
-            None if is_gpu else min(_CPU_SATURATING_TOKENS, max_num_batched_tokens)
+        num_saturating_tokens=min(
+            _GPU_SATURATING_TOKENS if is_gpu else _CPU_SATURATING_TOKENS, max_num_batched_tokens
         ),
+        min_prompt_tokens=min(_GPU_MIN_PROMPT_TOKENS, max_num_batched_tokens) if is_gpu else 0,
         num_blocks=0,
         block_size=settings.block_size,
         vocab_size=config.vocab_size,

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,14 +73,20 @@ def load(
 
     member = Member(settings) if leader is None else leader.member
     loaded = load_rank_model(member, report, meet)
-    info = _describe(settings, loaded)
-    _publish(settings, loaded, info)
-    shares = settings.memory_warning_share, settings.memory_critical_share
-    memory_monitor = watch_device(loaded.device, *shares)
     executor = loaded.executor
-    load_adapter = _load_adapter(settings, loaded.load_adapter)
-    far = _open_far(settings, loaded, info) if settings.far_kv_url else None
-    transfer = _open_transfer(settings, loaded, info)
+    with ExitStack() as undo:
+        undo.callback(executor.close)
+        info = _describe(settings, loaded)
+        _publish(settings, loaded, info)
+        shares = settings.memory_warning_share, settings.memory_critical_share
+        memory_monitor = watch_device(loaded.device, *shares)
+        load_adapter = _load_adapter(settings, loaded.load_adapter)
+        far = None
+        if settings.far_kv_url:
+            far = _open_far(settings, loaded, info)
+            undo.callback(far.close)
+        transfer = _open_transfer(settings, loaded, info)
+        undo.pop_all()
     # Last, because its thread keeps the model.
     steps = StepLoop(executor if leader is None else LeadingExecutor(executor, leader), event_loop)
     return LoadedModel(info, steps, memory_monitor, load_adapter, transfer, far)
@@ -92,8 +99,8 @@ def _open_far(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> 
         raise ModelError(
             f"far_kv_url is {settings.far_kv_url}; it must be empty: the worker has no {lacks}"
         )
-    what = repr((host_pool.blocks.shape[1], loaded.device.type)).encode()
-    identity = hashlib.sha256(loaded.identity + what).digest()
+    block_bytes = repr(host_pool.blocks.shape[1]).encode()
+    identity = hashlib.sha256(loaded.identity + block_bytes).digest()
     try:
         return open_far_store(settings.far_kv_url, identity, int(settings.far_kv_gb * _GIB))
     except (ImportError, ValueError) as error:
@@ -147,7 +154,7 @@ def _load_adapter(
 def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
     limits, measured = loaded.limits, loaded.rates
     host_pool, num_ranks = loaded.tiers.host_pool, settings.num_ranks
-    name = device_name(loaded.device) + (" with AMX" if loaded.uses_amx else "")
+    name = device_name(loaded.device) + (" with AMX" if loaded.amx_formats else "")
     return WorkerInfo(
         worker_id=settings.worker_id,
         device=name if num_ranks == 1 else f"{num_ranks} x {name}",
@@ -163,6 +170,7 @@ def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
         host_block_bytes=host_pool.blocks.shape[1] if host_pool is not None else 0,
         kv_dtype=settings.kv_dtype,
         host_codec=str(settings.host_codec),
+        is_batch_invariant=settings.batch_invariant,
         num_draft_tokens=0 if settings.speculative is None else settings.num_draft_tokens,
         takes_kv=num_ranks == 1,
         has_far_kv=bool(settings.far_kv_url and loaded.identity and host_pool is not None)

@@ -95,11 +95,11 @@ class Adapter:
     layers: tuple[Mapping[MapName, LowRankMap], ...]
     """The additions of each layer, by map."""
     native: NativeAdapter | None = None
-    """The same additions for the native decoder; None if it has no code for them."""
+    """These additions for the native decoder; None if it has no code for them."""
 
 
 def native_adapter(layers: Sequence[Mapping[MapName, LowRankMap]]) -> NativeAdapter | None:
-    """The layers' additions for native code; None unless it supports all of them."""
+    """The layers' additions for native code; None if it does not support one of them."""
     packed: list[dict[str, PackedPair]] = []
     for layer in layers:
         pairs: dict[str, PackedPair] = {}

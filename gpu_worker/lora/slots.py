@@ -1,6 +1,6 @@
 """Adapters that kernels find by their addresses, so that one graph serves rows of any of them.
 
-Symbols: `T` tokens, `R` most ranks of an adapter's map.
+Symbols: `T` tokens, `R` the largest number of ranks of a map.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from kernels import ops
 from kernels.grouped_maps import GroupedMaps
 
 NUM_SLOTS: Final = 64
-"""Adapters at a time; with more, steps in which a row has one of the others run without graphs."""
+"""Each slot holds one adapter. A step with an adapter that has no slot runs without graphs."""
 MAX_RANKS: Final = 192
 """R: rank 64 of q, k and v, whose maps are one. Maps of more ranks have no slot."""
 
@@ -100,7 +100,7 @@ class AdapterSlots:
             size: T; tokens beyond those numbers have no adapter.
 
         Returns:
-            int64[T], the tokens' indexes; and int32[NUM_SLOTS], where each slot's end.
+            int64[T], the tokens' indexes; and int32[NUM_SLOTS], where each slot's tokens end.
         """
         slots = np.full(size, NUM_SLOTS)
         for number in set(numbers.tolist()) - {0}:
@@ -125,7 +125,7 @@ class AdapterSlots:
                 each.add_to(out, x, order, ends)
 
     def _put(self, slot: int, adapter: Adapter | None) -> None:
-        """Change a slot in all tables, behind the steps that were launched."""
+        """Change a slot in all tables, after all steps launched so far."""
         weights: list[torch.Tensor | None] = []
         for layer, maps in enumerate(self._maps):
             for name, each in maps.items():

@@ -71,7 +71,7 @@ class AdapterTable:
 
 
 NO_ADAPTER = 0
-"""A row's number without an adapter; adapters count from 1."""
+"""The adapter number of a row without an adapter; adapters are numbered from 1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +135,8 @@ def step_adapters(
             adapters.
         adapters: All adapters of the worker, by number.
         device: Where the tokens are.
-        slots: Those of the adapters; None on a CPU.
+        slots: The adapters' slots; None on a CPU, and on a GPU whose worker started without
+            adapters.
 
     Returns:
         None if no token has an adapter.

@@ -34,7 +34,7 @@ class Chunks(Protocol):
         """
 
     def unmap(self, first: int, count: int) -> None:
-        """Unmap chunks. Their contents are lost; nothing may be using them."""
+        """Unmap chunks. Their contents are lost; no code may be using them."""
 
     def view(self) -> torch.Tensor:
         """uint8[N] over the whole range; chunk 0 must be mapped. Valid until `close`."""
@@ -112,8 +112,8 @@ class CpuChunks:
     def __init__(self, max_bytes: int, available_bytes: Callable[[], int]) -> None:
         """Reserve addresses for at least `max_bytes`.
 
-        `available_bytes` returns how much memory the process may still take. No more than that is
-        mapped, except for the initial chunks, whose size the operator has set.
+        `available_bytes` returns how much memory the process may still take. `map` maps no
+        more than that, except the initial chunks, whose size the operator has set.
 
         Raises:
             OutOfMemoryError: The system refuses that many addresses.

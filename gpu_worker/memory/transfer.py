@@ -23,7 +23,7 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[tor
 
 
 def upload_into(buffer: torch.Tensor, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-    """As `upload`, but to the beginning of `buffer`, uint8[*] on a device; returns views of it.
+    """Like `upload`, but to the beginning of `buffer`, uint8[*] on a device; returns views of it.
 
     An array's address depends only on its own shape and dtype and those of the arrays before it.
     """

@@ -11,7 +11,8 @@ from rpc.malloc import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, set_malloc, trim_mall
 _TRIM_AT_ONCE: Final = 128 * 1024
 _MOST_KEPT: Final = 64 * 1024**2
 _MAX_HEAP_BYTES: Final = 32 * 1024**2
-"""The value that glibc itself raises both thresholds to when large tensors are freed."""
+"""glibc raises its thresholds up to these values itself when large tensors are freed:
+`M_TRIM_THRESHOLD` to `_MOST_KEPT`, and `M_MMAP_THRESHOLD` to `_MAX_HEAP_BYTES`."""
 
 
 def begin_release() -> None:

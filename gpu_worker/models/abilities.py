@@ -19,7 +19,7 @@ _MODULES: Final = ("Transformer", "Pooling", "Normalize")
 
 
 def read_abilities(directory: Path, config: ModelConfig, num_ranks: int) -> Abilities:
-    """Find out what the model in a directory can do.
+    """Find out which tasks the model in a directory can do.
 
     Raises:
         ModelError: sentence-transformers' files ask for something unsupported.

@@ -25,7 +25,7 @@ AttendBetween: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, Prepare], 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """Where a step's tokens are stored, and what they attend to.
+    """Where a step's tokens are stored, and which tokens they attend to.
 
     It is the same for every layer, unless the model has several KV groups: see `in_layer`.
 
@@ -214,9 +214,8 @@ def attend(
         def attend_to(step: AttentionMetadata) -> None:
             step = step.in_layer(pool, layer)
             # Chunks first, because this may overwrite the rows of the decodes.
-            if (
-                step.chunks is not None and len(query) > step.num_decodes
-            ):  # otherwise none is wanted
+            # If no token of a chunk is wanted, the query has only the decodes' rows.
+            if step.chunks is not None and len(query) > step.num_decodes:
                 attend_chunks(step.chunks)
             if step.decodes is not None:
                 attend_decodes(step.decodes)

@@ -17,7 +17,7 @@ class ModelConfig:
     """As in `architectures` of config.json, such as "LlamaForCausalLM"."""
     vocab_size: int
     max_model_len: int
-    """Most tokens of a sequence."""
+    """The largest number of tokens in a sequence."""
     num_layers: int
     """Layers with attention: each has keys and values in the KV pool."""
     num_kv_heads: int
@@ -44,7 +44,7 @@ class ModelConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it keeps nothing of a token, and so generates nothing."""
+        """Whether it stores no KV, and so generates no tokens."""
         return self.num_layers == self.num_states == 0
 
     def kv_shape(self, layer: int) -> tuple[int, int]:

@@ -75,8 +75,8 @@ class Experts:
         """`sum_n share_n expert_n(x)` over the N experts of each token.
 
         Tokens are grouped by expert, so that each expert in use runs once. A row's result does not
-        depend on other rows: the sum is in the order of the row's own experts. Waits for the device
-        once, to learn the number of tokens per expert.
+        depend on other rows: the sum is in the order of the row's own experts. Waits for the
+        device, to learn the number of tokens per expert.
 
         Args:
             x: `[T, E]`.
@@ -113,7 +113,7 @@ class GroupedExperts:
     gate_up: GroupedMaps
     down: GroupedMaps
     numbers: torch.Tensor
-    """int64[X]: those of the experts."""
+    """int64[X]: the numbers of the experts, from 0."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""

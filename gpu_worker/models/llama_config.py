@@ -59,7 +59,7 @@ class _Family:
     windows_by_layer: bool = False
     """Whether the window needs `use_sliding_window` and applies to some layers only."""
     sliding_window: int | None = None
-    """The window if config.json does not mention one."""
+    """The window if config.json has no such field."""
     has_experts: bool = False
 
 

@@ -74,7 +74,7 @@ class _Family:
     build: Callable[[Any, Weights], Decoder]
     """Takes the result of `read_config`."""
     split_config: Callable[[Any, Place], ModelConfig] | None = None
-    """Reduces that to one rank's part; None: one device only."""
+    """Reduces that config to one rank's part; None: one device only."""
 
 
 _LLAMA: Final = _Family(read_llama_config, build_llama, split_llama_config)
@@ -98,6 +98,7 @@ class _CheckpointSource:
         place: Place,
         *,
         is_dummy: bool,
+        is_batch_invariant: bool,
     ) -> None:
         self.config = self.local_config = family.read_config(fields)
         if family.split_config is not None:
@@ -110,6 +111,7 @@ class _CheckpointSource:
         self._stored = read_stored_format(fields)
         self._is_part = has_text_part(read_json(directory / "config.json"))
         self._is_dummy = is_dummy
+        self._is_batch_invariant = is_batch_invariant
         self._quantization = quantization
         self._directory = directory
         self._family = family
@@ -131,7 +133,10 @@ class _CheckpointSource:
             return self._family.build(self.config, weights)
 
         if self._is_dummy:
-            return draw_weights(build, dtype, device, self._quantization, ranks)
+            return draw_weights(
+                *(build, dtype, device, self._quantization, ranks),
+                is_batch_invariant=self._is_batch_invariant,
+            )
         return load_weights(
             self._directory,
             self.config.architecture,
@@ -143,6 +148,7 @@ class _CheckpointSource:
             ranks,
             self._stored,
             name_alone if self._is_part else lambda name: name,
+            is_batch_invariant=self._is_batch_invariant,
         )
 
 
@@ -153,6 +159,7 @@ def open_model(
     place: Place = Place(),  # noqa: B008 - it never changes
     *,
     is_dummy: bool = False,
+    is_batch_invariant: bool = False,
 ) -> ModelSource:
     """Find the implementation for a model directory, and read its config.
 
@@ -162,6 +169,7 @@ def open_model(
         quantization: How to quantize the weights; None: not at all.
         place: Which part of the model to load.
         is_dummy: Whether to draw random weights instead of reading them.
+        is_batch_invariant: Whether no bit of a row may depend on other rows, on a GPU.
 
     Raises:
         ModelError: A file or field is missing, malformed, or asks for something unsupported, or
@@ -173,14 +181,20 @@ def open_model(
         _log.info("the model's text part is served alone", architecture=read_architecture(whole))
     if model_class and model_class != _TRANSFORMERS:
         family = _import_family(model_class)
-        return _CheckpointSource(directory, fields, family, quantization, place, is_dummy=is_dummy)
+        return _CheckpointSource(
+            *(directory, fields, family, quantization, place),
+            is_dummy=is_dummy,
+            is_batch_invariant=is_batch_invariant,
+        )
     architecture = read_architecture(fields)
     lacking: UnsupportedError | None = None
     if model_class != _TRANSFORMERS and architecture in _NATIVE:
         family = _NATIVE[architecture]
         try:
             return _CheckpointSource(
-                directory, fields, family, quantization, place, is_dummy=is_dummy
+                *(directory, fields, family, quantization, place),
+                is_dummy=is_dummy,
+                is_batch_invariant=is_batch_invariant,
             )
         except UnsupportedError as error:
             lacking = error

@@ -70,7 +70,7 @@ class LongRopeScaling:
     attention_factor: float
     """Multiplies rotated queries and keys."""
     max_model_len: int | None
-    """The length from which other factors apply to the whole sequence; None: no such length."""
+    """From this length on, other factors apply to the whole sequence; None: never."""
 
 
 RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling

@@ -1,4 +1,4 @@
-"""Finds the text part of a model that takes images, too: requests have text alone."""
+"""Finds the text part of a model that also takes images; Quire serves only the text part."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -13,7 +13,7 @@ _TEXT_PARTS: Final[Mapping[str, tuple[str, str]]] = {
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "Qwen2ForCausalLM"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text", "Qwen3ForCausalLM"),
 }
-"""By architecture: the `model_type` of its text part, and the architecture that this has alone."""
+"""By architecture: the `model_type` of its text part, and the text part's own architecture."""
 _OF_THE_WHOLE: Final = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
 """Fields that a text part may leave to the whole."""
 _ROPES: Final = ("rope_parameters", "rope_scaling")
@@ -21,12 +21,12 @@ _OTHER_PARTS: Final = ("visual.", "vision_tower.", "multi_modal_projector.")
 
 
 def has_text_part(fields: JsonFields) -> bool:
-    """Whether a config.json describes such a model."""
+    """Whether a config.json describes a model with a text part."""
     return read_architecture(fields) in _TEXT_PARTS
 
 
 def text_part(fields: JsonFields) -> JsonFields:
-    """Return the fields of the text part alone; of any other model, all as they are.
+    """Return the fields of the text part; all fields, if the model has no other part.
 
     Raises:
         ModelError: The text part is of another kind than this model's usual one.
@@ -57,7 +57,7 @@ def _plain_rope(rope: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def name_alone(name: str) -> str | None:
-    """Return what a tensor is called in the text part alone; None: it is of another part."""
+    """Return a tensor's name in the text part alone; None: it belongs to another part."""
     if name.removeprefix("model.").startswith(_OTHER_PARTS):
         return None
     if name.startswith("language_model."):

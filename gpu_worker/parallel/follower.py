@@ -100,9 +100,8 @@ def end_with_input() -> None:
     """End the process when its standard input ends, because then its parent has ended."""
 
     def wait() -> None:
-        while os.read(
-            sys.stdin.fileno(), 1
-        ):  # unbuffered, because Python's exit needs the buffer's lock
+        # unbuffered, because Python's exit needs the buffer's lock
+        while os.read(sys.stdin.fileno(), 1):
             pass
         os._exit(1)
 

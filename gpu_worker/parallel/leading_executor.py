@@ -18,8 +18,8 @@ from gpu_worker.step.rows import Rows
 class LeadingExecutor:
     """An `Executor` for the step loop that drives the executors of all ranks.
 
-    All ranks refuse a bad step in the same way, before any of them computes. If a step fails in
-    another way, other ranks may be in the middle of it, so the group ends.
+    All ranks refuse a bad step in the same way, before any of them computes. After any other
+    failure of a step, other ranks may still compute it, so the whole group ends.
     """
 
     def __init__(self, executor: Executor, leader: Leader) -> None:

@@ -34,7 +34,7 @@ class Kind(IntEnum):
     RESET = 5
     """Forget all sequences, and all steps that were not collected."""
     DISTRUST = 7
-    """Forget everything, because a step has failed."""
+    """Forget all sequences and labels, because a step has failed."""
     CLOSE = 6
     """End: rank 0 ends."""
     FAILED = 8

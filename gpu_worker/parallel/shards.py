@@ -1,8 +1,8 @@
 """Which part of a model each rank holds: its share of each layer, and its layers.
 
-A *rank* is one process and its device. Ranks of one *stage* hold the same layers and split each of
-them; stages follow one another. Rank 0 is in the last stage, because tokens are sampled there, and
-rank 0 talks to the scheduler.
+A *rank* is one process and its device. The ranks of one *stage* hold the same layers and split each
+of them; stages run one after another. Rank 0 is in the last stage, because tokens are sampled
+there, and rank 0 talks to the scheduler.
 """
 
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ class Place:
         return self.groups(count)
 
     def groups(self, count: int) -> range:
-        """This rank's part of `count`, which `share` or `share_or_repeat` has accepted."""
+        """This rank's part of `count`; `share` or `share_or_repeat` must have accepted it."""
         start = count * self.tensor_rank // self.tensor_size
         return range(start, start + max(1, count // self.tensor_size))
 

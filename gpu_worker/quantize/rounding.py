@@ -15,7 +15,7 @@ import torch
 _RANGES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Candidate grids, as shares of a group's range; a smaller grid is finer but clips outliers."""
 _DAMPING: Final = 0.01
-"""This share of the features' mean square is added to each feature, as damping."""
+"""Damping: this share of the features' mean square is added to each feature."""
 _PIECE: Final = 128
 """Number of features to round before passing their errors to later features."""
 _LEAST_SCALE: Final = 1e-6

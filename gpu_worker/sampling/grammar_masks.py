@@ -185,7 +185,7 @@ class StructuredOutput:
 
     @property
     def may_force(self) -> bool:
-        """Whether `forced` may return anything but None."""
+        """Whether `forced` may return tokens."""
         return self._asks_for_runs and bool(self._rows)
 
     def add(self, row: int, grammar: str, output_token_ids: Sequence[int]) -> None:
@@ -272,7 +272,7 @@ class StructuredOutput:
             self._thread.stop()
 
     def _catch_up(self, rows: Sequence[int]) -> None:
-        """Bring all grammars up to date with their tokens, and finish compiling those of `rows`."""
+        """Advance all grammars by their tokens; finish compiling the grammars of `rows`."""
         for move in self._moves:
             move.result()
         self._moves.clear()

@@ -2,7 +2,7 @@
 
 Symbols: `S` sequences, `V` vocabulary, `L` sequences that want log-probabilities.
 
-The order of operations is that of `quire.v1.SamplingParams`: log-probabilities of the raw logits,
+The order of operations is as in `quire.v1.SamplingParams`: log-probabilities of the raw logits,
 penalties, bias, suppressed tokens, grammar, then a draw or an argmax. Each part touches only
 the sequences that need it: a batch of greedy ones costs a check for non-finite values and an
 argmax.
@@ -90,8 +90,8 @@ class Sampler:
                 penalties nor a grammar.
             positions: int64[S], the new token's index in its sequence.
             num_outputs: int64[S], output tokens of the sequence so far.
-            likeliest: What `ops.greedy` found in the logits, if a graph has computed it; the tokens
-                may be changed, and returned.
+            likeliest: The result of `ops.greedy` on the logits, if a graph has computed it; its
+                tokens may be changed and returned.
         """
         table = self.table
         maxima, is_finite = self._likeliest(logits) if likeliest is None else likeliest
@@ -127,7 +127,7 @@ class Sampler:
         return self._structured.forced(rows[places].tolist(), places)
 
     def follow(self, rows: Int64Array, token_ids: Callable[[], Int64Array]) -> None:
-        """Advance the grammars by what a step has sampled.
+        """Advance the grammars by a step's sampled tokens.
 
         Args:
             rows: int64[S], as for `sample`.
@@ -199,7 +199,7 @@ class Sampler:
     def _likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The tokens of the maxima, int64[S]; and bool[S], which rows are finite.
 
-        A GPU learns both in one pass. On a CPU the first is None: another pass is cheap.
+        On a GPU one pass computes both. On a CPU the first is None: another pass is cheap.
         """
         return ops.greedy(logits) if logits.is_cuda else (None, finite_rows(logits))
 
@@ -376,7 +376,7 @@ def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
 
 def finite_rows(values: torch.Tensor) -> torch.Tensor:
     """bool[S]: whether all numbers of each row are finite."""
-    # A non-finite number makes the sum non-finite; finite ones would have to be near 1e33.
+    # A non-finite number makes the sum non-finite; finite numbers below about 1e33 do not.
     if values.device.type == "cpu":  # torch's sum would wait for a thread that has lost its core
         with np.errstate(invalid="ignore", over="ignore"):
             return torch.from_numpy(np.isfinite(values.numpy().sum(axis=1)))

@@ -24,8 +24,8 @@ def truncate(
 ) -> None:
     """Set the weight of each token that is cut off to 0, in place.
 
-    Each cut sees the distribution that the one before left. Of equally likely tokens, lower ids
-    stay. Rows do not affect each other.
+    Each cut works on the distribution that the previous cut left. Of equally likely tokens, lower
+    ids stay. Rows do not affect each other.
 
     Args:
         logits: float32[S, V], divided by the temperature; each row's maximum is 0.

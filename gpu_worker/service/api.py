@@ -200,7 +200,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def Attach(  # noqa: N802 - the proto's name
         self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.AttachResponse:
-        """Attach a scheduler, by its epoch. Rows of the previous one are forgotten."""
+        """Attach a scheduler, by its epoch. The rows of the previous attachment are forgotten."""
         del context
         if self._is_unloaded and not self._is_draining:
             former_epoch = self._newest_epoch
@@ -223,9 +223,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             scheduler_id=request.scheduler_id,
             num_held_rows=len(attachment.holdings.rows),
         )
-        info, _ = (
-            self._loaded()
-        )  # read again, because the previous scheduler may have resized the pool
+        # Read again, because the previous scheduler may have resized the pool
+        info, _ = self._loaded()
         return worker_pb2.AttachResponse(
             worker=worker_info_to_proto(info), former_epoch=former_epoch
         )
@@ -233,7 +232,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def ReadHoldings(  # noqa: N802 - the proto's name
         self, request: worker_pb2.ReadHoldingsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Stream what the worker held when the scheduler attached."""
+        """Stream the rows and blocks that the worker held when the scheduler attached."""
         self._loaded()
         attachment = self._attachments.of(request.epoch)
         if attachment.holdings is None:

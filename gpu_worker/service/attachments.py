@@ -22,7 +22,7 @@ class Attachment:
     done_step_id: int = 0
     """The step of the last result sent."""
     holdings: Holdings | None = None
-    """What the worker held when the attachment began; None after its first step."""
+    """The worker's rows and blocks when the attachment began; None after its first step."""
 
 
 class Attachments:
@@ -33,7 +33,7 @@ class Attachments:
         self.num_beats = 0
         """Number of heartbeats of the attached schedulers."""
         self.is_cut_off = False
-        """Whether the newest scheduler last reported that it hears none of its routers."""
+        """Whether the newest scheduler's last report said that all its routers are silent."""
 
     def begin(self, epoch: int) -> Attachment:
         """Begin a scheduler's attachment. A scheduler may attach again.

@@ -112,7 +112,7 @@ async def pull_kv(
 
     Raises:
         UnavailableError: The source failed, or sent too little, too much or damaged content. Some
-            blocks may have been written.
+            target blocks may be overwritten.
     """
     pull = _Pull(blocks, source_target, block_ids, block_bytes, check)
     async with open_channel(source_target, tls=tls) as channel:

@@ -79,7 +79,7 @@ class Execution:
     opened_under: Attachment | None
     """The newest attachment when it was opened."""
     attachment: Attachment | None = None
-    """Known from the first batch on; None before."""
+    """Set by the first batch; None before."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 

@@ -1,7 +1,7 @@
 """Guesses with a smaller model of the same vocabulary, which has separate KV memory.
 
 Its pool has as many blocks as the model's, and a row uses the same block numbers in both, so the
-scheduler allocates nothing for it. This module tracks which of its KV is valid:
+scheduler needs no second allocation. This module tracks which of its KV is valid:
 
     by row      its KV is valid for the row's first `_num_computed` tokens
     by block    whether all slots of the block are valid, for rows that find it in the prefix cache
@@ -34,11 +34,11 @@ from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Guesses
 from gpu_worker.step.block_moves import Pool
-from gpu_worker.step.cuda_graphs import GraphBackend
-from gpu_worker.step.decode_graphs import DecodeGraphs
+from gpu_worker.step.graphs.cuda_graphs import GraphBackend
+from gpu_worker.step.graphs.decode_graphs import DecodeGraphs
+from gpu_worker.step.graphs.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.step.input_batch import build_input_batch
 from gpu_worker.step.model_runner import forward
-from gpu_worker.step.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.weights.json_fields import ModelError
 
@@ -54,7 +54,7 @@ class ModelDrafter:
         limits: Limits,
         device: torch.device,
     ) -> None:
-        """`pool` is the small model's, with `limits.num_blocks` blocks."""
+        """`pool` belongs to the small model, and has `limits.num_blocks` blocks."""
         self._model = model
         self._pool = pool
         self._num_draft_tokens = num_draft_tokens

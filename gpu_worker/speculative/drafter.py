@@ -17,7 +17,7 @@ Guesses: TypeAlias = list[Int32Array]
 class Drafter(Protocol):
     @property
     def num_draft_tokens(self) -> int:
-        """Most tokens that `guess` may be asked for; at least 1."""
+        """`guess` may be asked for up to this many tokens; at least 1."""
 
     def prepare(self, plan: Plan, rows: Rows) -> None:
         """Follow a step's changes. Called for each step, after the plan was applied to `rows`."""

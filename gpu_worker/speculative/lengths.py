@@ -1,16 +1,16 @@
 """Chooses how many tokens to guess for each row, by probability and cost.
 
 A guess is made if its chance of being kept exceeds its cost in tokens. Both are learned from past
-steps. A step of `T` tokens takes about `a + b T` seconds. If rows gain tokens at a rate `r`,
-computing one in vain costs `r (b + d)` tokens, where `d` is the time to guess it. A row's guess at
-distance j is kept with a probability of about `p^j`, so the row gets the largest k with::
+steps. A step of `T` tokens takes about `a + b T` seconds. If rows gain tokens at a rate `r`, a
+wrong guess costs `r (b + d)` tokens, where `d` is the time to make it. A row's guess at distance j
+is kept with a probability of about `p^j`, so the row gets the largest k with::
 
     p^k >= r (b + d)
 
 A small batch leaves most of the device unused: `a` is most of a step, and even poor guesses save
 time. In a large batch `r b` is close to 1, and nothing is guessed. A row whose guesses fail gets
-none either; because old observations fade, it is tried again later. One step in 32 does the
-opposite of the better choice, so that the costs of both choices stay known.
+none either; because old observations fade, it is tried again later. One step in 32 uses the worse
+choice, so that the costs of both choices stay known.
 """
 
 import math
@@ -79,9 +79,8 @@ class DraftLengths:
         self, rows: Int64Array, num_guessed: Int64Array, num_kept: Int64Array
     ) -> None:
         """Learn how many guesses were made and how many kept, int64[N] each."""
-        num_tried = np.minimum(
-            num_kept + 1, num_guessed
-        )  # guesses after a wrong one give no information
+        # guesses after a wrong one give no information
+        num_tried = np.minimum(num_kept + 1, num_guessed)
         memory = np.where(num_guessed > 0, _ROW_MEMORY, _IDLE_MEMORY)
         self._seen[:, rows] = self._seen[:, rows] * memory + (num_tried, num_kept)
 

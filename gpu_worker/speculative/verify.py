@@ -15,9 +15,9 @@ past its own known tokens, and the scheduler publishes none.
 This is exact for any sampling. A draw is a function of seed, position and logits alone (`draw.py`),
 so the token at a position is the same whether its context was guessed or not, up to the last bits
 of logits, which may differ between a chunk and a single token. How guesses are made does not
-matter. With fresh random numbers for each draw, the rejection rule of Leviathan et al. (Fast
-Inference from Transformers via Speculative Decoding, 2023) is needed to keep the distribution; here
-the output itself stays the same.
+matter. If each draw had fresh random numbers, the rejection rule of Leviathan et al. (Fast
+Inference from Transformers via Speculative Decoding, 2023) would be needed to keep the
+distribution. Here even the output stays the same.
 
 Rows with penalties or a grammar get no guesses: their logits depend on earlier tokens, one at a
 time.
@@ -151,7 +151,7 @@ class Speculation:
         return allowed
 
     def _write(self, rows: Int64Array, guesses: Guesses) -> None:
-        """Write guesses after the known tokens, so that inputs are gathered with them."""
+        """Write guesses after the known tokens, so that the input batch contains them."""
         for row, start, guess in zip(
             rows.tolist(), self._rows.num_tokens[rows].tolist(), guesses, strict=True
         ):

@@ -1,11 +1,11 @@
 """Labels of the blocks of every tier: content hashes, assigned by the scheduler.
 
 A label describes a block's bytes. It is copied with the bytes, and removed when they are written,
-so it stays correct if the scheduler assigned it correctly. A device block whose bytes are known to
-be wrong is *void*: it gets no label until it is overwritten from its first slot, or until a copy
+so it stays correct if the scheduler assigned it correctly. A device block with bytes that are known
+to be wrong is *void*: it gets no label until a step overwrites it from its first slot, or a copy
 replaces it.
 
-Nothing here waits: a copy that a GPU will make later, in stream order, counts as made.
+No method waits for copies: one that a GPU makes later, in stream order, counts as made.
 """
 
 import time
@@ -74,7 +74,7 @@ class TierLabels:
         """When each label was assigned, by the caller's count; 0: the block has none."""
 
     def assign(self, blocks: Int32Array, labels: Labels, ages: Int64Array) -> None:
-        """Label blocks; age 0 removes the label. Of several labels for a block the last counts.
+        """Label blocks; age 0 removes the label. A repeated block gets its last label.
 
         Args:
             blocks: int32[N].
@@ -133,7 +133,7 @@ class BlockLabels:
         self._loads: dict[int, int] = {}
 
     def apply(self, plan: Plan, rows: Rows, scheduled: ScheduledRows) -> None:
-        """Apply a step's labels, moves and writes. All moves are assumed to succeed."""
+        """Apply a step's labels, moves and writes. Labels move as if all block moves succeeded."""
         self._name(plan.labelled_block_ids, plan.labels)
         self._pins.pin(plan.pins)
         self._begin_disk_moves(plan)
@@ -195,7 +195,7 @@ class BlockLabels:
         return np.concatenate(on_disk)
 
     def end_stores(self, stored: Int32Array, failed: Int32Array) -> tuple[Int32Array, Labels]:
-        """Label the disk blocks that were stored; failed ones hold nothing.
+        """Label the stored disk blocks; blocks whose store failed are empty.
 
         Returns:
             int32[N] and uint8[N, 32]: those of `stored` that got a label, and the labels.

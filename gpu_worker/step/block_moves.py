@@ -32,7 +32,10 @@ class Pool(Protocol):
 
 
 class BlockMoves:
-    """Moves blocks between a worker's tiers and updates their labels. Called from one thread."""
+    """Moves blocks within and between a worker's tiers. Called from one thread.
+
+    Corrects the labels after failed swap-ins, and updates them when disk moves end.
+    """
 
     def __init__(
         self,

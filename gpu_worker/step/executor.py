@@ -35,7 +35,7 @@ from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.verify import Speculation
 from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.block_moves import BlockMoves, Pool
-from gpu_worker.step.cuda_graphs import GraphBackend
+from gpu_worker.step.graphs.cuda_graphs import GraphBackend
 from gpu_worker.step.model_runner import ModelRunner
 from gpu_worker.step.prompt_logprobs import PromptScores
 from gpu_worker.step.rows import Rows, ScheduledRows
@@ -152,7 +152,7 @@ class Executor:
 
     @property
     def max_in_flight(self) -> int:
-        """Most steps that may be launched and not yet collected."""
+        """At most this many steps may be launched and not yet collected."""
         return 2 if self._device.type == "cuda" and self._speculation is None else 1
 
     def bind_thread(self) -> None:

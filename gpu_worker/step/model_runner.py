@@ -17,10 +17,10 @@ from gpu_worker.models.attention import AttentionMetadata, Decoder
 from gpu_worker.parallel.shared_sampling import Sampling
 from gpu_worker.sampling.sampled_tokens import Sampled
 from gpu_worker.sampling.sampler import sample_others
-from gpu_worker.step.cuda_graphs import GraphBackend
-from gpu_worker.step.decode_graphs import Decoded, DecodeGraphs
+from gpu_worker.step.graphs.cuda_graphs import GraphBackend
+from gpu_worker.step.graphs.decode_graphs import Decoded, DecodeGraphs
+from gpu_worker.step.graphs.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
-from gpu_worker.step.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.step.pooling import Pooler, sample_or_pool
 from gpu_worker.step.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.step.rows import Rows, ScheduledRows
@@ -68,7 +68,7 @@ class ModelRunner:
     ) -> None:
         """`adapters` maps rows' numbers to adapters; its owner changes it between steps.
 
-        `slots` are those of the adapters, if steps with adapters may run as graphs.
+        `slots`: the adapters' slots, if steps with adapters may run as graphs.
 
         `takes_parts` allows splitting a step when memory is short. It is False with several ranks,
         which would all have to split the step in the same way.
@@ -295,6 +295,6 @@ class ModelRunner:
 
 
 def _kept(sampled: Sampled) -> Sampled:
-    """The same in memory of its own: a graph's next replay overwrites what it has found."""
+    """A copy in separate memory, because a graph's next replay overwrites the results."""
     token_ids, is_finite = sampled.token_ids.clone(), sampled.is_finite.clone()
     return replace(sampled, token_ids=token_ids, is_finite=is_finite)

@@ -16,7 +16,8 @@ from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _MAX_LOGITS_BYTES = 32 * 1024**2
-"""Most bytes of float32 logits at once; a whole prompt's logits may be larger than the model."""
+"""Most bytes of float32 logits at once, because the logits of a whole prompt may be larger than the
+model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,7 +340,7 @@ class Rows:
             starts + lens <= room, "appended_rows", rows, "missing: its block table is too short"
         )
 
-        # Ended rows keep counting: the scheduler counts them until it releases them.
+        # Ended rows count as well: the scheduler counts them until it releases them.
         self.num_computed[chunk_rows] += chunk_lens
         is_last = self.num_computed[chunk_rows] == self.num_tokens[chunk_rows]  # bool[C]
         sampled = chunk_rows[is_last]

@@ -81,7 +81,7 @@ class _Traced:
 
 
 class SequenceSpans:
-    """Follows the sequences whose trace is recorded; the others cost nothing."""
+    """Follows the sequences with a recorded trace; other sequences cost nothing."""
 
     def __init__(
         self,

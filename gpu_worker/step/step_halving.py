@@ -26,9 +26,8 @@ def halves(scheduled: ScheduledRows) -> tuple[ScheduledRows, ScheduledRows] | No
     """
     ends = np.cumsum(scheduled.lens)  # [S]
     cut = int(ends[-1]) // 2  # tokens of the first part
-    place = int(
-        np.searchsorted(ends, cut, side="right")
-    )  # the row of the first token after the cut
+    # the row of the first token after the cut
+    place = int(np.searchsorted(ends, cut, side="right"))
     num_before = cut - int(ends[place] - scheduled.lens[place])
     if num_before and place < scheduled.num_decodes + scheduled.num_drafting:
         place, num_before = place + (place == 0), 0  # a row with guesses is not cut

@@ -46,8 +46,8 @@ def warm_up(
 ) -> None:
     """Execute every kind of step; all rows are free before and after. KV contents are lost.
 
-    With limits that are too small for these steps nothing is executed; then the first requests
-    wait while kernels are compiled.
+    With limits that are too small for these steps it does nothing, and the first requests wait for
+    the compilation of kernels.
     """
     most_tokens = _PROMPT_TOKENS + (_NUM_DECODES + 1) * (1 + num_draft_tokens)
     most_at_once = _PROMPT_TOKENS + 1 + num_draft_tokens

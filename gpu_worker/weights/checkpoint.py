@@ -1,5 +1,6 @@
 """Reads named tensors from the files of a model directory, memory-mapped."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from gpu_worker.weights.gguf_file import open_gguf_files
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
-from gpu_worker.weights.tensor_file import Piece, TensorFile
+from gpu_worker.weights.tensor_file import Extent, OpenFile, Piece, TensorFile
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -32,7 +33,7 @@ class Checkpoint:
     ) -> None:
         """Open all files; raises ModelError if one is missing or damaged.
 
-        `rename` returns what a tensor is called here; None: it is left out.
+        `rename` returns the tensor's name here; None: it is left out.
         """
         self._name_to_file: dict[str, TensorFile] = {}
         self._name_in_file: dict[str, str] = {}
@@ -50,6 +51,11 @@ class Checkpoint:
         """A whole tensor, mapped where it can be; it must not be written."""
         file, in_file = self._name_to_file[name], self._name_in_file[name]
         return file.tensor(Piece(in_file, file.shape(in_file)))
+
+    def extent(self, piece: Piece) -> Extent | None:
+        """Where the bytes of a piece are; None: unknown."""
+        name = self._name_in_file[piece.name]
+        return self._name_to_file[piece.name].extent(replace(piece, name=name))
 
     def read_into(self, piece: Piece, out: torch.Tensor) -> None:
         """Copy a piece to `out`, converting dtype and device. Reads only that piece.
@@ -94,6 +100,8 @@ class _Safetensors:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
         self.names: list[str] = list(self._handle.keys())
+        self._file = OpenFile(path)
+        self._name_to_bytes = _read_places(self._file)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle.get_slice(name).get_shape())
@@ -104,6 +112,10 @@ class _Safetensors:
             return whole
         part: torch.Tensor = self._handle.get_slice(piece.name)[piece.where]
         return part
+
+    def extent(self, piece: Piece) -> Extent | None:
+        place = self._name_to_bytes.get(piece.name)
+        return None if place is None else self._file.extent(place, piece)
 
 
 class _Pickled:
@@ -126,6 +138,21 @@ class _Pickled:
 
     def tensor(self, piece: Piece) -> torch.Tensor:
         return self._tensors[piece.name][piece.where]
+
+    def extent(self, piece: Piece) -> None:  # torch does not tell
+        """Unknown."""
+
+
+def _read_places(file: OpenFile) -> dict[str, range]:
+    """Where each tensor's bytes are in a file that the package safetensors has accepted.
+
+    The format: https://huggingface.co/docs/safetensors/index#format.
+    """
+    start = 8 + int.from_bytes(file.read(0, 8), "little")
+    fields: dict[str, Any] = json.loads(file.read(8, start - 8) or "{}")
+    fields.pop("__metadata__", None)
+    offsets = {name: tensor["data_offsets"] for name, tensor in fields.items()}
+    return {name: range(start + first, start + stop) for name, (first, stop) in offsets.items()}
 
 
 def _open_files(directory: Path) -> Sequence[TensorFile]:

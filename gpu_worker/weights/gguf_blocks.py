@@ -1,6 +1,6 @@
 """Unpacks the blocks of GGUF's quantized tensors into integers, scales and offsets.
 
-The layouts are those of ggml (`ggml-common.h`). Symbols: `N` rows, `K` numbers of a row, `B` blocks
+The layouts come from ggml (`ggml-common.h`). Symbols: `N` rows, `K` numbers of a row, `B` blocks
 of a row.
 """
 

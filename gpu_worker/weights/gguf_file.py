@@ -6,7 +6,7 @@ are decoded when they are read.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +14,7 @@ import torch
 
 from gpu_worker.weights.gguf_blocks import unpack_blocks
 from gpu_worker.weights.json_fields import ModelError
-from gpu_worker.weights.tensor_file import Piece
+from gpu_worker.weights.tensor_file import Extent, OpenFile, Piece
 from model_files.gguf_header import GgufTensor, read_header
 
 _TOP: Final = {
@@ -45,7 +45,7 @@ _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of a tensor of the file: all, or those of one expert."""
+    """Rows of a tensor of the file: all rows, or one expert's."""
 
     tensor: GgufTensor
     expert: int | None = None
@@ -73,6 +73,7 @@ class GgufFile:
         """
         self.path = path.resolve()
         self._bytes = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+        self._file = OpenFile(path)
         self._name_to_rows: dict[str, _Rows] = {}
         for name, tensor in read_header(self.path).tensors.items():
             if not _IN_CONFIG.fullmatch(name):
@@ -103,8 +104,19 @@ class GgufFile:
             return numbers[piece.where[0]] if piece.where else numbers
         return numbers[:, piece.where[1]] if len(piece.where) > 1 else numbers
 
+    def extent(self, piece: Piece) -> Extent | None:
+        rows = self._name_to_rows[piece.name]
+        tensor = range(rows.tensor.start, rows.tensor.start + rows.tensor.num_bytes)
+        if rows.expert is not None:
+            num_bytes = len(tensor) // rows.tensor.shape[0]
+            tensor = tensor[rows.expert * num_bytes : (rows.expert + 1) * num_bytes]
+        # Rows in another order: a part may need any
+        return self._file.extent(
+            tensor, piece if rows.num_rotated_heads is None else replace(piece, where=())
+        )
+
     def _raw(self, rows: _Rows) -> torch.Tensor:
-        """uint8 `[N, bytes]`; one row if it has one dimension."""
+        """uint8 `[N, bytes]`; a tensor of one dimension is one row."""
         tensor = rows.tensor
         raw = self._bytes[tensor.start : tensor.start + tensor.num_bytes].view(-1, tensor.row_bytes)
         if rows.expert is not None:

@@ -4,13 +4,13 @@ Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of inpu
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
 import torch
 
-from gpu_worker.weights.linear import Linear
+from gpu_worker.weights.linear import Linear, PlainLinear
 from kernels import ops
 from kernels.reference.quantized_linear import pack_nibbles
 
@@ -47,7 +47,7 @@ def pack_integers(
 ) -> "PackedLinear":
     """Lay out a quantized weight as `kernels.cpu.linear.pack_integers` does; `can_pack` must hold.
 
-    Scales and offsets are rounded to float16: at 4 bits, those for values from 0 to 15.
+    Scales and offsets are rounded to float16; at 4 bits, they are for values from 0 to 15.
     """
     values = values.t()
     if bits == 4:  # noqa: PLR2004
@@ -72,6 +72,21 @@ def pack_fp8(
         return ScaledLinear(values.contiguous(), scales.t().contiguous(), bias)
     _tell_once(why_not)
     return _packed(values.t(), scales.t(), None, bias, dtype)
+
+
+def batch_invariant(linear: Linear, dtype: torch.dtype) -> Linear:
+    """The same map of activations of `dtype`, in which no bit of a row depends on other rows.
+
+    Libraries choose kernels by the number of rows. So 16-bit weights get a kernel of ours, and fp8
+    weights are multiplied as 16-bit numbers.
+    """
+    if isinstance(linear, PlainLinear):
+        return OneTileLinear(linear.weight, linear.bias)
+    if isinstance(linear, ScaledLinear):
+        linear = _packed(linear.weight.t(), linear.scales, None, linear.bias, dtype)
+    if isinstance(linear, PackedLinear):
+        return replace(linear, has_one_tile=True)
+    return linear  # of a CPU
 
 
 def _packed(
@@ -119,10 +134,14 @@ class PackedLinear:
     scales: torch.Tensor
     offsets: torch.Tensor | None
     bias: torch.Tensor | None
+    has_one_tile: bool = False
+    """Whether no bit of a row depends on the number of rows."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[T, K]` to `[T, N]`."""
-        return ops.quantized_linear(x, self.values, self.scales, self.offsets, self.bias)
+        return ops.quantized_linear(
+            x, self.values, self.scales, self.offsets, self.bias, has_one_tile=self.has_one_tile
+        )
 
     def compile(self, dtype: torch.dtype) -> None:
         """Launch each variant of the kernel once, so that none is compiled while serving."""
@@ -136,11 +155,23 @@ class PackedLinear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OneTileLinear:
+    """A map in which no bit of a row depends on the number of rows; see `ops.linear`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[T, K]` to `[T, N]`."""
+        return ops.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ScaledLinear:
     """A map of fp8 numbers: activations are rounded to fp8, too, with a scale for each token."""
 
     weight: torch.Tensor
-    """e4m3 [N, K], contiguous: its transpose is what the product takes."""
+    """e4m3 [N, K], contiguous; the product takes its transpose."""
     scales: torch.Tensor
     """fp32 [1, N]"""
     bias: torch.Tensor | None
@@ -150,7 +181,7 @@ class ScaledLinear:
         if not len(x):
             return x.new_empty(0, len(self.weight))
         largest = x.abs().amax(1, keepdim=True).float()  # [T, 1]
-        # Of a row of zeros any scale will do; one that is not finite stays so, and shows.
+        # For a row of zeros any scale is right; a row that is not finite stays so.
         x_scales = (largest / _FP8_LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
         numbers = (x / x_scales).clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
         return torch._scaled_mm(  # noqa: SLF001  there is no public name

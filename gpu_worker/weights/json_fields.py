@@ -28,7 +28,7 @@ class JsonFields:
         return ModelError(f"{self.path}: {self.prefix}{name} {problem}")
 
     def unsupported(self, name: str, problem: str) -> UnsupportedError:
-        """An error for what another implementation may support."""
+        """An error for a feature that another implementation may support."""
         return UnsupportedError(str(self.error(name, problem)))
 
     def has(self, name: str) -> bool:

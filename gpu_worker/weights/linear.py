@@ -25,8 +25,8 @@ def make_linear(
     """The map `x @ weight.T + bias` in the device's fastest form.
 
     On a CPU the weight is packed once, here, for our own kernel: few rows then cost only reading
-    the weight, and a row's result does not depend on the number of rows. Torch multiplies what
-    that does not take, and all weights where it could not be compiled.
+    the weight, and a row's result does not depend on the number of rows. Torch multiplies the other
+    weights; all weights, if the C code could not be compiled.
 
     Args:
         weight: `[N, K]`; the caller need not keep it.

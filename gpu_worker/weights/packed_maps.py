@@ -99,7 +99,7 @@ def _in_awq_order(nibbles: torch.Tensor) -> torch.Tensor:
 def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> QuantizedWeight | None:
     """Return a part of a weight, in groups of a size that packed maps support; None if impossible.
 
-    Groups are split into smaller ones with the same scale if the part would cut a group.
+    If the part would cut a group, groups are split into smaller ones with the same scale.
     """
     num_in = weight.values.shape[1]
     start, stop, _ = columns.indices(num_in)
@@ -163,7 +163,7 @@ def unpack_fp8(
 ) -> Fp8Weight:
     """Return a part of the weight of a map, exactly; `tensors` as named by `fp8_tensors`.
 
-    Blocks are split into smaller ones with the same scale if the part would cut a block.
+    If the part would cut a block, blocks are split into smaller ones with the same scale.
     """
     weight, scales = tensors["weight"], tensors[stored.scale_name]
     num_out, num_in = weight.shape
@@ -316,7 +316,8 @@ class PackedMaps:
     def _part(self, piece: Piece, *, has_bias: bool) -> _Part:
         """The weight of a piece: quantized if its groups can be kept, else in float32.
 
-        Tensors are read whole even for a part: the cut may go through groups or blocks.
+        Tensors of AWQ, GPTQ and fp8 are read whole even for one rank's part, because the cut may
+        divide a group or a block. Of GGUF's, only the part's rows are read.
         """
         name = piece.name.removesuffix(".weight")
         if not self.has(name):
@@ -397,7 +398,7 @@ class PackedMaps:
             )
 
     def _refuse_bias(self, name: str, num_out: int) -> None:
-        """Refuse a bias that the model lacks, unless it is zero, as some GPTQ writers add it."""
+        """Refuse a bias that the model lacks, unless it is zero: some GPTQ writers add zeros."""
         if f"{name}.bias" not in self._names:
             return
         bias = torch.empty(num_out, device=self._reading_on)

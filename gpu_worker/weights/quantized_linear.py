@@ -20,8 +20,8 @@ _INT4_KERNEL_GROUPS: Final = (32, 64, 128)
 _INT4_RANGES: Final = (1.0, 0.85)
 """Candidate grids, as shares of a group's range. The whole range keeps weights that are already on
 a grid; a smaller range is finer, which suits all weights except outliers. Each group takes the grid
-with less error. In the shipped model the error is then 0.6 % less than with the whole range alone;
-four shares would make it 1.3 % less."""
+with less error. In the shipped model, these shares make the error 0.6 % less than the whole range
+alone; four shares would make it 1.3 % less."""
 _INT4_FITS: Final = 2
 _FLOAT32_EPS: Final = 1e-6
 _PIECE: Final = 2**18
@@ -69,7 +69,7 @@ class QuantizedWeight:
         return weight.view(self.values.shape)
 
     def fits_half_precision(self) -> bool:
-        """Whether rounding scales and offsets to float16 changes nothing that matters in float32.
+        """Whether float16 represents scales and offsets well enough for products in float32.
 
         Offsets are those for values that begin at 0, at 4 bits.
         """
@@ -154,8 +154,9 @@ def _rounded(numbers: torch.Tensor) -> torch.Tensor:
 def can_multiply(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
     """Whether our own kernel for the weight's device takes it, for activations of `dtype`.
 
-    On a CPU 4-bit groups must have 32, 64 or 128 input features. In float32 a weight is multiplied
-    only as it is: scales and offsets must fit in float16. A GPU multiplies float32 dequantized.
+    On a CPU 4-bit groups must have 32, 64 or 128 input features. With float32 activations the
+    product must be exact, so scales and offsets must fit in float16. A GPU dequantizes weights for
+    float32 activations.
     """
     if gpu_linear.is_here(weight.values.device):
         return gpu_linear.can_pack(

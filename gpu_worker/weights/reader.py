@@ -14,6 +14,7 @@ import torch
 
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.shards import Place
+from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.checkpoint import Checkpoint
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.linear import Linear, make_linear
@@ -24,6 +25,7 @@ from gpu_worker.weights.quantized_linear import (
     make_quantized_linear,
     quantize,
 )
+from gpu_worker.weights.read_ahead import ReadAhead
 from gpu_worker.weights.stored_format import StoredFormat
 from gpu_worker.weights.tensor_file import Piece
 
@@ -48,11 +50,14 @@ class Weights:
         quantization: Quantization | None = None,
         ranks: Ranks | None = None,
         stored: StoredFormat | None = None,
+        *,
+        is_batch_invariant: bool = False,
     ) -> None:
         """`fill` fills an empty tensor; `names` are the names of all tensors in the checkpoint.
 
         `ranks` are the devices that share the model; None: this device only. `stored` is how the
-        checkpoint packs its linear maps; None: not at all.
+        checkpoint packs its linear maps; None: not at all. If `is_batch_invariant`, no bit of a
+        row depends on other rows in the maps that `linear` and `head` make.
         """
         self.names = names
         self.ranks = ranks
@@ -64,6 +69,7 @@ class Weights:
         self.num_quantized = 0
         """Linear maps quantized so far."""
         self._quantization = quantization
+        self._is_batch_invariant = is_batch_invariant
         self._fill = fill
         self._ignored: list[re.Pattern[str]] = []
         self.packed: PackedMaps | None = None
@@ -178,7 +184,7 @@ class Weights:
             )
         pieces = [Piece(f"{name}.weight", shape, where) for name, shape, where in parts]
         if self.packed is not None and any(self.packed.has(name) for name, _, _ in parts):
-            return self.packed.linear(pieces, joined_bias)
+            return self._of_any_batch(self.packed.linear(pieces, joined_bias))
         weight = self._joined(pieces)
         num_in = weight.shape[1]
         if self._quantization is not None and not can_quantize(num_in, self._quantization):
@@ -192,11 +198,17 @@ class Weights:
         self, weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantization | None
     ) -> Linear:
         if quantization is None:
-            return make_linear(weight, bias)
+            return self._of_any_batch(make_linear(weight, bias))
         self.num_quantized += 1
         if weight.is_meta:  # planning only
             return make_linear(weight, bias)
-        return make_quantized_linear(quantize(weight, quantization), bias, self.dtype)
+        linear = make_quantized_linear(quantize(weight, quantization), bias, self.dtype)
+        return self._of_any_batch(linear)
+
+    def _of_any_batch(self, linear: Linear) -> Linear:
+        return (
+            gpu_linear.batch_invariant(linear, self.dtype) if self._is_batch_invariant else linear
+        )
 
     def ignore(self, pattern: str) -> None:
         """Accept unused tensors whose whole name matches a regular expression."""
@@ -227,6 +239,8 @@ def load_weights(
     ranks: Ranks | None = None,
     stored: StoredFormat | None = None,
     rename: Callable[[str], str | None] = lambda name: name,
+    *,
+    is_batch_invariant: bool = False,
 ) -> ModelT:
     """Build a model with weights read from disk, converted to `dtype`, on `device`.
 
@@ -245,46 +259,52 @@ def load_weights(
         ranks: The devices that share the model; each reads its part.
         stored: How the checkpoint packs its linear maps; None: not at all.
         rename: As of `Checkpoint`.
+        is_batch_invariant: As of `Weights`.
 
     Raises:
         ModelError: A file is missing or damaged; tensors are missing, unexpected or of wrong shape;
             or the model cannot be quantized.
     """
     checkpoint = Checkpoint(directory, rename)
-    num_elems: dict[str, int] = {}
+    planned: list[Piece] = []
 
-    def count(piece: Piece, out: torch.Tensor) -> None:
-        num_elems[piece.name] = out.numel()
+    def note(piece: Piece, _: torch.Tensor) -> None:
+        planned.append(piece)
 
-    plan = Weights(checkpoint.names, dtype, _META, count, quantization, None, stored)
+    plan = Weights(checkpoint.names, dtype, _META, note, quantization, None, stored)
     build(plan)
     if quantization is not None and not plan.num_quantized:
         raise ModelError(
             f"quantization is {quantization.value}; {architecture} makes no map by Weights.linear"
             " or Weights.head"
         )
-    missing = sorted(num_elems.keys() - checkpoint.names)
+    needed = {piece.name for piece in planned}
+    missing = sorted(needed - checkpoint.names)
     if missing:
         raise ModelError(f"{directory} lacks {_some(missing)} of {architecture}")
-    unused = sorted(checkpoint.names - num_elems.keys())
+    unused = sorted(checkpoint.names - needed)
     unexpected = [name for name in unused if not plan.ignores(name)]
     if unexpected:
         raise ModelError(f"{directory} has {_some(unexpected)}, unknown to {architecture}")
-    if (
-        ranks is not None
-    ):  # the first plan covers the whole model, so all ranks refuse in the same cases
-        num_elems.clear()
-        build(Weights(checkpoint.names, dtype, _META, count, quantization, ranks, stored))
-    total, num_read = math.fsum(num_elems.values()), 0
+    # The first plan covers the whole model, so all ranks refuse in the same cases
+    if ranks is not None:
+        planned.clear()
+        build(Weights(checkpoint.names, dtype, _META, note, quantization, ranks, stored))
+    total, num_read = sum(math.prod(piece.piece_shape) for piece in planned), 0
 
     def fill(piece: Piece, out: torch.Tensor) -> None:
         nonlocal num_read
+        ahead.wait_for_next()
         checkpoint.read_into(piece, out)
         num_read += out.numel()
         progress(num_read / total)
 
-    weights = Weights(checkpoint.names, dtype, device, fill, quantization, ranks, stored)
-    model = build(weights)
+    weights = Weights(
+        *(checkpoint.names, dtype, device, fill, quantization, ranks, stored),
+        is_batch_invariant=is_batch_invariant,
+    )
+    with ReadAhead(map(checkpoint.extent, planned)) as ahead:
+        model = build(weights)
     if weights.packed is not None:
         weights.packed.log()
     return model
@@ -309,6 +329,8 @@ def draw_weights(
     device: torch.device,
     quantization: Quantization | None = None,
     ranks: Ranks | None = None,
+    *,
+    is_batch_invariant: bool = False,
 ) -> ModelT:
     """Build a model with random weights, drawn on the device; as `load_weights`, without files.
 
@@ -322,7 +344,11 @@ def draw_weights(
         else:
             out.normal_(std=_DUMMY_STD, generator=generator)
 
-    return build(Weights(_EveryName(), dtype, device, fill, quantization, ranks))
+    weights = Weights(
+        *(_EveryName(), dtype, device, fill, quantization, ranks),
+        is_batch_invariant=is_batch_invariant,
+    )
+    return build(weights)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -69,7 +69,7 @@ class Fp8Format:
 
 @dataclass(frozen=True, slots=True)
 class GgufFormat:
-    """Blocks of a GGUF file. A map's tensor is named after their type, which may differ by map."""
+    """Blocks of a GGUF file. A map's tensor is named after its type of blocks."""
 
     title = "gguf"
     """Its name in the log."""

@@ -1,5 +1,7 @@
 """The interface of a checkpoint's files: named tensors, read whole or in part."""
 
+import os
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,42 @@ class Piece:
         return (*cut, *self.shape[len(self.where) :])
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Consecutive bytes of an open file."""
+
+    path: Path
+    descriptor: int
+    bytes: range
+
+
+class OpenFile:
+    """A file that is also mapped, open for reading ahead as long as this object exists."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except OSError:
+            return  # such as too many open files; it can be mapped all the same
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Some bytes; none if it is not open."""
+        return b"" if self._descriptor is None else os.pread(self._descriptor, num_bytes, start)
+
+    def extent(self, tensor: range, piece: Piece) -> Extent | None:
+        """The rows that a piece needs of a tensor, whose bytes are given; None: it is not open."""
+        if self._descriptor is None:
+            return None
+        if piece.where and piece.shape[0]:
+            rows = range(piece.shape[0])[piece.where[0]]
+            row_bytes = len(tensor) // piece.shape[0]
+            tensor = tensor[rows.start * row_bytes : rows.stop * row_bytes]
+        return Extent(self._path, self._descriptor, tensor)
+
+
 class TensorFile(Protocol):
     """One file, memory-mapped."""
 
@@ -40,4 +78,10 @@ class TensorFile(Protocol):
         """Of the whole tensor."""
 
     def tensor(self, piece: Piece) -> torch.Tensor:
-        """A piece of a tensor that has the piece's shape; reads little more than the piece."""
+        """Return a piece, `[*piece.piece_shape]`; reads little more than it.
+
+        The tensor must have the shape `piece.shape`.
+        """
+
+    def extent(self, piece: Piece) -> Extent | None:
+        """Where the piece's bytes are, and few others; None: unknown."""

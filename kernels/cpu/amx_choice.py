@@ -1,18 +1,20 @@
 """Whether linear maps use Intel's AMX here: decided by a check and by timing, once on a machine.
 
-A capability alone decides nothing: our code for AMX was written without such a CPU. One decision
-applies to all maps and numbers of rows, because AMX and AVX-512 add in different orders. It is kept
-in a file beside the compiled library, so the workers of a machine decide alike.
+The CPU's capability alone does not suffice: Quire's code for AMX was written without such a CPU.
+The decision is one for each format of weights, and applies to all numbers of rows, because AMX and
+AVX-512 add in different orders. It is kept in a file beside the compiled library, so the workers of
+a machine decide alike.
 """
 
 import fcntl
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -24,14 +26,20 @@ from kernels.cpu.library import Library, native
 from kernels.cpu.linear import PackedLinear, can_pack, pack, pack_integers
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
+FORMATS: Final = {"bfloat16": 1 << 1, "int8": 1 << 2, "int4": 1 << 3}
+"""Formats of weights, with the bits that C has for them (`kept_as` in `linear.c`)."""
+_ALL: Final = sum(FORMATS.values())
 _PROMPT_ROWS: Final = 512
 _NUM_OUTPUT_TOKENS: Final = 64
 """The comparison uses a request with these numbers of prompt and output tokens, on one stream."""
 _TIMED_SHAPE: Final = (4096, 2048)
-"""Output and input features: 16 MiB of weights."""
-_TIMING_S: Final = 1.0
+"""Output and input features: 16 MiB of weights in bfloat16."""
+_TIMING_S: Final = 0.5
+"""For each format."""
 _MIN_ROUNDS: Final = 2
 _ROUNDS_OF_ONE_ROW: Final = 4
+_TIMED_GROUP: Final = 32
+"""Input features of a group of 4-bit weights."""
 _CHECKED_ROWS: Final = (1, 5, 16, 17, 32, 33, 100)
 _RELATIVE_ERROR: Final = 2.0**-7
 """Of a result: bfloat16's last place."""
@@ -45,21 +53,13 @@ _CPU_FIELDS: Final = ("model name", "cpu family", "model", "stepping", "microcod
 
 
 @dataclass(frozen=True, slots=True)
-class AmxFindings:
-    """What was found on this machine."""
+class Times:
+    """Milliseconds of maps of one format of weights: 512 rows of one, and one row."""
 
-    machine: dict[str, str]
-    """CPU and versions for which it holds."""
-    date: str
-    num_begun: int
-    """How often the check has begun, or failed to end, until it ended."""
-    failure: str | None = None
-    """What is wrong with AMX's results; None: nothing, and the times are there."""
-    avx512_prompt_ms: float = 0.0
-    """512 rows of a map; `row` is one row."""
-    amx_prompt_ms: float = 0.0
-    avx512_row_ms: float = 0.0
-    amx_row_ms: float = 0.0
+    avx512_prompt_ms: float
+    amx_prompt_ms: float
+    avx512_row_ms: float
+    amx_row_ms: float
 
     @property
     def is_faster(self) -> bool:
@@ -69,44 +69,61 @@ class AmxFindings:
 
 
 @dataclass(frozen=True, slots=True)
-class AmxChoice:
-    """Whether maps of bfloat16 use AMX from now on."""
+class AmxFindings:
+    """The findings on this machine."""
 
-    uses_amx: bool
+    machine: dict[str, str]
+    """CPU and versions for which it holds."""
+    date: str
+    num_begun: int
+    """How often the check has begun, or failed to end, until it ended."""
+    failure: str | None = None
+    """The fault in AMX's results; None: they are right, and the times are known."""
+    times: dict[str, Times] = field(default_factory=dict)
+    """By format of weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class AmxChoice:
+    """For which formats of weights maps of bfloat16 use AMX from now on."""
+
+    formats: tuple[str, ...]
     findings: AmxFindings | None
     """None: nothing was checked, since AMX is not wanted."""
 
 
 def choose_amx(wanted: str) -> AmxChoice | None:
-    """Check and time AMX, or read what an earlier check found, and turn it on or off.
+    """Check and time AMX, or read an earlier check's findings; then turn AMX on or off.
 
     No kernel may run meanwhile.
 
     Args:
-        wanted: "auto" is the faster one; "on" is AMX if its results are right; "off" is without.
+        wanted: "auto" is the faster one for each format of weights; "on" is AMX if its results are
+            right; "off" is without.
 
     Returns:
         None if there is no AMX: the CPU, the system, or the compiler has none.
     """
     library = native()
-    if library is None or not library.use_amx(True):
+    if library is None or not library.use_amx(_ALL):
         return None
-    library.use_amx(False)
+    library.use_amx(0)
     if wanted == "off":
-        return AmxChoice(uses_amx=False, findings=None)
+        return AmxChoice((), findings=None)
     findings = _find(library)
-    is_wanted = findings.failure is None and (wanted == "on" or findings.is_faster)
-    return AmxChoice(uses_amx=is_wanted and library.use_amx(True), findings=findings)
+    formats = tuple(f for f, each in findings.times.items() if wanted == "on" or each.is_faster)
+    library.use_amx(sum(FORMATS[each] for each in formats))
+    return AmxChoice(formats, findings)
 
 
 def _find(library: Library) -> AmxFindings:
-    """Return what is kept in the file, or else check and time now, and keep it."""
+    """Return the findings in the file; if there are none, check, measure, and write the file."""
     machine = _machine()
     try:
-        with _locked(cache_directory() / f"{library.path.stem}.amx.json") as file:
+        with _locked(f"{library.path.stem}.amx.json") as file:
             kept = _read(file)
             is_ours = kept is not None and kept.machine == machine
-            if kept is not None and is_ours and (kept.failure or kept.amx_row_ms):
+            if kept is not None and is_ours and (kept.failure or kept.times):
                 return kept
             num_begun = kept.num_begun if kept is not None and is_ours else 0
             if num_begun >= _MAX_BEGUN:
@@ -117,29 +134,30 @@ def _find(library: Library) -> AmxFindings:
             findings = _examine(library, machine, num_begun + 1)
             _write(file, findings)
             return findings
-    except (BuildError, OSError):  # nothing can be kept
-        return _examine(library, machine, 1)
+    except OSError as error:
+        # A check that ends the process would end it at each start, as nothing remembers the check.
+        return AmxFindings(machine, _today(), 0, f"not checked: {error}")
 
 
 def _examine(library: Library, machine: dict[str, str], num_begun: int) -> AmxFindings:
     try:
         failure = find_failure(library)
-        times = (0.0,) * 4 if failure else time_both(library)
+        times = {} if failure else time_all(library)
     except Exception as error:  # noqa: BLE001 - after any error the worker starts without AMX
-        failure, times = f"the check failed: {error!r}", (0.0,) * 4
+        failure, times = f"the check failed: {error!r}", {}
     finally:
-        library.use_amx(False)
-        WEIGHT_MEMORY.begin_region()  # what was packed here frees its memory
-    return AmxFindings(machine, _today(), num_begun, failure, *times)
+        library.use_amx(0)
+        WEIGHT_MEMORY.begin_region()  # so that the weights packed here are freed together
+    return AmxFindings(machine, _today(), num_begun, failure, times)
 
 
 def find_failure(library: Library) -> str | None:
-    """Return what is wrong with AMX's results; None: nothing. Leaves AMX on or off."""
+    """Return the fault in AMX's results; None if they are right. Leaves AMX on or off."""
     generator = torch.Generator().manual_seed(0)
     for name, apply, weight, bias in _maps(generator):
         x = torch.randn(max(_CHECKED_ROWS), apply.num_in, generator=generator).bfloat16()
         exact = x.double() @ weight.T + bias.double()
-        library.use_amx(True)
+        library.use_amx(_ALL)
         together = apply(x)
         error = (together.double() - exact).abs() - _RELATIVE_ERROR * exact.abs()
         if not bool((error <= _ABSOLUTE_ERROR).all()):  # also if it is NaN
@@ -174,11 +192,24 @@ def _maps(
         yield f"int{bits} [{num_out}, {num_in}] in groups of {group}", apply, weight, bias
 
 
+def time_all(library: Library) -> dict[str, Times]:
+    """Return the times of each format of weights."""
+    num_out, num_in = _TIMED_SHAPE
+    ones = torch.ones(_TIMED_SHAPE, dtype=torch.int8)
+    by_row = torch.ones(num_out, 1)
+    by_group = torch.ones(num_out, num_in // _TIMED_GROUP)
+    maps = {
+        "bfloat16": pack(ones.bfloat16(), None),
+        "int8": pack_integers(8, ones, by_row, None, None, torch.bfloat16),
+        "int4": pack_integers(4, ones, by_group, by_group, None, torch.bfloat16),
+    }
+    return {name: time_both(library, apply) for name, apply in maps.items()}
+
+
 def time_both(
-    library: Library, clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, float, float, float]:
-    """Return the times of `AmxFindings`, each the least of some rounds that take turns."""
-    apply = pack(torch.full(_TIMED_SHAPE, 0.01, dtype=torch.bfloat16), None)
+    library: Library, apply: PackedLinear, clock: Callable[[], float] = time.perf_counter
+) -> Times:
+    """Return the times of a map, each the least of some rounds that take turns."""
     prompt = torch.full((_PROMPT_ROWS, apply.num_in), 0.01, dtype=torch.bfloat16)
     least = [float("inf")] * 4
 
@@ -192,20 +223,19 @@ def time_both(
         if number > _MIN_ROUNDS and clock() > end:  # the first one is not counted
             break
         for uses_amx in False, True:
-            library.use_amx(uses_amx)
+            library.use_amx(_ALL * uses_amx)
             measure(uses_amx, prompt)
             for _ in range(_ROUNDS_OF_ONE_ROW):
                 measure(2 + uses_amx, prompt[:1])
         if number == 0:
             least = [float("inf")] * 4
-    return least[0], least[1], least[2], least[3]
+    return Times(*least)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[TextIO]:
-    """Open a file that no other process has; raises OSError if another one keeps it."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with path.open("a+") as file:
+def _locked(name: str) -> Iterator[TextIO]:
+    """Open and lock a file; raises OSError if another process keeps its lock."""
+    with _opened(name) as file:
         end = time.monotonic() + _LOCK_S
         while True:
             try:
@@ -213,18 +243,33 @@ def _locked(path: Path) -> Iterator[TextIO]:
                 break
             except BlockingIOError:
                 if time.monotonic() > end:
-                    raise
+                    raise TimeoutError(f"a process keeps {file.name}") from None
                 time.sleep(_LOCK_POLL_S)
         yield file
 
 
+def _opened(name: str) -> TextIO:
+    """Open a file beside the compiled libraries, or where temporary files are; raises OSError."""
+    try:
+        directory = cache_directory()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return (directory / name).open("a+")
+    except (BuildError, OSError):  # a container's files are often read-only but for those
+        directory = Path(tempfile.gettempdir()) / f"quire-kernels-{os.getuid()}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if directory.lstat().st_uid != os.getuid():
+            raise PermissionError(f"{directory} belongs to another user") from None
+        return (directory / name).open("a+")
+
+
 def _read(file: TextIO) -> AmxFindings | None:
-    """Return what the file holds; None if it is empty or another version's."""
+    """Return the findings in the file; None if it is empty or of another version."""
     file.seek(0)
     try:
         fields: dict[str, Any] = json.load(file)
-        return AmxFindings(**fields)
-    except (ValueError, TypeError):
+        times = {name: Times(**each) for name, each in fields.pop("times", {}).items()}
+        return AmxFindings(**fields, times=times)
+    except (ValueError, TypeError, AttributeError):
         return None
 
 
@@ -233,7 +278,7 @@ def _write(file: TextIO, findings: AmxFindings) -> None:
     file.truncate()
     json.dump(asdict(findings), file, indent=1)
     file.flush()
-    os.fsync(file.fileno())  # it has to survive the machine, too, if AMX should stop that
+    os.fsync(file.fileno())  # on the disk before AMX runs, in case AMX stops the machine
 
 
 def _today() -> str:

@@ -55,9 +55,9 @@ def attention_fields(
 ) -> tuple[Field, ...]:
     """Return the fields of C's `attention`, and of `merge_splits`.
 
-    Addresses are those of tensors as `kernels.ops.paged_attention_prefill` takes them;
-    `query_start_loc` 0 is one token for each sequence. `partials` is room for as many float32 as
-    `num_partials` says.
+    The addresses of the tensors that `kernels.ops.paged_attention_prefill` takes; a
+    `query_start_loc` of 0 means one token for each sequence. `partials` is room for as many float32
+    as `num_partials` says.
     """
     keys, values, key_scales, value_scales = caches
     assert values is not None, "attention reads values"

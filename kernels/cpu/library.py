@@ -141,9 +141,9 @@ class Library:
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
-        self.use_amx: Callable[[bool], bool] = library.quire_use_amx
-        """Has maps of bfloat16 use Intel's AMX, or not; returns whether they do from now on, which
-        only a CPU with AMX can. No kernel may run meanwhile."""
+        self.use_amx: Callable[[int], bool] = library.quire_use_amx
+        """Has maps of bfloat16 use Intel's AMX from now on, for the formats of weights in a set of
+        bits; returns whether any do, which only a CPU with AMX can. No kernel may run meanwhile."""
         library.quire_use_amx.argtypes = (ctypes.c_int64,)
         library.quire_use_amx.restype = ctypes.c_bool
 

@@ -155,7 +155,7 @@ class PackedLinear:
 
     _library: Library
     dtype: torch.dtype
-    """Of the activations, float32 or bfloat16."""
+    """The dtype of the activations, float32 or bfloat16."""
     num_out: int
     """N."""
     num_in: int
@@ -182,8 +182,8 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Map `[T, K]` to `[T, N]`.
 
-        `dtype` may be float32 where x is bfloat16: the same numbers, without a conversion
-        afterwards.
+        If x is bfloat16, `dtype` may be float32: the numbers are the same, and need no conversion
+        later.
 
         Raises:
             ValueError: shape, dtype, device or strides do not fit.

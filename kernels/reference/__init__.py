@@ -4,12 +4,13 @@ Each twin has the name and signature of its Triton launcher in `kernels.triton`.
 """
 
 from kernels.reference.activation import silu_mul
+from kernels.reference.attention.decode import paged_attention_decode
+from kernels.reference.attention.prefill import paged_attention_prefill
 from kernels.reference.copy import copy_blocks, gather_blocks, scatter_blocks
-from kernels.reference.decode import paged_attention_decode
 from kernels.reference.greedy import greedy
 from kernels.reference.grouped_linear import grouped_linear
+from kernels.reference.linear import linear
 from kernels.reference.norm import add_rms_norm, rms_norm
-from kernels.reference.prefill import paged_attention_prefill
 from kernels.reference.quantized_linear import quantized_linear
 from kernels.reference.rotary import rotary
 from kernels.reference.rotary_store import rotary_store_kv
@@ -23,6 +24,7 @@ __all__ = [
     "gather_blocks",
     "greedy",
     "grouped_linear",
+    "linear",
     "paged_attention_decode",
     "paged_attention_prefill",
     "quantized_linear",

@@ -1,4 +1,4 @@
-"""Linear maps of which each row uses one, in plain torch.
+"""Linear maps for groups of rows, in plain torch: each row uses one map.
 
 Symbols: `R` rows that are mapped, `G` maps, `K` input features, `N` output features.
 """
@@ -19,12 +19,12 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Compute `out[places[i]] += x[sources[i]] @ w.T`, with the weight w of the group of i.
 
-    i is from 0 to `num_rows`, R, and group g has those from `ends[g - 1]` to `ends[g]`; those
-    behind the last end have no group. `sources` and `places` are int64[R], each place once; None:
-    i itself. `ends` is int32[G], ascending. `x` is `[*, K]`.
+    i runs from 0 to `num_rows`, R; group g has the rows from `ends[g - 1]` to `ends[g]`, and rows
+    behind the last end have no group. `sources` and `places` are int64[R], each place once; None: i
+    itself. `ends` is int32[G], ascending. `x` is `[*, K]`.
 
-    With `out` None there is nothing to add to: the result is new, `[R, N]`. What no map writes is
-    undefined there. Sums are fp32, and a result is rounded once.
+    With `out` None there is nothing to add to: the result is new, `[R, N]`. Elements that no map
+    writes are undefined there. Sums are fp32, and a result is rounded once.
     """
     if out is None:
         out = x.new_zeros(num_rows, maps.num_out)

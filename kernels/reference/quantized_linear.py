@@ -16,6 +16,8 @@ def quantized_linear(
     scales: torch.Tensor,
     offsets: torch.Tensor | None,
     bias: torch.Tensor | None,
+    *,
+    has_one_tile: bool = False,
 ) -> torch.Tensor:
     """Return `x @ w + bias` [T, N] for `x` [T, K], where `w = values * scale + offset`.
 
@@ -24,8 +26,10 @@ def quantized_linear(
     are floats, each for K / G consecutive values of a column; `offsets` are as the scales, or None
     for zeros. K / G is a multiple of 32, or G is 1. `bias` is [N], of the dtype of `x`.
 
-    Each weight is computed in fp32 and rounded to the dtype of `x`; sums are fp32.
+    Each weight is computed in fp32 and rounded to the dtype of `x`; sums are fp32. If
+    `has_one_tile`, a kernel adds in the same order for any T.
     """
+    del has_one_tile
     numbers = unpack_nibbles(values) if values.dtype is torch.uint8 else values
     by_group = numbers.float().view(scales.shape[0], -1, numbers.shape[1])
     weight = by_group * scales.float().unsqueeze(1)

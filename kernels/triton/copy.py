@@ -51,8 +51,8 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
 
     Every read happens before any write, so chains and swaps copy the old contents: the blocks
     pass through a buffer of N blocks. `src` and `dst` are int64[N]. Two equal `dst` are a caller's
-    error; then the block has the contents of one of the sources. `pool` may have any dtype; bits
-    are copied.
+    error, and leave the block's contents undefined. `pool` may have any dtype; bits are
+    copied.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -83,7 +83,7 @@ def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Ten
 def scatter_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
     """Copy row i of `staged` to block `block_ids[i]` of `pool`, for all i; see `gather_blocks`.
 
-    Two equal `block_ids` are a caller's error; then the block has the contents of one of the rows.
+    Two equal `block_ids` are a caller's error, and leave the block's contents undefined.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

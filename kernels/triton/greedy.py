@@ -62,7 +62,7 @@ def _row_maxima_kernel(
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `kernels.reference.greedy` says, for `logits` of any stride over S.
+    """Compute `kernels.reference.greedy` for `logits` of any stride over S.
 
     Raises:
         ValueError: not two dimensions of a float dtype with dense rows.

@@ -1,4 +1,4 @@
-"""Linear maps of which each row uses one: experts, and LoRA adapters.
+"""Linear maps for groups of rows: each row uses one map, an expert's or a LoRA adapter's.
 
 Symbols: `R` rows that are mapped, `G` maps, `K` input features, `N` output features.
 """
@@ -18,7 +18,7 @@ from kernels.grouped_maps import GroupedMaps
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How the products are cut. No number of these was measured."""
+    """How the products are cut. None of these numbers was measured."""
 
     rows: int
     columns: int
@@ -27,8 +27,9 @@ class Tile:
     num_stages: int
 
 
-TILES: Final = (Tile(16, 64, 128, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3))
-"""The first with as many rows as a group has on average is taken, else the last."""
+_TILES: Final = (Tile(16, 64, 128, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3))
+_FLOAT32_TILES: Final = (Tile(16, 64, 64, 4, 4), _TILES[1], Tile(128, 128, 32, 8, 3))
+"""Fewer input features, for 99 KiB of shared memory and no spills; as many rows as `_TILES`."""
 
 
 @triton.jit(
@@ -58,9 +59,9 @@ def _grouped_linear_kernel(
 ):
     """`out[places[i]] += x[sources[i]] @ w.T`, with fp32 sums; w is the weight of the group of i.
 
-    Each program computes COLUMNS outputs of up to ROWS rows of one group. It learns from the ends
-    which group and rows: the tiles of all groups are numbered, group by group. There are more
-    programs than tiles; the others end at once.
+    Each program computes COLUMNS outputs of up to ROWS rows of one group. It finds its group and
+    rows by the ends: the tiles of all groups are numbered, group by group. There are more programs
+    than tiles; the others end at once.
     """
     nth = tl.program_id(1)
     group = tl.arange(0, GROUPS)
@@ -121,7 +122,7 @@ def grouped_linear(
     num_rows: int,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Add to `out`, or return, what `kernels.reference.grouped_linear` says.
+    """Compute `kernels.reference.grouped_linear`: return the result, or add it to `out`.
 
     The host reads nothing from the device, so a graph serves any groups. A row's result depends on
     other rows only by R, which chooses the tile.
@@ -145,7 +146,7 @@ def grouped_linear(
         check_tensor("out", out, (out.shape[0], maps.num_out), x.dtype, x)
     if num_rows == 0:
         return out
-    tile = tile_of(num_rows, num_groups)
+    tile = tile_of(num_rows, num_groups, x.dtype)
     most_tiles = num_rows // tile.rows + min(num_groups, num_rows)
     _grouped_linear_kernel[(triton.cdiv(maps.num_out, tile.columns), most_tiles)](
         x,
@@ -173,12 +174,20 @@ def grouped_linear(
     return out
 
 
-def tile_of(num_rows: int, num_groups: int) -> Tile:
+def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
+    """Return the tiles for `x` of this dtype, by rows.
+
+    The first with at least the rows of an average group is used, else the last one.
+    """
+    return _FLOAT32_TILES if dtype is torch.float32 else _TILES
+
+
+def tile_of(num_rows: int, num_groups: int, dtype: torch.dtype) -> Tile:
     """The tile for so many rows."""
-    average = num_rows / num_groups
-    return next((tile for tile in TILES if average <= tile.rows), TILES[-1])
+    average, tiles = num_rows / num_groups, tiles_of(dtype)
+    return next((tile for tile in tiles if average <= tile.rows), tiles[-1])
 
 
 def fewest_rows(num_groups: int) -> tuple[int, ...]:
     """For each tile the fewest rows for which it is taken."""
-    return (1, *(tile.rows * num_groups + 1 for tile in TILES[:-1]))
+    return (1, *(tile.rows * num_groups + 1 for tile in _TILES[:-1]))

@@ -14,7 +14,7 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], options: Mapping[str, int]) -> None:
-        """`fixed` are arguments by name, `options` those of Triton, such as `num_warps`."""
+        """`fixed` has arguments by name, `options` Triton's options, such as `num_warps`."""
         self._kernel = kernel
         self._fixed = fixed
         self._options = options

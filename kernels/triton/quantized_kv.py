@@ -40,7 +40,8 @@ def plain_numbers(numbers, dtype: tl.constexpr):
     Multiply the result by `unit_of(numbers)`: e4m3 numbers are returned smaller by that factor.
     """
     if numbers.dtype == tl.uint8:
-        # Read as fp16, whose exponent has five bits and a bias of 15, not 7: 2^8 times smaller.
+        # Read as fp16, the number is 2^8 times smaller, because fp16's exponent has a bias of 15,
+        # not 7.
         bits = numbers.to(tl.uint16)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         plain = bits.to(tl.float16, bitcast=True).to(dtype)

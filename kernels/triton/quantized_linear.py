@@ -37,6 +37,7 @@ class Tile:
 TILES: Final = (Tile(16, 64, 4, 4, 4, 16), Tile(64, 128, 2, 8, 3, 1), Tile(128, 128, 2, 8, 3, 1))
 """The first tile with enough rows is used, else the last. Only the number of rows chooses the tile,
 so a captured step replays the same one."""
+_ONE_TILE: Final = TILES[1]
 FEWEST_ROWS: Final = (1, *(tile.rows + 1 for tile in TILES[:-1]))
 """The smallest number of rows for each tile."""
 
@@ -66,8 +67,8 @@ def _quantized_linear_kernel(
     """`out = x @ (values * scale + offset) + bias`, with sums and each weight's product in fp32.
 
     One program for each tile of `out` and part of K. A weight is rounded to the dtype of `x`. Each
-    byte of a 4-bit tile holds features 16 apart, so its low and its high nibbles are the weights
-    of two products, and nothing is interleaved.
+    byte of a 4-bit tile holds two features that are 16 apart. So the low nibbles are the weights of
+    one product and the high nibbles those of another, without interleaving.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -165,12 +166,14 @@ def quantized_linear(
     scales: torch.Tensor,
     offsets: torch.Tensor | None,
     bias: torch.Tensor | None,
+    *,
+    has_one_tile: bool = False,
 ) -> torch.Tensor:
     """Return `x @ w + bias` [T, N], as `kernels.reference.quantized_linear` says.
 
     `values`, `scales` and `offsets` are contiguous. A row's result depends on other rows only
-    through their number, which chooses the tile and the splits of K. Needs fp32 scratch of up to 16
-    * T * N if T is at most 16.
+    through their number, which chooses the tile and the splits of K; not at all if `has_one_tile`.
+    Needs fp32 scratch of up to 16 * T * N if T is at most 16.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -202,6 +205,8 @@ def quantized_linear(
     if num_rows == 0:
         return out
     tile = next((each for each in TILES if num_rows <= each.rows), TILES[-1])
+    if has_one_tile:
+        tile = _ONE_TILE
     grid = triton.cdiv(num_out, tile.columns), triton.cdiv(num_rows, tile.rows)
     splits = min(
         tile.max_splits,

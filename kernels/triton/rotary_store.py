@@ -11,9 +11,9 @@ import triton.language as tl
 
 from kernels.checks import check_caches, check_float, check_tensor
 from kernels.kv_formats import LARGEST
+from kernels.triton.attention.tile import scale_strides
 from kernels.triton.quantized_kv import as_bits, largest_of, quantize, scale_of
 from kernels.triton.rotary import load_cos_sin, load_rotated, rotate_heads
-from kernels.triton.tile import scale_strides
 
 
 @triton.jit

@@ -262,11 +262,11 @@ def _sample_kernel(
 ):
     """`out[s]` is the first token at which the running sum of kept weights exceeds u of their sum.
 
-    u is the row's uniform number. Kept are the tokens whose keys are below a threshold, and those
-    before `equals_end` whose keys equal it. The threshold is found for top_k by counting, then for
-    top_p by weight; min_p drops weights below a floor. A row with neither top_k nor top_p reads
-    one tile, which it finds by the sums of all. One program for each row; sums are fp64, in a fixed
-    order.
+    u is the row's uniform number. A row keeps the tokens whose keys are below a threshold, and the
+    tokens before `equals_end` whose keys equal it. The threshold is found for top_k by counting,
+    then for top_p by weight; min_p drops weights below a floor. A row with neither top_k nor top_p
+    reads one tile, which it finds by the sums of all tiles. One program for each row; sums are
+    fp64, in a fixed order.
     """
     seq = tl.program_id(0).to(tl.int64)
     row = keys + seq * V
@@ -307,7 +307,7 @@ def sample(
     border between two tokens.
 
     No row is sorted: thresholds of top_k and top_p are found in about ten passes over a row, which
-    a program reads from cache. Other rows are read twice, by as many programs as they have tiles.
+    a program reads from cache. Other rows are read twice, with one program per tile.
     Needs int32 scratch of S * V. The host reads nothing from the device, and a row
         does not depend on other rows.
 

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from kernels.checks import check_caches, check_float, check_tensor, check_values
 from kernels.kv_formats import LARGEST
+from kernels.triton.attention.tile import scale_strides
 from kernels.triton.quantized_kv import as_bits, largest_of, quantize, scale_of
-from kernels.triton.tile import scale_strides
 
 
 @triton.jit(
@@ -88,7 +88,7 @@ def _store_quantized_kernel(
 ):
     """`scale = max_d |new[t, h, d]| / LARGEST`, and `cache[.., d] = new[t, h, d] / scale`.
 
-    Both are rounded as `kernels.kv_formats` says; slots are those of `_store_kv_kernel`. One
+    Both are rounded as `kernels.kv_formats` says; slots as in `_store_kv_kernel`. One
     program for each token and kv head.
     """
     token = tl.program_id(0).to(tl.int64)

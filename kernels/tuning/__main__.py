@@ -72,9 +72,9 @@ def decode_candidates(default: DecodeConfig) -> list[DecodeConfig]:
 
 def prefill_candidates(default: PrefillConfig) -> list[PrefillConfig]:
     """Return the configurations to try, `default` first."""
-    others = itertools.starmap(
-        PrefillConfig,
-        itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (3, 5, 7)),
+    others = (
+        PrefillConfig(*sizes, value_dims=default.value_dims)
+        for sizes in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (3, 5, 7))
     )
     return [default, *(each for each in others if each != default)]
 

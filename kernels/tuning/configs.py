@@ -6,15 +6,15 @@ says how a file's numbers were measured; null means that they were chosen, not m
 for Triton's interpreter are small, so that tests cross the borders of tiles and splits.
 
 A file has a list of rules for each kernel; the first that matches decides. A rule may match only
-what the model fixes, not the batch (`Shape`): a configuration changes the order of sums, and a
-sequence's result must not depend on other sequences.
+properties of the model (`Shape`), not of the batch: a configuration changes the order of sums, and
+a sequence's result must not depend on other sequences.
 """
 
 import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -31,11 +31,13 @@ class Shape:
     dtype: str
     """Dtype of the queries: "float32", "float16" or "bfloat16"."""
     stored: str
-    """Dtype of the caches: that of the queries, or "int8" or "float8_e4m3fn"."""
+    """Dtype of the caches: the queries' dtype, "int8" or "float8_e4m3fn"."""
     dims: int
     """The head dim of values, rounded up to a power of two and at least 16."""
     group: int
     """Query heads of a kv head."""
+    divides_values: bool = True
+    """Whether programs can divide the dims of values: a power of two, and not of latents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class PrefillConfig:
     num_warps: int
     num_stages: int
     """Tiles in flight."""
+    value_dims: int = 256
+    """Most dims of values in a program, if these can be divided: a power of two."""
 
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
@@ -95,11 +99,13 @@ def forced(config: DecodeConfig | PrefillConfig) -> Iterator[None]:
 def shape_of(query: torch.Tensor, value_cache: torch.Tensor) -> Shape:
     """Return the shape of a launch with `query` [T, H, ...] and `value_cache` [B, P, HKV, D]."""
     num_heads, head_dim = query.shape[1], value_cache.shape[3]
+    dims = max(16, 1 << (head_dim - 1).bit_length())
     return Shape(
         dtype=str(query.dtype).removeprefix("torch."),
         stored=str(value_cache.dtype).removeprefix("torch."),
-        dims=max(16, 1 << (head_dim - 1).bit_length()),
+        dims=dims,
         group=num_heads // value_cache.shape[2],
+        divides_values=query.shape[2] == head_dim == dims,
     )
 
 
@@ -128,7 +134,7 @@ def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], C
 
 
 def config_path(device_name: str, capability: tuple[int, int]) -> Path:
-    """Return the device's own file, or that of the newest capability up to the device's."""
+    """Return the device's own file, or the file of the newest capability up to the device's."""
     own = CONFIG_DIR / f"{file_stem(device_name)}.json"
     if own.exists():
         return own
@@ -185,9 +191,10 @@ def _capability(path: Path) -> int:
 
 
 def _parsed(kind: type[Config], given: dict[str, Any]) -> Config:
-    expected = {field.name for field in fields(kind)}
-    if set(given) != expected:
-        raise ValueError(f"config has {sorted(given)}, required are {sorted(expected)}")
+    known = {field.name for field in fields(kind)}
+    required = {field.name for field in fields(kind) if field.default is MISSING}
+    if not required <= set(given) <= known:
+        raise ValueError(f"config has {sorted(given)}, required are {sorted(required)}")
     for name, value in given.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}, required is an integer of at least 1")

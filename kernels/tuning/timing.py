@@ -7,9 +7,8 @@ from typing import Final
 
 import torch
 
-_FLUSH_BYTES: Final = (
-    1 << 29
-)  # several times any L2 cache; takes as long as the host needs to enqueue
+# several times any L2 cache; takes as long as the host needs to enqueue
+_FLUSH_BYTES: Final = 1 << 29
 _WARM_UP: Final = 3
 
 
@@ -18,8 +17,8 @@ def seconds_of(launch: Callable[[], object], device: torch.device, repeats: int)
 
     On a GPU the launch is replayed from a CUDA graph, so that the host's time does not count.
     Before each run half a GiB is written, so that the inputs come from memory. A launch that cannot
-    be captured is run directly; then the host's time counts if it exceeds that of the write. On a
-    CPU it is the wall time, without a warm-up.
+    be captured is run directly; then the host's time counts if it exceeds the write's. On a CPU it
+    is the wall time, without a warm-up.
     """
     if device.type != "cuda":
         return statistics.median(_wall_s(launch) for _ in range(repeats))

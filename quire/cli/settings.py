@@ -233,10 +233,9 @@ class UsageSettings(RouterTargetSettings):
 
 
 class RequestsSettings(_ChosenRequests):
-    """List the live requests of a router, with tenant, age and progress.
+    """List the live requests of a service's routers, with tenant, age and progress.
 
-    For operators. Each router lists its own requests; `quire kv` shows the blocks of their
-    sequences.
+    For operators. `quire kv` shows the blocks of their sequences.
     """
 
     json_: Annotated[bool, Field(alias="json")] = False
@@ -244,9 +243,10 @@ class RequestsSettings(_ChosenRequests):
 
 
 class CancelSettings(_ChosenRequests):
-    """End live requests of a router: by id, by tenant, by age, or all.
+    """End live requests of a service's routers: by id, tenant or age, or all.
 
-    For operators. The clients get an error and should not send the request again.
+    For operators. A request ends if it meets all the conditions given. The clients get an error
+    and should not send the request again.
     """
 
     request_ids: CliPositionalArg[tuple[str, ...]] = ()
@@ -325,7 +325,7 @@ class LoadSettings(SchedulerClientSettings):
     """The worker, by its address in `quire top`; empty: all workers of the scheduler."""
     model: Path | None = None
     """Hugging Face directory, with the same absolute path on workers and routers; default: the
-    model that the worker had."""
+    worker's previous model."""
 
 
 class LoraSettings(SchedulerClientSettings):

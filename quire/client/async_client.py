@@ -47,8 +47,8 @@ ASYNCIO: Final = Transport(open_channel, asyncio.sleep)
 class AsyncClient:
     """The client for asyncio, with the methods of `Client`; use it in the event loop that made it.
 
-    Its methods await only calls on the transport's channels and the transport's `sleep`; `Client`
-    relies on that.
+    Its methods await only calls on the transport's channels, and the transport's `sleep`; `Client`
+    relies on this.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AsyncClient:
         tls: ClientTls | None = None,
         transport: Transport = ASYNCIO,
     ) -> None:
-        """The arguments are those of `Client`, except `transport`."""
+        """Same arguments as `Client`, plus `transport`."""
         self._routers = Routers(
             target,
             lambda each, pings: transport.open_channel(each, max_message_mb, tls, pings=pings),
@@ -238,7 +238,7 @@ class AsyncClient:
     ) -> tuple[common_pb2.WorkerActivity, ...]:
         """Return the workers' loads, and the latest `max_steps` steps of each.
 
-        `after_step_id`, with a `worker`, leaves out its steps up to that one.
+        With a `worker`, `after_step_id` omits the worker's steps up to this one.
         """
         query = common_pb2.ActivityQuery(
             worker=worker, max_steps=max_steps, after_step_id=after_step_id

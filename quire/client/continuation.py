@@ -19,12 +19,19 @@ from contract.errors import (
     UnavailableError,
 )
 from quire.client.retry import NO_RETRY, Retry, RetryBudget
-from quire.client.types import Event, OutputDelta, OutputFinished, PromptScores, Usage
+from quire.client.types import (
+    Event,
+    OutputDelta,
+    OutputFinished,
+    PromptScores,
+    TokenLogprob,
+    Usage,
+)
 from quire.v1 import inference_pb2
 
 _SEED_BITS = 63
 _REFUSED_WITHIN_S = 1.0
-"""A call that ends as UNAVAILABLE later than this has lost its connection; it was not refused."""
+"""A call that ends as UNAVAILABLE after this time was not refused: it has lost its connection."""
 
 
 @dataclass(slots=True)
@@ -45,10 +52,10 @@ class _Received:
 class Continuation:
     """One request, over several calls.
 
-    A broken stream is resumed. If the service cannot resume it, because router and scheduler are
-    gone or too much time has passed, the request is sent again. With the same seed the service
-    generates the same tokens; the part that the client has is skipped, and a difference is an
-    error. So the caller gets each token exactly once.
+    A broken stream is resumed. If the service cannot resume the stream, because router and
+    scheduler are gone or too much time has passed, the request is sent again. With the same seed
+    the service generates the same tokens; the part that the client has is skipped, and a difference
+    is an error. So the caller gets each token exactly once.
     """
 
     def __init__(
@@ -68,6 +75,8 @@ class Continuation:
         self._budget = budget
         self._outputs: dict[int, _Received] = {}
         self._has_prompt_scores = False
+        self._prompt_logprobs: list[TokenLogprob] = []
+        """The part that the current call has delivered."""
         self._is_resuming = False
         self._is_accepted = False
         """Whether any call has delivered an event."""
@@ -93,6 +102,7 @@ class Continuation:
 
     def next_request(self) -> inference_pb2.GenerateRequest | inference_pb2.ResumeRequest:
         """Make the request of the next call."""
+        self._prompt_logprobs.clear()
         if not self._is_resuming:
             for output in self._outputs.values():
                 output.is_finished_again = False
@@ -139,8 +149,11 @@ class Continuation:
                 output.finished = output.is_finished_again = True
                 return event if is_new else None
             case PromptScores():
-                is_new, self._has_prompt_scores = not self._has_prompt_scores, True
-                return event if is_new else None
+                if self._has_prompt_scores:
+                    return None
+                self._prompt_logprobs += event.logprobs
+                self._has_prompt_scores = not event.has_more
+                return None if event.has_more else PromptScores(tuple(self._prompt_logprobs))
             case Usage():
                 self.is_complete = True
                 return event

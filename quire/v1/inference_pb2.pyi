@@ -161,10 +161,12 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., delta: _Optional[_Union[OutputDelta, _Mapping]] = ..., finished: _Optional[_Union[OutputFinished, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., prompt: _Optional[_Union[PromptScores, _Mapping]] = ...) -> None: ...
 
 class PromptScores(_message.Message):
-    __slots__ = ("logprobs",)
+    __slots__ = ("logprobs", "has_more")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    HAS_MORE_FIELD_NUMBER: _ClassVar[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]
-    def __init__(self, logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
+    has_more: bool
+    def __init__(self, logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., has_more: bool = ...) -> None: ...
 
 class OutputDelta(_message.Message):
     __slots__ = ("output_index", "token_offset", "token_ids", "text", "logprobs")

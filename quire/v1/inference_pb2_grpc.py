@@ -183,11 +183,10 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Continues the stream of a `resumable` request after what the client already has. NOT_FOUND if
-        this tenant has no such request, or its grace period is over; FAILED_PRECONDITION if
-        log-probabilities that the client lacks were lost with a scheduler; INVALID_ARGUMENT if the
-        client claims more than was produced; other errors as for `Generate`. The call's deadline replaces
-        the earlier one.
+        """Continues the stream of a `resumable` request after what the client already has. NOT_FOUND if this tenant
+        has no such request, or its grace period is over; FAILED_PRECONDITION if log-probabilities that the
+        client lacks were lost with a scheduler; INVALID_ARGUMENT if the client claims more tokens than there
+        are; other errors as for `Generate`. The call's deadline replaces the earlier one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

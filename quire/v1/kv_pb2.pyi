@@ -40,6 +40,7 @@ class SequenceStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SEQUENCE_STATUS_DECODE: _ClassVar[SequenceStatus]
     SEQUENCE_STATUS_MIGRATING: _ClassVar[SequenceStatus]
     SEQUENCE_STATUS_FETCHING: _ClassVar[SequenceStatus]
+    SEQUENCE_STATUS_SPARE: _ClassVar[SequenceStatus]
 KV_SNAPSHOT_REASON_UNSPECIFIED: KvSnapshotReason
 KV_SNAPSHOT_REASON_FIRST: KvSnapshotReason
 KV_SNAPSHOT_REASON_FELL_BEHIND: KvSnapshotReason
@@ -62,6 +63,7 @@ SEQUENCE_STATUS_PREFILL: SequenceStatus
 SEQUENCE_STATUS_DECODE: SequenceStatus
 SEQUENCE_STATUS_MIGRATING: SequenceStatus
 SEQUENCE_STATUS_FETCHING: SequenceStatus
+SEQUENCE_STATUS_SPARE: SequenceStatus
 
 class WatchKvRequest(_message.Message):
     __slots__ = ("worker", "model")

@@ -31,11 +31,11 @@ class SchedulerServiceStub(object):
     soon as a worker is attached, because it knows its model only then. After that, the router may
     send `submit` and `cancel` at any time. For each model step that has events for this router, the
     scheduler sends one `step` with the events of all the router's sequences. If a router reads
-    slowly, the scheduler merges several steps into one. After half a second without events it sends
-    an empty `step`; a router that receives none knows that the scheduler hangs. A submitted request
-    is either `refused`, or each of its sequences ends with exactly one `finished`. When the stream
-    breaks, the scheduler cancels the router's sequences, except those of requests that have a
-    `resume_record`. Such requests keep running for a grace period, and their outputs are kept: any
+    slowly, the scheduler merges several steps into one. Four times a second it sends an empty
+    `step`, unless a message is pending; a router that receives none knows that the scheduler hangs.
+    A submitted request is either `refused`, or each of its sequences ends with exactly one
+    `finished`. When the stream breaks, the scheduler cancels the router's sequences, except those of
+    requests that have a `resume_record`. Such requests keep running for a grace period, and their outputs are kept: any
     router may `resume` one, and receives everything in `resumed`. A router that reconnects submits
     its live requests again, with the tokens produced so far; they replace the sequences of the same
     requests that still run.
@@ -90,11 +90,11 @@ class SchedulerServiceServicer(object):
     soon as a worker is attached, because it knows its model only then. After that, the router may
     send `submit` and `cancel` at any time. For each model step that has events for this router, the
     scheduler sends one `step` with the events of all the router's sequences. If a router reads
-    slowly, the scheduler merges several steps into one. After half a second without events it sends
-    an empty `step`; a router that receives none knows that the scheduler hangs. A submitted request
-    is either `refused`, or each of its sequences ends with exactly one `finished`. When the stream
-    breaks, the scheduler cancels the router's sequences, except those of requests that have a
-    `resume_record`. Such requests keep running for a grace period, and their outputs are kept: any
+    slowly, the scheduler merges several steps into one. Four times a second it sends an empty
+    `step`, unless a message is pending; a router that receives none knows that the scheduler hangs.
+    A submitted request is either `refused`, or each of its sequences ends with exactly one
+    `finished`. When the stream breaks, the scheduler cancels the router's sequences, except those of
+    requests that have a `resume_record`. Such requests keep running for a grace period, and their outputs are kept: any
     router may `resume` one, and receives everything in `resumed`. A router that reconnects submits
     its live requests again, with the tokens produced so far; they replace the sequences of the same
     requests that still run.
@@ -143,7 +143,8 @@ class SchedulerServiceServicer(object):
         request continues on its worker or, if that worker is lost, on another one. NOT_FOUND if no
         such request is live or there is no such worker; FAILED_PRECONDITION, with the reason, if it
         cannot be moved: a worker has no host tier or not enough room in it, the two workers store KV
-        in different formats, or the prompt of several outputs is not computed yet; UNAVAILABLE if a
+        in different formats, some of its KV is on a disk, it is a beam search, or the prompt of several
+        outputs is not computed yet; UNAVAILABLE if a
         worker is not attached, or is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -216,11 +217,11 @@ class SchedulerService(object):
     soon as a worker is attached, because it knows its model only then. After that, the router may
     send `submit` and `cancel` at any time. For each model step that has events for this router, the
     scheduler sends one `step` with the events of all the router's sequences. If a router reads
-    slowly, the scheduler merges several steps into one. After half a second without events it sends
-    an empty `step`; a router that receives none knows that the scheduler hangs. A submitted request
-    is either `refused`, or each of its sequences ends with exactly one `finished`. When the stream
-    breaks, the scheduler cancels the router's sequences, except those of requests that have a
-    `resume_record`. Such requests keep running for a grace period, and their outputs are kept: any
+    slowly, the scheduler merges several steps into one. Four times a second it sends an empty
+    `step`, unless a message is pending; a router that receives none knows that the scheduler hangs.
+    A submitted request is either `refused`, or each of its sequences ends with exactly one
+    `finished`. When the stream breaks, the scheduler cancels the router's sequences, except those of
+    requests that have a `resume_record`. Such requests keep running for a grace period, and their outputs are kept: any
     router may `resume` one, and receives everything in `resumed`. A router that reconnects submits
     its live requests again, with the tokens produced so far; they replace the sequences of the same
     requests that still run.

@@ -119,7 +119,7 @@ class HeldPins(_message.Message):
     def __init__(self, labels: _Optional[bytes] = ..., left_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s", "num_disk_blocks", "disk_bytes_per_s", "instance_id", "takes_kv", "num_draft_tokens", "max_num_blocks", "min_num_blocks", "num_saturating_tokens", "host_is_device_memory", "can_unload", "kv_windows", "takes_whole_prompts", "role", "kv_chunks", "has_far_kv")
+    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s", "num_disk_blocks", "disk_bytes_per_s", "instance_id", "takes_kv", "num_draft_tokens", "max_num_blocks", "min_num_blocks", "num_saturating_tokens", "host_is_device_memory", "can_unload", "kv_windows", "takes_whole_prompts", "role", "kv_chunks", "has_far_kv", "min_prompt_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,7 @@ class WorkerInfo(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     KV_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     HAS_FAR_KV_FIELD_NUMBER: _ClassVar[int]
+    MIN_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     device: str
     model: _common_pb2.ModelInfo
@@ -174,7 +175,8 @@ class WorkerInfo(_message.Message):
     role: WorkerRole
     kv_chunks: _containers.RepeatedScalarFieldContainer[int]
     has_far_kv: bool
-    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., instance_id: _Optional[int] = ..., takes_kv: bool = ..., num_draft_tokens: _Optional[int] = ..., max_num_blocks: _Optional[int] = ..., min_num_blocks: _Optional[int] = ..., num_saturating_tokens: _Optional[int] = ..., host_is_device_memory: bool = ..., can_unload: bool = ..., kv_windows: _Optional[_Iterable[int]] = ..., takes_whole_prompts: bool = ..., role: _Optional[_Union[WorkerRole, str]] = ..., kv_chunks: _Optional[_Iterable[int]] = ..., has_far_kv: bool = ...) -> None: ...
+    min_prompt_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., instance_id: _Optional[int] = ..., takes_kv: bool = ..., num_draft_tokens: _Optional[int] = ..., max_num_blocks: _Optional[int] = ..., min_num_blocks: _Optional[int] = ..., num_saturating_tokens: _Optional[int] = ..., host_is_device_memory: bool = ..., can_unload: bool = ..., kv_windows: _Optional[_Iterable[int]] = ..., takes_whole_prompts: bool = ..., role: _Optional[_Union[WorkerRole, str]] = ..., kv_chunks: _Optional[_Iterable[int]] = ..., has_far_kv: bool = ..., min_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("epoch", "step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "kv_commands", "chunk_rows", "chunk_lens", "num_decodes", "renamed_src_block_ids", "renamed_dst_block_ids", "labelled_block_ids", "labels", "pinned_labels", "pinned_s", "placements")

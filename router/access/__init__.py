@@ -1,1 +1,1 @@
-"""Who calls, and what they may use: API keys, tenants, quotas, priority."""
+"""Callers and their rights: API keys, tenants, quotas, priority."""

@@ -17,7 +17,7 @@ _MINUTE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may use; None: no limit."""
+    """The limits of a tenant; None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -47,7 +47,7 @@ class TokenBucket:
         self._level -= amount
 
     def refund(self, amount: float) -> None:
-        """Return part of what was taken."""
+        """Refund a part of the taken amount."""
         self._level = min(self.capacity, self._level + amount)
 
     def _refill(self, now: float) -> None:
@@ -146,7 +146,7 @@ class Meter:
             )
 
     def end(self, num_in_flight: int, num_unused: int) -> None:
-        """Stop counting a request; refund what it has not used."""
+        """Stop counting a request; refund the tokens that it has not used."""
         self.num_live -= 1
         self.num_tokens_in_flight -= num_in_flight
         if self._tokens is not None:
@@ -163,7 +163,7 @@ class Meter:
         self._left[request_id] = until, num_in_flight
 
     def take_up(self, request_id: str, num_tokens: int = 0) -> None:
-        """Count a left request's tokens as those of a live request again."""
+        """Count the tokens of a request as live again, after its client had left."""
         _, num_left = self._left.pop(request_id, (0.0, 0))
         self.num_tokens_in_flight += num_tokens - num_left
 

@@ -8,7 +8,6 @@ from contract.codec.outputs import (
     event_to_proto,
     finished_to_proto,
     logprob_to_proto,
-    prompt_scores_to_proto,
     usage_to_proto,
     write_delta,
 )
@@ -20,7 +19,7 @@ from contract.codec.request import (
     resume_request_from_proto,
 )
 from contract.errors import InvalidArgumentError, QuireError
-from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
+from contract.outputs import Event, FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
 from contract.request import MAX_STREAM_INTERVAL, GenerateRequest
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.access.tenancy import TENANT_KEY, with_precedence
@@ -32,6 +31,7 @@ from router.request.live import LiveRequest
 from router.request.vectors import check_inputs, make_vectors, pooling_of
 from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of
+from rpc.http2.call import Call
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -110,7 +110,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         output.finished.CopyFrom(finished_to_proto(event))
                         output.text = "".join(texts[event.output_index])
                     case PromptScores():
-                        response.prompt.CopyFrom(prompt_scores_to_proto(event))
+                        response.prompt.SetInParent()
+                        response.prompt.logprobs.extend(map(logprob_to_proto, event.logprobs))
                     case Usage():
                         response.usage.CopyFrom(usage_to_proto(event))
         return response
@@ -223,15 +224,23 @@ def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> Ge
 async def _stream(live: LiveRequest, context: CallContext) -> None:
     expired: QuireError | None = None
     response = inference_pb2.GenerateResponse(request_id=live.request_id)
+
+    def message_of(event: Event) -> inference_pb2.GenerateResponse:
+        nonlocal expired
+        if isinstance(event, OutputDelta):  # nearly all events: use the same message again
+            response.delta.Clear()
+            write_delta(event, response.delta)
+            return response
+        if isinstance(event, OutputFinished) and event.finish_reason is FinishReason.DEADLINE:
+            expired = failure_of(event)
+        return event_to_proto(live.request_id, event)
+
     async with live:
-        async for event in live:
-            if isinstance(event, OutputDelta):  # nearly all events: use the same message again
-                response.delta.Clear()
-                write_delta(event, response.delta)
-                await context.write(response)
-                continue
-            if isinstance(event, OutputFinished) and event.finish_reason is FinishReason.DEADLINE:
-                expired = failure_of(event)
-            await context.write(event_to_proto(live.request_id, event))
+        if isinstance(context, Call):  # no task is woken for a token
+            call: Call = context
+            await live.send_to(lambda event: call.put(message_of(event)), call)
+        else:
+            async for event in live:
+                await context.write(message_of(event))
     if expired is not None:  # the client's own clock would raise this error a moment later
         raise expired

@@ -68,7 +68,7 @@ def endpoint(handler: CallHandler) -> HttpHandler:
 async def _fail(
     waiting: SseResponse, error: Exception, request: web.Request, call_id: CallId
 ) -> web.StreamResponse:
-    """Send an error as the only event of a stream that had a head and has not begun."""
+    """Send an error as the only event of a stream, whose head was sent before."""
     failure = failure_response(error, path=request.path, request_id=call_id.value)
     assert isinstance(failure.body, bytes), "it is JSON"
     await waiting.start(b"event: error\ndata: %b\n\n" % failure.body)

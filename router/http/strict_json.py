@@ -130,9 +130,8 @@ class Schema(BaseModel):
             if name in cls.names:
                 fields[name] = item
             elif name not in cls.unimplemented:
-                if (
-                    not has_unknown
-                ):  # report one; thousands of unknown fields would make thousands of errors
+                # Report one, because thousands of unknown fields would make thousands of errors
+                if not has_unknown:
                     fields[name] = item
                 has_unknown = True
             elif not any(_same(item, neutral) for neutral in cls.unimplemented[name]):

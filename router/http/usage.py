@@ -1,4 +1,4 @@
-"""GET /v1/usage: what requests have used, for operators."""
+"""GET /v1/usage: the usage of requests, for operators."""
 
 from dataclasses import asdict
 

@@ -20,7 +20,7 @@ _LISTS: Final = frozenset(
 
 
 class Fields(Body):
-    """All fields of a request: those of `/v1/completions`, and those of Triton.
+    """All fields of a request: the fields of `/v1/completions`, and Triton's.
 
     Types are not strict, because tensors and parameters have few types, and clients send numbers as
     text.

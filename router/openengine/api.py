@@ -13,8 +13,8 @@ from contract.outputs import Event, OutputDelta, OutputFinished, PromptScores, T
 from contract.outputs import Usage as TokenCounts
 from contract.request import MAX_N
 from contract.sampling import MAX_LOGPROBS
-from quire.openengine import openengine_pb2, openengine_pb2_grpc
 from quire.openengine import openengine_pb2 as pb
+from quire.openengine import openengine_pb2_grpc
 from router.access.tenancy import TENANT_KEY, with_precedence
 from router.grpc.call import CallContext, deadline_of, metadata_of
 from router.openengine.wire import (
@@ -48,7 +48,7 @@ _GUIDES: Final = (
 
 
 class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
-    """Answers `openengine.v1.Inference`; an interceptor converts what is raised."""
+    """Answers `openengine.v1.Inference`; an interceptor converts errors."""
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
@@ -75,7 +75,7 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
 
 
 class ControlServicer(openengine_pb2_grpc.ControlServicer):
-    """Answers `openengine.v1.Control`; an interceptor converts what is raised."""
+    """Answers `openengine.v1.Control`; an interceptor converts errors."""
 
     def __init__(self, cells: Cells, health: Health, find_directory: FindDirectory) -> None:
         self._cells = cells
@@ -215,16 +215,17 @@ def openengine_services(
     """Make the entries for `rpc.server.serve`."""
     control = ControlServicer(cells, health, find_directory)
     return (
-        service_of(openengine_pb2, openengine_pb2_grpc, "Inference", InferenceServicer(cells)),
-        service_of(openengine_pb2, openengine_pb2_grpc, "Control", control),
+        service_of(pb, openengine_pb2_grpc, "Inference", InferenceServicer(cells)),
+        service_of(pb, openengine_pb2_grpc, "Control", control),
     )
 
 
 class _Answer:
     """The messages of one request's answer.
 
-    The last end waits for the usage, which it has. A stop token waits for the next event, which
-    says whether the output ends with it; then it is not part of the output, unless it should be.
+    The last end contains the usage, so it waits for the usage. A stop token waits for the next
+    event, which says whether the output ends with it; then it is not part of the output, unless it
+    should be.
     """
 
     def __init__(self, live: LiveRequest, request: pb.GenerateRequest) -> None:
@@ -234,6 +235,8 @@ class _Answer:
         self._withheld: dict[int, tuple[int, TokenLogprob | None]] = {}
         """Tokens that may end an output, by the output's index."""
         self._end: pb.GenerateResponse | None = None
+        self._prompt_logprobs: list[TokenLogprob | None] = [None]
+        """The first token has none."""
 
     def messages(self, event: Event) -> Iterator[pb.GenerateResponse]:
         """Yield the messages for an event; raises the failure of an output."""
@@ -244,9 +247,11 @@ class _Answer:
             self._end = None
         match event:
             case PromptScores():
-                prompt = self._live.prompt_token_ids
-                tokens = tokens_to_proto(prompt, [None, *event.logprobs])
-                yield self._response(prompt=pb.PromptOutput(tokens=tokens))
+                self._prompt_logprobs += event.logprobs
+                if not event.has_more:  # the protocol has one message for the whole prompt
+                    prompt = self._live.prompt_token_ids
+                    tokens = tokens_to_proto(prompt, self._prompt_logprobs)
+                    yield self._response(prompt=pb.PromptOutput(tokens=tokens))
             case OutputDelta():
                 if (token := self._delta(event)) is not None:
                     yield self._response(token=token)

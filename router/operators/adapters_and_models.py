@@ -66,8 +66,9 @@ class Operations:
     ) -> adapters_pb2.LoadAdapterResponse:
         """Load an adapter at every scheduler of a model; from then on requests may name it.
 
-        If one refuses, those schedulers that did not have the adapter before unload it again.
-        Raises `InvalidArgumentError` for the name of a model, or of an adapter of another model.
+        If one scheduler refuses, the schedulers that did not have the adapter before unload it
+        again. Raises `InvalidArgumentError` for the name of a model, or of an adapter of another
+        model.
         """
         self._operators.check(peer, "loads LoRA adapters")
         log.info("an operator loads an adapter", name=name, directory=directory, peer=peer)
@@ -110,7 +111,7 @@ class Operations:
     ) -> None:
         """Unload an adapter at every scheduler; return once no request uses it.
 
-        An empty `model` means the one that has the adapter.
+        An empty `model` means the model that has the adapter.
 
         Raises `NotFoundError` if no scheduler has an adapter with this name and, unless `digest` is
         empty, this digest.
@@ -157,7 +158,8 @@ class Operations:
     def _targets(self, worker: str, model: str) -> Mapping[str, bool]:
         """Return all known schedulers of a model, and whether each is connected.
 
-        Without a model, all models' schedulers if a worker is named: one of them has the worker.
+        Without a model, but with a worker's name, all models' schedulers, because one of them has
+        the worker.
         """
         cells = self._cells.all if worker and not model else [self._cells.only(model)]
         targets = {

@@ -1,1 +1,1 @@
-"""Readers that tell text, thinking and function calls apart in what a model writes."""
+"""Readers that separate text, thinking and function calls in a model's output."""

@@ -76,7 +76,7 @@ class OutputParsers:
         return part
 
     def markers(self, *, has_begun: bool) -> ThinkingMarkers | None:
-        """Return what thinking is told by; None: there is none, or it is not known."""
+        """Return the markers of thinking; None: the model does not think, or they are not known."""
         if (thinking := self.thinking) is not None:
             return ThinkingMarkers(thinking.begin, (thinking.end, *thinking.other_ends), has_begun)
         return THOUGHT_MESSAGES if self.reads_messages else None

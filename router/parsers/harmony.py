@@ -28,7 +28,7 @@ def message_has_begun(prompt: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HarmonySyntax:
-    """The channel "analysis" is thinking, a message to a function is a call, all else is text."""
+    """The channel "analysis" is thinking; a message to a function is a call; the rest is text."""
 
     openers = _STARTS
     """The markers that begin a message."""

@@ -66,7 +66,7 @@ class LiteralText:
         self._dialect = dialect
         self._closers: list[str] = []
         self._wants = "value"
-        """What may come next outside scalars: value, value or end, key, key or end, colon,
+        """The tokens that may follow outside scalars: value, value or end, key, key or end, colon,
         comma."""
         self._within = ""
         """The current scalar: its quote, "number" or "word"."""

@@ -1,4 +1,4 @@
-"""Decides which requests the router admits: each id once, up to a limit, and none in a drain.
+"""Decides which requests the router admits: none with a live id, beyond a limit, or in a drain.
 
 Three places refuse requests under overload. This module limits the live requests of this router, to
 bound its memory. `router/schedulers/pool.py` refuses early when all schedulers have reported full
@@ -41,9 +41,9 @@ class Admitted:
     admitted_at: float
     """On the event loop's clock."""
     live: LiveRequest | None = None
-    """None until it is submitted."""
+    """None until the prompt is tokenized, or until a scheduler sends the request to resume."""
     ended_by: QuireError | None = None
-    """The error that ended the request before it was submitted."""
+    """The error that ended the request while `live` was None."""
 
     def end(self, error: QuireError) -> bool:
         """End the request with `error`; return whether it was still live."""
@@ -107,7 +107,7 @@ class Admission:
         return admitted
 
     def add(self, live: LiveRequest) -> None:
-        """Add an admitted request that has been submitted."""
+        """Set the `live` of an admitted request."""
         self._admitted[live.record.tenant, live.request_id].live = live
 
     def close(self, live: LiveRequest) -> None:

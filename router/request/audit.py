@@ -22,7 +22,7 @@ from router.request.live import LiveRequest
 log = structlog.get_logger()
 
 _MAX_WAITING: Final = 4096
-"""Most requests that wait to be written. Further ones are missing in the log; clients are not
+"""Limit on requests that wait to be written. Further ones are missing in the log; clients are not
 affected."""
 
 
@@ -92,7 +92,7 @@ class _PrivateFile(RotatingFileHandler):
 
 class _Line(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        if not record.msg:  # a rotating handler calls this twice
+        if not record.msg:  # the rotating handler calls this method twice
             record.msg = self._text(record)
         return str(record.msg)
 

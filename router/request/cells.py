@@ -115,9 +115,9 @@ class Cells:
             self.entry.check_quota(num_bytes, most)
 
     async def use(self, model: str, *, is_patient: bool = False) -> Inference:
-        """Return the cell of a model that a request is for, loaded if models are on demand.
+        """Return the cell of a request's model; if models are on demand, load the model first.
 
-        A patient request waits while the model to unload for it is busy with others.
+        A patient request does not unload a model that is busy with requests that are not patient.
 
         Raises as `of` and `OnDemand.wait_until_loaded`.
         """
@@ -128,7 +128,7 @@ class Cells:
             return cell
 
     async def known(self, model: str) -> Inference:
-        """Return a model's cell once its limits are known, which takes its first load."""
+        """Return a model's cell once its limits are known, which needs the model's first load."""
         cell = self.of(model)
         return cell if cell.model.infos() else await self.use(model)
 
@@ -191,7 +191,7 @@ class Cells:
     def abort(self, request_ids: Iterable[str], tenant: str = "") -> None:
         """End live requests of the caller's tenant at this router; ignore unknown ids.
 
-        Their calls end with ABORTED. `tenant` is what the call claims.
+        Their calls end with ABORTED. `tenant` is the tenant that the call names.
         """
         tenant, wanted = self.entry.tenant_of(tenant), {*request_ids}
         for each in self.admitted:
@@ -200,7 +200,7 @@ class Cells:
 
     @property
     def admitted(self) -> Sequence[Admitted]:
-        """This router's requests whose reader has neither finished nor left, oldest first."""
+        """This router's requests that still have a reader, oldest first."""
         return self.entry.admission.admitted
 
     @property
@@ -213,7 +213,7 @@ class Cells:
     async def load(self, model: str = "") -> Load:
         """Return the load of a model's schedulers, or of all connected schedulers.
 
-        Raises `NotFoundError`; `UnavailableError` if none is connected.
+        Raises `NotFoundError` for an unknown model; `UnavailableError` if no scheduler answers.
         """
         return sum_loads(await self._known(model, self._load_of))
 
@@ -222,7 +222,7 @@ class Cells:
             return await cell.schedulers.load()
         except UnavailableError:
             if self.on_demand is not None and (load := await self.on_demand.load_of(cell)):
-                return load  # the cell's model was never loaded
+                return load  # the schedulers have not had a model yet, so none is connected
             raise
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:

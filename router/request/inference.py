@@ -63,7 +63,7 @@ class Inference:
     ) -> None:
         """Serve one model; `model_name` is its name in the router's flags.
 
-        `stream_interval` is that of requests that have none.
+        `stream_interval` is for requests that have none.
         """
         self.name = model_name
         self._metrics = metrics.of_model(model_name)
@@ -83,7 +83,8 @@ class Inference:
     def check_room(self, model: str) -> None:
         """Raise errors of `generate` early, for APIs that do work before they call it.
 
-        `NotFoundError` for an unknown model, `TooBusyError` if the schedulers' queues are full.
+        Raises `NotFoundError` for an unknown model, `TooBusyError` if the schedulers' queues are
+        full.
         """
         with refusals_counted(self.name):
             self.model.check_name(model)
@@ -115,7 +116,7 @@ class Inference:
     async def _generate(self, request: GenerateRequest, *, is_kept: bool) -> LiveRequest:
         model = self.model.info(request.model)
         check_request(request, model, self.text.max_text_bytes(model))
-        # Check this before any other work, because under overload most requests end here.
+        # Check this before the expensive work, because under overload most requests end here.
         self.schedulers.check_room(request.n)
         if self.entry.has_api_keys:
             request = claim(request)
@@ -225,7 +226,9 @@ class Inference:
                 StopMatcher(
                     stop_options.stop,
                     include_in_output=stop_options.include_stop_str_in_output,
-                ),
+                )
+                if stop_options.stop
+                else None,
                 end_token_ids,
                 stop_options.thinking,
                 stop_options.stream_interval,
@@ -321,9 +324,8 @@ class Inference:
         try:
             now = asyncio.get_running_loop().time()
             new_lease = lease = self._quotas.begin(tenant, now, is_free=is_free)
-            caller = (
-                copy_context()
-            )  # the stream's task starts the request; it needs this call's API key
+            # The stream's task starts the request; it needs this call's API key
+            caller = copy_context()
             return await self.schedulers.resume(
                 request_id,
                 tenant,
@@ -364,7 +366,7 @@ class Inference:
         """End the call that reads a live request of this router, so that another can resume it."""
         admitted = self._admission.find(tenant, request_id)
         if admitted is None or admitted.model != self.name:
-            raise NotFoundError(f"request {request_id!r} is of another model")
+            raise NotFoundError(f"request {request_id!r} belongs to another model")
         if (live := admitted.live) is None:
             raise UnavailableError(f"request {request_id!r} is being resumed by another call")
         if live.record.resume_record is None:
@@ -384,9 +386,8 @@ class Inference:
         if self.entry.audit is not None:
             self.entry.audit.add(live, self.text.decoder())
         if live.goes_on:
-            now = (
-                asyncio.get_running_loop().time()
-            )  # this router does not learn how the request ends
+            # This router does not learn how the request ends
+            now = asyncio.get_running_loop().time()
             lease.leave(live.request_id, now, now + self.schedulers.resume_grace_s)
         elif live.num_cached_tokens is None:
             lease.end(0)  # the scheduler never admitted it
@@ -418,7 +419,7 @@ class Inference:
 def _most_tokens(
     num_prompt_tokens: int, n: int, beam: BeamSearch | None, sampling: SamplingParams
 ) -> int:
-    """Return the largest number of tokens of a request, prompt and outputs together."""
+    """Return how many tokens a request may have at most, prompt and outputs together."""
     assert sampling.max_tokens is not None, "complete_sampling sets it"
     return num_prompt_tokens + (n if beam is None else beam.width) * sampling.max_tokens
 

@@ -23,13 +23,13 @@ from contract.outputs import (
 from contract.request import OutputReceived
 from contract.sampling import BeamSearch, SamplingParams
 from router.metrics import ModelMetrics
-from router.request.output import LiveOutput
+from router.request.output import MAX_EVENT_TOKENS, LiveOutput
 from router.request.usage import UsageKey, Used, used_of
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRecord:
-    """The data that submits a request to a scheduler, as often as needed.
+    """The data with which the router submits a request to schedulers, as often as needed.
 
     `sampling.seed` and `sampling.max_tokens` are set. So a request that is submitted again, with
     the tokens so far, draws the same tokens as without the interruption.
@@ -71,9 +71,10 @@ class LiveRequest:
     raised before any event; a later failure is an `OutputFinished` with reason ERROR. The `Usage`
     is the last event.
 
-    Only `router/schedulers` calls the methods from `push_token` to `refuse`. They never wait:
-    unread tokens are merged into one pending delta per output. So a slow reader costs the memory of
-    its tokens (at most `max_model_len` per output) and does not slow down other requests.
+    Only `router/schedulers` calls the methods from `push_token` to `refuse`, except `replay`. They
+    never wait: unread tokens are merged into one pending delta per output. So a slow reader costs
+    the memory of its tokens (at most `max_model_len` per output) and does not slow down other
+    requests.
     """
 
     def __init__(
@@ -124,8 +125,10 @@ class LiveRequest:
         """Log-probabilities of the prompt so far; None: not requested, or already read."""
         if record.sampling.prompt_logprobs is not None:
             self._prompt_logprobs = []
-        self._outputs_with_events: dict[int, None] = {}  # an ordered set: outputs take turns
-        self._num_outputs_read = 0  # outputs whose end the reader has
+        self._num_prompt_logprobs_taken = 0
+        self.outputs_with_events: dict[int, None] = {}
+        """The outputs with an event that is due and not taken: an ordered set."""
+        self._num_outputs_unread = len(self.outputs)  # outputs whose end the reader lacks
         self._accepted = False  # the reader has an event, so the request cannot be refused
         self._closed = False
         self._put: Callable[[Event], None] | None = None
@@ -154,11 +157,6 @@ class LiveRequest:
         return [first + output.index for output in self.outputs if output.finished is None]
 
     @property
-    def has_events(self) -> bool:
-        """Whether an event of an output is due that the reader has not taken."""
-        return bool(self._outputs_with_events)
-
-    @property
     def num_completion_tokens(self) -> int:
         """Number of tokens of all outputs so far."""
         return sum(len(output.token_ids) for output in self.outputs)
@@ -180,7 +178,8 @@ class LiveRequest:
     def used(self) -> Used:
         """The usage to record, once the request has ended or its reader has left.
 
-        A resumed request counts only what its reader lacked; the earlier call has counted the rest.
+        A resumed request counts only the tokens that its reader lacked; the earlier call has
+        counted the others.
         """
         if self.is_resumed:
             given = [output for output in self.outputs if output.num_skipped is not None]
@@ -233,11 +232,11 @@ class LiveRequest:
         output.last_token_at = now
         output.push(token_id, logprob)
         if output.finished is not None:
-            self._outputs_with_events[output.index] = None
+            self.outputs_with_events[output.index] = None
             self._observe_end(output)
             return True
         if len(output.token_ids) >= output.num_tokens_due:
-            self._outputs_with_events[output.index] = None
+            self.outputs_with_events[output.index] = None
         return False
 
     def replay(self, events: Iterable[Event]) -> None:
@@ -318,7 +317,7 @@ class LiveRequest:
                 cumulative_logprob=cumulative_logprob,
             )
         )
-        self._outputs_with_events[output.index] = None
+        self.outputs_with_events[output.index] = None
         self._observe_end(output)
 
     def flush(self) -> None:
@@ -331,7 +330,7 @@ class LiveRequest:
                         put(event)
                     if self._closed:
                         break
-                    if event is None or self._has_read_all_so_far:
+                    if not self.outputs_with_events and self._num_outputs_unread:
                         return
             except Exception as error:  # noqa: BLE001 - `send_to` raises it
                 self._failure = error
@@ -340,8 +339,8 @@ class LiveRequest:
     def refuse(self, error: QuireError) -> None:
         """End the request because a scheduler has refused it.
 
-        If the reader has no event yet, the error is raised to it; otherwise each output ends with
-        the error.
+        If no output has a token and the reader has no event, the reader's next call raises the
+        error; otherwise each live output ends with the error.
         """
         if not self._accepted and not any(output.token_ids for output in self.outputs):
             self._refusal = error
@@ -355,7 +354,7 @@ class LiveRequest:
     def skip(self, received: Mapping[int, OutputReceived], *, has_prompt_scores: bool) -> None:
         """Skip the events that the reader has already; called before reading.
 
-        Raises `InvalidArgumentError` if the reader claims more than was produced, and
+        Raises `InvalidArgumentError` if the reader claims more tokens than there are, and
         `FailedPreconditionError` if it needs lost log-probabilities. Then the caller closes the
         request.
         """
@@ -368,7 +367,7 @@ class LiveRequest:
         for output in self.outputs:
             part = received.get(output.index, OutputReceived())
             output.skip(part, wants_logprobs=wants_logprobs)
-            self._num_outputs_read += part.finished
+            self._num_outputs_unread -= part.finished
         if has_prompt_scores:
             self._prompt_logprobs = None
         self._accepted = True
@@ -419,7 +418,7 @@ class LiveRequest:
     async def send_to(self, put: Callable[[Event], None], room: Room | None = None) -> None:
         """Call `put` with each event as soon as it arrives and there is room, until the last one.
 
-        `put` is called by the task that reads from the scheduler, and must not wait. An error of
+        `put` must not wait, because the task that reads from the scheduler calls it. An error of
         `put` ends the stream and is raised here.
         """
         self._put, self._room = put, room
@@ -460,36 +459,39 @@ class LiveRequest:
         if self._refusal is not None:
             self._close()
             raise self._refusal
-        if (event := self._next_event()) is not None:
-            self._accepted = True
-        return event
-
-    def _next_event(self) -> Event | None:
-        if self._prompt_logprobs is not None and self._outputs_with_events:
-            scores, self._prompt_logprobs = PromptScores(tuple(self._prompt_logprobs)), None
-            # All scores come before the first token. If some are missing, the request ended before
-            # it.
-            if len(scores.logprobs) == len(self.record.prompt_token_ids) - 1:
+        if self._prompt_logprobs is not None and self.outputs_with_events:
+            scores = self._take_scores(self._prompt_logprobs)
+            if scores is not None:
+                self._accepted = True
                 return scores
-        while self._outputs_with_events:
-            index = next(iter(self._outputs_with_events))
+        while self.outputs_with_events:
+            index = next(iter(self.outputs_with_events))
             output = self.outputs[index]
             event = output.take()
-            if event is None or output.finished is None:  # otherwise its end is still unread
-                del self._outputs_with_events[index]
+            # Otherwise the output's end, or the rest of a delta that was too large, is unread.
+            if event is None or (output.finished is None and not output.has_rest):
+                del self.outputs_with_events[index]
             if event is None:
                 continue
             if isinstance(event, OutputFinished):
-                self._num_outputs_read += 1
+                self._num_outputs_unread -= 1
+            self._accepted = True
             return event
-        if self._num_outputs_read < len(self.outputs):
+        if self._num_outputs_unread:
             return None
         self._close()
         return self.usage
 
-    @property
-    def _has_read_all_so_far(self) -> bool:
-        return not self._outputs_with_events and self._num_outputs_read < len(self.outputs)
+    def _take_scores(self, logprobs: list[TokenLogprob]) -> PromptScores | None:
+        """Return the next log-probabilities of the prompt; None: the request ended before them."""
+        # All of them come before the first token.
+        is_complete = len(logprobs) == len(self.record.prompt_token_ids) - 1
+        first = self._num_prompt_logprobs_taken
+        end = self._num_prompt_logprobs_taken = first + MAX_EVENT_TOKENS
+        has_more = is_complete and end < len(logprobs)
+        if not has_more:
+            self._prompt_logprobs = None
+        return PromptScores(tuple(logprobs[first:end]), has_more) if is_complete else None
 
     async def aclose(self) -> None:
         """Cancel the live outputs, or leave a resumable request; end the iteration. Idempotent."""

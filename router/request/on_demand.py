@@ -1,10 +1,12 @@
 """Loads the model of a request, in place of the model that was used least recently.
 
-Unloading a model loses no request: its scheduler keeps its requests with their tokens, and they
-continue after the next load. Until then they count as demand for it. So models that are all busy
-take turns, and each stays loaded for a minimum time. Requests of the lowest priority, such as lines
-of batches, are patient: a model that is busy with others makes no room for them. Only one router
-may do this for the same schedulers, since two might load two models at once.
+Unloading a model loses no request: the model's scheduler keeps the requests with their tokens, and
+they continue after the model's next load. Until then they count as demand for the model. So models
+that are all busy take turns, and each stays loaded for a minimum time. Requests of the lowest
+priority, such as lines of batches, are patient: a model that is busy with other requests makes no
+room for them. A model that has had no request for some time may be unloaded, too; the next request
+loads it. Only one router may load models on demand at the same schedulers, since two routers might
+load two models at once.
 """
 
 import asyncio
@@ -47,15 +49,17 @@ class OnDemand:
         max_loaded: int,
         min_loaded_s: float,
         max_waiting: int,
+        idle_unload_s: float | None = None,
         tls: ClientTls | None = None,
         tick_s: float = TICK_S,
     ) -> None:
-        """At most `max_waiting` calls wait for models."""
+        """At most `max_waiting` calls wait for models; `idle_unload_s` None: idle models stay."""
         self._cells = {cell: _Demand() for cell in cells}
         self._loading = LoadingCalls(tls)
         self._max_loaded = max_loaded
         self._min_loaded_s = min_loaded_s
         self._max_waiting = max_waiting
+        self._idle_unload_s = idle_unload_s
         self._tick_s = tick_s
         self._is_draining = False
         self._has_begun = False
@@ -97,7 +101,7 @@ class OnDemand:
             demand.fail(_draining())
 
     async def run(self) -> None:
-        """Load the models that requests need, until cancelled."""
+        """Load the models that requests need, and unload idle ones, until cancelled."""
         while True:
             await asyncio.sleep(self._tick_s)
             wanted = self._look()
@@ -112,6 +116,10 @@ class OnDemand:
                         _AWAY_RETRY_S if isinstance(error, UnavailableError) else _RETRY_S
                     )
                     demand.fail(UnavailableError(f"model {wanted.name!r}: {error}"))
+            elif (torn := self._torn()) is not None:
+                await self._load_rest(torn)
+            elif (idle := self._idle()) is not None:
+                await self._unload_idle(idle)
 
     def _look(self) -> Inference | None:
         """Update which models are loaded and in use.
@@ -119,6 +127,9 @@ class OnDemand:
         Return the one that was wanted first, if any.
         """
         now = asyncio.get_running_loop().time()
+        # A scheduler that starts while its model is unloaded cannot welcome the router. A router
+        # without a scheduler is not ready, so perhaps no request would come to load a model.
+        is_any_ready = any(cell.schedulers.is_ready for cell in self._cells)
         for cell, demand in self._cells.items():
             has_live = cell.schedulers.num_live_seqs > 0
             if has_live:
@@ -131,8 +142,10 @@ class OnDemand:
                 self._has_begun = True
                 continue
             demand.loaded_at = None
-            is_first = cell is next(iter(self._cells)) and not self._has_begun
-            if not (demand.waiters or has_live or is_first):
+            is_first = cell is next(iter(self._cells))
+            if not (
+                demand.waiters or has_live or (is_first and not (self._has_begun and is_any_ready))
+            ):
                 demand.wanted_at = None
             elif demand.wanted_at is None:
                 demand.wanted_at = now
@@ -143,8 +156,64 @@ class OnDemand:
         ]
         return min(wanted, key=lambda each: each[:2])[2] if wanted else None
 
+    def _idle(self) -> Inference | None:
+        """Return a loaded model that has had no request for `idle_unload_s`."""
+        # A router that drains does not know the requests of the router that replaces it.
+        if self._idle_unload_s is None or self._is_draining:
+            return None
+        now = asyncio.get_running_loop().time()
+        for cell, demand in self._cells.items():
+            since = max(demand.used_at, demand.loaded_at or now)
+            if now - since >= self._idle_unload_s and not cell.schedulers.num_live_seqs:
+                return cell
+        return None
+
+    async def _unload_idle(self, cell: Inference) -> None:
+        load, demand = await self.load_of(cell), self._cells[cell]
+        if load is None or load.num_requests_running or load.num_requests_waiting:
+            # Another router still has requests there, such as one that drains.
+            demand.used_at = asyncio.get_running_loop().time()
+            return
+        if self._idle() is not cell:
+            return  # a request has just come
+        log.info("unloading an idle model", model=cell.name, idle_s=self._idle_unload_s)
+        demand.left_at = asyncio.get_running_loop().time()
+        try:
+            await self._loading.unload(cell.schedulers.target_to_is_connected)
+        except QuireError as error:
+            log.warning("an idle model is not unloaded", model=cell.name, reason=str(error))
+            demand.used_at = asyncio.get_running_loop().time()
+        else:
+            demand.loaded_at = demand.seen_at = None
+
+    def _torn(self) -> Inference | None:
+        """Return a model that was unloaded while idle, is used again, and is still loaded.
+
+        Some workers could not unload it, or have restarted with it; the others may lack it.
+        """
+        now = asyncio.get_running_loop().time()
+        for cell, demand in self._cells.items():
+            is_used = demand.left_at is not None and demand.used_at >= demand.left_at
+            if is_used and cell.schedulers.is_loaded and now >= demand.retry_at:
+                return cell
+        return None
+
+    async def _load_rest(self, cell: Inference) -> None:
+        """Load a model at those of its workers that lack it."""
+        load, demand = await self.load_of(cell), self._cells[cell]
+        if load is None or not load.num_workers:
+            return  # `_look` will notice
+        if not load.num_unloaded_workers:
+            demand.left_at = None
+            return
+        try:
+            await self._load(cell)
+        except QuireError as error:
+            log.warning("some workers lack the model", model=cell.name, reason=str(error))
+            demand.retry_at = asyncio.get_running_loop().time() + _RETRY_S
+
     def _is_urgent(self, cell: Inference) -> bool:
-        """Whether a request of a cell waits or runs that is not patient."""
+        """Whether any waiting or running request of a cell is not patient."""
         if not all(self._cells[cell].waiters.values()):
             return True
         return any(
@@ -193,17 +262,21 @@ class OnDemand:
             if victim is None:
                 if len(away) >= self._max_loaded:
                     names = ", ".join(sorted(repr(cell.name) for cell in away))
-                    raise UnavailableError(f"the schedulers of {names}, which was loaded, are away")
+                    raise UnavailableError(f"schedulers with loaded models are away: {names}")
                 return
             log.info("a model makes room", model=victim.name, wanted=wanted.name)
             await self._loading.unload(victim.schedulers.target_to_is_connected)
             self._cells[victim].seen_at = None
             loaded.remove(victim)
         log.info("loading a model on demand", model=wanted.name)
-        loading = self._loading.load(wanted.schedulers.target_to_is_connected)
+        await self._load(wanted)
+
+    async def _load(self, cell: Inference) -> None:
+        loading = self._loading.load(cell.schedulers.target_to_is_connected)
         async with aclosing(loading):
             async for _ in loading:
                 pass
+        self._cells[cell].left_at = None
 
     def _least_recently_used(self, loaded: Sequence[Inference], now: float) -> Inference | None:
         """Return the model to unload; None: all must stay loaded for now."""
@@ -225,7 +298,7 @@ class _Demand:
 
     def __init__(self) -> None:
         self.waiters: dict[asyncio.Future[None], bool] = {}
-        """And whether each is patient."""
+        """The waiting calls, and whether each is patient."""
         self.used_at = 0.0
         self.wanted_at: float | None = None
         self.loaded_at: float | None = None
@@ -234,6 +307,9 @@ class _Demand:
         """Since when its schedulers, connected or not, have reported a worker with the model; None:
         they report none."""
         self.retry_at = 0.0
+        self.left_at: float | None = None
+        """When the model was last unloaded as idle; None: never, or all its workers have loaded it
+        since."""
 
     @property
     def stays_since(self) -> float | None:

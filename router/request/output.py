@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Container
+from typing import Final
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob
@@ -9,6 +10,14 @@ from contract.request import OutputReceived, ThinkingMarkers
 from router.request.stop_strings import StopMatcher
 from router.request.thinking_counter import ThinkingCounter
 from router.text.detokenizer import Detokenizer
+
+MAX_EVENT_TOKENS: Final = 4096
+"""Limit on tokens of one delta, and on log-probabilities of a prompt in one event. With the 20
+likeliest tokens at each position such an event has 0.6 MB of protobuf; gRPC clients accept messages
+up to 4 MiB by default."""
+MAX_DELTA_CHARS: Final = 1 << 18
+"""Limit on characters of one delta, which keeps it within 1 MiB; one token may be a hundred
+spaces."""
 
 
 class LiveOutput:
@@ -22,7 +31,7 @@ class LiveOutput:
         self,
         index: int,
         detokenizer: Detokenizer,
-        stop_matcher: StopMatcher,
+        stop_matcher: StopMatcher | None,
         end_token_ids: Container[int],
         thinking: ThinkingMarkers | None = None,
         stream_interval: int = 1,
@@ -32,9 +41,9 @@ class LiveOutput:
         Args:
             index: Its place among the request's outputs.
             detokenizer: Makes the text.
-            stop_matcher: Finds stop strings in the text.
+            stop_matcher: Finds stop strings in the text; None: there are none.
             end_token_ids: They end the sequence; their text is not part of the output.
-            thinking: How thinking is told from the rest; None: it is not counted.
+            thinking: How to recognize thinking; None: it is not counted.
             stream_interval: New tokens after which a delta is due; the first is due at once.
         """
         self.index = index
@@ -43,7 +52,8 @@ class LiveOutput:
         self.finished: OutputFinished | None = None
         """The end of the output; once set, no token may be pushed."""
         self.first_token_at: float | None = None
-        """When the first token arrived; also None if it arrived before the request was resumed."""
+        """When the first token arrived; None: it has not arrived, or arrived before the request was
+        resumed."""
         self.last_token_at: float | None = None
         """When the newest token arrived, on the event loop's clock."""
         self._detokenizer = detokenizer
@@ -54,7 +64,8 @@ class LiveOutput:
         self._stream_interval = stream_interval
         self._num_tokens_taken = 0
         self.num_tokens_due = 1
-        """How many tokens the output must have for its next delta; its end is always due."""
+        """How many tokens the output must have for its next delta; the output's end is always
+        due."""
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._end_taken = False
@@ -67,6 +78,11 @@ class LiveOutput:
     def has_end_token(self) -> bool:
         """Whether the last token ends the output."""
         return bool(self.token_ids) and self.token_ids[-1] in self._end_token_ids
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether the last delta was too small for all tokens and text."""
+        return self._num_tokens_taken < len(self.token_ids) or bool(self._text)
 
     @property
     def num_thinking_tokens(self) -> int:
@@ -82,22 +98,24 @@ class LiveOutput:
         text = self._detokenizer.push(token_id)
         if self._may_think and self._thinking is not None:
             self._may_think = self._thinking.push(text)
-        if text := self._stop_matcher.push(text):
+        if self._stop_matcher is not None:
+            text = self._stop_matcher.push(text)
+            if (found := self._stop_matcher.found) is not None:
+                self.finished = OutputFinished(self.index, FinishReason.STOP, stop_string=found)
+        if text:
             self._text.append(text)
-        if self._stop_matcher.found is not None:
-            self.finished = OutputFinished(
-                self.index, FinishReason.STOP, stop_string=self._stop_matcher.found
-            )
 
     def finish(self, finished: OutputFinished) -> None:
         """End the output, including the text that was held back."""
-        self._text.append(self._stop_matcher.flush() + self._detokenizer.flush())
+        if self._stop_matcher is not None:
+            self._text.append(self._stop_matcher.flush())
+        self._text.append(self._detokenizer.flush())
         self.finished = finished
 
     def skip(self, received: OutputReceived, *, wants_logprobs: bool) -> None:
         """Skip the part that the reader already has; called before any `take`.
 
-        Raises `InvalidArgumentError` if the reader claims more than was produced, and
+        Raises `InvalidArgumentError` if the reader claims more tokens than the output has, and
         `FailedPreconditionError` if it needs log-probabilities that were not kept.
         """
         field = f"received[{self.index}]"
@@ -138,11 +156,17 @@ class LiveOutput:
         self._end_taken = received.finished
 
     def take(self) -> OutputDelta | OutputFinished | None:
-        """Return the next event: one delta of all unread tokens, then the end, then None."""
+        """Return the next event: deltas of all unread tokens, then the end, then None."""
         offset, num_tokens = self._num_tokens_taken, len(self.token_ids)
+        if num_tokens - offset > MAX_EVENT_TOKENS:
+            most = self._num_tokens_taken = offset + MAX_EVENT_TOKENS
+            logprobs = tuple(self._logprobs[:MAX_EVENT_TOKENS])
+            del self._logprobs[:MAX_EVENT_TOKENS]
+            # Text is not stored by token, so all of it comes with the last tokens.
+            return OutputDelta(self.index, offset, tuple(self.token_ids[offset:most]), "", logprobs)
         text = "".join(self._text)
         if text or offset < num_tokens:
-            if num_tokens == offset + 1:  # as nearly always: without a copy of the array
+            if num_tokens == offset + 1:  # the usual case, which needs no copy of the array
                 token_ids: tuple[int, ...] = (self.token_ids[offset],)
             else:
                 token_ids = tuple(self.token_ids[offset:])
@@ -151,6 +175,9 @@ class LiveOutput:
             self.num_tokens_due = num_tokens + self._stream_interval
             self._text.clear()
             self._logprobs.clear()
+            if len(text) > MAX_DELTA_CHARS:
+                self._text.append(text[MAX_DELTA_CHARS:])
+                text = text[:MAX_DELTA_CHARS]
             return OutputDelta(self.index, offset, token_ids, text, logprobs)
         if self.finished is not None and not self._end_taken:
             self._end_taken = True

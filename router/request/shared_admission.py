@@ -10,7 +10,7 @@ from router.request.audit import AuditLog
 from router.request.usage import UsageCounts
 
 _MAX_ESCAPE_BYTES = 6
-"""Most bytes of JSON per byte of text, as in \\u0041."""
+"""JSON writes one byte of text in at most this many bytes, as in \\u0041."""
 
 
 class Entry:
@@ -38,8 +38,8 @@ class Entry:
     def check_quota(self, num_bytes: int, max_token_bytes: int) -> None:
         """Check the quota of the caller's tenant before a body is parsed.
 
-        Raises `TooBusyError` if the quota is used up, or is too small for any JSON text of
-        `num_bytes` with tokens of at most `max_token_bytes`.
+        Raises `TooBusyError` if the quota is used up, or has no room for the number of tokens that
+        a JSON body of `num_bytes` has at least, if a token has at most `max_token_bytes` of text.
         """
         if self.has_api_keys:
             num_tokens = 1 + num_bytes // (_MAX_ESCAPE_BYTES * max_token_bytes)

@@ -13,12 +13,12 @@ log = structlog.get_logger()
 
 HOUR_S: Final = 3600
 _MAX_ROWS: Final = 100_000
-"""Most sums that are kept while the store fails."""
+"""Limit on sums that are kept while the store fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageKey:
-    """The key of a sum: who used which model. There is a sum for each key and hour."""
+    """The key of a sum: who used which model. There is a sum for each `UsageKey` and hour."""
 
     tenant: str
     key: str

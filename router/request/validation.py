@@ -1,7 +1,7 @@
 """Checks a request against the served model, and fills in the parameters that the client left out.
 
-Each function raises `InvalidArgumentError`, which names field, value and limit. The limits that do
-not depend on the model are in `contract`.
+The functions raise `InvalidArgumentError`, which names field, value and limit, or
+`UnimplementedError`. The limits that do not depend on the model are in `contract`.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from router.access.tenancy import check_tenant
 _BEAM_ALLOWS: Final = frozenset(
     ("temperature", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "adapter")
 )
-"""Fields of `SamplingParams` that may be set with a beam search; others have no effect there."""
+"""Fields of `SamplingParams` that a request may set with a beam search."""
 
 
 def check_request(request: GenerateRequest, model: Model, max_prompt_bytes: int) -> None:
@@ -78,7 +78,7 @@ def check_request(request: GenerateRequest, model: Model, max_prompt_bytes: int)
         else:
             check_unicode("prompt", request.prompt)
     else:
-        # Check the length first, so that a far too long list is refused cheaply.
+        # Check the length first, so that the refusal of a much too long list is cheap.
         if request.truncate_prompt_tokens is None or not request.prompt:
             check_prompt_length(len(request.prompt), model)
         check_token_ids("prompt", request.prompt, model.vocab_size)
@@ -184,7 +184,7 @@ def complete_sampling(
 
 
 def check_prompt_length(num_prompt_tokens: int, model: Model, field: str = "prompt") -> None:
-    """Check that the prompt is not empty and leaves room for one token."""
+    """Check that the prompt has a token, and not more than the model accepts."""
     if num_prompt_tokens == 0:
         raise InvalidArgumentError(field, "is empty; it must have at least 1 token")
     if num_prompt_tokens > model.max_prompt_len:

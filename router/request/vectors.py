@@ -20,11 +20,11 @@ from router.schedulers.wire import failure_of
 T = TypeVar("T")
 
 MAX_INPUTS: Final = 2048
-"""Most inputs of one call, as at OpenAI."""
+"""Limit on inputs of one call, as at OpenAI."""
 MAX_NUMBERS: Final = 2**22
-"""Most numbers of one call's vectors."""
+"""Limit on the numbers of all vectors of one call."""
 MAX_AT_ONCE: Final = 64
-"""Most inputs of one call that are live at a time, to leave room for other calls."""
+"""Limit on inputs of one call that are live at a time, to leave room for other calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ async def make_vectors(
 
     At most `max_at_once` are live at a time. If the service refuses the first input because it is
     busy, the call fails; once an input is accepted, refused ones are retried. If one fails, the
-    others are cancelled. `name` and `pair_name` return the names, for errors, of the input and pair
-    with an index.
+    others are cancelled. For errors, `name` and `pair_name` return the names of the input and of
+    the pair at an index.
     """
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, pooling=pooling)
     vectors: list[Vector | None] = [None] * len(requests)
@@ -148,9 +148,9 @@ async def score_pairs(
     first_name: Callable[[int], str],
     second_name: Callable[[int], str],
 ) -> Scores:
-    """Score the text of `firsts` and of `seconds` at each index; `firsts` may have only one text.
+    """Score each text of `seconds` with that of `firsts` at its index, or with the only first one.
 
-    `first_name` and `second_name` name them in errors.
+    For errors, `first_name` and `second_name` return the name of the text at an index.
 
     A model with a classification head scores pairs: in (0, 1), by the logistic function. For other
     models the score is the cosine of the two vectors, in [-1, 1].

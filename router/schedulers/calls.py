@@ -1,4 +1,4 @@
-"""Unary calls to a scheduler, on a channel besides the stream; and the sum of several loads."""
+"""Calls to a scheduler besides the router's stream; and the sum of several loads."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
@@ -20,7 +20,7 @@ from rpc.tasks import responses
 _TIMEOUT_S: Final = 5.0
 
 _NOT_ADDED: Final = ("block_size", "fragmentation", "host_fragmentation")
-"""Fields of `Load` for which the sum has the greatest value."""
+"""Fields of `Load` of which `sum_loads` takes the greatest value."""
 
 
 class SchedulerCalls:

@@ -11,9 +11,9 @@ from router.request.live import LiveRequest
 _MOST_BUSY: Final = 0.7
 """Share of a processor that the event loop's thread may take before tokens are merged."""
 _LONGEST_S: Final = 0.05
-"""Longest time between two waves, even if the router is busy."""
+"""While tokens wait, longest time between two waves, however busy the router is."""
 _FEW: Final = 32
-"""Up to this many streams are written at once, because merging their tokens would save little."""
+"""Up to this many streams are written immediately: merging their tokens would save little."""
 _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 
 

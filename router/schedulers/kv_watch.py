@@ -1,4 +1,4 @@
-"""Merges the streams of KV events of all schedulers."""
+"""Merges all schedulers' streams of KV events."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,7 +12,7 @@ from router.schedulers.pool import Schedulers
 _LOOK_S: Final = 0.25
 """How often to look for schedulers that are not watched yet."""
 _MAX_UNREAD: Final = 16
-"""Most unread messages here; further ones wait at the schedulers, which limit them."""
+"""Limit on unread messages here; further ones wait at the schedulers, which limit them."""
 
 
 async def watch_kv(
@@ -20,7 +20,8 @@ async def watch_kv(
 ) -> AsyncGenerator[kv_pb2.WatchKvResponse]:
     """Yield the events of one worker, or of all workers, across changes of schedulers.
 
-    When a scheduler is lost, its workers' blocks are cleared until a scheduler has them again.
+    When a scheduler is lost, each of its workers gets an event that clears its blocks, unless a
+    newer scheduler already reports that worker.
 
     Raises:
         UnimplementedError: A scheduler was started without --kv-events.

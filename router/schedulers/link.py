@@ -33,8 +33,8 @@ from rpc.security.tls import ClientTls, explain
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _HURRIED_BACKOFF_S = 0.2
-"""The longest backoff for `_HURRY_S` after another scheduler was lost, which this one may
-replace."""
+"""The longest backoff for `_HURRY_S` after another scheduler was lost, because this one may replace
+it."""
 _HURRY_S = 10.0
 _POLL_TIMEOUT_S = 5.0
 
@@ -95,9 +95,9 @@ class SchedulerLink:
         self.resume_grace_s = 0.0
         """How long the latest scheduler keeps a resumable request without a reader."""
         self.max_waiting: int | None = None
-        """Most sequences that may wait at one of its workers; None: unknown."""
+        """Limit on sequences that wait at one of the scheduler's workers; None: unknown."""
         self.status = f"waiting for the scheduler at {target}"
-        """Why no scheduler is connected, while that is so."""
+        """While no scheduler is connected, the reason."""
         self.is_starting = True
         """Whether `status` is normal during a start."""
         self.hang: str | None = None
@@ -170,12 +170,12 @@ class SchedulerLink:
     def leave(self, live: LiveRequest) -> None:
         """Let a request continue at the scheduler until a client resumes it at any router."""
         self.table.discard(live)
-        # Without a scheduler, or before it was sent, the request is lost.
+        # A request that no scheduler has is lost.
         if self._outbox is not None and not self._outbox.drop(live):
             self._outbox.leave(live.live_seq_keys)
 
     def unpin(self, request_id: str, tenant: str) -> None:
-        """Drop the pins of a request's prompt, if a scheduler is connected that knows of it."""
+        """Drop the pins of a request's prompt, if a connected scheduler knows of pins."""
         if self._outbox is not None and self._knows_unpin:
             self._outbox.unpin(request_id, tenant)
 
@@ -203,7 +203,7 @@ class SchedulerLink:
     # --- the stream -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep a stream to one scheduler after another until cancelled; only bugs raise."""
+        """Connect to one scheduler after another until cancelled; only bugs raise."""
         try:
             await self._keep_stream()
         finally:
@@ -268,7 +268,7 @@ class SchedulerLink:
                     return
                 if not isinstance(welcome, Welcome):
                     raise QuireError("the first message is not a welcome")
-                outbox = await self._meet(welcome)  # may take longer than the allowed silence
+                outbox = await self._meet(welcome)  # this may take longer than the allowed silence
                 poll.cancel()  # from now on the stream carries heartbeats
                 heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
@@ -410,9 +410,8 @@ class SchedulerLink:
 
     def _submit_again(self, live: LiveRequest, outbox: Outbox | None) -> None:
         is_live = any(seq_key in self.table for seq_key in live.live_seq_keys)
-        if (
-            is_live and self._outbox is outbox
-        ):  # otherwise a newer scheduler already has the request
+        # A newer scheduler may already have the request
+        if is_live and self._outbox is outbox:
             self.submit(live)
 
 

@@ -52,7 +52,7 @@ class LiveTable:
         The caller cancels them at the scheduler. `is_new` is False for the past events of a resumed
         request, which another router has counted.
         """
-        # If a sequence is missing, it was cancelled after the scheduler sent these events.
+        # If a sequence is missing, the router cancelled it before these events arrived.
         now = asyncio.get_running_loop().time()
         table = self._seq_key_to_live
         for pin in events.pins:  # first, because the tokens may end the request
@@ -82,7 +82,7 @@ class LiveTable:
             if live.push_token(seq_key, token_id, logprob, now, is_new=is_new):
                 del table[seq_key]
                 stopped.append(seq_key)
-            if live.has_events:
+            if live.outputs_with_events:
                 changed[live] = None
         if is_new:
             self._metrics.generation_tokens.inc(num_tokens)

@@ -1,4 +1,4 @@
-"""Calls to schedulers that load and unload their models, or ask what is loaded.
+"""Calls to schedulers: load and unload their models, and ask which are loaded.
 
 They use separate channels: the link to a scheduler closes when its model changes, and connects only
 after the scheduler's workers have had a model.
@@ -26,7 +26,8 @@ class LoadingCalls:
     """Calls to schedulers; `targets` maps the address of each to whether it is connected.
 
     `NotFoundError` means that no scheduler has such a worker. A scheduler that is not connected may
-    be a standby; its failure is ignored if another one answers. All raise the schedulers' errors.
+    be a standby; its failure is ignored if another one answers. `load` and `unload` raise the
+    schedulers' other errors.
     """
 
     def __init__(self, tls: ClientTls | None = None) -> None:
@@ -35,7 +36,7 @@ class LoadingCalls:
     async def unload(
         self, targets: Mapping[str, bool], worker: str = ""
     ) -> Sequence[loading_pb2.UnloadedWorker]:
-        """Unload the model of a worker, or of all if `worker` is empty."""
+        """Unload the model of a worker, or of all workers if `worker` is empty."""
         request = loading_pb2.UnloadRequest(worker=worker)
 
         async def one(target: str) -> Sequence[loading_pb2.UnloadedWorker] | QuireError:
@@ -61,7 +62,7 @@ class LoadingCalls:
     async def load(
         self, targets: Mapping[str, bool], worker: str = "", directory: str = ""
     ) -> AsyncGenerator[loading_pb2.LoadResponse]:
-        """Load a model at a worker, or at all if `worker` is empty; yield the progress.
+        """Load a model at a worker, or at all workers if `worker` is empty; yield the progress.
 
         An empty `directory` means the model that the worker had.
         """

@@ -23,7 +23,7 @@ class Welcome:
     superseded_epochs: frozenset[int]
     """Epochs of the schedulers whose workers this scheduler has taken over."""
     max_waiting: int | None
-    """Most sequences that may wait at one worker; None: unknown."""
+    """Limit on sequences that wait at one worker; None: unknown."""
     hears_beats: bool
     """Whether the scheduler expects heartbeats from this router."""
 

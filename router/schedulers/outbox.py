@@ -50,7 +50,7 @@ class Outbox:
         self._filled.set()
 
     def resume(self, request_id: str, tenant: str, first_seq_key: int) -> None:
-        """Resume a request; sent after all `leave`s, which may name the same request."""
+        """Resume a request; sent after earlier `leave`s, which may name the same request."""
         resume = scheduler_pb2.Resume(
             request_id=request_id, tenant=tenant, first_seq_key=first_seq_key
         )

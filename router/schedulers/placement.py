@@ -1,12 +1,12 @@
 """Chooses a scheduler for a request by its prompt's prefix and the schedulers' loads.
 
-This is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018). Each
-prompt ranks the schedulers by a hash of its first tokens and their names, which is the same in
-every router. The prompt goes to the first of these that stays below 1.25 times its share of all
-sequences. So prompts with the same beginning go to the same scheduler, which has the beginning in
-its prefix cache. If that scheduler is too busy, all these prompts go to the same next one. When a
-scheduler is added or removed, only its own share of the prompts moves. A scheduler with a full
-queue is skipped while another one has room.
+This is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018). For each
+prompt, the schedulers are ranked by a hash of the prompt's first tokens, its salt, and the
+scheduler's name, so all routers rank alike. The prompt goes to the first scheduler that stays
+within 1.25 times its share of all sequences. So prompts with the same beginning go to the same
+scheduler, which has the beginning in its prefix cache. If that scheduler is too busy, all these
+prompts go to the same next one. When a scheduler is added or removed, only its own share of the
+prompts moves. A scheduler with a full queue is skipped while another one has room.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ def _score(text: str) -> bytes:
 
 
 _REFRESH_S = 1.0
-"""How often to poll the loads of several schedulers, which other routers use as well."""
+"""How often to poll the schedulers' loads, if there are several; other routers add to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,10 @@ class SchedulerPlacement:
         self._last_loads.pop(link, None)
 
     def choose(self, live: LiveRequest, links: Sequence[SchedulerLink]) -> SchedulerLink:
-        """Return one of `links`, at least one, for a request."""
+        """Return the one of `links` that gets a request; `links` must not be empty."""
         adapter = live.record.sampling.adapter
-        if (
-            adapter is not None
-        ):  # if no scheduler has the adapter, any of them will refuse the request
+        # If no scheduler has the adapter, any of them will refuse the request
+        if adapter is not None:
             able = [each for each in links if each.model and adapter in each.model.adapters]
             links = able or links
         links = [each for each in links if not each.is_unloaded] or links

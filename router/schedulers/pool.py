@@ -51,10 +51,10 @@ class Schedulers:
     def __init__(
         self, discovery: Discovery, config: LinkConfig, *, tokenizers: Tokenizers, health: Health
     ) -> None:
-        """`run` connects. `health` is set to whether a scheduler is connected.
+        """`run` connects. `health` is set to whether a connected scheduler does not hang.
 
-        Selects the model's tokenizer in `tokenizers`. A model whose vocabulary is smaller than its
-        tokenizer's cannot be served.
+        When a scheduler connects, its model's tokenizer is selected in `tokenizers`. A model whose
+        vocabulary is smaller than its tokenizer's cannot be served.
         """
         self._discovery = discovery
         self._config = config
@@ -93,7 +93,7 @@ class Schedulers:
         return self._model
 
     async def model_change(self) -> None:
-        """Wait until a scheduler's model changes its limits or adapters."""
+        """Wait until the limits or adapters of a scheduler's model change."""
         self._model_changed.clear()
         await self._model_changed.wait()
 
@@ -195,7 +195,7 @@ class Schedulers:
         raise refusal
 
     def unavailable(self) -> UnavailableError:
-        """Return the error that explains why no scheduler is connected."""
+        """Return an error that says why no scheduler is connected."""
         for link in self._links:
             if link.misfit is not None:
                 return UnavailableError(str(link.misfit))
@@ -213,8 +213,9 @@ class Schedulers:
     def calls_to_all(self) -> Sequence[SchedulerCalls]:
         """Return calls to all schedulers, for changes that must reach every one of them.
 
-        Raises UnavailableError if there is no scheduler, or if one was lost or discovered less than
-        `_AWAY_S` ago. A scheduler that has been away for longer may be a standby.
+        Raises UnavailableError if none is connected, or if one that is not connected was lost or
+        discovered less than `_AWAY_S` ago. A scheduler that has been away for longer may be a
+        standby.
         """
         if not self._connected:
             raise self.unavailable()
@@ -313,15 +314,17 @@ class Schedulers:
         """Read the model's tokenizer."""
         try:
             await self._tokenizers.read(model.directory)
-        except (
-            Exception
-        ) as error:  # libraries raise many kinds of errors for bad JSON and templates
+        except Exception as error:
+            # Libraries raise many kinds of errors for bad JSON and templates
             raise MisfitError(
                 f"{model} has no tokenizer that this router can read: {error}"
             ) from error
 
     def check_fit(self, link: SchedulerLink, model: ModelInfo) -> None:
-        """Check that a scheduler's model fits its tokenizer and the other schedulers' models."""
+        """Check that a scheduler's model fits its tokenizer and the other schedulers' models.
+
+        Then it becomes the served model. If it is another model than before, live requests fail.
+        """
         others = [other for other in self._connected if other is not link]
         before = self._model
         num_token_ids = self._tokenizers.num_token_ids(model.directory)
@@ -370,7 +373,7 @@ class Schedulers:
             self._model = together(link.model for link in self._connected)
 
     def refused(self, link: SchedulerLink, live: LiveRequest) -> bool:
-        """Submit a refused request to another scheduler, each once; False if none has room."""
+        """Submit a refused request to another scheduler, to each once; False: none has room."""
         live.refused_by.add(link.target)
         n = len(live.outputs)
         others = [

@@ -146,7 +146,7 @@ def _json_grammar(schema: str, field: str) -> str:
 # --- cycles ---------------------------------------------------------------------------------------
 
 _SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
-"""Keywords whose subschemas describe the same value as the schema around them."""
+"""Keywords with subschemas for the same value as the schema around them."""
 _DATA: Final = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose contents are not schemas."""
 

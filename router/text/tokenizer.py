@@ -209,7 +209,7 @@ class Tokenizers:
     def use(self, directory: str) -> None:
         """Make a tokenizer that was read the current one.
 
-        Drop all others but the flags' model's.
+        Drop all tokenizers except this one and the flags' model's.
         """
         self.current = self._directory_to_tokenizer[directory]
         first = self._directory_to_tokenizer[_FLAGS]

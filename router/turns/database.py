@@ -130,7 +130,7 @@ class SqliteConnection:
 
 
 _BUSY_S: Final = 5.0
-"""How long a transaction waits for one of another process."""
+"""How long a transaction waits for another process's transaction."""
 
 
 def migrate(connection: Connection) -> None:
@@ -233,7 +233,7 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
 )
 """The statements that upgrade the schema by one version each; never changed once released.
 
-Both databases accept these statements: SQLite takes any type name and stores bytes unchanged.
+Both databases accept these statements: SQLite accepts any type name and stores bytes unchanged.
 """
 
 

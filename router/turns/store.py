@@ -188,8 +188,8 @@ class TurnStore:
     async def conversation(self, tenant: str, turn_id: str, max_bytes: int) -> Sequence[Turn]:
         """Return a turn and the turns that it continues, oldest first, without their records.
 
-        Returns an empty list if one is missing. Raises InvalidArgumentError if there are too many,
-        or if they are too large.
+        Returns an empty list if a turn is missing. Raises InvalidArgumentError if there are too
+        many, or if they are too large.
         """
         chain = (
             "WITH RECURSIVE chain (id, previous_id, depth) AS ("

@@ -495,9 +495,8 @@ class Turns:
         if cell is not cells[0]:
             return Models(names)
         others = [other for other in cells if other is not cell]
-        if all(
-            other.model.infos() for other in others
-        ):  # unknown models are refused when the turn is submitted
+        # Unknown models are refused when the turn is submitted
+        if all(other.model.infos() for other in others):
             taken = {name for other in others for name in other.model.names()} - {*names}
             return Models(tuple(taken), are_left_out=True)
         return Models(("", *names))

@@ -57,7 +57,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             async for event in live:
                 match event:
                     case PromptScores():
-                        answer.prompt_scores = event
+                        known = answer.prompt_logprobs or []
+                        answer.prompt_logprobs = [*known, *event.logprobs]
                     case OutputDelta():
                         if (chunk := answer.add(event)) is not None:
                             await context.write(pb.GenerateResponse(chunk=chunk))
@@ -171,7 +172,7 @@ class _Answer:
     def __init__(self, live: LiveRequest, *, is_streamed: bool) -> None:
         self._live = live
         self._is_streamed = is_streamed
-        self.prompt_scores: PromptScores | None = None
+        self.prompt_logprobs: list[TokenLogprob] | None = None
         self._parts: list[list[OutputDelta]] = [[] for _ in live.outputs]
         self._has_begun = [False] * len(live.outputs)
 
@@ -201,10 +202,8 @@ class _Answer:
             output_logprobs=output_logprobs_to_proto(token_ids, logprobs),
             index=index,
         )
-        if self.prompt_scores is not None and not self._has_begun[index]:
-            chunk.input_logprobs.CopyFrom(
-                input_logprobs_to_proto(prompt, self.prompt_scores.logprobs)
-            )
+        if self.prompt_logprobs is not None and not self._has_begun[index]:
+            chunk.input_logprobs.CopyFrom(input_logprobs_to_proto(prompt, self.prompt_logprobs))
         self._has_begun[index] = True
         return chunk
 

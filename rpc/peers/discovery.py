@@ -1,4 +1,4 @@
-"""Finds processes by the operator's list of targets, some of which may be DNS names.
+"""Finds processes by the operator's list of targets: addresses, and DNS names.
 
 `keep_members` runs a task for each process while the process exists.
 """

@@ -81,6 +81,18 @@ class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         check_names([name.decode(errors="replace") for name in names], self._accepted)
 
 
+def auth_context(certificate: Mapping[str, Any] | None) -> dict[str, list[bytes]]:
+    """Return what gRPC calls a connection's authentication context.
+
+    `certificate` is the client's, as `ssl` has parsed it.
+    """
+    certificate = certificate or {}
+    names = [value.encode() for _, value in certificate.get("subjectAltName", ())]
+    common = [value.encode() for value in _common_names(certificate)]
+    found = {_SAN_KEY: names, _COMMON_NAME_KEY: common}
+    return {key: values for key, values in found.items() if values}
+
+
 def certificate_middleware(accepted: Collection[str]) -> Middleware:
     """Make the middleware that answers 401 without a certificate and 403 without an accepted name.
 
@@ -108,5 +120,9 @@ def certificate_middleware(accepted: Collection[str]) -> Middleware:
 def _names_of(certificate: Mapping[str, Any]) -> list[str]:
     """Return the names in a certificate that `ssl` has parsed."""
     alternatives = [value for _, value in certificate.get("subjectAltName", ())]
+    return alternatives or _common_names(certificate)
+
+
+def _common_names(certificate: Mapping[str, Any]) -> list[str]:
     subject = (pair for part in certificate.get("subject", ()) for pair in part)
-    return alternatives or [value for kind, value in subject if kind == "commonName"]
+    return [value for kind, value in subject if kind == "commonName"]

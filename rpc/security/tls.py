@@ -4,7 +4,7 @@ Unix sockets do not use TLS; their file permissions control access.
 """
 
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic, TypeVar
@@ -111,12 +111,26 @@ def http_context(tls: ServerTls) -> ssl.SSLContext:
     TLS accepts clients without a certificate, for probes; the application decides which calls need
     one. A certificate of a wrong authority ends the handshake.
     """
+    return _reloading_context(tls, ssl.CERT_OPTIONAL, ())
+
+
+def http2_context(tls: ServerTls) -> ssl.SSLContext:
+    """Make the context of a gRPC server of our own; each handshake uses the current files."""
+    return _reloading_context(tls, ssl.CERT_REQUIRED, ("h2",))
+
+
+def _reloading_context(
+    tls: ServerTls, of_clients: ssl.VerifyMode, protocols: Sequence[str]
+) -> ssl.SSLContext:
+    """`of_clients` says which certificates clients need, if their authorities are known."""
 
     def read() -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.client_ca)
         context.load_cert_chain(tls.cert, tls.key, password=_no_password)
+        if protocols:
+            context.set_alpn_protocols(protocols)
         if tls.client_ca is not None:
-            context.verify_mode = ssl.CERT_OPTIONAL
+            context.verify_mode = of_clients
         return context
 
     newest = _Newest(tls, read)

@@ -15,8 +15,7 @@ from scheduler_svc.core.sequence import Sequence
 
 _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
 """Maps a memory level to the divisor of a step's prompt tokens, because prompts need work space.
-Chosen, not measured: half when no sequence may start, a quarter when fewer must run."""
-
+Chosen, not measured: half when no more sequences may run, a quarter when fewer must run."""
 
 _BACKGROUND_SHARE = 8
 """Beside other requests, requests of the lowest priority get 1 / 8 of a step's prompt tokens.
@@ -40,7 +39,7 @@ class TokenBudget:
         """Prompt tokens left in this step for requests of the lowest priority."""
         self.long_prefills: list[Sequence] = []
         """Long sequences that got at most half of the tokens left in this step. They get a second
-        grant from what the others do not use."""
+        grant of the tokens that other sequences do not use."""
         self._pressure = pressure
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._max_chunk = config.max_chunk

@@ -2,7 +2,7 @@
 
 Without drafts a decoding sequence gains one token in every step. So the steps at which it needs a
 block, and at which it reaches its length, are known when it starts to decode. `SteadyDecodes` files
-the sequence under these steps and does no work for it in between. With drafts a step may bring
+the sequence under these steps and does no work for it in between. With drafts a step may yield
 several tokens; `DraftedDecodes` checks all sequences in every step, with array operations.
 """
 
@@ -36,13 +36,13 @@ class Decodes(Protocol):
         """Return how many sequences need a block of each KV group at `step`."""
 
     def due(self, step: StepId) -> list[Sequence]:
-        """Return these sequences; changes nothing."""
+        """Return the sequences that `num_due` counts; changes nothing."""
 
     def num_due_soon(self, step: StepId) -> int:
-        """Return how often sequences need blocks in the next two steps; with drafts an estimate."""
+        """Return the blocks per KV group that the next two steps need; with drafts, an estimate."""
 
     def take_due(self, step: StepId) -> list[Sequence]:
-        """Return the sequences that need blocks at `step`; the caller must allocate these."""
+        """Return the sequences that need blocks at `step`; the caller must allocate the blocks."""
 
     def send(self, step: StepId) -> None:
         """Record that `step` has been sent."""
@@ -95,7 +95,8 @@ class SteadyDecodes:
         return list(self._crossing[step % self._block_size])
 
     def num_due_soon(self, step: StepId) -> int:
-        return self.num_due(StepId(step + 1)) + self.num_due(StepId(step + 2))
+        one, two = (step + 1) % self._block_size, (step + 2) % self._block_size
+        return len(self._crossing[one]) + len(self._crossing[two])
 
     def take_due(self, step: StepId) -> list[Sequence]:
         crossing = self._crossing[step % self._block_size]
@@ -116,7 +117,7 @@ class DraftedDecodes:
 
     A worker that drafts verifies up to `K = num_draft_tokens` draft tokens beside each sequence's
     next token, and keeps the right ones: a step brings 1 to K + 1 tokens. Only the step's result
-    tells the number, so sequences get blocks for the most that the steps in flight may bring. With
+    tells the number, so sequences get blocks for all tokens that steps in flight may bring. With
     `n` known tokens and `f` steps in flight, a block table needs room for::
 
         min(n + f * (K + 1) + K, length - 1)

@@ -1,4 +1,4 @@
-"""Checks what must always hold in a scheduler core, by counting everything; for tests."""
+"""Checks the invariants of a scheduler core by counting all blocks and rows; for tests."""
 
 from collections import Counter
 
@@ -122,7 +122,7 @@ def check(core: Scheduler) -> None:
 
 
 def _check_windows(core: Scheduler, seq: Sequence) -> None:
-    """Check that a sequence holds what its next tokens see, and no more than its groups allow."""
+    """Check that a sequence holds the blocks that its next tokens see, and not too many."""
     if core.groups.is_plain:
         return
     num_computed = core.running.num_computed_tokens(seq)

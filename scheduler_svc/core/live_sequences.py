@@ -140,9 +140,8 @@ class LiveSequences:
             seq.max_total_tokens = len(bare.prompt_token_ids) + 1
         for seq in seqs[1:]:
             seq.set_status(SeqStatus.SPARE)
-            seq.num_charged_tokens = len(
-                bare.prompt_token_ids
-            )  # the leader is charged for the prompt
+            # The leader is charged for the prompt
+            seq.num_charged_tokens = len(bare.prompt_token_ids)
         self._file(request, group.outputs)
         return group.leader
 

@@ -39,12 +39,12 @@ class PlanBuilder:
     renamed_src: list[DeviceBlockId] = field(default_factory=list)
     renamed_dst: list[DeviceBlockId] = field(default_factory=list)
     chunk_lens: dict[int, int] = field(default_factory=dict)
-    """Maps a row to the number of tokens that it computes."""
+    """Maps each row to the number of tokens that the step computes for it."""
     pins: tuple[tuple[BlockHash, float], ...] = ()
     trace_events: tuple[Started | Preempted, ...] = ()
 
     def copy(self, src: DeviceBlockId, dst: DeviceBlockId) -> None:
-        """Copy a block before the step computes; all reads come before all writes."""
+        """Copy a block before the step computes; the step reads all copied blocks, then writes."""
         self.copy_src.append(src)
         self.copy_dst.append(dst)
 

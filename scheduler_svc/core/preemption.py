@@ -8,10 +8,11 @@ failed swap-in preempts the sequences that depend on it, and a move to another c
 sequences of its request.
 
 How: a *swap* copies the sequence's computed blocks to the host and keeps them until it runs again;
-a *recompute* drops them. A swap is chosen if it takes less time and the host has, or can make, room
-(`tiers/costs.py`, `tiers/host_room.py`). If the blocks are still being swapped in, the sequence
-keeps its host blocks and nothing is copied. Tokens of steps in flight are dropped; when they are
-drawn again they are the same.
+a *recompute* drops them. `preemption_mode` decides, or the estimated time (`tiers/costs.py`); a
+swap also needs room on the host (`tiers/host_room.py`). If the blocks are still being swapped in,
+the sequence keeps its host blocks and nothing is copied. With recurrent layers, the copy ends at
+the last checkpoint, and the tokens after it are computed again. Tokens of steps in flight are
+dropped; when they are drawn again they are the same.
 """
 
 from collections.abc import Callable
@@ -52,6 +53,8 @@ class Preemption:
         self.num_preemptions = 0
         self.num_for_memory = 0
         """Preemptions because the worker's memory was critical."""
+        self.num_recomputed_tokens = 0
+        """Tokens that a swap-out dropped, because they follow the last checkpoint."""
         self.observer: Callable[[Sequence, bool], Callable[[], None]] | None = None
         """For replays. It is called before each preemption, with the sequence and whether it may
         swap; it returns a function to call after the preemption."""
@@ -73,7 +76,7 @@ class Preemption:
     def make_room(self, step: StepId) -> bool:
         """Preempt until every decoding sequence can get the block that it needs at `step`.
 
-        If the worker's memory is short, first preempt until no more sequences run than may.
+        If the worker's memory is short, first preempt until its bound on running sequences holds.
         While the pool shrinks, fewer blocks are available: see `BlockPool.num_available`.
 
         Returns:
@@ -149,17 +152,19 @@ class Preemption:
         is_loading = bool(seq.loading_block_ids)
         num_swapped_out = 0
         self._running.stop(seq)
-        # Steps in flight advance a recurrent state beyond the known tokens.
-        if not can_swap or seq.request.pools or self._groups.has_states:
+        num_kept = num_computed
+        if self._groups.has_states and not is_loading:
+            # Steps in flight advance a recurrent state beyond the known tokens.
+            blocks, num_kept = self._running.last_checkpoint(seq, num_computed)
+        if not can_swap or seq.request.pools:
             self._host_room.release(seq)
         elif is_loading:  # its KV is in its own host blocks, or in cached ones
             num_computed = num_computed if seq.host_block_ids else 0
-        elif num_computed and (
-            must_swap or self._host_room.make_for_swap(len(blocks), num_computed)
-        ):
-            self._running.swap_out(seq, blocks, num_computed)
+        elif num_kept and (must_swap or self._host_room.make_for_swap(len(blocks), num_kept)):
+            self._running.swap_out(seq, blocks, num_kept)
+            self.num_recomputed_tokens += num_computed - num_kept
             num_swapped_out = len(blocks)
         self._running.trace_preempted(seq, num_computed, num_swapped_out)
-        seq.num_computed_tokens = num_computed
+        seq.num_computed_tokens = num_kept if num_swapped_out else num_computed
         seq.set_status(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
         self._queue.push(seq)

@@ -211,7 +211,7 @@ class Publisher:
             return
         blocks: list[DeviceBlockId] = []
         names: list[BlockHash] = []
-        num_groups = self._groups.num
+        num_groups, is_watched = self._groups.num, self.watch is not None
         lasts = [len(seq.block_ids) // num_groups - 1 for seq in seqs]
         for seq, last, tokens in zip(seqs, lasts, self._rows.read_blocks(rows, lasts), strict=True):
             hashes = seq.block_hashes
@@ -220,7 +220,7 @@ class Publisher:
                 name = next_hash(parent, tokens)
                 hashes.append(name)
                 seq.num_published_blocks = last + 1
-                if self.watch is not None:
+                if is_watched:
                     self._tell(seq, last, last + 1)
                 if num_groups == 1:
                     blocks.append(seq.block_ids[last])

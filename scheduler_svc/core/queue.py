@@ -14,24 +14,24 @@ from scheduler_svc.core.space.marked_heap import MarkedHeap
 
 
 class WaitingQueue:
-    """Has two lanes: short prompts can overtake long prompts that may not start yet."""
+    """Has two lanes: short sequences can overtake long ones that may not start yet."""
 
     def __init__(self, policy: Policy, long_prefill_threshold: int) -> None:
-        """A prompt of more than `long_prefill_threshold` tokens counts as long; 0: none does."""
+        """A sequence with more than `long_prefill_threshold` tokens to compute is long; 0: none."""
         self._policy = policy
         self._threshold = long_prefill_threshold
         self._short = _Lane(policy)
         self._long = _Lane(policy)
         self._seq_id_to_lane: dict[SeqId, _Lane] = {}
         self.num_swapped = 0
-        """Sequences that have KV on the host or the disk."""
+        """SWAPPED sequences in the queue."""
         self._seq_id_to_tokens: dict[SeqId, int] = {}
         self.num_tokens = 0
-        """Uncomputed tokens, except tokens that the prefix cache had at the last lookup."""
+        """Tokens that the queued sequences must compute, less those passed to `discount_cached`."""
         self.num_short_tokens = 0
-        """The part of `num_tokens` that belongs to short prompts."""
+        """The part of `num_tokens` that belongs to short sequences."""
         self.num_short = 0
-        """Sequences with a short prompt."""
+        """Short sequences."""
         self._num_waiting: dict[str, int] = {}  # by account
         self._deadlines: MarkedHeap[Sequence] = MarkedHeap()
 
@@ -82,7 +82,7 @@ class WaitingQueue:
     def first(self, *, may_be_long: bool = True) -> Sequence | None:
         """Return the first sequence in order without removing it.
 
-        If not `may_be_long`, only sequences with a short prompt are considered.
+        If not `may_be_long`, only short sequences are considered.
         """
         if not self._seq_id_to_lane:
             return None
@@ -110,7 +110,7 @@ class WaitingQueue:
 
 
 class _Lane:
-    """The lines of one lane: short prompts or long ones."""
+    """The waiting lines of one kind of sequences: short or long."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

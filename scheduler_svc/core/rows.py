@@ -27,7 +27,7 @@ class Rows:
         # zeros uses calloc: the system allocates a page at its first use.
         width = -(-max_len // block_size) * block_size
         self._tokens = np.zeros((max_num_seqs, width), "<i4")
-        self._blocks = self._tokens.view(f"V{4 * block_size}")  # one item is the bytes of a block
+        self._blocks = self._tokens.view(f"V{4 * block_size}")  # one item has the bytes of a block
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
         self._alive = np.zeros(max_num_seqs, np.bool_)
         self._source = np.zeros(max_num_seqs, np.int32)
@@ -100,12 +100,12 @@ class Rows:
     def append(
         self, rows: Int32Array, token_ids: Int32Array
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], Int32Array, Int32Array]:
-        """Append one token to each of `rows` that has an owner.
+        """Append one token to each of `rows` that has an owner, except the rows of beams.
 
         Rows are distinct; with draft tokens a row may be repeated, without other rows in between.
 
         Returns:
-            Sources, sequence keys, token ids, and indices into `rows`, for rows with an owner.
+            Sources, sequence keys, token ids, and indices into `rows`, of the appended tokens.
         """
         live, tokens = rows.astype(np.intp), token_ids  # intp saves a conversion at each access
         index = np.flatnonzero(self._alive.take(live))

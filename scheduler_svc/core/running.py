@@ -28,7 +28,7 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 
 class RunningSet:
-    """Starts, advances and stops sequences. It alone changes what a running sequence holds."""
+    """Starts, advances and stops sequences. Besides it, only the defragmenter changes tables."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class RunningSet:
     def must_send(self) -> bool:
         """Whether a plan must be sent even if it computes nothing.
 
-        True if the worker must learn of released rows or block moves, or if only the worker's next
-        result can report what the disk has done.
+        True if the worker must learn of released rows or block moves, or if disk moves
+        are in progress, because only the worker's next result reports their end.
         """
         waits_for_disk = self._tier.disk.is_busy and not self._steps
         return bool(self._released_rows) or self._tier.has_moves or waits_for_disk
@@ -115,11 +115,11 @@ class RunningSet:
         return num_due * self._groups.num + num_missing
 
     def give_back(self, step: StepId) -> None:
-        """Give back blocks behind windows, for the sequences that need new blocks at `step`.
+        """Give back blocks behind windows: of prefills, and of decodes that need blocks at `step`.
 
-        Blocks of states are large, and a decode may need no other for long, so those of a prompt's
-        last chunk go back at once. Steps in flight may still read what is given back. But the
-        worker runs steps and copies in order, and a later step writes it.
+        Blocks of states are large, and a decode may not need a further one for long, so the blocks
+        of a prompt's last chunk are freed at once. Steps in flight may still read the freed blocks:
+        only a later step writes to them, and the worker runs steps and copies in order.
         """
         passed: list[DeviceBlockId] = []
         for seq in self._prefilling:
@@ -184,9 +184,8 @@ class RunningSet:
 
     def can_fork(self, parent: Sequence, child: Sequence) -> bool:
         """Whether the parent still has all blocks that the child sees."""
-        if (
-            self._groups.has_states
-        ):  # the parent's state already includes a token that the child computes
+        # The parent's state already includes a token that the child computes
+        if self._groups.has_states:
             return False
         places = () if self._groups.is_plain else self._groups.kept(len(child.token_ids) - 1)
         return not any(parent.block_ids[place] == NULL_BLOCK for place in places)
@@ -194,8 +193,8 @@ class RunningSet:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start `child` with the blocks of `parent`, which has computed all tokens but the last.
 
-        The child writes the slot of that token and the slots after it. So it gets a copy of that
-        block of each KV group, made in the first step in which it computes.
+        The child writes the slot of that token and the slots after it. So if the block with this
+        slot has tokens before it, the child's first step copies the block, in each KV group.
         """
         num_groups = self._groups.num
         num_computed = len(child.token_ids) - 1
@@ -219,7 +218,7 @@ class RunningSet:
 
         Args:
             beam: A running beam that no step in flight names.
-            token_ids: Its tokens and one more. If that needs another block, one must be available.
+            token_ids: Its tokens and one more. If it needs another block, one must be available.
         """
         assert beam.row is not None
         beam.set_status(SeqStatus.PREFILL)
@@ -275,7 +274,7 @@ class RunningSet:
         return True
 
     def grow_tables(self, builder: PlanBuilder) -> None:
-        """Give a block to each sequence that crosses a block boundary in this step."""
+        """Give blocks to the decodes that need them in this step and, with windows, to prefills."""
         self._labels.begin_step()
         due = self._decodes.take_due(builder.step_id)
         if not self._is_plain:
@@ -299,10 +298,10 @@ class RunningSet:
                 seq.block_ids += builder.appended_blocks[first : first + num_groups]
 
     def evict_ahead(self, step: StepId) -> None:
-        """Evict blocks now that sequences will need in the two steps after `step`.
+        """Evict cached blocks early, as many as decodes will lack in the two steps after `step`.
 
         A step that swaps in cannot demote, so a block evicted in it is lost, and with it all blocks
-        that continue its prefix. A block that is evicted now is demoted to the host instead.
+        that continue its prefix. This method demotes the blocks to the host instead.
         """
         num_due = self._decodes.num_due_soon(step) * self._groups.num
         num_lacking = num_due - self._pool.num_free
@@ -398,6 +397,22 @@ class RunningSet:
                 Preempted(source, seq.seq_key, num_computed, num_swapped_out_blocks)
             )
 
+    def last_checkpoint(self, seq: Sequence, num_computed: int) -> tuple[list[DeviceBlockId], int]:
+        """Find the full blocks from which a sequence that was just stopped can continue.
+
+        Args:
+            seq: The sequence.
+            num_computed: Its tokens with KV.
+
+        Returns:
+            The blocks at `KvGroups.kept(n)`, and n, the length of the prefix; n may be 0.
+        """
+        size = self._config.block_size
+        chain = seq.block_hashes[: num_computed // size]
+        num_tokens = size * self._groups.longest_prefix(chain, lambda n: bool(self._pool.find([n])))
+        names = self._groups.names(chain, self._groups.kept(num_tokens))
+        return [block for name in names for block in self._pool.find([name])], num_tokens
+
     def swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> None:
         """Copy the KV of a sequence that was just stopped to the host, including partial blocks.
 
@@ -430,11 +445,11 @@ class RunningSet:
         """Remove the hashes of a running sequence's blocks, because its KV is wrong."""
         places = range(len(seq.block_hashes) * self._groups.num)
         names = self._groups.names(seq.block_hashes, places)
-        for name in names:  # including blocks that were given back
+        for name in names:  # including freed blocks
             self._pool.forget(self._pool.find([name]))
         self._pool.forget(self._groups.held(seq.block_ids))
         self._tier.forget(names)
-        seq.block_hashes = []  # so that nothing is published when it stops
+        seq.block_hashes = []  # so that no block is published when it stops
         seq.num_published_blocks = len(seq.block_ids) // self._groups.num
 
     def _num_indices(self, seq: Sequence) -> int:

@@ -5,14 +5,15 @@ have no result, executes them in order, and applies each result (`update`) in th
 be made before the previous result is known, because a decode step needs only *that* there is a next
 token, not which.
 
-A step costs work only for what changes in it. A decoding sequence needs work when it starts, when
-it crosses a block boundary and when it ends; in between it is one element of an array.
+The cost of a step grows with its changes, not with the number of sequences. A decoding sequence
+needs work when it starts, when it crosses a block boundary and when it ends; in between it is one
+element of an array.
 
 The words: a *source* is the stream of a router. A request with n > 1 has a *leader*, the sequence
 that computes the prompt, and its *siblings*, which fork from it. The beams of one search are a
 *group* (`BeamGroup`); a *KV group* is something else, a set of layers. A sequence's *rank* is its
 place in the policy's order. *Unclaimed* rows belong to sequences of an earlier scheduler that no
-router has submitted again. The states of a sequence are in `sequence.py`, those of a block in
+router has submitted again. The states of sequences are in `sequence.py`, the states of blocks in
 `space/blocks.py`.
 
 `Scheduler` consists of parts, each with one duty. Every call that changes the core is a method of
@@ -177,21 +178,21 @@ class Scheduler:
         )
         self._expired: list[Finished] = []  # not reported to the sources yet
         self.num_recomputed_tokens = 0
-        """Tokens computed before that were computed again, because no tier had their KV."""
+        """Tokens that were computed once more, because no tier had their KV any longer."""
         self.prefix_cache_queries = 0
         """Tokens that admission looked up."""
         self.prefix_cache_hits = 0
         """Tokens that admission found."""
 
     def watch_cache(self, watch: CacheWatch) -> None:
-        """Let `watch` follow which blocks can be found by hash; called before anything else."""
+        """Let `watch` follow which blocks can be found by hash; called before all other methods."""
         self.pool.find_in(watch.table(CacheTier.DEVICE))
         self.tier.pool.find_in(watch.table(CacheTier.HOST))
         self.tier.disk.pool.find_in(watch.table(CacheTier.DISK))
         self.running.publisher.watch = watch
 
     def restore_accounts(self, accounts: Iterable[tuple[str, float]]) -> None:
-        """Continue the accounts of an earlier core's policy; call before anything else."""
+        """Continue the accounts of an earlier core's policy; call before all other methods."""
         self.policy.restore(dict(accounts))
 
     # --- requests -------------------------------------------------------------------------------
@@ -230,22 +231,22 @@ class Scheduler:
             self._finish(seq, FinishReason.CANCELLED)
 
     def unpin(self, tenant: str, request_id: str) -> None:
-        """Drop the pins of a request's prompt, except those that a later request has extended."""
+        """Drop the pins of a request's prompt, except those that another request asked for, too."""
         self.pins.unpin(tenant, request_id)
 
     def check_deadline(self, request: Request, now: float, rates: WorkerRates) -> None:
         """Check that a new request could meet its deadline here; changes nothing.
 
         Raises:
-            DeadlineError: The request could not, even if nothing else ran.
+            DeadlineError: The request would miss its deadline even if it ran alone.
         """
         check_deadline(request, now, rates, self.config, self.lookup.num_cached_tokens)
 
     def drain(self) -> tuple[Request, ...]:
         """Return every live request in a form that another core can take, after a worker's loss.
 
-        Each has the known tokens of its sequences as `outputs`. This core must not be used
-        afterwards.
+        Its `outputs` are the tokens that its sequences have produced so far. This core must not
+        be used afterwards.
         """
         return self.live.requests(self.rows.known_tokens)
 
@@ -259,28 +260,30 @@ class Scheduler:
     ) -> Plan | None:
         """Plan the next step; end the waiting sequences whose deadline has passed.
 
-        There is neither a prefill phase nor a decode phase. A running sequence has known tokens,
-        some of which are computed. It *prefills* until a step has computed all of them: each step
+        One step may have prefills and decodes. A running sequence has known tokens, some of which
+        are computed. It *prefills* until a step has computed all of them: each step
         computes a chunk, in order, within the token budget. The last of these steps samples the
         next token. From then on the sequence *decodes*: every step computes the newest token and
         samples the next. This method does not visit decoding sequences; it counts them, and gives a
         block to each of the few that need one. This one rule covers whole and chunked prompts,
         prefixes found in the cache, preempted sequences that compute their tokens again, and beams.
 
-        Running prefills get tokens first. Then sequences are admitted from the queue in the
-        policy's order, as long as tokens, rows and blocks are left. If decoding sequences lack
-        blocks, or the worker's memory is short, the last in order are preempted, and no sequence is
-        admitted in that step. At the end, when all other block moves of the step are known, the
-        defragmenter adds its own.
+        In this order: (1) While decoding sequences lack blocks, or more sequences run than the
+        worker's memory allows, the last running sequence in order is preempted. (2) Each decode
+        takes one token of the budget. (3) Running prefills get chunks. (4) Unless (1) preempted a
+        sequence, sequences are admitted from the queue in the policy's order, as long as tokens,
+        rows and blocks are left. (5) Long prefills get the tokens left over. (6) Blocks that the
+        next steps need are evicted ahead. (7) The defragmenter adds its moves, when all other
+        moves are known.
 
         Args:
             now: The time, in the caller's seconds.
-            max_paced_tokens: Most prompt tokens of the step if sequences decode in it, since
-                prompts delay them; None: no bound.
-            max_prompt_tokens: Most prompt tokens of the step in any case; None: no bound.
+            max_paced_tokens: The limit on the step's prompt tokens if sequences decode in it,
+                since prompts delay decodes; None: no limit.
+            max_prompt_tokens: The limit on the step's prompt tokens in any case; None: no limit.
 
         Returns:
-            The plan, which must be executed. None if there is nothing to do, or nothing to do
+            The plan, which must be executed. None if no step is needed, or none can be planned
             before the result of a step in flight.
         """
         if now >= self.takeover.expires_at:
@@ -386,7 +389,7 @@ class Scheduler:
         return self.copies.lend(hashes)
 
     def end_loan(self, loan_id: LoanId) -> None:
-        """Give up blocks that were lent; see `Copies.end_loan`."""
+        """Release lent blocks; see `Copies.end_loan`."""
         self.copies.end_loan(loan_id)
 
     def expect(self, hashes: Seq[BlockHash]) -> Room:
@@ -398,7 +401,7 @@ class Scheduler:
         self.copies.receive(room_id, num_arrived)
 
     def inherit(self, holdings: Holdings, now: float) -> None:
-        """Take over what the worker holds; call once, before anything else. See `Takeover`."""
+        """Take over the worker's rows and blocks (`Takeover`); call once, before other methods."""
         self.takeover.inherit(holdings, now)
 
     def take_adopted(self) -> StepEvents | None:
@@ -424,13 +427,13 @@ class Scheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of known tokens that must be computed before those of a new request."""
+        """Number of uncomputed tokens of the queued and the prefilling sequences."""
         prefilling = sum(seq.num_tokens_left for seq in self.running.prefilling)
         return self.queue.num_tokens + prefilling
 
     @property
     def max_request_len(self) -> int:
-        """Most tokens of a sequence; up to this length it can always finish when it runs alone."""
+        """The greatest length, in tokens, that a sequence can always reach when it runs alone."""
         return max_request_len(self.pool.num_usable, self.config)
 
     def owner(self, row: int) -> tuple[SourceId, SeqKey] | None:
@@ -464,9 +467,8 @@ class Scheduler:
             if not budget.num_tokens:
                 break
             self._compute(seq, builder)
-        if (
-            self.preemption.num_preemptions == num_preemptions
-        ):  # otherwise blocks or memory are short
+        # A preemption would mean that blocks or memory are short
+        if self.preemption.num_preemptions == num_preemptions:
             self._admit(builder)
         for seq in budget.long_prefills:  # long prefills get the tokens that are left
             if budget.num_tokens and seq.status is SeqStatus.PREFILL:
@@ -491,10 +493,10 @@ class Scheduler:
     def _admit(self, builder: PlanBuilder) -> None:
         """Start waiting sequences in order, as long as there are tokens, rows and blocks.
 
-        Short prompts may overtake a long one that may not start yet. The table shows what happens
-        to a sequence's known tokens, block by block. Ranges are half-open, `[start, end)`. A
-        `FoundKv` has the first two columns (`ready`; `loading` and `sources`), and what the third
-        has brought to the host. `step` is the end of this step's chunk:
+        Short prompts may overtake a long one that may not start yet. The table shows the source of
+        a sequence's KV, block by block. Ranges are half-open, `[start, end)`. A `FoundKv` has the
+        first two columns (`ready`; `loading` and `sources`), and the blocks of the third that are
+        on the host. `step` is the end of this step's chunk:
 
         start  0              ready           found            disk            step
         end    ready          found           disk             step            all known
@@ -511,9 +513,9 @@ class Scheduler:
                |              |               | on the host    |               |               |
 
         The sequence computes blocks that the disk cannot deliver or the host has no room for. A
-        SWAPPED sequence has its KV in host blocks of its own, of which the last may be partial; it
-        shares the blocks that are still in the device's prefix cache. It always computes at least
-        the last known token, because the step samples from its logits.
+        SWAPPED sequence has its KV in its own host blocks (the last one may be partial); it shares
+        the blocks that are still in the device's prefix cache. It always computes at least the last
+        known token, because the step samples from its logits.
         """
         may_be_long = True
         while self.budget.num_tokens and self.rows.num_free:
@@ -577,8 +579,8 @@ class Scheduler:
     def _has_room(self, num_blocks: int, num_rows: int = 1) -> bool:
         """Whether a sequence or search may take this many blocks and rows to start.
 
-        A reserve stays for running sequences to grow. If nothing runs, there is no reserve, and the
-        bound of memory pressure does not apply.
+        While sequences run, an admission must leave `_reserve` blocks available and keep the bound
+        of memory pressure. If nothing runs, neither applies.
         """
         if self.running:
             num_blocks += self._reserve
@@ -592,12 +594,12 @@ class Scheduler:
 
     @property
     def _reserve(self) -> int:
-        """Blocks that stay free for running sequences to grow."""
+        """Blocks that an admission must leave available, so that running sequences can grow."""
         return int(self.config.watermark * self.pool.num_usable)
 
     @property
     def _num_taken_rows(self) -> int:
-        """Rows of running sequences, and rows reserved for beams and unclaimed sequences."""
+        """Number of rows that running sequences have or that are reserved (`Rows.num_reserved`)."""
         return len(self.running) + self.rows.num_reserved
 
     def _fork_siblings(self, leader: Sequence, now: float) -> None:

@@ -30,9 +30,10 @@ class SeqStatus(Enum):
     SIBLING = "sibling"
     """Waits to fork from the sequence that computes the request's prompt."""
     SPARE = "spare"
-    """Belongs to a search but is not a beam now; holds nothing."""
+    """Belongs to a search, but is no beam now; it holds no blocks."""
     PREFILL = "prefill"
-    """Running: has a row and blocks for all known tokens, and computes them chunk by chunk."""
+    """Running: has a row, and computes its known tokens chunk by chunk. It has blocks for all known
+    tokens; in a KV group with a window, only for the next chunk."""
     DECODE = "decode"
     """Running: gains a token in every step, and accepted draft tokens. A beam gains none: when all
     beams have been computed, the search chooses the next beams."""
@@ -108,8 +109,8 @@ class Sequence:
     rank: Rank
     """Its rank in the policy's order."""
     token_ids: npt.NDArray[np.int32]
-    """The known tokens, when the sequence last started or stopped. While it runs, `Rows` has the
-    current ones."""
+    """The tokens known when the sequence last started or stopped. While it runs, `Rows` has the
+    current tokens."""
     max_total_tokens: int
     """The length, prompt and output together, at which it ends."""
     status: SeqStatus = SeqStatus.WAITING
@@ -125,21 +126,21 @@ class Sequence:
     num_published_blocks: int = 0
     """Number of block indices whose blocks were published, or found in the prefix cache."""
     num_computed_tokens: int = 0
-    """In PREFILL: tokens with valid KV after the steps scheduled so far. With KV on host or disk:
-    tokens with KV there. In WAITING: tokens that it had computed before it was preempted or came
-    from another core."""
+    """In PREFILL: tokens with valid KV after the steps scheduled so far. In DECODE: out of date;
+    see `RunningSet.num_computed_tokens`. With KV on host or disk: tokens with KV there. In WAITING:
+    tokens that it had computed before it was preempted or came from another core."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at its first admission."""
     num_charged_tokens: int = 0
-    """First prompt tokens that the policy has charged for; kept when it is preempted."""
+    """How many of its first prompt tokens the policy has charged for; kept at a preemption."""
     announced: bool = False
     """Whether a plan has named it as a new sequence since it got its row."""
     copy_from: tuple[DeviceBlockId, ...] = ()
-    """The block of each KV group that the worker will copy to the sequence's last one; empty once
-    the sequence is announced. It holds a reference to these blocks."""
+    """In each KV group, the block that the worker will copy to the sequence's last block; empty
+    once the sequence is announced. The sequence holds a reference to these blocks."""
     host_block_ids: tuple[HostBlockId, ...] = ()
     """Host blocks with its KV, or loading it from the disk; from its swap-out until the result that
-    confirms its swap-in. They are those of `KvGroups.kept`, in that order."""
+    confirms its swap-in. The blocks of `KvGroups.kept`, in that order."""
     disk_block_ids: tuple[DiskBlockId, ...] = ()
     """In SWAPPED: disk blocks with the KV that follows `host_block_ids`. In FETCHING: the disk
     copies of blocks that are being loaded."""

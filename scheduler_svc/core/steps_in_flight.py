@@ -1,7 +1,7 @@
 """The steps without a result, and the blocks and rows that they may still touch.
 
 When a sequence stops, steps that were sent before may still write its blocks and name its row. So
-the last of those steps takes over its references, and drops them when its result arrives.
+the last of those steps takes over the sequence's references, until its result arrives.
 """
 
 from collections import deque
@@ -61,7 +61,7 @@ class StepsInFlight:
             self._release(self.last)
 
     def answer(self, step: StepId) -> None:
-        """Record the result of the oldest step; drop what later steps cannot touch.
+        """Record the result of the oldest step; drop blocks and rows that no later step touches.
 
         Raises:
             BrokenInvariantError: `step` is not the oldest step in flight.

@@ -48,7 +48,7 @@ CALLS: Final = (
     "expect",
     "receive",
 )
-"""The methods of `Scheduler` that change it; calls of these are recorded."""
+"""The methods of `Scheduler` that affect its plans; calls of these are recorded."""
 
 _HEAD: Final = struct.Struct("<II")
 _MAX_PIECE_BYTES: Final = 2**20

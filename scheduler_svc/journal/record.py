@@ -36,7 +36,7 @@ from scheduler_svc.journal.entries import (
 SUFFIX: Final = ".quirerec"
 _FLUSH_S: Final = 0.25
 _MAX_PENDING_CALLS: Final = 100_000
-"""Most pending calls. If the disk is further behind, recording stops, to limit memory."""
+"""The limit on pending calls. If the disk is further behind, recording stops, to limit memory."""
 _FULL: Final = "--record-max-mb is reached"
 
 log = structlog.get_logger()
@@ -73,9 +73,8 @@ def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         for key, value in arguments.items():
-            if isinstance(value, Iterable) and not isinstance(
-                value, str
-            ):  # an argument may be an iterator, which can be read only once
+            # An argument may be an iterator, which can be read only once
+            if isinstance(value, Iterable) and not isinstance(value, str):
                 arguments[key] = tuple(value)
         core: RecordedScheduler = arguments["self"]
         told = {key: value for key, value in arguments.items() if key != "self"}
@@ -188,7 +187,7 @@ class Recordings:
 
 
 class _Journal:
-    """One file. The event loop calls `add` and `end`; the thread calls the other methods."""
+    """One file. Event loop and thread call `end`; the loop calls `add`, the thread the others."""
 
     def __init__(self, path: Path, file: BinaryIO, origin: Origin) -> None:
         self.is_closed = False

@@ -58,9 +58,9 @@ class ReplayedPreemption:
     num_host_blocks: int
     """Host blocks that keep its KV; 0: the KV was dropped."""
     resumed_step_id: int | None = None
-    """The step in which it ran again; None: it did not run again in the recording."""
+    """The step in which it resumed; None: it did not resume in the recording."""
     num_recomputed_tokens: int | None = None
-    """Known tokens that were computed again; the others were cached or swapped out."""
+    """Known tokens that were recomputed; the other tokens were cached or swapped out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class _Replayer:
         self._keep_step = keep_step
         self._core = Scheduler(recording.config)
         _PreemptionWatch(self._core, self._result.preemptions)
-        self._preempted: dict[int, ReplayedPreemption] = {}  # by sequence, until it runs again
+        self._preempted: dict[int, ReplayedPreemption] = {}  # by sequence, until it resumes
         self._num_seen = 0  # preemptions that `_count` has processed
 
     def run(self) -> Replay:

@@ -20,7 +20,7 @@ from scheduler_svc.kv_events.wire import blocks_to_proto, changes_to_proto
 from scheduler_svc.workers.engine import OpenCore
 
 MAX_UNREAD_CHANGES: Final = 65_536
-"""Most changes that wait for one reader; a reader further behind gets a snapshot instead."""
+"""At most this many changes wait for one reader; one further behind gets a snapshot instead."""
 _SLICE_BLOCKS: Final = 1024
 """Blocks of a slice: about half a millisecond of the event loop (`bench/kv_events.py`)."""
 
@@ -94,7 +94,7 @@ class WorkerFeed:
         return self.index
 
     def detach(self) -> None:
-        """The worker is lost."""
+        """Report that the worker is lost, and its cache with it."""
         self.index = None
         self._publish([kv_pb2.KvEvent(cleared=kv_pb2.KvCacheCleared())], 1)
 

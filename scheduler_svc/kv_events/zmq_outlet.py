@@ -21,7 +21,7 @@ from scheduler_svc.kv_events.vllm_format import AllBlocksCleared, AsOneEngine, e
 _NUM_KEPT: Final = 10_000
 """Number of batches that can be replayed."""
 _MAX_UNSENT: Final = 100_000
-"""Most messages that wait for one subscriber."""
+"""At most this many messages wait for one subscriber."""
 _NUMBER_BYTES: Final = 8
 _END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
@@ -48,7 +48,10 @@ class ZmqOutlet:
         self._topic = topic.encode()
         self._context = zmq.asyncio.Context()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=num_kept)
-        self._next = 0
+        # Above the numbers of an earlier scheduler, so that its subscribers notice a gap: without
+        # --epoch, an epoch is at least the time of the start in nanoseconds, and a batch takes over
+        # a microsecond.
+        self._first = self._next = events.epoch // 1000
         try:
             self._publisher = self._context.socket(zmq.PUB)
             self._publisher.set_hwm(_MAX_UNSENT)
@@ -90,7 +93,7 @@ class ZmqOutlet:
                 log.warning("a replay of KV events was asked for wrongly", num_frames=len(question))
                 continue
             first = int.from_bytes(question[1], "big")
-            if self._kept and first >= self._kept[0][0]:
+            if self._kept and (first >= self._kept[0][0] or self._kept[0][0] == self._first):
                 for number, batch in list(self._kept):
                     if number >= first:
                         await self._answer(peer, number, batch)

@@ -10,8 +10,8 @@ from scheduler_svc.core.compact.fragmentation import Fragmentation, Fragmentatio
 from scheduler_svc.core.interface.config import SchedulerLoad
 
 MAX_TENANTS = 20
-"""Most tenants with a separate metric series; clients choose the names, so there may be many.
-"""
+"""At most this many tenants have a metric series of their own: clients choose the names, so there
+may be many."""
 OTHER_TENANTS = "other"
 _LEVELS = tuple(FragmentationLevel)
 
@@ -125,7 +125,8 @@ class QueueCollector(Collector):
         yield ages
         yield GaugeMetricFamily(
             "quire_num_requests_unplaced",
-            "Sequences that wait for a worker to be attached, or to have its model loaded.",
+            "Sequences that wait for a worker to be attached or loaded, or for a copy of their"
+            " prefix.",
             self._num_unplaced(),
         )
 
@@ -145,12 +146,12 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
     ),
     (
         "quire_kv_cache_usage_perc",
-        "Share of the device blocks that sequences hold, in [0, 1].",
+        "Share of the device blocks that sequences or pins hold, in [0, 1].",
         lambda load: 1 - (load.num_free_blocks + load.num_cached_blocks) / load.num_blocks,
     ),
     (
         "quire_memory_level",
-        "Memory pressure: 0 none; 1 warning, no more sequences start; 2 critical, fewer run.",
+        "Memory pressure: 0 none; 1 warning, no more sequences run than before; 2 critical, fewer.",
         lambda load: load.memory_level.value,
     ),
     ("quire_kv_blocks", "Device blocks.", lambda load: load.num_blocks),

@@ -86,7 +86,7 @@ class SchedulerMetrics:
         )
         self.migrations = Counter(
             "quire_migrations",
-            "Moves of requests with their KV between workers, by end: arrived, ended or failed.",
+            "Moves of live requests between workers, by end: arrived, ended or failed.",
             ["source", "target", "end"],
             registry=registry,
         )

@@ -4,7 +4,7 @@
     admission    planning, encoding and sending the step that announces it to a worker
     preempted    from losing its device blocks until it gets blocks again, or ends
     kv_transfer  its blocks move between tiers: out, until the result of the step that copies them;
-                 in, from the request until the step in which it computes again
+                 in, from getting its device blocks until the step in which it computes again
     finish       applying the result that ends it, and sending the end to its router
 
 The worker adds the steps that it computes (`gpu_worker/step/spans.py`); `quire.step_id` joins
@@ -44,9 +44,8 @@ class TracedSequence:
         self._context = context
         self._names = {
             "gen_ai.request.id": request_id,
-            "quire.seq_key": str(
-                seq_key
-            ),  # text, because a uint64 does not fit an attribute's int64
+            # Text, because a uint64 does not fit an attribute's int64
+            "quire.seq_key": str(seq_key),
         }
         self._open: dict[str, _Open] = {}
 

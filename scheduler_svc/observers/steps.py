@@ -62,7 +62,7 @@ class PacingObserver:
         self.pacer = StepPacer(pace, config)
 
     def on_sent(self, step: SentStep) -> None:
-        # Before the pacer has seen prompts, its bound is a guess, which is too low.
+        # Before the pacer has seen prompts, its bound is a guess that is too low.
         bound = self.pacer.max_prompt_tokens if self.pacer.knows_prompts else None
         self.meter.on_sent(step.plan, bound)
         self.pacer.on_sent(step.plan, time.monotonic())

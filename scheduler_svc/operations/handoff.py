@@ -35,7 +35,7 @@ _LOOK_S: Final = 0.25
 _PAUSE_S: Final = 5.0
 """How long two workers exchange nothing after a failure, while both are attached."""
 _MAX_FOLLOWED: Final = 64
-"""Most requests of one worker whose blocks are copied at a time."""
+"""The blocks of at most this many requests of one worker are copied at a time."""
 _MAX_LEFT_BLOCKS: Final = 2
 """A request moves once at most this many of its full blocks are missing at the other worker.
 Recomputing them takes less time than another copy, which waits for a step of the prefill worker."""
@@ -103,9 +103,8 @@ class Handoff:
     async def _follow(self, name: _Name, source: Engine, giving: Session) -> None:
         """Copy a request's blocks as they are computed, and move it, or see it end."""
         ahead: _Ahead | None = None
-        with contextlib.suppress(
-            UnavailableError
-        ):  # `giving` is lost; the fleet places the request again
+        # `giving` is lost; the fleet places the request again
+        with contextlib.suppress(UnavailableError):
             try:
                 while (progress := giving.call(partial(_progress, name))) is not None:
                     last = giving.call(_last_answered)
@@ -166,7 +165,7 @@ class Handoff:
         return may_move
 
     def _find_target(self, giving: Session, progress: Progress) -> Engine | None:
-        """Find the worker with the fewest sequences that decodes and has room for a request."""
+        """Of the decode workers with room for a request, find the one with the fewest sequences."""
         now = time.monotonic()
         found: list[tuple[int, Engine]] = []
         for engine in self._roster.engines:
@@ -195,7 +194,7 @@ class Handoff:
 def _keeps_states(session: Session) -> bool:
     """Whether requests have recurrent states.
 
-    These cannot be copied, so a move would recompute all.
+    Only checkpoints can be copied, so a move would compute up to a block of tokens again.
     """
     return STATE_WINDOW in session.info.limits.kv_windows
 

@@ -31,11 +31,11 @@ _RETRY_S: Final = 5.0
 _POLL_S: Final = 1.0
 _ACCOUNTS_S: Final = 5.0
 _MAX_ACCOUNTS: Final = 10_000
-"""Most accounts of one worker that are kept; the others begin where unknown ones do."""
+"""At most this many accounts of a worker are kept; other tenants start like new ones."""
 _START: Final = re.compile(rb'\{"version": \d+, "start": (\d+)')
 _HEAD_BYTES: Final = 256
 _MAX_LEFT_WORKERS: Final = 64
-"""Most unattached workers whose accounts stay in the file."""
+"""The accounts of at most this many unattached workers stay in the file."""
 
 log = structlog.get_logger()
 
@@ -45,7 +45,7 @@ class StateFileError(Exception):
 
 
 class StateFile:
-    """The file's contents, and the task that writes them. Without a path, nothing is stored."""
+    """The file's contents, and the task that writes them. Without a path it stores nothing."""
 
     def __init__(self, path: Path | None) -> None:
         """Read the file, if there is one; raises StateFileError."""
@@ -92,7 +92,7 @@ class StateFile:
             raise StateFileError(f"--state-file {path} cannot be read: {error!r}") from error
 
     async def written(self) -> None:
-        """Return when the file has what was kept before this call, or cannot be written."""
+        """Return when the file has all changes before this call, or cannot be written."""
         if self._path is not None and not self._has_ended:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
@@ -105,13 +105,13 @@ class StateFile:
         self._changed.set()
 
     async def keep_pool(self, info: WorkerInfo, num_blocks: int) -> None:
-        """Keep the size that a worker's pool was given; returns as `written`."""
+        """Keep the new size of a worker's pool; return when `written` returns."""
         pool = {**_pool_of(info), "num_blocks": num_blocks}
         self._pools = {**self._pools, info.worker_id: pool}
         await self.written()
 
     def num_blocks(self, info: WorkerInfo) -> int | None:
-        """Return the size to which a worker's pool was resized for its model, if it was."""
+        """Return the size to which a worker's pool was resized for its model; None: never."""
         pool = self._pools.get(info.worker_id, {})
         if {**pool, **_pool_of(info)} != pool:
             return None
@@ -133,11 +133,11 @@ class StateFile:
     async def run(
         self, accounts_now: Callable[[], Mapping[str, Callable[[], Mapping[str, float]]]]
     ) -> None:
-        """Write what changes, until cancelled; a full disk delays it.
+        """Write changes until cancelled; a full disk delays them.
 
-        The accounts change all the time, and are looked at every few seconds: `accounts_now` tells
-        how, by worker. With 10,000 tenants that takes a millisecond for each worker, so the event
-        loop has a turn in between, and what is done with all of them is done in a thread.
+        The accounts change all the time, so `accounts_now` is called every few seconds; it returns
+        them by worker. With 10,000 tenants this takes a millisecond for each worker, so the event
+        loop runs in between, and the work on all of them runs in a thread.
         """
         try:
             while True:
@@ -173,7 +173,7 @@ class StateFile:
             _answer(self._waiting)
 
     def _contents(self) -> Iterator[str]:
-        """Yield the file in parts: a thread that writes JSON holds the event loop up for each."""
+        """Yield the file in parts, because the event loop stands still while JSON is encoded."""
         adapters = [
             {"name": each.name, "digest": each.digest.hex(), "directory": each.directory}
             for each in self.adapters
@@ -205,7 +205,7 @@ class StateFile:
 
 
 def _start_of(path: Path) -> int:
-    """Return how many schedulers had used a file, from its first bytes; 0: it does not say."""
+    """Return how many schedulers had used a file, by its first bytes; 0: unknown."""
     try:
         with path.open("rb") as file:
             found = _START.match(file.read(_HEAD_BYTES))
@@ -217,7 +217,7 @@ def _start_of(path: Path) -> int:
 def _kept_accounts(
     accounts: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]
 ) -> Mapping[str, Mapping[str, float]] | None:
-    """Return what is kept of accounts after `before`; None: the same."""
+    """Return the accounts to store if they differ from `before`; else None."""
     now = {
         worker: each
         if len(each) <= _MAX_ACCOUNTS

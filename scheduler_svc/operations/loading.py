@@ -20,9 +20,9 @@ from rpc.status import calling
 from rpc.tasks import merged, responses, retrieve
 from scheduler_svc.operations.migration import Drainer
 from scheduler_svc.workers.engine import Engine
+from scheduler_svc.workers.link import ADAPTER_TIMEOUT_S
 from scheduler_svc.workers.roster import Roster, ask_all, said_by
 from scheduler_svc.workers.session import Session
-from scheduler_svc.workers.stream import ADAPTER_TIMEOUT_S
 
 _UNLOAD_TIMEOUT_S = ADAPTER_TIMEOUT_S + 60.0
 """Longer than the worker waits for an adapter that it is loading. A shorter timeout could report a
@@ -108,8 +108,8 @@ class Loading:
             UnimplementedError: A worker cannot unload its model; then no worker does.
             FailedPreconditionError: A worker is loading its model.
             UnavailableError: A worker cannot be reached, or is lost before the end.
-            QuireError: Another error of a worker. After any of the last three, other workers may
-                be unloaded.
+            QuireError: A worker reported another error. After any of the last three errors, other
+                workers may be unloaded.
         """
         engines = self._roster.chosen(worker)
         sessions = {
@@ -117,7 +117,8 @@ class Loading:
         }
         for session in sessions.values():
             if session is not None:
-                session.leave()  # before all unloads, which must not move requests to each other
+                # before any unload, so that no request moves to a worker that will be unloaded
+                session.leave()
         for engine, session in sessions.items():
             task = asyncio.create_task(self._unload(engine, session), name="unloading a worker")
             task.add_done_callback(retrieve)
@@ -131,8 +132,8 @@ class Loading:
     async def load(self, worker: str, directory: str) -> AsyncGenerator[loading_pb2.LoadResponse]:
         """Load the model of one worker or of all; yield their progress.
 
-        The workers continue if the caller is cancelled. The last progress of a worker `is_done`;
-        then it is attached. A worker that is unloading its model loads it afterwards.
+        The workers continue if the caller is cancelled. In a worker's last progress `is_done` is
+        set; then the worker is attached. A worker that is unloading its model loads it afterwards.
 
         Raises:
             NotFoundError: There is no such worker.

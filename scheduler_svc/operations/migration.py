@@ -114,7 +114,7 @@ class Migrator:
     # --- one move -------------------------------------------------------------------------------
 
     async def run(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
-        """As `move`, but a move ends with its caller. Reserves room before it waits."""
+        """As `move`, but cancelled with its caller. Reserves the room before its first `await`."""
         who = {"request_id": live.request_id, "source": source.target, "target": target.target}
         started = time.perf_counter()
         try:
@@ -156,7 +156,7 @@ class Migrator:
     ) -> None:
         """Move a request at once, without its KV, after its blocks were copied.
 
-        `receive` lets the target core find these.
+        `receive` lets the target core find these blocks.
 
         Raises:
             FailedPreconditionError: The request cannot be moved.
@@ -237,7 +237,7 @@ class Drainer:
             log.info("a draining worker was released", worker=engine.target)
 
     async def move_away(self, engine: Engine, session: Session) -> None:
-        """Move all requests that can move away from a worker that gets no new requests.
+        """Move all requests that can move to other workers; this worker gets no new requests.
 
         Raises:
             UnavailableError: The worker is lost.
@@ -266,7 +266,7 @@ class Drainer:
             return True
 
     def _find_target(self, source: Engine) -> Engine | None:
-        """Find the worker with the most room among those that can receive the source's KV."""
+        """Find a worker for the source's KV: of the same role if possible, with the most room."""
         giving = source.session
         if giving is None or not keeps_kv(giving):
             return None
@@ -283,7 +283,7 @@ class Drainer:
 
 
 def _has_same_part(session: Session, other: Engine) -> bool:
-    """Whether two workers have the same role: prefill or decode."""
+    """Whether `other` decodes if the session's worker does, or else prefills."""
     if other.session is None:
         return False
     role = other.session.role
@@ -307,7 +307,7 @@ def _has_room(load: SchedulerLoad, live: MovableRequest) -> bool:
 def _hand_over(giving: Session, export: Export, taking: Session, room: Import) -> int:
     """Move a request from one core to the other; return how many sequences arrived.
 
-    Never awaits, so that the request is always live at exactly one of the two.
+    Never awaits, so that the request is always live at exactly one of the two cores.
     """
     num_crashes = giving.crashes.take(export.moved.request)
     indices = giving.call(lambda core: core.end_export(export.export_id, leaves=True))

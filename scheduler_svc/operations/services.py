@@ -18,7 +18,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
     """Answers the calls of `quire.v1.AdapterService`."""
 
     def __init__(self, adapters: Adapters, written: Callable[[], Awaitable[None]]) -> None:
-        """`written` returns when what the next start is to know has been written."""
+        """`written` returns when all changes are in the state file."""
         self._adapters = adapters
         self._written = written
 

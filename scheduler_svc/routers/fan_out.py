@@ -101,7 +101,7 @@ class RouterStreams:
             stream.deliver(scheduler_pb2.StepOutput(room=room))
 
     def publish_max_model_len(self, max_model_len: int) -> None:
-        """Send each router the most tokens of a request, if that has changed."""
+        """Send each router the limit on the tokens of a request, if that has changed."""
         for stream in self._streams.values():
             stream.publish_max_model_len(max_model_len)
 
@@ -125,8 +125,8 @@ class QueueRoomReporter:
     """While queues are nearly full, reports remaining capacity to routers.
 
     So routers can refuse requests early, before tokenizing them. Their information is slightly old;
-    this scheduler makes the final decision. Reports begin after a refusal, and end when half of the
-    queues is free.
+    this scheduler makes the final decision. Reports begin after a refusal, and end when the
+    queue of some worker is half free.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class QueueRoomReporter:
         Args:
             room: Returns how many sequences may be submitted, at most `max_waiting`.
             publish: Receives this number, or None when routers may stop counting.
-            max_waiting: Most waiting sequences at a worker.
+            max_waiting: The limit on waiting sequences at a worker.
         """
         self._room = room
         self._publish = publish

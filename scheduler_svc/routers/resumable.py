@@ -1,7 +1,7 @@
 """Resumable requests: their outputs so far, the stream that owns each, and when each expires.
 
 In the core a sequence always belongs to the stream on which it was submitted. When another stream
-resumes a request, only its outputs are redirected: nothing is computed again, and nothing pauses.
+resumes a request, only its outputs are redirected: it is not recomputed and does not pause.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +26,8 @@ from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.router import merge_step_outputs, refused_to_proto, renamed_part
 
 _MAX_UNREAD = 16
-"""Most steps whose outputs are sorted together; sorting many costs little more than sorting one."""
+"""The outputs of at most this many steps are sorted together, because sorting many costs little
+more than sorting one."""
 _MAX_UNREAD_BYTES = 1 << 20
 _MAX_FIRST_SEQ_KEY = 2**64 - 64
 
@@ -256,7 +257,7 @@ class ResumableRequests:
     def leave(self, stream: RouterStream, seq_key: int, now: float) -> bool:
         """Remove the owner of a request whose client has left; return False if not resumable.
 
-        Nothing changes if another call has resumed the request by now.
+        If another call has resumed the request by now, the state stays as it is.
 
         Args:
             stream: The owner.
@@ -300,7 +301,7 @@ class ResumableRequests:
     # --- outputs and ends -----------------------------------------------------------------------
 
     def on_output(self, source_id: SourceId, output: scheduler_pb2.StepOutput) -> None:
-        """Store the outputs of a source, and forward those of requests that others have resumed."""
+        """Store the outputs of a source; forward those of requests resumed on other streams."""
         source = self._sources.get(source_id)
         if source is None:
             return

@@ -82,13 +82,13 @@ class RouterStream:
         self._live_seq_keys.difference_update(seq_keys)
 
     def deliver(self, output: scheduler_pb2.StepOutput) -> None:
-        """Send the outputs of one step."""
+        """Send the outputs of one step, or a change of the service."""
         self._live_seq_keys.difference_update(SeqKey(end.seq_key) for end in output.finished)
         if self._has_room(output):
             self._outputs.append(output)
 
     def publish_max_model_len(self, max_model_len: int) -> None:
-        """Send the most tokens of a request, if that has changed."""
+        """Send the limit on the tokens of a request, if that has changed."""
         if max_model_len != self._max_model_len:
             self._max_model_len = max_model_len
             self.deliver(scheduler_pb2.StepOutput(max_model_len=max_model_len))

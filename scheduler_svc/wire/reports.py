@@ -55,7 +55,7 @@ def load_to_proto(
 
     Args:
         loads: One for each attached worker.
-        num_unplaced_seqs: Sequences that wait for a worker to be attached.
+        num_unplaced_seqs: Sequences that are at no worker yet.
         spaces: One for each attached worker.
         num_unloaded_workers: Workers that have no model.
     """

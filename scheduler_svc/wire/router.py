@@ -1,7 +1,7 @@
 """Makes the messages to routers: the welcome, changes of the service, and the core's events.
 
-The work for a step grows with the number of arrays, not with the number of sequences; only
-log-probabilities, admissions and ends are converted one by one.
+A step's tokens are converted as whole arrays. Only log-probabilities, vectors, admissions, pins and
+ends are converted one by one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -215,7 +215,7 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
 
 
 def held_logprobs_to_proto(events: StepEvents) -> list[worker_pb2.SampledLogprob]:
-    """Convert log-probabilities that a worker has kept to those of a step's result."""
+    """Convert log-probabilities that a worker has kept to the form of a step's result."""
     return [
         worker_pb2.SampledLogprob(index=index, logprob=token_logprob_to_proto(logprob))
         for index, logprob in events.logprobs
@@ -242,7 +242,7 @@ def _by_source(
     """Yield each source and the indexes of its entries, in order."""
     if not sources.size:
         return
-    if (sources == sources[0]).all():  # with one router there is nothing to sort
+    if (sources == sources[0]).all():  # the events of a single router need no sorting
         yield SourceId(int(sources[0])), slice(None)
         return
     for source in np.unique(sources).tolist():

@@ -4,9 +4,8 @@ An adapter is *held* once every attached worker has it, and *offered* to new req
 operator unloads it. Then it is *leaving* until no live request uses it: a request that is
 preempted, moved, or submitted again after a loss must find the adapter at any worker.
 
-The service holds the adapters that operators loaded. It also holds adapters that a worker had when
-it was attached, if the other workers could load them as well and no operator has unloaded them
-here.
+The service holds the adapters that operators loaded. It also holds adapters that a worker brought
+along, if the other workers could load them and no operator has unloaded them here.
 """
 
 import asyncio
@@ -217,7 +216,7 @@ class Adapters:
         """Unload an adapter if no request uses it; return whether it is gone."""
         async with self._lock:
             if not self.is_leaving(adapter):
-                return True  # it was dropped; another adapter may have its name now
+                return True  # the adapter was dropped; another one may have its name now
             if self._is_used(adapter):
                 return False
             self._drop(adapter)
@@ -262,7 +261,7 @@ class Adapters:
             self._check_same(held)
 
     async def _share(self, target: str, worker: AdapterHolder, adapter: LoraAdapter) -> None:
-        """Load an adapter that only `worker` has at all others; if one refuses, unload it there."""
+        """Load a worker's adapter at all others; if one refuses, unload it at the worker."""
         held = self._held
         try:
             loaded = await self._load_at_all(adapter.name, adapter.directory)
@@ -272,7 +271,7 @@ class Adapters:
                     f"in {adapter.directory!r} the others found {loaded.adapter}"
                 )
         except UnavailableError:
-            raise  # a worker is lost; the next attempt is without it
+            raise  # a worker is lost; the next attempt leaves it out
         except QuireError as error:
             log.error(  # noqa: TRY400
                 "adapter of one worker alone", name=adapter.name, worker=target, reason=str(error)
@@ -333,7 +332,7 @@ class Adapters:
         self._unloaded.add(adapter)
 
     def _replace(self, held: LoraAdapter, adapter: LoraAdapter) -> None:
-        """Hold another adapter of the name. The former one may return unless it was leaving."""
+        """Replace an adapter by another one of the same name."""
         if self.is_leaving(held):
             self._unloaded.add(held)
         self._leaving.discard(held.name)

@@ -17,7 +17,7 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.peers.discovery import Discovery
 from rpc.security.tls import ClientTls
-from scheduler_svc.workers.stream import WorkerClientConfig, WorkerLink, unavailable
+from scheduler_svc.workers.link import WorkerClientConfig, WorkerLink, unavailable
 
 _POLL_TIMEOUT_S: Final = 1.0
 _ATTACH_TIMEOUT_S: Final = 10.0
@@ -89,7 +89,7 @@ async def _beating(channel: grpc.aio.Channel, epoch: int) -> AsyncIterator[None]
 
 
 async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> tuple[WorkerInfo, int]:
-    """Return the worker, and the epoch that had it before, which may be ours."""
+    """Return the worker, and the epoch of its previous scheduler, which may be this one's."""
     try:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         response = await stub.Attach(

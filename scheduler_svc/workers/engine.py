@@ -13,8 +13,8 @@ from contract.info import WorkerInfo
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import SubmitRequest
 from scheduler_svc.workers.attach import WorkerUnloadedError
+from scheduler_svc.workers.link import WorkerLink
 from scheduler_svc.workers.session import Session
-from scheduler_svc.workers.stream import WorkerLink
 
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 0.5

@@ -32,10 +32,10 @@ from scheduler_svc.workers.adapters import Adapters, AdapterUse, check_adapter
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.kv.far_tier import FarTier
 from scheduler_svc.workers.kv.prefix_pulls import PrefixPulls
+from scheduler_svc.workers.link import WorkerLink
 from scheduler_svc.workers.placement import Placer, UnplacedRequests, for_prompts, prompt_hashes
 from scheduler_svc.workers.roster import Roster, ServedModel, ask_all
 from scheduler_svc.workers.session import Session
-from scheduler_svc.workers.stream import WorkerLink
 
 _STALL_MARGIN_S = 5.0
 _HAND_OVER_S = 2.0
@@ -87,7 +87,7 @@ class Fleet:
         )
         """The LoRA adapters that the workers hold."""
         self.superseded_epochs: set[int] = set()
-        """Epochs of the schedulers whose workers this one has taken over; may include its own
+        """Epochs of the schedulers from which this one has taken workers over; may include its own
         epoch."""
         self._served = ServedModel(self.roster)
         self._attached = asyncio.Event()
@@ -120,7 +120,7 @@ class Fleet:
         return None if model is None else replace(model, adapters=self.adapters.offered)
 
     def submit(self, request: Request) -> None:
-        """Place a request. The worker's core may still refuse it; then the source gets a refusal.
+        """Place a request; if the worker's core refuses it, the source gets a refusal.
 
         Raises:
             InvalidArgumentError: It has more sequences than may ever wait.
@@ -175,7 +175,7 @@ class Fleet:
 
     @property
     def num_unplaced_seqs(self) -> int:
-        """Number of sequences that wait for a worker to be attached."""
+        """Number of sequences that wait for a worker to be attached, or for their prefix."""
         return self._unplaced.num_seqs
 
     @property
@@ -194,7 +194,7 @@ class Fleet:
         return self._unplaced.num_seqs + sum(load.num_running + load.num_waiting for load in loads)
 
     def describe_stall(self) -> str | None:
-        """Describe a step in flight that exceeds the timeout; None: there is none."""
+        """Describe a step in flight that exceeds the timeout; None if there is none."""
         for worker, age_s in self.roster.oldest_step_ages_s().items():
             # The link drops a worker before this age, unless its engine has stopped running.
             if age_s > self._step_timeout_s + _STALL_MARGIN_S:
@@ -271,7 +271,8 @@ class Fleet:
         """
         self._is_draining = True
         self._attached.set()  # end the calls that wait for a worker
-        sessions = [] if self._has_failed else self._sessions()  # a failed one handles no results
+        # a failed engine handles no results
+        sessions = [] if self._has_failed else self._sessions()
         try:
             async with asyncio.timeout(_HAND_OVER_S):
                 await asyncio.gather(*(session.hand_over() for session in sessions))
@@ -292,7 +293,7 @@ class Fleet:
     # --- for the engines (EngineOwner) ----------------------------------------------------------
 
     def accept(self, engine: Engine, info: WorkerInfo) -> None:
-        """See `EngineOwner`. Switches the served model if no worker has the former one."""
+        """See `EngineOwner`. Switches the served model if no worker has the old one."""
         if self._served.accept(engine, info):
             self._switch_model(f"the service now has another model, {info.model.id!r}")
 
@@ -318,7 +319,7 @@ class Fleet:
     def on_lost(self, engine: Engine, commands: tuple[SubmitRequest, ...]) -> None:
         """See `EngineOwner`.
 
-        Places the requests at other workers, or keeps them until a worker is attached.
+        Places the requests at other workers, or keeps them until one is attached.
 
         A request with too many crashes ends with an error: it may be their cause, and would harm
         other requests again.
@@ -339,7 +340,7 @@ class Fleet:
     def _place_late(self, command: SubmitRequest, chosen: Session | None = None) -> None:
         """Place a request that had to wait; a refusal is sent as an event to its source.
 
-        `chosen` is the worker where its prefix is now, if the copy has come.
+        `chosen` is the worker to which its prefix was to be copied, if it waited for a copy.
         """
         try:
             check_adapter(command.request, self.adapters.held)
@@ -348,9 +349,9 @@ class Fleet:
             self._streams.refuse(command.request, error)
 
     def _pull_prefix(self, command: SubmitRequest, session: Session, num_tokens: int) -> bool:
-        """Keep a request while its prefix is copied to its worker, if copying is faster.
+        """Keep a request while its prefix is copied, if that is faster; return whether it is kept.
 
-        `num_tokens` are those that the worker would have to compute.
+        `num_tokens`: tokens that the worker would have to compute.
         """
         sessions = self.roster.sessions
         is_shared = self._far is not None and session.info.has_far_kv
@@ -378,13 +379,13 @@ class Fleet:
         """Post a request to the best worker, or keep it if no worker is attached.
 
         A request that has waited for a copy of its prefix goes to `chosen`, the worker that the
-        copy was for, unless that one is lost, leaves or hangs.
+        copy was for, unless that worker is lost, leaves, hangs or has a full queue.
 
         Raises:
             TooBusyError: The queues are full; never raised for a request that was accepted before.
         """
         if self._is_draining:
-            return  # its router submits it to the next scheduler
+            return  # its router submits the request to the next scheduler
         can_refuse = not command.was_accepted
         n = num_live_seqs(command.request)
         sessions = [session for session in self._sessions() if not session.is_draining]
@@ -398,13 +399,14 @@ class Fleet:
             sessions[num_held_tokens.index(most)].post(command)
             return
         if self._awaited and command.request.outputs:
-            self._unplaced.add(
-                command
-            )  # a worker that is not attached yet may have the request's KV
+            # A worker that is not attached yet may have the request's KV
+            self._unplaced.add(command)
             return
         sessions = [each for each in sessions if each.trouble() is None] or sessions
-        if chosen in sessions:
-            sessions = [chosen]
+        if chosen is not None and chosen in sessions:
+            only = [chosen]  # unless its queue has filled up during the copy
+            if self._placer.choose(command.request, only, can_refuse=can_refuse) is not None:
+                sessions = only
         choice = self._placer.choose(command.request, sessions, can_refuse=can_refuse)
         if choice is None:
             loads = [session.placement_load() for session in for_prompts(sessions)]
@@ -417,7 +419,7 @@ class Fleet:
             self._far.store_later(command.request)
 
     def _switch_model(self, why: str) -> None:
-        """End the requests for the former model, and make the routers ask for the new one."""
+        """End the requests for the old model, and make the routers ask for the new one."""
         for command in self._unplaced.take_all():
             self._end_with_error(command.request, why)
         self._streams.resumables.forget_all()

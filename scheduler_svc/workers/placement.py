@@ -8,14 +8,15 @@ By default ("prefix") a request goes to the worker with the lowest cost, in toke
 
 The first two terms delay the request's first token. They are the time that Mooncake's Conductor
 estimates (queue + prefill; Qin et al., FAST 2025), in tokens because the workers are alike. The
-third term is the cost of decoding sequences to each other. Without it all requests that share a
-prefix would crowd one worker as long as its queue is short (the load term of Preble, Srivatsa et
-al., ICLR 2025). With nothing cached and nothing queued, the least loaded worker wins.
+third term is the cost of decoding sequences to each other. Without this term, all requests that
+share a prefix would crowd one worker as long as its queue is short (the load term of Preble,
+Srivatsa et al., ICLR 2025). If no worker has cached a part or queued a request, the least loaded
+one is chosen.
 
 With every method, workers with short memory come last, and prompts go to workers that prefill
 (`WorkerInfo.role`), if there are any. A decode worker takes a prompt if it has cached all but a few
-tokens of it, and more than any worker that prefills: as in the next turn of a conversation that it
-decoded. Beam searches cannot move, so they go to workers that decode.
+of its tokens, and more than any prefill worker has; for example, in the next turn of a conversation
+that it decoded. Beam searches cannot move, so they go to workers that decode.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,8 +42,8 @@ SEQUENCE_TOKENS: Final = 64
 """Prompt tokens that weigh as much as one sequence: a cached prefix of 2,048 tokens outweighs 32
 sequences. `bench/placement.py --sweep` shows that values from 16 to 256 do about as well."""
 MAX_BESIDE_DECODES: Final = 256
-"""Most prompt tokens that a decode worker computes for a request whose prefix it has cached: about
-as many as a GPU computes while it reads the weights of an 8B model."""
+"""A decode worker computes at most this many prompt tokens of a request whose prefix it has cached:
+about as many as a GPU computes while it reads the weights of an 8B model."""
 _NOTHING_YET = OutputSoFar(token_ids=np.empty(0, dtype=np.int32), finished=False)
 
 
@@ -66,7 +67,7 @@ class WorkerLoad:
     """Waiting sequences, including those in commands that are not applied yet."""
     max_waiting: int
     max_request_len: int
-    """Most tokens of one sequence."""
+    """The limit on the tokens of one sequence."""
     num_queued_tokens: int = 0
     """Known tokens to compute, including those in commands that are not applied yet."""
     is_memory_short: bool = False
@@ -179,10 +180,10 @@ class _Unplaced:
     worker: Worker | None
     """The worker to which the request's prefix is on its way; None: it waits for any worker."""
     num_tokens: int
-    """Most known tokens that `worker` has to compute for it."""
+    """Upper bound on the known tokens that `worker` has to compute for it."""
 
     def count(self, sign: int) -> None:
-        """Count it at its worker, or no longer."""
+        """Add it to the load that its worker expects (1), or subtract it (-1)."""
         if self.worker is not None:
             self.worker.expect(sign * num_live_seqs(self.command.request), sign * self.num_tokens)
 
@@ -190,7 +191,7 @@ class _Unplaced:
 class UnplacedRequests:
     """Requests, new or from a lost worker, that wait for a worker; oldest first.
 
-    And those that wait for their prefix: each counts at the worker that is chosen for it.
+    This includes requests that wait for a copy of their prefix; each counts at its chosen worker.
     """
 
     def __init__(self) -> None:
@@ -208,7 +209,7 @@ class UnplacedRequests:
     def add(
         self, command: SubmitRequest, worker: Worker | None = None, num_tokens: int = 0
     ) -> None:
-        """Keep a request; `worker`, if given, has `num_tokens` to compute for it."""
+        """Record a request; `worker`, if given, has `num_tokens` to compute for it."""
         self._keep(_Unplaced(command, worker, num_tokens))
 
     def take_all(self) -> list[SubmitRequest]:
@@ -277,7 +278,7 @@ def _num_tokens_left(request: Request, num_tokens: int, workers: Sequence[Worker
 
 
 def num_known_tokens(request: Request) -> int:
-    """Return the most tokens to compute before the request's next token."""
+    """Return an upper bound on the tokens to compute before the request's next token."""
     num_prompt_tokens = len(request.prompt_token_ids)
     outputs = [output for output in request.outputs if not output.finished]
     if not outputs:
@@ -310,7 +311,7 @@ def _of_role(request: Request, roles: Sequence[Role]) -> list[int]:
 def _candidates(
     request: Request, loads: Sequence[WorkerLoad], own: Sequence[int], *, can_refuse: bool
 ) -> list[int]:
-    """Return those workers of `own` that may take a request."""
+    """Return the workers in `own` that may take a request."""
     n = num_live_seqs(request)
     num_tokens = len(request.prompt_token_ids) + request.max_tokens
     num_tokens = min(num_tokens, max((loads[i].max_request_len for i in own), default=0))
@@ -321,9 +322,8 @@ def _candidates(
     ]
     short = {i for i in found if loads[i].is_memory_short}
     if all(loads[i].num_waiting for i in found if i not in short):
-        short = {
-            i for i in short if loads[i].num_waiting
-        }  # an idle worker helps even if its memory is short
+        # An idle worker helps even if its memory is short
+        short = {i for i in short if loads[i].num_waiting}
     return [i for i in found if i not in short] or found
 
 

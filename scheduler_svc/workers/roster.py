@@ -26,7 +26,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Roster:
-    """Engines in the order in which they were added. The fleet changes it; others read."""
+    """Engines in the order in which they were added. Only the fleet changes it."""
 
     def __init__(self) -> None:
         self.engines: tuple[Engine, ...] = ()
@@ -64,7 +64,7 @@ class Roster:
         return self.engines
 
     def unloaded(self, worker: str = "") -> tuple[str, ...]:
-        """Return the workers without a model, of `worker`, or of all if that is empty."""
+        """Return the workers whose model is unloaded; if `worker` is not empty, only that one."""
         return tuple(
             engine.target
             for engine in self.engines
@@ -73,7 +73,7 @@ class Roster:
 
     @property
     def is_unloaded(self) -> bool:
-        """Whether no worker can run anything because models are unloaded."""
+        """Whether no worker is attached, and the model of at least one is unloaded."""
         return not self.sessions and bool(self.unloaded())
 
     @property
@@ -158,7 +158,7 @@ class ServedModel:
         """Accept a worker; return whether the service has switched to another model.
 
         A worker may return with another model, after an operator has unloaded and loaded it. It is
-        accepted if no worker with the former model is attached, or was lost a moment ago.
+        accepted unless a worker with the old model is attached, or was lost a moment ago.
 
         Raises:
             UnavailableError: The worker's model differs from the served one.
@@ -179,7 +179,7 @@ class ServedModel:
         return before is not None
 
     def _awaited(self, newcomer: Engine) -> list[str]:
-        """Return the lost workers that may soon return with the former model."""
+        """Return the lost workers that may soon return with the old model."""
         since_s = time.monotonic() - _GRACE_S
         return [
             engine.target

@@ -44,9 +44,9 @@ from scheduler_svc.wire.beam import with_candidates
 from scheduler_svc.wire.router import vectors_of
 from scheduler_svc.workers.commands import PostedCommands
 from scheduler_svc.workers.crash_counter import CrashCounter
+from scheduler_svc.workers.link import TimedResult, WorkerLink
 from scheduler_svc.workers.placement import WorkerLoad
 from scheduler_svc.workers.request_events import RequestEvents
-from scheduler_svc.workers.stream import TimedResult, WorkerLink
 
 _TICK_S = 0.001
 """Resolution of the event loop's clock: a shorter wait is not worth a timer."""
@@ -77,8 +77,8 @@ class Session:
         self.step_log = StepLog()
         self.crashes = CrashCounter()
         self.paces_prompts = True
-        """Whether `pace` limits how much prompts delay decodes. Not needed if decodes move to other
-        workers."""
+        """Whether `pace` limits how much prompts delay decodes. It need not if decodes move to
+        other workers."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
         self._core = core
@@ -110,9 +110,8 @@ class Session:
         self._waits: list[tuple[Condition, asyncio.Future[None]]] = []
         self._alarm: asyncio.TimerHandle | None = None
         """Wakes the session when the next step is due."""
-        if (
-            core.takeover.unclaimed
-        ):  # wakes up to free unclaimed blocks even if nothing else happens
+        # Wakes up to free unclaimed blocks even if nothing else happens
+        if core.takeover.unclaimed:
             for after_s in (REUNION_S, core.config.claim_s):
                 # Slightly later, because timers count from the beginning of the event loop's turn.
                 asyncio.get_running_loop().call_later(after_s + 0.1, wake.set)
@@ -179,7 +178,7 @@ class Session:
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
         """See `WorkerLink`. Waits for the steps sent so far, which may use the adapter.
 
-        Steps and calls are on different streams, so one may overtake the other.
+        Steps and calls use different streams, so a call may overtake a step.
         """
         num_sent = num_steps_sent(self._core)
         await self.wait_until(lambda core: num_steps_answered(core) >= num_sent)
@@ -206,7 +205,7 @@ class Session:
         return read_space(self._core)
 
     def queued_by_tenant(self) -> Counter[str]:
-        """Count the waiting sequences by tenant."""
+        """Count the sequences that do not run, by tenant."""
         return count_queued(self._core)
 
     def accounts(self) -> Mapping[str, float]:

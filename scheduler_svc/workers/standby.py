@@ -6,7 +6,7 @@ refuse the plans of the former scheduler, which then ends.
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 import structlog
@@ -16,11 +16,16 @@ from rpc.peers.channel import open_channel
 from rpc.peers.discovery import Discovery, keep_members
 from rpc.security.tls import ClientTls
 
+if TYPE_CHECKING:
+    from scheduler_svc.lease import Lease
+
 _POLL_INTERVAL_S: Final = 0.1
 _POLL_TIMEOUT_S: Final = 0.5
 _CUT_OFF_S: Final = 1.0
-"""How long to wait after a scheduler has reported that it hears none of its routers, which it does
+"""How long to wait after a scheduler has reported that all its routers are silent. It reports this
 after `SILENT_AFTER_S`. So a router that is only two seconds late changes nothing."""
+_SILENCE_WITH_FREE_LEASE_S: Final = 1.0
+"""How long a scheduler may be silent while the Lease is free."""
 _NEW_WORKER_S: Final = 2.0
 """How long to leave a new worker to the serving scheduler, which tries twice a second to attach it.
 """
@@ -29,18 +34,23 @@ log = structlog.get_logger()
 
 
 async def wait_for_vacancy(
-    workers: Discovery, absence_s: float, silence_s: float, tls: ClientTls | None = None
+    workers: Discovery,
+    absence_s: float,
+    silence_s: float,
+    tls: ClientTls | None = None,
+    lease: "Lease | None" = None,
 ) -> int:
     """Wait until some workers answer, and none of them has a live scheduler.
 
-    This may return in several standbys at once. Then the workers obey the standby with the newest
-    epoch and refuse the others.
+    Without a Lease several standbys may return from this at once. Then the workers obey the standby
+    with the newest epoch and refuse the others.
 
     Args:
         workers: Finds the workers.
         absence_s: How long a worker must have had no stream to a scheduler.
         silence_s: How long a scheduler with a stream to a worker must have been silent.
         tls: For calls to workers; None: plaintext.
+        lease: Is claimed before this returns; None: there is none.
 
     Returns:
         The newest epoch that a worker has seen.
@@ -57,15 +67,25 @@ async def wait_for_vacancy(
         judged = [watch for watch in reached if watch.epoch] or reached
         if judged and all(watch.is_vacant for watch in judged):
             vacant.set()
+        else:
+            vacant.clear()
 
     def join(target: str) -> _Watch:
-        watches.append(_Watch(target, absence_s, silence_s, tls, judge))
+        watches.append(_Watch(target, absence_s, silence_s, tls, lease, judge))
         return watches[-1]
+
+    async def wait_for_turn() -> None:
+        await vacant.wait()
+        while lease is not None:
+            if await lease.claim() and vacant.is_set():
+                return
+            await asyncio.sleep(_POLL_INTERVAL_S)
+            await vacant.wait()
 
     members = asyncio.create_task(
         keep_members(workers, join=join, may_leave=lambda _: True, left=watches.remove)
     )
-    waiting = asyncio.create_task(vacant.wait())
+    waiting = asyncio.create_task(wait_for_turn())
     try:
         await asyncio.wait((members, waiting), return_when=asyncio.FIRST_COMPLETED)
         if members.done():
@@ -94,6 +114,7 @@ class _Watch:
         absence_s: float,
         silence_s: float,
         tls: ClientTls | None,
+        lease: "Lease | None",
         on_poll: Callable[[], None],
     ) -> None:
         self.target = target
@@ -107,6 +128,7 @@ class _Watch:
         self._absence_s = absence_s
         self._silence_s = silence_s
         self._tls = tls
+        self._lease = lease
         self._on_poll = on_poll
         self._beats: tuple[int, int] | None = None
         """Epoch and number of heartbeats in the last answer."""
@@ -146,6 +168,9 @@ class _Watch:
             limit_s = self._silence_s
         else:
             limit_s = self._absence_s if answer.epoch else max(self._absence_s, _NEW_WORKER_S)
+        if self._lease is not None and self._lease.is_free:
+            most_s = _SILENCE_WITH_FREE_LEASE_S if answer.has_scheduler else 0.0
+            limit_s = min(limit_s, most_s)
         if answer.has_scheduler and has_beaten:
             self.quiet_s = 0.0
         else:

@@ -59,7 +59,7 @@ def problems() -> list[str]:
 def locked(
     browser: Browser, service: Service, problems: list[str], refusals: tuple[int, ...]
 ) -> Iterator[Page]:
-    """The page before it has a key."""
+    """The page before a key was entered."""
     context = browser.new_context(viewport={"width": 1200, "height": 1000})
     page = context.new_page()
     page.set_default_timeout(20_000)

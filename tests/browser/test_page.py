@@ -20,7 +20,7 @@ EVIL = "<img/src=x/onerror=document.title='run'>"
 
 @contextlib.contextmanager
 def held(service: Service, request_id: str) -> Iterator[None]:
-    """Run a sequence during the block; it lasts for many of the page's intervals."""
+    """Run a sequence during the block; it outlasts many updates of the page."""
     connection = http.client.HTTPConnection(service.router.http, timeout=10)
     body = {"prompt": "hold on to these blocks, please", "max_tokens": 16000, "ignore_eos": True}
     headers = JSON_TYPE | {"Authorization": f"Bearer {OPERATOR}", "X-Request-Id": request_id}
@@ -75,7 +75,7 @@ def test_the_map_shows_the_holder_of_a_block(page: Page, service: Service):
         before = pixels(page, "canvas[data-tier=device]")
         page.hover("h1")
         expect(tooltip).to_be_hidden()
-        assert pixels(page, "canvas[data-tier=device]") != before  # its blocks were outlined
+        assert pixels(page, "canvas[data-tier=device]") != before  # the page outlined its blocks
     expect(row).to_have_count(0)
 
 
@@ -198,7 +198,7 @@ def pixels(page: Page, canvas: str) -> str:
 
 
 def service_is_idle(page: Page, service: Service) -> None:
-    """Waits until the cancellation has reached the worker, and the page shows it."""
+    """Waits until the page shows that nothing runs any more."""
     page.click("#tab-service")
     expect(page.locator("#running")).to_have_text("0")
     expect(page.locator("#num-sequences")).to_have_text("0")

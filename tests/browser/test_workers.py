@@ -35,7 +35,7 @@ def service(
 
 @pytest.fixture
 def refusals() -> tuple[int, ...]:
-    """Statuses that are allowed, because the page may call while a worker is lost or unloaded."""
+    """Statuses that the page's calls may get while a worker is lost or unloaded."""
     return (503,)
 
 

@@ -45,7 +45,8 @@ def test_an_agent_says_and_calls_the_same_whatever_is_killed(tmp_path: Path):
     flags = ["--quick", "--agent=8", "--turn-kills-every=0.7"]
     code, output, numbers = run("chaos.py", *flags, report=tmp_path / "agent.json")
     assert code == 0, output
-    assert numbers["kills"] >= 4, output  # of each API a router's, and all at once
+    # one of a router for each API, and one of all processes
+    assert numbers["kills"] >= 4, output
     assert numbers["turns"] == 2 * 8
 
 
@@ -55,7 +56,7 @@ def test_streams_are_exact_in_each_kv_format(kv_format: str, tmp_path: Path):
     _, output, numbers = run("exactness.py", *flags, report=tmp_path / "exactness.json")
     assert (numbers["wrong_outputs"], numbers["wrong_tokens"]) == (0, 0), output
     assert numbers["streams"] >= 100
-    # So short a run need not see each disturbance, as the long one must.
+    # A long run must meet every kind of disturbance; a run as short as this need not.
     key = kv_format.replace("+", "_")
     for disturbance in ("preempted", "recomputed_tokens", "swapped_out"):
         assert numbers[f"{key}_{disturbance}"] > 0, output

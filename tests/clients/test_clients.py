@@ -1,4 +1,4 @@
-"""The clients in `clients/`, built from the protos alone, all do the same as our own."""
+"""The clients in `clients/`, built from the protos alone, do the same as Quire's Python client."""
 
 import os
 import shutil
@@ -53,7 +53,7 @@ def run(command):
         **os.environ,
         "OUT": str(OUT),
         "PYTHON": sys.executable,
-        "PYTHONPATH": str(OUT / "python"),  # the stubs just made, rather than ours
+        "PYTHONPATH": str(OUT / "python"),  # prefer the stubs just made to Quire's
         "PROTOS": str(OUT / "protos"),
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",

@@ -1,4 +1,4 @@
-"""Builds, starts and removes the deployment of compose.yaml, as a project of its own."""
+"""Builds, starts and removes the deployment of compose.yaml, as a separate project."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs `docker`; as a program, it only prints why there is no engine to test with."""
+"""Runs `docker`. Run as a program, it checks for an engine, and prints what is missing."""
 
 import os
 import shutil

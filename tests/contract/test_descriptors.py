@@ -4,11 +4,11 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 STREAM_MESSAGES = {
-    # Two streams whose messages have other names than request and response.
+    # The messages of these two streams are not named request and response.
     "WorkerService.Execute": ("StepBatch", "StepResult"),
-    # It returns the rest of that stream, which clients read with the same code.
+    # It returns the rest of that stream, so its messages are the same.
     "InferenceService.Resume": ("ResumeRequest", "GenerateResponse"),
-    # Triton's names.
+    # Triton chose these names.
     "GRPCInferenceService.ModelStreamInfer": ("ModelInferRequest", "ModelStreamInferResponse"),
 }
 
@@ -36,7 +36,8 @@ def elements(file):
 
 def message_elements(message, path, scope):
     name = f"{scope}.{message.name}"
-    if message.options.map_entry:  # protoc makes it for a map field, which has the comment
+    # protoc makes this message for a map field, and the field has the comment
+    if message.options.map_entry:
         return
     yield path, name
     for i, field in enumerate(message.field):

@@ -1,6 +1,8 @@
-"""Links in the documents work, and the named files and folders exist."""
+"""Links in the documents work, the named files and folders exist, and no lines were joined."""
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,13 @@ def test_files_and_folders_that_are_named_are_there(page):
     for name in [*SOURCE.findall(quoted), *PLACE.findall(quoted)]:
         end = f"/{name.rstrip('/.')}"
         assert any(path.endswith(end) for path in FILES) or (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_lines_that_belong_apart_are_not_joined(page):
+    text = page.read_text()
+    for code in re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        compile(textwrap.dedent(code), page.name, "exec", flags)
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert not re.findall(r"^.*[.;:] - [A-Z*`].*$", prose, re.MULTILINE), "an item of a list"

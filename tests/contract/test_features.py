@@ -22,7 +22,7 @@ FLAGS = {f"--{name.replace('_', '-')}" for cls in SETTINGS.values() for name in 
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a command, without the interpreter that the table leaves to the reader."""
+    """The words of a command, without a `python` before them."""
     return command.removeprefix(".venv/bin/python ").removeprefix("python ").split()
 
 

@@ -25,7 +25,7 @@ from tests.served_worker import failure
 
 
 async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
-    """The KV stays in its labelled blocks, and the tokens are the same as without a change."""
+    """The KV stays in its labelled blocks; tokens are those of a run with one scheduler."""
     expected = await run_alone(worker, 1, num_steps=6)
     await attach(worker, 2)
     call = worker.Execute()
@@ -68,7 +68,9 @@ async def test_attach_returns_the_worker(worker):
     assert info.model.eos_token_ids == [96]
 
 
-@pytest.mark.parametrize("epoch", [0, clock_epoch() + 2 * MAX_LEAD_NS, 2**64 - 1])
+@pytest.mark.parametrize(
+    "epoch", [0, clock_epoch() + 2 * MAX_LEAD_NS, 2**64 - 1], ids=["none", "future", "last"]
+)
 async def test_an_epoch_after_which_none_may_come_may_not_attach(worker, epoch):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await attach(worker, epoch)
@@ -154,7 +156,7 @@ async def test_a_wrong_number_of_decodes_ends_the_stream_as_internal(worker):
     code, message = await failure(call)
     assert code is grpc.StatusCode.INTERNAL
     assert "num_decodes is 2, but 1 rows decode in step 2" in message
-    # It works for a scheduler that attaches again.
+    # A scheduler that attaches after this is served.
     await attach(worker)
     assert (await ask(worker.Execute(), first_batch())).step_id == 1
 
@@ -214,7 +216,7 @@ async def test_a_table_that_is_too_short_ends_the_stream(worker):
     await attach(worker)
     call = worker.Execute()
     await ask(call, first_batch())
-    await ask(call, batch(2, 1))  # computes the last slot of its block
+    await ask(call, batch(2, 1))  # the step computes the last slot of the block
     await call.write(batch(3, 1))
     code, details = await failure(call)
     assert code is grpc.StatusCode.INVALID_ARGUMENT

@@ -32,7 +32,7 @@ async def start_and_swap_out(worker):
 
 
 async def resume(call, step_id, tokens, blocks):
-    """Announce the sequence with all tokens but one computed; return its next token."""
+    """Announce the sequence with all but its last token computed; return its next token."""
     new = sequence(2, tokens=TWO_BLOCKS + tokens, blocks=blocks, computed=7, temperature=1.0)
     new.num_prompt_tokens = len(TWO_BLOCKS)
     message = batch(step_id, new=[new], chunk_rows=[2], chunk_lens=[1])
@@ -60,7 +60,7 @@ async def test_a_swapped_sequence_goes_on_as_it_would_have(worker):
 
 async def test_a_sequence_comes_back_from_the_disk_as_it_would_have(worker):
     call, tokens = await start_and_swap_out(worker)
-    # The same step stores its host blocks and reuses them for another sequence.
+    # One step stores the sequence's host blocks and reuses them for another sequence.
     storing = with_moves(batch(4), swap_out=([1, 3], [0, 1]), disk_store=([0, 1], [4, 2]))
     ends, step_id = await ask_until_ended(call, storing, 2)
     assert ends == [[2, 4], [], [], []]
@@ -113,7 +113,7 @@ async def test_a_block_that_moves_is_renamed_in_all_tables(worker):
         renamed_dst_block_ids=[4, 1],
     )
     await ask(call, with_moves(message, copy=([1, 3], [4, 1])))
-    # With a wrong table, this sequence would overwrite KV that the first one still reads.
+    # If the worker kept the old table, this sequence would overwrite KV that the first one reads.
     other = sequence(2, tokens=[9] * 4, blocks=(3,))
     message = batch(3, 2, new=[other], chunk_rows=[2], chunk_lens=[4])
     token = sampled(await ask(call, message))[0]

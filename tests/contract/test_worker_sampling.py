@@ -106,7 +106,7 @@ async def test_a_block_found_in_the_prefix_cache_is_shared(worker):
     tokens = [1, 2, 3, 4, 5]
     leader = sequence(0, tokens=tokens, blocks=(0, 1))
     follower = sequence(1, tokens=tokens, blocks=(0, 2), computed=4)
-    # In the same step, because a step stores all KV before it reads any.
+    # Both run in one step, because a step stores all KV before it reads any.
     both = batch(1, new=[leader, follower], chunk_rows=[0, 1], chunk_lens=[5, 1])
     result = sampled(await ask(call, both))
     assert result[0] == result[1]

@@ -89,7 +89,7 @@ async def ask(call, message):
 async def ask_until_ended(call, message, num_moves):
     """Send a batch that computes nothing and, while its disk moves continue, empty ones.
 
-    Returns all ended moves, and the next step. Each result has an ended move, because it waits for
+    Returns all ended moves, and the next step. An empty step waits for a move, so each result has
     one.
     """
     ends, step_id = [[], [], [], []], message.step_id

@@ -1,4 +1,4 @@
-"""What other projects' CRDs say of the fields that the chart sets, by API version and kind.
+"""The schemas of the chart's fields in other projects' CRDs, by API version and kind.
 
 Written down from the CRDs in the repositories of these projects; fields that the chart does not set
 are left out, and so refused here, and pods are checked as pods. Versions: prometheus-operator 0.93,

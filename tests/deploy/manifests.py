@@ -1,4 +1,4 @@
-"""The Kubernetes manifests that the Helm chart makes of its examples."""
+"""The Kubernetes manifests that the Helm chart renders from its examples."""
 
 from functools import cache
 from typing import Any
@@ -35,13 +35,13 @@ def pod_templates(manifests: list[Manifest]) -> dict[str, Manifest]:
 
 
 def component_of(template: Manifest) -> str:
-    """Return which process a pod runs."""
+    """Return the process that a pod runs."""
     component: str = template["metadata"]["labels"]["app.kubernetes.io/component"]
     return component
 
 
 def variables(manifests: list[Manifest], template: Manifest) -> dict[str, str]:
-    """Return the variables that a pod's container gets from config maps and by value."""
+    """Return a container's environment variables, from config maps and from the pod's template."""
     maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] == "ConfigMap"}
     (container,) = template["spec"]["containers"]
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What the Helm chart makes is valid by the published schemas, and matches the processes."""
+"""The Helm chart's manifests are valid by the published schemas, and match the processes."""
 
 import json
 import os
@@ -124,9 +124,8 @@ def test_a_pod_has_time_to_drain(example):
         (container,) = template["spec"]["containers"]
         pause = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         drain = int(variables(manifests, template)["QUIRE_DRAIN_S"])
-        needed = (
-            2 if component_of(template) == "scheduler" else drain
-        )  # a scheduler hands its requests over within two seconds
+        # a scheduler hands its requests over within two seconds
+        needed = 2 if component_of(template) == "scheduler" else drain
         assert template["spec"]["terminationGracePeriodSeconds"] > pause + needed, name
 
 
@@ -160,7 +159,7 @@ def test_targets_name_services_of_the_release(example):
 
 
 def callers(policies, component):
-    """Who may call which port of a component, by these policies: components or namespaces."""
+    """By port of a component: the components and namespaces that these policies let call it."""
     labels = {f"app.kubernetes.io/{label}": "quire" for label in ("name", "instance")} | {
         "app.kubernetes.io/component": component
     }
@@ -193,7 +192,7 @@ def policies(example):
 
 
 def test_only_the_routers_ports_are_open_and_each_other_port_to_its_callers():
-    """Probes come from the node, which no policy stops."""
+    """Probes come from the node, and no policy applies to them."""
     found = policies("cpu-demo")
     assert {"app.kubernetes.io/name": "quire", "app.kubernetes.io/instance": "quire"} in [
         each["spec"]["podSelector"]["matchLabels"]
@@ -239,7 +238,7 @@ def test_two_releases_of_a_namespace_share_no_name_and_no_pod():
 
 
 def test_no_variable_of_kubernetes_looks_like_a_setting():
-    """Kubernetes gives QUIRE_WORKER_PORT and the like to each pod of the namespace, if asked to."""
+    """With service links, Kubernetes gives each pod variables such as QUIRE_WORKER_PORT."""
     for template in pod_templates(manifests_of("cpu-demo")).values():
         assert template["spec"]["enableServiceLinks"] is False
 
@@ -251,8 +250,14 @@ def test_pods_restart_when_their_settings_change():
             for name, template in pod_templates(manifests_of("cpu-demo", *more)).items()
         }
 
-    before, changed = checksums(), checksums("--set", "worker.settings.max-num-seqs=8")
-    assert {name for name in before if before[name] != changed[name]} == {"quire-worker"}
+    before = checksums()
+    for value, restarted in (
+        ("worker.settings.max-num-seqs=8", "quire-worker"),
+        ("worker.idleUnloadSeconds=60", "quire-router"),
+        ("scheduler.lease=true", "quire-scheduler"),
+    ):
+        changed = checksums("--set", value)
+        assert {name for name in before if before[name] != changed[name]} == {restarted}
     assert not before.items() & checksums("--set", "settings.log-level=debug").items()
 
 
@@ -298,6 +303,65 @@ def test_a_disaggregated_set_has_a_role_for_prompts_and_one_for_decoding():
     assert roles == {"prefill": (1, ["--role=prefill"]), "decode": (3, ["--role=decode"])}
 
 
+def only(manifests, kind):
+    (found,) = (each for each in manifests if each["kind"] == kind)
+    return found
+
+
+def test_schedulers_may_write_their_lease_and_nothing_else():
+    manifests = manifests_of("several-workers")
+    templates = pod_templates(manifests)
+    told = variables(manifests, templates["quire-scheduler"])
+    lease, role, binding = (only(manifests, kind) for kind in ("Lease", "Role", "RoleBinding"))
+    assert told["QUIRE_LEASE"] == lease["metadata"]["name"]
+    assert role["rules"] == [
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "resourceNames": [told["QUIRE_LEASE"]],
+            "verbs": ["get", "watch", "update"],
+        }
+    ]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (subject,) = binding["subjects"]
+    accounts = {
+        component_of(each): (
+            each["spec"]["serviceAccountName"],
+            each["spec"]["automountServiceAccountToken"],
+        )
+        for each in templates.values()
+    }
+    assert accounts == {
+        "router": ("quire", False),
+        "scheduler": (subject["name"], True),
+        "worker": ("quire", False),
+    }
+    names = [m["metadata"]["name"] for m in manifests if m["kind"] == "ServiceAccount"]
+    assert sorted(names) == ["quire", subject["name"]]
+
+
+def test_without_a_lease_no_pod_may_call_kubernetes():
+    manifests = manifests_of("cpu-demo")
+    assert not {each["kind"] for each in manifests} & {"Lease", "Role", "RoleBinding"}
+    for template in pod_templates(manifests).values():
+        assert template["spec"]["serviceAccountName"] == "quire"
+        assert template["spec"]["automountServiceAccountToken"] is False
+
+
+@every_example
+def test_a_scheduler_stands_by_until_the_other_one_ends_and_has_probes_then(example):
+    """A pod that replaces another is ready while it stands by; so the other one is ended."""
+    manifests = manifests_of(example)
+    told = variables(manifests, pod_templates(manifests)["quire-scheduler"])
+    assert told["QUIRE_STANDBY"] == told["QUIRE_STANDBY_HTTP"] == "true"
+
+
+def test_an_idle_model_is_unloaded_by_the_only_router():
+    manifests = manifests_of("one-gpu")
+    told = variables(manifests, pod_templates(manifests)["quire-router"])
+    assert told["QUIRE_IDLE_UNLOAD_S"] == "1800"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -309,6 +373,8 @@ def test_a_disaggregated_set_has_a_role_for_prompts_and_one_for_decoding():
             "worker.autoscaling.enabled=true,worker.gpus=8,worker.podsPerGroup=2",
             "worker.autoscaling.enabled is true, and worker.podsPerGroup is above 1",
         ),
+        ("worker.idleUnloadSeconds=9,router.replicas=2", "it needs router.replicas 1"),
+        ("worker.idleUnloadSeconds=9,worker.gpus=2", "workers of several devices keep their model"),
         ("worker.podsPerGroup=2", "worker.podsPerGroup is 2; worker.gpus is 0"),
         ("worker.prefillReplicas=1", "worker.prefillReplicas is 1; it must be less than"),
         ("worker.disaggregatedSet=true", "worker.disaggregatedSet is true; it needs"),

@@ -77,7 +77,7 @@ class Child:
         return eventually(self._find_http, f"{self.module} listens", START_S)
 
     def poll(self) -> int | None:
-        """Its exit code, if it has ended by itself; else None."""
+        """Its exit code; None while it runs."""
         assert self._process is not None, f"{self.module} does not run"
         return self._process.poll()
 

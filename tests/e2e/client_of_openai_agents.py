@@ -1,7 +1,7 @@
 """The OpenAI Agents SDK, in an environment of its own: URL MODEL; fails if an answer is wrong.
 
-The model is scripted: it says "I look." and calls the tool, tells its result, and then answers a
-second question.
+The model follows a script: it says "I look.", calls the tool, reports its result, and then answers
+a second question.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ def weather(city: str, days: int) -> str:
 
 
 async def stream(agent: agents.Agent, asked: str | list) -> agents.RunResultStreaming:
-    """Return the result, after a look at the pieces in which it came."""
+    """Return the result, after checks of the streamed pieces."""
     result = agents.Runner.run_streamed(agent, asked)
     pieces = {TEXT: "", ARGUMENTS: ""}
     async for event in result.stream_events():
@@ -38,7 +38,8 @@ async def stream(agent: agents.Agent, asked: str | list) -> agents.RunResultStre
 
 
 async def converse(model: str | agents.Model, run) -> None:
-    settings = agents.ModelSettings(include_usage=True)  # else no stream of chat completions has it
+    # without this, streams of chat completions have no usage
+    settings = agents.ModelSettings(include_usage=True)
     agent = agents.Agent(name="Forecaster", model=model, model_settings=settings, tools=[weather])
     calls.clear()
     result = await run(agent, "How is the weather in Cologne?")

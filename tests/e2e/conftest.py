@@ -48,6 +48,14 @@ def long_llama(model_dirs: ModelDirs) -> Path:
 
 
 @pytest.fixture(scope="session")
+def slow_llama(model_dirs: ModelDirs) -> Path:
+    """A model for which a prompt takes much longer to compute than to copy."""
+    sizes = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 1}
+    return model_dirs.get("llama", max_position_embeddings=4096, **sizes, **heads)
+
+
+@pytest.fixture(scope="session")
 def service(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
     """The service shared by tests that do not break, stop or configure it."""
     with Service(run_dir(), long_llama, worker=["--num-blocks=1024"]) as service:

@@ -41,7 +41,7 @@ class Result:
 
     @property
     def outputs(self) -> list[list[int]]:
-        """The token ids of each output; all must have ended well."""
+        """The token ids of each output; fails unless all have ended without an error."""
         assert self.usage is not None, "the stream ended without usage"
         good = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
         for finished in self.finished.values():

@@ -1,6 +1,6 @@
 """A program that uses `LLM`, for tests that end it. Usage: offline_program.py MODEL
 
-A simulated worker serves, so that the program starts soon and works long on its list.
+A simulated worker serves: it starts fast, and takes long for the program's list of prompts.
 """
 
 import sys

@@ -67,8 +67,8 @@ def _until_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
 def greedy_tokens(
     model_dir: Path, prompts: Sequence[Sequence[int]], num_tokens: int = NUM_TOKENS
 ) -> list[list[int]]:
-    """The next tokens of each prompt, past the model's end token if it comes."""
-    # Here, not above: importing a model takes seconds, and not every session runs this.
+    """The next tokens of each prompt; they continue after the model's end token."""
+    # Imported here and not above, because it takes seconds, and few test runs need it.
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()

@@ -39,7 +39,7 @@ class ResumingReader:
 
 
 def merged(events: list[Any]) -> list[Any]:
-    """The events merged, so that the cut into deltas does not matter; fails on a gap or repeat."""
+    """The events without their cut into deltas; fails on a gap or repeat."""
     outputs: dict[int, list[Any]] = {}
     others = []
     for event in events:
@@ -49,9 +49,8 @@ def merged(events: list[Any]) -> list[Any]:
             token_ids.extend(event.token_ids)
             texts.append(event.text)
             logprobs.extend(event.logprobs)
-        elif isinstance(
-            event, Usage
-        ):  # the cached tokens differ between a first and a second request
+        # the cached tokens differ between a first and a second request
+        elif isinstance(event, Usage):
             others.append((event.prompt_tokens, event.completion_tokens))
         else:
             others.append(event)

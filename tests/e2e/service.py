@@ -48,7 +48,7 @@ class Service:
         script: Path | None = None,
     ) -> None:
         """`worker`, `scheduler` and `router` are flags added to those of every service of the
-        tests. With `script`, a simulated worker plays it."""
+        tests. With `script`, the worker is a simulated one that outputs the script."""
         directory.mkdir(parents=True, exist_ok=True)
         self.model = model.name
         self.uds = {name: directory / f"{name}.sock" for name in ("worker", "scheduler", "router")}
@@ -147,7 +147,7 @@ class Service:
             raise AssertionError(f"{error}\n{logs}") from None
 
     def wait_until_not_ready(self) -> None:
-        """Waits until the router knows that its scheduler, or the scheduler's worker, is lost."""
+        """Waits until the router has noticed that its scheduler or the worker is lost."""
         eventually(
             lambda: self.get_json(self.router, "/ready")[0] == 503 or None, "the router notices"
         )
@@ -156,7 +156,7 @@ class Service:
     def holding_steps(self, router: Child, num_requests: int) -> Iterator[None]:
         """Holds back all steps until `num_requests` are live at a router; the block starts them.
 
-        So the requests run together, even if the last one comes much later than the first.
+        So the requests run together, even if the last one arrives much later than the first.
         """
         self.worker.signal(signal.SIGSTOP)
         try:

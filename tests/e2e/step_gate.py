@@ -14,7 +14,7 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 
 
 class StepGate(worker_pb2_grpc.WorkerServiceServicer):
-    """Forwards everything; while closed, it forwards only as many results as a test permits."""
+    """Forwards everything; while closed, it forwards a result only if the test permits one more."""
 
     def __init__(self, uds: Path, worker_uds: Path) -> None:
         self.uds = uds
@@ -44,7 +44,7 @@ class StepGate(worker_pb2_grpc.WorkerServiceServicer):
         self._server.stop(None).wait()
 
     def open(self) -> None:
-        """Lets everything through from now on."""
+        """Forwards everything from now on."""
         with self._changed:
             self._is_open = True
             self._num_permits = 0
@@ -64,7 +64,7 @@ class StepGate(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def num_permits(self) -> int:
-        """Permitted results that have not come yet."""
+        """Results that the test permits and the worker has not sent yet."""
         with self._changed:
             return self._num_permits
 

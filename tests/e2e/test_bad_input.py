@@ -173,11 +173,11 @@ def test_grpc_detokenize_beyond_the_vocabulary(service: Service):
     "payload", [b"\x1a\x03a\xffb", b"\x1a\x7f", b"\xff\xff\xff"], ids=["utf-8", "cut", "no-tag"]
 )
 def test_grpc_bytes_that_are_no_message(service: Service, method: str, payload: bytes):
-    if method == "GenerateOnce":  # its field 1 is the request
+    if method == "GenerateOnce":  # field 1 of the message is the request
         payload = b"\x0a" + bytes([len(payload)]) + payload
-    if method == "Tokenize":  # its text is field 2
+    if method == "Tokenize":  # field 2 of the request is its text
         payload = payload.replace(b"\x1a", b"\x12")
-    # For a client a stream of one response equals a single response.
+    # A client cannot tell a stream of one response from a single response.
     stream = service.channel.unary_stream(f"/quire.v1.InferenceService/{method}")(payload)
     with pytest.raises(grpc.RpcError) as caught:
         next(stream)
@@ -336,7 +336,8 @@ def _post(
 ) -> tuple[int, Any]:
     host, port = service.router.http.rsplit(":", 1)
     connection = http.client.HTTPConnection(host, int(port), timeout=30)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # answered before it is sent
+    # the router answers before the client has sent the body
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.request(
             "POST", path, body, JSON_TYPE | (headers or {}), encode_chunked=not headers
         )
@@ -361,7 +362,7 @@ def test_prompt_that_can_never_fit_the_pool(model_dirs: ModelDirs, run_dir: Call
         body = {"prompt": [7] * 200}
         status, answer = _post(service, json.dumps(body).encode())
         assert (status, answer["error"]["param"]) == (400, "prompt")
-        # A request that just fits, runs.
+        # A request that just fits is served.
         result = read(service.stub.Generate(generate_request([7] * 100, max_tokens=28), timeout=30))
         assert len(result.outputs[0]) == 28
         assert _generate_well(service) == good

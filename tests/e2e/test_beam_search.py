@@ -87,7 +87,7 @@ def cramped(case: Case, run_dir: Callable[[], Path]) -> Iterator[Service]:
 
 
 async def _generate(service: Service, case: Case) -> tuple[list[Result], list[Result]]:
-    """The results of all searches and all plain requests; some of the latter sample."""
+    """The results of all searches and all plain requests; some of the plain ones sample."""
     requests = [
         generate_request(
             search.prompt,

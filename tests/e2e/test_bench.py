@@ -1,4 +1,4 @@
-"""`quire bench` measures a service that it starts, and shows where the time of a step goes."""
+"""`quire bench` measures a service that it starts, and shows the parts of a step's time."""
 
 import json
 import os

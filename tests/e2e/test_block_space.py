@@ -29,7 +29,7 @@ def service(model_dirs: ModelDirs, run_dir: Callable[[], Path]) -> Iterator[Serv
 
 
 async def generate_all(service: Service) -> list[list[int]]:
-    """Run streams of many lengths, so that ended ones leave holes between the others."""
+    """Run streams of many lengths, so that those which end leave holes between the others."""
     draw = random.Random(0)
     requests = [
         generate_request(
@@ -110,7 +110,7 @@ def test_blocks_are_moved_together_on_demand(service):
 def test_a_pinned_prompt_is_still_there_after_more_than_the_pool_holds(service):
     service.use_scheduler()
     num_pinned = service.load().num_pinned_blocks
-    # Cache and pins survive a new scheduler; the cache is empty for this salt.
+    # Cache and pins survive the scheduler's restart; no block was cached with this salt.
     pinned = generate_request(range(5, 45), max_tokens=2, cache_salt="pinned")
     pinned.cache_pin_s = 1000
     first = read(service.stub.Generate(pinned)).usage

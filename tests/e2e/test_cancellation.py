@@ -63,7 +63,7 @@ def _pass_deadline(service: Service, stack: ExitStack) -> Callable[[], object]:
     result.add(next(stream))
 
     def wait() -> None:
-        # The client's timer and the router's end at the same time; either may come first.
+        # The timers of client and router end at the same time, in either order.
         try:
             for response in stream:
                 result.add(response)
@@ -164,9 +164,8 @@ def test_others_go_on_when_one_leaves(service: Service):
 async def test_a_thousand_cancelled_requests_leave_nothing(service: Service):
     before = await asyncio.to_thread(service.wait_until_idle)
     draw = random.Random(4)
-    room = asyncio.Semaphore(
-        100
-    )  # more than can run at once, so that some are cancelled in the queue
+    # more than can run at once, so that some are cancelled in the queue
+    room = asyncio.Semaphore(100)
 
     async with service.aio_channel() as channel:
         stub = InferenceServiceStub(channel)

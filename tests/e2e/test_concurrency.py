@@ -31,7 +31,7 @@ def _requests(*, is_sampled: bool) -> list[inference_pb2.GenerateRequest]:
         options: dict[str, Any] = PENALTIES[i % len(PENALTIES)] if is_sampled else {}
         if is_sampled:
             options = options | SAMPLED | {"seed": draw.getrandbits(64)}
-        # Some may end at the model's own end token, and so at different times.
+        # Some may end at the model's end token, so they end at different times.
         options = {"ignore_eos": i % 2 == 0, "max_tokens": draw.randint(16, 64), **options}
         requests.append(generate_request(prompt, **options))
     return requests

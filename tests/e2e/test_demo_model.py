@@ -1,4 +1,4 @@
-"""The model that `quire up --demo` serves, where it has been fetched: SmolLM2-135M-Instruct."""
+"""SmolLM2-135M-Instruct, the model of `quire up --demo`; skipped where it was not fetched."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Vectors of a decoder equal those of `transformers`, whatever else the service does."""
+"""Vectors of a decoder equal those of `transformers`, under any other load."""
 
 import asyncio
 import base64
@@ -105,7 +105,7 @@ async def test_vectors_equal_transformers_alone_and_beside_generation(
 async def test_preempted_inputs_start_over(
     embedder: Service, decoder: Path, prompts: list[list[int]]
 ):
-    """The blocks suffice for two of the prompts, beside streams that grow until all are taken."""
+    """Two of the prompts fit the pool, while streams beside them grow until no block is free."""
     before = embedder.metrics(embedder.scheduler)["quire_num_preemptions_total"]
     async with embedder.aio_channel() as channel:
         stub = InferenceServiceStub(channel)
@@ -190,7 +190,7 @@ def test_langchain(embedder: Service):
         base_url=f"{embedder.url}/v1",
         api_key="none",
         model=embedder.model,
-        check_embedding_ctx_length=False,  # else it sends tokens of OpenAI's models
+        check_embedding_ctx_length=False,  # otherwise it sends tokens of OpenAI's models
     )
     vectors = embeddings.embed_documents(TEXTS)
     assert len(vectors) == len(TEXTS)

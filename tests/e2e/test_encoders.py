@@ -60,7 +60,7 @@ def test_vectors_equal_transformers(embedder: Service, bert: Path, kind: str, po
         alone = embedder.post_json("/v1/embeddings", {**body, "input": ids})["data"][0]
         np.testing.assert_allclose(alone["embedding"], each["embedding"], atol=1e-6)
     load = embedder.wait_until_idle()
-    assert load.num_free_blocks == load.num_blocks  # nothing is kept
+    assert load.num_free_blocks == load.num_blocks  # no block is held or cached
 
 
 def test_the_default_is_the_normalized_mean(embedder: Service, bert: Path):

@@ -62,7 +62,7 @@ def cramped(case: Case, run_dir: Callable[[], Path]) -> Iterator[Service]:
 def _random_prompts(seed: str) -> list[list[int]]:
     draw = random.Random(seed)
     prompts = [[draw.randrange(5, 500) for _ in range(length)] for length in LENGTHS]
-    # For the prefix cache: some prompts share blocks with others, and some equal another.
+    # For the prefix cache, some prompts share blocks with others, and some are repeated.
     longest = prompts[-1]
     prompts += [[*longest[:n], draw.randrange(5, 500)] for n in (15, 16, 32, 33, 100, 149)]
     return [*prompts, prompts[-1], prompts[14], prompts[15], prompts[16]]
@@ -135,7 +135,7 @@ async def test_prefill_in_chunks(ample: Service, case: Case):
     await asyncio.to_thread(ample.use_scheduler, f"--max-prefill-chunk={CHUNK}")
     i = max(range(32), key=lambda i: len(case.prompts[i]))
     steps_before = await asyncio.to_thread(_num_steps, ample)
-    # The cache survives a new scheduler; it is empty for this salt.
+    # The cache survives the scheduler's restart; no block was cached with this salt.
     result = await asyncio.to_thread(_alone, ample, case.prompts[i], cache_salt="in chunks")
     assert result.outputs == [case.outputs[i]]
     num_chunks = -(-len(case.prompts[i]) // CHUNK)

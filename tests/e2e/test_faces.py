@@ -1,4 +1,4 @@
-"""The calls of clients to a running service, over gRPC and with OpenAI's client."""
+"""Clients call a running service, over gRPC and with OpenAI's client."""
 
 import json
 import urllib.request

@@ -18,7 +18,7 @@ PROMPT = [5 + i % 490 for i in range(100)]
 NUM_TOKENS = 600
 """The number of tokens that are compared."""
 MAX_TOKENS = 1900
-"""So that a request still runs when it is looked at; two of them fit a worker."""
+"""Long enough that a request still runs when the test looks; two of them fit a worker."""
 HOST = "--host-kv-memory-gb=0.05"
 
 
@@ -139,7 +139,7 @@ def test_source_that_dies_during_a_move_loses_nothing(
             statuses = {seq.status for seq in service.kv(source).sequences}
             return statuses == {kv_pb2.SEQUENCE_STATUS_MIGRATING} or None
 
-        service.child(source).signal(signal.SIGSTOP)  # its swap-out gets no result
+        service.child(source).signal(signal.SIGSTOP)  # the worker dies before the swap-out's result
         with ThreadPoolExecutor(1) as threads:
             moving = threads.submit(service.migrate, "survivor", target)
             eventually(is_moving, "it is being moved")

@@ -1,4 +1,4 @@
-"""Turns that are kept outlive all processes: their texts are those of an undisturbed run."""
+"""Stored turns survive the death of all processes, with the texts of an undisturbed run."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ OPTIONS = {"max_output_tokens": 400, "extra_body": {"ignore_eos": True}}
 
 @pytest.fixture(scope="module")
 def own(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
-    """A service that keeps turns, whose processes the test kills and starts again."""
+    """A service that stores turns; the test kills its processes and starts them again."""
     directory = run_dir()
     flags = [f"--turn-store={directory}/turns.sqlite", "--served-model-name=tiny"]
     with Service(
@@ -51,7 +51,7 @@ def test_turns_go_on_after_all_processes_were_killed_at_once(own: Service):
     for stream, seen in zip(accepted, events, strict=True):
         for event in stream:
             seen.append(event)
-            if len(seen) == 30:  # under way
+            if len(seen) == 30:  # while the turn runs
                 break
         stream.close()
     for child in (own.router, own.scheduler, own.worker):
@@ -69,7 +69,7 @@ def test_turns_go_on_after_all_processes_were_killed_at_once(own: Service):
 
         response = eventually(has_ended, "the turn has ended")
         assert (response.status, response.output_text) == ("incomplete", text)
-        # The stream continues where its client was, as if nothing had happened.
+        # The stream continues after the last event that its client read.
         rest = client(own).responses.retrieve(
             response_id, stream=True, starting_after=seen[-1].sequence_number
         )
@@ -122,7 +122,8 @@ def test_usage_counts_every_kind_of_request_and_outlives_the_router(own: Service
 
     row = eventually(is_counted, "all requests are counted")
     assert (row["prompt_tokens"], row["reasoning_tokens"]) == (prompt, 0)
-    assert 1 <= row["generated_tokens"] - generated <= 5 + 2  # the line's, and the vectors'
+    # tokens of the line, and of the vectors
+    assert 1 <= row["generated_tokens"] - generated <= 5 + 2
     own.router.kill()
     own.start_router()
     own.wait_until_ready()

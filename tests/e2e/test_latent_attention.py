@@ -1,4 +1,4 @@
-"""With latent attention, greedy tokens equal `transformers`, whatever happens to the blocks."""
+"""With latent attention, greedy tokens equal `transformers`, however blocks move."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ class Case:
     outputs: list[list[int]]
 
     def start(self, threads: ThreadPoolExecutor) -> Callable[[], list[Result]]:
-        """Start all streams; returns what waits for their results."""
+        """Start all streams; returns a function that waits for their results."""
 
         def generate(prompt: list[int]) -> Result:
             request = generate_request(prompt, n=NUM_FORKS, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -89,7 +89,7 @@ def _read_all(service: Service, requests: list[inference_pb2.GenerateRequest]) -
 
 
 def _running(service: Service, requests: list[inference_pb2.GenerateRequest]) -> list[Stream]:
-    """Streams, when the first one runs."""
+    """Start streams; returns when the first one runs."""
     streams = [Stream(service, request) for request in requests]
     streams[0].read_until(1)
     return streams

@@ -66,7 +66,7 @@ def late(fleet: TwoWorkers, case: Case) -> Iterator[None]:
     yield
     if not fleet.worker.is_started:
         fleet.start_first_again()
-    # Refused until a starting worker is attached.
+    # The call is refused until the starting worker is attached.
     eventually(lambda: fleet.run("load") == 0 or None, "both workers have their model")
     if any(LATE in names for names in loaded_at(fleet)):
         assert fleet.run("lora", "unload", LATE) == 0
@@ -74,7 +74,7 @@ def late(fleet: TwoWorkers, case: Case) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(fleet: TwoWorkers, adapter: str, request_id: str) -> Iterator[Stream]:
-    """A request with some tokens, which runs during the block."""
+    """A request that has some tokens, and runs during the block."""
     request: inference_pb2.GenerateRequest = generate_request(
         PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True
     )
@@ -88,7 +88,7 @@ def running(fleet: TwoWorkers, adapter: str, request_id: str) -> Iterator[Stream
 
 
 def compared(stream: Stream) -> list[int]:
-    """Reads a stream's first `NUM_TOKENS` tokens, which are compared."""
+    """Reads the first `NUM_TOKENS` tokens of a stream, for the comparison."""
     stream.read_until(NUM_TOKENS)
     return stream.result.token_ids[0][:NUM_TOKENS]
 
@@ -191,7 +191,7 @@ def expect_both_have_it(fleet: TwoWorkers, case: Case) -> None:
 def goes_on_beside_one_that_does_not_fit(
     fleet: TwoWorkers, case: Case, request_id: str
 ) -> bool | None:
-    """Whether a request may not move to the first worker because that lacks the adapter."""
+    """Whether a move to the first worker is refused because it lacks the adapter."""
     with running(fleet, LATE, request_id) as stream:
         with pytest.raises(grpc.RpcError) as refused:
             fleet.migrate(request_id, fleet.targets[0])

@@ -1,4 +1,4 @@
-"""Services with a model of transformers, and with a class of the user."""
+"""Services whose model is a class of transformers, or of the user."""
 
 import asyncio
 import re

@@ -29,7 +29,7 @@ def apart(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Apart]:
 
 
 def pulled_bytes(apart: Apart) -> dict[str, float]:
-    """The KV that the decode worker has got, by means."""
+    """The KV that the decode worker has pulled, by transport."""
     _, body = apart._get(apart.other, "/metrics")
     name = r'quire_worker_kv_pulled_bytes_total{means="(\w+)"} (.+)'
     found = {means: float(value) for means, value in re.findall(name, body.decode())}
@@ -37,10 +37,10 @@ def pulled_bytes(apart: Apart) -> dict[str, float]:
 
 
 def wait_until_kv_moves_by_nixl(apart: Apart, service: Service) -> None:
-    """Wait for a round of requests whose KV moves by NIXL alone; every round's tokens are exact.
+    """Repeat a round of requests until NIXL alone moves its KV; check the tokens of every round.
 
-    Workers between which something failed exchange nothing for some seconds, and after a read that
-    took too long, such as on a machine that is too busy, KV comes over gRPC for a minute.
+    After a failure, two workers exchange no KV for some seconds. After a read that took too long,
+    which a busy machine may cause, they use gRPC for a minute.
     """
 
     def has_moved() -> bool | None:
@@ -63,7 +63,8 @@ def test_kills_while_kv_moves_lose_nothing(apart, service, killed):
     for number in range(NUM_ROUNDS):
         requests = [request_of(f"{killed}-{number}-{i}", 700 + i, 200) for i in range(4)]
         streams = [Stream(apart, each) for each in requests]
-        streams[0].read_until(1)  # the first prompt is computed, and moves; others are computed
+        # the first prompt is computed and its KV moves; the others are only computed
+        streams[0].read_until(1)
         child.kill()
         assert [stream.read_to_end() for stream in streams] == expected_of(service, requests)
         if killed == "prefill":

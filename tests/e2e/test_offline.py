@@ -1,5 +1,4 @@
-"""`LLM` starts a service for a program; its outputs are the usual ones, and it ends with the
-program."""
+"""`LLM` starts a service that has the usual outputs, and ends with the program."""
 
 import os
 import signal
@@ -114,7 +113,7 @@ def test_a_failed_start_reports_its_reason() -> None:
         LLM(uds="x", detach=True)
 
 
-@pytest.mark.parametrize("end", ["SIGINT", "SIGKILL"])  # SIGINT is like any other exception
+@pytest.mark.parametrize("end", ["SIGINT", "SIGKILL"])  # SIGINT raises, like any other exception
 def test_however_the_program_ends_no_process_is_left(
     end: str, long_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -141,7 +140,7 @@ def test_however_the_program_ends_no_process_is_left(
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs. A zombie does not: its parent only has not reaped it yet."""
+    """Whether a process runs. A zombie does not run; its parent has not reaped it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

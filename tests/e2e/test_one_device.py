@@ -1,7 +1,7 @@
 """Three models on one device: memory moves from the idle models to the busy one.
 
 The device is a fake of the driver's calls, with host memory that is just enough for the three
-initial pools. Models, pools and schedulers are the real ones, in one process.
+initial pools. Models, pools and schedulers are real, and run in one process.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tests.unit.gpu_worker.fake_cuda_driver import GRANULARITY, Budget, FakeCuda
 from tests.unit.scheduler_svc.scheduler_harness import FakeRouter, running_scheduler
 
 NAMES = ("busy", "idle", "third")
-NUM_BLOCKS, LEAST, BLOCK_SIZE = 40, 8, 16  # of a sequence of 128 tokens
+NUM_BLOCKS, LEAST, BLOCK_SIZE = 40, 8, 16  # enough for a sequence of 128 tokens
 PROMPTS = [[5 + key] * 16 for key in range(8)]
 MAX_TOKENS = 96  # so 56 blocks in all
 

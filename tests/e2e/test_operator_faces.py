@@ -144,7 +144,7 @@ def test_one_trace_through_all_processes(traced: Service, collector: TraceCollec
     for name in ("tokenize", "queue", "admission", "prefill", "decode", "finish"):
         assert by_name[name].parent_span_id == request_span.span_id
         assert by_name[name].start_ns <= by_name[name].end_ns
-    # The queue ends, and the prefill begins, before and after a message between two processes.
+    # The queue ends in the scheduler before the prefill begins in the worker.
     assert request_span.start_ns <= by_name["queue"].start_ns
     assert by_name["queue"].end_ns <= by_name["prefill"].start_ns
     assert by_name["prefill"].end_ns <= by_name["decode"].start_ns

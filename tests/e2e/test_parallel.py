@@ -1,4 +1,4 @@
-"""A worker of two ranks acts as one worker: it has the same tokens, and dies as a whole."""
+"""A worker of two ranks acts as one worker: same tokens, and both ranks die together."""
 
 import asyncio
 import contextlib
@@ -53,10 +53,10 @@ def other_rank(service: Service) -> int:
 
 
 def listening(pid: int) -> set[str]:
-    """Where a process listens by TCP: addresses in hexadecimal, as the kernel writes them."""
+    """The TCP addresses on which a process listens, in the kernel's hexadecimal form."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # it has just been closed
+        with contextlib.suppress(OSError):  # the socket has just been closed
             inodes.add(str(descriptor.readlink()))
     addresses = set()
     for table in ("tcp", "tcp6"):

@@ -13,7 +13,7 @@ from tests.e2e.service import Service
 from tests.e2e.step_gate import StepGate
 
 GIB = 1024**3
-"""The memory limit of the worker; less than the free memory of any test machine."""
+"""The worker's memory limit, below the free memory of any test machine."""
 NUM_STREAMS = 8
 REQUESTS = [
     generate_request([5 + index] * 20, max_tokens=60, ignore_eos=True)
@@ -59,8 +59,7 @@ class PressedService(Service):
         eventually(is_known, f"the scheduler knows of level {level}")
 
     def wait_for_load(self, num_running: int, num_waiting: int) -> None:
-        """Waits for these numbers; when all requests have arrived, lets steps through one by
-        one."""
+        """Waits for this load; permits steps one by one when all requests have arrived."""
 
         def is_so() -> bool | None:
             load = self.load()
@@ -117,7 +116,7 @@ def test_half_of_the_streams_wait_while_memory_is_critical_and_say_the_same(serv
 def test_requests_during_a_memory_shortage_wait_and_get_the_same_tokens(service):
     expected = asyncio.run(generate_all(service))
     num_preemptions = service.metrics(service.scheduler)["quire_num_preemptions_total"]
-    service.leave(0.15, level=1)  # of an idle worker
+    service.leave(0.15, level=1)  # while the worker is idle
 
     def relieve() -> None:
         service.gate.close()

@@ -59,7 +59,7 @@ async def generate(service: Service, prompts: list[list[int]], **options):
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Prompts, some with a common prefix, which must be computed and not taken from the cache."""
+    """Prompts, some with a common prefix, which the service must compute although it is cached."""
     draw = random.Random(1)
     common = [draw.randrange(5, 500) for _ in range(64)]
     lengths = (1, 2, 40, 150)
@@ -85,7 +85,7 @@ async def test_scores_are_those_of_transformers(
             return service.metrics(service.scheduler)["quire_num_preemptions_total"]
 
         is_tight = "--num-blocks=14" in worker
-        for _ in range(10 if is_tight else 1):  # do they meet there at all?
+        for _ in range(10 if is_tight else 1):  # until some were preempted
             results = await generate(service, prompts, max_tokens=40)
             results += await generate(service, prompts[-2:], max_tokens=2)
             for (scores, _), prompt, reference in zip(

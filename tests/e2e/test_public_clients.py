@@ -1,6 +1,6 @@
 """Published clients of OpenAI's API, unmodified, use a live service.
 
-Three of them need packages that conflict with Quire's own tests or with each other's:
+Some of them need packages that conflict with Quire's own tests or with each other's:
 `make public-clients-test` installs them apart, and runs `client_of_*.py` with their interpreters.
 """
 
@@ -15,11 +15,14 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.service import Service
+from tests.models_fixture import BOS_TOKEN_ID
 
 PROMPT = "What is a quire?"
 GREEDY = {"temperature": 0, "max_tokens": 16}
@@ -209,12 +212,12 @@ def scripted(
     run_dir: Callable[[], Path],
     tmp_path: Path,
 ) -> Iterator[Service]:
-    """A model that calls a tool, tells its result, and answers a second question."""
+    """A model that calls a tool, reports its result, and answers a second question."""
     tokens, said, called = SYNTAXES[request.param]
     model = tmp_path / "scripted"
     shutil.copytree(long_llama, model, ignore=shutil.ignore_patterns("*.safetensors"))
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    tokenizer.add_special_tokens(tokens.split())  # strict functions need such tokens
+    tokenizer.add_special_tokens(tokens.split())  # strict functions need them as special tokens
     tokenizer.save(str(model / "tokenizer.json"))
     config = json.loads((model / "config.json").read_text())
     config["vocab_size"] = tokenizer.get_vocab_size()
@@ -240,6 +243,94 @@ def test_openai_agents(scripted: Service):
     python = os.environ["OPENAI_AGENTS_PYTHON"]  # see the Makefile
     url = f"{scripted.url}/v1"
     run_apart("client_of_openai_agents.py", url, scripted.model, python=python)
+
+
+# --- lm-eval --------------------------------------------------------------------------------------
+
+
+LM_EVAL_TASKS = {
+    "choose": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_choice": "{{choices}}",
+        "target_delimiter": "",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    },
+    "predict": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{prompt}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    },
+    "write": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["\n\n\n"], "max_gen_toks": 16},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+LM_EVAL_DOCS = (
+    {"prompt": "A quire is a gathering of", "choices": [" pages", " dogs and foxes"]},
+    {"prompt": "def add(a, b):\n    return", "choices": [" a + b", " range(10)"]},
+    {"prompt": "One two three", "choices": [" four", " thirteen"]},
+)
+
+
+@pytest.mark.public_clients
+def test_lm_eval(service: Service, client: openai.OpenAI, long_llama: Path, tmp_path: Path):
+    """Its log-likelihoods are those of transformers."""
+    docs = tmp_path / "docs.jsonl"
+    docs.write_text("".join(f"{json.dumps(doc)}\n" for doc in LM_EVAL_DOCS))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(docs)}}}
+    for name, task in LM_EVAL_TASKS.items():
+        whole = {"task": name, "test_split": "test", **data, **task}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
+    about = f"model={service.model},base_url={service.url}/v1/completions,tokenizer={long_llama}"
+    run(
+        [
+            *(os.environ["LM_EVAL_PYTHON"], "-m", "lm_eval", "run"),  # see the Makefile
+            *("--model", "local-completions", "--model_args", f"{about},num_concurrent=4"),
+            *("--tasks", *LM_EVAL_TASKS, "--include_path", str(tmp_path)),
+            *("--output_path", str(tmp_path / "out"), "--log_samples"),
+        ],
+        {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
+    )
+
+    def replies(task: str) -> list[Any]:
+        (path,) = (tmp_path / "out").rglob(f"samples_{task}_*.jsonl")
+        samples = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [sample["doc"] for sample in samples] == list(LM_EVAL_DOCS)
+        return [sample["resps"] for sample in samples]
+
+    tokenizer = Tokenizer.from_file(str(long_llama / "tokenizer.json"))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    for doc, chosen, predicted, written in zip(
+        LM_EVAL_DOCS, replies("choose"), replies("predict"), replies("write"), strict=True
+    ):
+        prompt = doc["prompt"]
+        assert isinstance(prompt, str)
+        for choice, ((logprob, is_greedy),) in zip(doc["choices"], chosen, strict=True):
+            wanted = loglikelihood(long_llama, encode(prompt), encode(prompt + choice))
+            assert (float(logprob), is_greedy == "True") == (pytest.approx(wanted[0]), wanted[1])
+        wanted = loglikelihood(long_llama, [BOS_TOKEN_ID], [BOS_TOKEN_ID, *encode(prompt)])
+        assert float(predicted[0][0]) == pytest.approx(wanted[0])
+        whole = client.completions.create(model=service.model, prompt=encode(prompt), **GREEDY)
+        assert written == [[whole.choices[0].text]]
+
+
+def loglikelihood(directory: Path, given: list[int], whole: list[int]) -> tuple[float, bool]:
+    """The log-probability of the tokens of `whole` behind `given`, and whether it is the best."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    start, tokens = len(given), torch.tensor(whole)
+    with torch.inference_mode():
+        scores = model(tokens[None, :-1]).logits[0, start - 1 :].log_softmax(-1)
+    logprobs = scores.gather(1, tokens[start:, None])
+    return logprobs.sum().item(), torch.equal(scores.argmax(-1), tokens[start:])
 
 
 def run_apart(script: str, *arguments: str, python: str | None = None) -> None:

@@ -1,5 +1,4 @@
-"""In the usual number formats, and with each format of KV, a sequence that is preempted and
-recomputed draws the same tokens as alone."""
+"""In each format of numbers and KV, a preempted and recomputed sequence draws the same tokens."""
 
 import asyncio
 import random

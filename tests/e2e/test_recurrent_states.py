@@ -1,8 +1,10 @@
-"""With recurrent layers, greedy tokens equal `transformers`, whatever happens to the states."""
+"""With recurrent layers, greedy tokens equal `transformers`, however states move."""
 
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from quire.v1 import common_pb2
 from tests.e2e.child import eventually
@@ -36,21 +38,35 @@ def half(fd, parts, offset):
 if "gpu_worker" in sys.orig_argv and not died.exists():
     os.pwritev = half
 """
-"""A `sitecustomize`: the first worker dies when it has written half of its 20th disk block."""
+"""A `sitecustomize` that kills the first worker in the middle of its 20th disk block."""
 PROMPT = [5 + i % 490 for i in range(100)]
 LENGTHS = (1, 15, 16, 33, 64, 65, 90)
+MODELS = {
+    "lfm2": (LFM2, ["--num-blocks=80"]),
+    "mamba2": (
+        # All its blocks hold states. A sequence holds two, and those of one chunk.
+        {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 2},
+        ["--num-blocks=20"],
+    ),
+}
+"""Families, with overrides, and pools in which the sequences preempt each other."""
 
 
-def test_forked_preempted_with_prefix_hits_and_taken_over(model_dirs, run_dir):
-    model_dir = model_dirs.get("lfm2", **LFM2)
+@pytest.mark.parametrize("family", MODELS)
+def test_forked_swapped_with_prefix_hits_and_taken_over(model_dirs, run_dir, family):
+    overrides, worker = MODELS[family]
+    model_dir = model_dirs.get(family, **overrides)
     draw = random.Random(3)
     prompts = [[draw.randrange(5, 500) for _ in range(length)] for length in LENGTHS]
     prompts.append([*prompts[-1][:50], 7])
     outputs = greedy_tokens(model_dir, prompts)
-    worker = ["--num-blocks=80", "--host-kv-memory-gb=0.01"]
+    flags = {
+        "worker": [*worker, "--host-kv-memory-gb=0.01"],
+        "scheduler": ["--preemption-mode=swap", "--max-prefill-chunk=32"],
+    }
     (directory := run_dir()).mkdir()
     gate = StepGate(directory / "gate.sock", directory / "worker.sock")
-    with gate, Service(directory, model_dir, worker=worker, worker_uds=gate.uds) as service:
+    with gate, Service(directory, model_dir, **flags, worker_uds=gate.uds) as service:
 
         def generate(prompt: list[int]) -> Result:
             request = generate_request(prompt, n=2, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -72,12 +88,13 @@ def test_forked_preempted_with_prefix_hits_and_taken_over(model_dirs, run_dir):
             if is_killed:
                 assert metrics["quire_adopted_tokens_total"] > 0
             else:
-                assert metrics["quire_num_preemptions_total"] > 0
+                assert metrics["quire_kv_swapped_in_blocks_total"] > 0
                 assert metrics["quire_prefix_cache_hits_total"] > 0
 
 
-def test_moved_to_another_worker_which_is_killed(model_dirs, run_dir):
-    model_dir = model_dirs.get("lfm2", **LFM2, max_position_embeddings=4096)
+@pytest.mark.parametrize("family", MODELS)
+def test_moved_to_another_worker_which_is_killed(model_dirs, run_dir, family):
+    model_dir = model_dirs.get(family, **MODELS[family][0], max_position_embeddings=4096)
     request = generate_request(PROMPT, max_tokens=2000, ignore_eos=True)
     request.request_id = "mover"
     worker = ("--num-blocks=300", "--host-kv-memory-gb=0.01")
@@ -87,7 +104,9 @@ def test_moved_to_another_worker_which_is_killed(model_dirs, run_dir):
         stream.read_until(40)
         source = service.where_is("mover")
         target = service.other_than(source)
-        assert service.migrate("mover", target).from_worker == source
+        moved = service.migrate("mover", target)
+        assert moved.from_worker == source
+        assert moved.num_blocks > 0, "its last checkpoint"
         stream.read_until(80)
         service.child(target).kill()
         (output,) = stream.read_to_end()

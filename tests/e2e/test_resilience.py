@@ -43,7 +43,7 @@ NUM_BEFORE = 20
 @pytest.fixture(scope="module")
 def own(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
     """A service whose processes the tests kill and start again."""
-    drain = "--drain-s=200"  # longer than its streams last on a slow machine
+    drain = "--drain-s=200"  # longer than the streams last on a slow machine
     with Service(run_dir(), long_llama, worker=["--num-blocks=600"], router=[drain]) as service:
         yield service
 
@@ -127,7 +127,7 @@ def test_streams_survive_the_death_of_the_worker(
 def test_streams_survive_the_death_of_the_scheduler(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
-    """No token is recomputed, except at the ends of a search's beams."""
+    """No token is recomputed, except the last ones of a beam search's beams."""
     own.scheduler.kill()
     num_live = _num_live(readers)
     own.wait_until_not_ready()
@@ -138,9 +138,8 @@ def test_streams_survive_the_death_of_the_scheduler(
     own.wait_until_ready()
     own.wait_until_idle()
     num_recomputed = own.metrics(own.scheduler)["quire_recomputed_tokens_total"]
-    assert (
-        num_recomputed <= NUM_BEAMS * 2 * BLOCK_SIZE
-    )  # for each beam its last block, and one without a label
+    # for each beam, its last block and one block without a label
+    assert num_recomputed <= NUM_BEAMS * 2 * BLOCK_SIZE
     assert own.metrics(own.scheduler)["quire_adopted_tokens_total"] > 0
 
 
@@ -171,7 +170,7 @@ def test_a_request_without_a_scheduler_is_unavailable(own: Service, unfailed: li
 
 
 def test_a_scheduler_of_an_older_epoch_exits(own: Service, unfailed: list[Result]):
-    """Like one that hung, and returns when another scheduler has its workers."""
+    """As if a hung scheduler continues after another one took its workers over."""
     own.scheduler.kill()
     own.start_scheduler("--epoch=1")
 
@@ -189,7 +188,7 @@ def test_a_scheduler_of_an_older_epoch_exits(own: Service, unfailed: list[Result
 def test_streams_survive_a_stranger_that_claims_the_worker(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
-    """Under any epoch that it may have: the scheduler that starts next has a newer one."""
+    """Whatever epoch the stranger claims, the next scheduler takes a newer one."""
     with grpc.insecure_channel(f"unix:{own.uds['worker']}") as channel:
         worker = WorkerServiceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
@@ -221,7 +220,7 @@ def test_streams_survive_a_scheduler_that_is_told_to_end(
 def test_streams_survive_a_worker_that_hangs(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
-    """The scheduler reports it; when the worker continues, nothing is recomputed."""
+    """The scheduler reports the worker; when it continues, nothing is recomputed."""
     before = own.metrics(own.scheduler)["quire_recomputed_tokens_total"]
     own.worker.signal(signal.SIGSTOP)
     try:
@@ -275,7 +274,7 @@ def _wait_for_status(own: Service, child: Child, code: int, status: str) -> None
 def test_no_request_that_comes_while_the_scheduler_is_restarted_fails_under_way(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
-    """Between two schedulers new requests are refused for a retry; none starts and is lost."""
+    """Between two schedulers, new requests are refused with a hint to retry."""
     is_over = threading.Event()
     prompt = [5, 6, 7]
 
@@ -322,7 +321,7 @@ def test_streams_survive_a_worker_that_drains(
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_resumable_stream_survives_the_death_of_router_and_scheduler(own: Service, at_once: bool):
-    """If both die at once, the client sends it again and skips the output that it has."""
+    """If both die at once, the client repeats its request and skips the output that it has."""
     sampling = SamplingParams(
         temperature=0.9, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1
     )

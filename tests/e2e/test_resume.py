@@ -98,7 +98,7 @@ def requests_with(stop: str) -> list[tuple[Any, SamplingParams, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def unfailed(routers: TwoRouters) -> list[tuple[Any, Any]]:
-    """Requests of every kind, each with what comes of it when nothing dies."""
+    """Requests of every kind, each with its outputs if nothing dies."""
     first, _ = routers.targets
     text = merged(ResumingReader([first], *requests_with("")[0]).events.result(120))[0][0][2]
     return [
@@ -111,10 +111,11 @@ def unfailed(routers: TwoRouters) -> list[tuple[Any, Any]]:
 def test_streams_go_on_through_another_router_when_theirs_is_killed(
     routers: TwoRouters, unfailed: list[tuple[Any, Any]], what: str
 ):
-    """Even if no process that lives on knows them: then the client asks for the same again."""
+    """If no living process knows a request, its client sends it again."""
     requests, expected = zip(*unfailed, strict=True)
-    if what != "router":  # a search brings nothing before its end, so its client may think that
-        requests = requests[:-1]  # it was refused
+    # A search has no output before its end, so its client may think that it was refused.
+    if what != "router":
+        requests = requests[:-1]
     with routers.service.holding_steps(routers.children[0], len(requests)):
         readers = [ResumingReader(routers.targets, *request) for request in requests]
     assert all(reader.is_under_way.wait(START_S) for reader in readers)
@@ -172,7 +173,7 @@ def test_only_its_tenant_resumes_a_request(routers: TwoRouters):
                 with pytest.raises(grpc.RpcError) as caught:
                     ask()
                 assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        result.add(next(stream))  # undisturbed
+        result.add(next(stream))  # no other stream is disturbed
         second.Cancel(cancel, metadata=[("x-quire-tenant", "a")])
         routers.service.wait_until_idle()
 

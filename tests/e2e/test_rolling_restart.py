@@ -1,4 +1,4 @@
-"""A process of each kind is replaced under load, one after another; no call fails."""
+"""All processes are replaced under load, one after another; no call fails."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""Two models behind one router: each answers as itself, outlives the other, and loads on demand."""
+"""Two models behind one router: each gives its own answers, without the other too, or on demand."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -78,7 +78,7 @@ class TwoModels(Service):
         return LoadingServiceStub(self.channel)
 
     def load_both(self) -> None:
-        """Without --on-demand."""
+        """For tests without --on-demand."""
         self.use_router()
         for name in NAMES:
             list(self.loading.Load(loading_pb2.LoadRequest(model=name), timeout=60))
@@ -164,7 +164,7 @@ def test_a_killed_scheduler_pauses_its_own_model_only(
             "tokens come",
         )
         service.scheduler2.kill()
-        # The others end while it is away.
+        # The other requests end while it is restarted.
         assert [each.result() for each in streams["one"]] == expected["one"]
         eventually(lambda: not service.ready_models()["two"]["ready"] or None, "it is missed")
         assert service.get_json(service.router, "/ready")[0] == 200

@@ -16,7 +16,7 @@ from tests.e2e.service import Service
 
 NUM_TOKENS = 128
 CRAMPED = ("--num-blocks=20", "--host-kv-memory-gb=0.01", "--block-size=16")
-"""Device blocks for the longest sequence below, but not for two, and host blocks for the others."""
+"""Device blocks for one of the longest sequences, not for two; host blocks for the others."""
 _COUNTERS = ("draft_tokens", "accepted_tokens")
 
 
@@ -39,7 +39,7 @@ def draft(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
 def _prompts() -> list[list[int]]:
     draw = random.Random(7)
     prompts = [[draw.randrange(5, 500) for _ in range(length)] for length in (3, 16, 33, 64, 100)]
-    return [*prompts, [*prompts[-1][:64], 9]]  # one finds another's blocks in the prefix cache
+    return [*prompts, [*prompts[-1][:64], 9]]  # some find blocks of others in the prefix cache
 
 
 def _mixed() -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A scheduler is killed and restarted at once: KV that the worker holds is not recomputed.
 
-The device has room for half of the sequences, so some are on the host at that time.
+The device has room for half of the sequences, so some are on the host when it is killed.
 """
 
 import os
@@ -117,7 +117,8 @@ def _wait_until_all_is_heard(service: Service, gate: StepGate) -> None:
         ),
         "the scheduler has taken all results",
     )
-    for _ in range(2):  # an answer may overtake the events of its step, but not earlier ones
+    # the answer may arrive before the events of its step, but not before earlier events
+    for _ in range(2):
         with pytest.raises(grpc.RpcError) as caught:
             next(service.stub.Resume(inference_pb2.ResumeRequest(request_id="nobody's")))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -126,11 +127,11 @@ def _wait_until_all_is_heard(service: Service, gate: StepGate) -> None:
 def test_nothing_is_computed_again_after_the_death_of_the_scheduler(
     gated: tuple[Service, StepGate], unfailed: list[Result]
 ):
-    """Two steps are in flight, whose results the scheduler does not receive."""
+    """Two steps are in flight, and the scheduler does not receive their results."""
     cramped, gate = gated
 
     def are_swapped() -> bool | None:
-        """Lets a few steps through and looks, while none is under way."""
+        """Permits a few steps; looks when none is in flight."""
         if gate.num_permits:
             return None
         if cramped.load().num_requests_swapped:
@@ -159,7 +160,7 @@ def test_nothing_is_computed_again_after_the_death_of_the_scheduler(
 def test_a_scheduler_that_stands_by_takes_over(
     gated: tuple[Service, StepGate], unfailed: list[Result], tmp_path: Path
 ):
-    """It listens at the same address, so that routers find it; the restarted one waits in turn."""
+    """It listens at the same address, so that routers find it; the restarted one stands by."""
     cramped, _ = gated
     first, second = cramped.scheduler, Child("scheduler_svc", tmp_path / "standby.log", {})
     second.start(cramped.scheduler_flags("--standby"))
@@ -182,7 +183,7 @@ def test_a_scheduler_that_is_stopped_is_replaced_and_writes_nothing_when_it_wake
     cramped, _ = gated
     stopped, standby = cramped.scheduler, Child("scheduler_svc", tmp_path / "standby.log", {})
     flags = cramped.scheduler_flags("--standby", "--standby-silence-s=0.5")
-    # On a socket of its own: the one that is stopped keeps its.
+    # On its own socket, because the stopped one keeps the other socket.
     standby.start([flag.replace("scheduler.sock", "standby.sock") for flag in flags])
     try:
         eventually(lambda: "standing by" in standby.log or None, "it stands by", START_S)
@@ -207,7 +208,7 @@ def test_a_scheduler_that_is_stopped_is_replaced_and_writes_nothing_when_it_wake
 
 
 def _stand_by(service: Service, log: Path, uds: str) -> Callable[[], Child]:
-    """Start a scheduler that stands by; the result returns it, started again if it was fenced."""
+    """Start a standby; the result is a function that returns it, restarted if it was fenced."""
     child = Child("scheduler_svc", log, {})
     flags = [flag.replace("scheduler.sock", uds) for flag in service.scheduler_flags("--standby")]
     child.start(flags)
@@ -225,20 +226,20 @@ def _stand_by(service: Service, log: Path, uds: str) -> Callable[[], Child]:
 def test_of_two_that_stand_by_one_takes_over_and_the_other_takes_over_from_it(
     gated: tuple[Service, StepGate], unfailed: list[Result], tmp_path: Path
 ):
-    """Both see at the same time that the scheduler is gone."""
+    """Both notice at the same time that the scheduler is gone."""
     cramped, gate = gated
     uds = ("scheduler.sock", "standby.sock")
     standbys = [_stand_by(cramped, tmp_path / f"{each}.log", each) for each in uds]
 
     def find_serving() -> Child | None:
-        """Return the one that serves once the other, which may have been fenced, waits again."""
+        """Return the serving one if the other stands by, which may have been fenced before."""
         logs = {child: child.log for child in (standby() for standby in standbys)}
         serving = [child for child, log in logs.items() if "router connected" in log]
         waiting = [log for log in logs.values() if "standing by" in log and "taking" not in log]
         return serving[0] if len(serving) == len(waiting) == 1 else None
 
     def kill_twice() -> None:
-        gate.close()  # nothing ends before both are dead
+        gate.close()  # no stream ends before both are dead
         cramped.scheduler.kill()
         first = eventually(find_serving, "one serves and the other waits")
         first.kill()
@@ -262,7 +263,7 @@ def test_of_two_that_stand_by_one_takes_over_and_the_other_takes_over_from_it(
 def test_a_scheduler_that_no_router_reaches_is_replaced(
     gated: tuple[Service, StepGate], unfailed: list[Result], tmp_path: Path
 ):
-    """The link is silent for good: its process is stopped, and connections stay open."""
+    """Its process is stopped, so connections stay open and silent."""
     cramped, _ = gated
     cramped.scheduler.stop()
     cramped.wait_until_not_ready()

@@ -36,7 +36,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def num_blocks(prompts: list[list[int]]) -> int:
-    """A tenth of the blocks that they need together."""
+    """A tenth of the blocks that the prompts need together."""
     return sum(-(-(len(p) + NUM_TOKENS) // BLOCK_SIZE) for p in prompts) // 10
 
 
@@ -55,7 +55,7 @@ async def generate(service: Service, prompts: list[list[int]]) -> list[list[int]
 def expected(
     prompts: list[list[int]], model_dirs: ModelDirs, run_dir: Callable[[], Path]
 ) -> list[list[int]]:
-    """The outputs when there is room for all."""
+    """The outputs of a service with room for all."""
     worker = [*ALL_AT_ONCE, "--num-blocks=2000"]
     with Service(run_dir(), model_dirs.get("qwen3"), worker=worker) as service:
         outputs = asyncio.run(generate(service, prompts))
@@ -99,7 +99,7 @@ async def test_by_swap_without_prefix_cache(cramped, prompts, expected):
     assert metrics["quire_recomputed_tokens_total"] == 0
     assert metrics["quire_kv_demoted_blocks_total"] == 0
     swapped_in = metrics["quire_kv_swapped_in_blocks_total"]
-    # A sequence that was preempted again while it came back came back twice.
+    # A sequence preempted during its swap-in was swapped in twice.
     assert swapped_in >= metrics["quire_kv_swapped_out_blocks_total"] > 0
 
 
@@ -167,7 +167,7 @@ async def test_by_cost_with_the_disk(with_disk, prompts, expected):
 
 
 async def test_a_killed_worker_s_blocks_are_found_by_the_next(with_disk, prompts, expected):
-    """Killed while it stores and loads; what is found gives the same tokens."""
+    """It is killed while it stores and loads; tokens from the found blocks are exact."""
     await asyncio.to_thread(with_disk.use_scheduler, "--preemption-mode=swap")
     before = await asyncio.to_thread(num_disk_moves, with_disk)
     answering = asyncio.create_task(generate(with_disk, prompts))

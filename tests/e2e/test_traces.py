@@ -53,7 +53,8 @@ def spans(cramped: Service, collector: TraceCollector) -> list[Span]:
     second = generate_request(PROMPT, max_tokens=100, ignore_eos=True)
     metadata = [("traceparent", traceparent)]
     with ThreadPoolExecutor(1) as pool:
-        with cramped.holding_steps(cramped.router, 2):  # the first one goes no further alone
+        # the first request must not end alone
+        with cramped.holding_steps(cramped.router, 2):
             reading = pool.submit(lambda: read(cramped.stub.Generate(second, metadata=metadata)))
         reading.result()
     read(chain([event], first))
@@ -165,7 +166,7 @@ def test_requests_that_nobody_asked_to_trace_have_no_spans(cramped, collector):
     unsampled = f"00-{TRACE_ID[::-1]}-{CALLER_SPAN_ID}-00"
     request = generate_request(PROMPT[6:], max_tokens=4, ignore_eos=True)
     read(cramped.stub.Generate(request, metadata=[("traceparent", unsampled)]))
-    # Spans exported later would have come after theirs.
+    # Later exports would have arrived after these spans.
     traceparent = f"00-{TRACE_ID[:-1]}f-{CALLER_SPAN_ID}-01"
     read(cramped.stub.Generate(request, metadata=[("traceparent", traceparent)]))
     collector.wait_for(TRACE_ID[:-1] + "f", ["request", "queue", "decode", "finish"])

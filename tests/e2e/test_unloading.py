@@ -1,4 +1,4 @@
-"""Workers unload their models while requests stream, and load them or others again."""
+"""Workers unload their models while requests stream, then load the same or other models."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,7 +96,7 @@ def test_what_no_worker_is_left_for_waits_and_loses_nothing(
         without = service.worker.rss_bytes()
         load = service.load()
         have_ended = [each.done() for each in results]
-        assert service.run("load") == 0  # before a request fails, because they wait
+        assert service.run("load") == 0  # waiting requests have not failed
         assert [each.result().outputs for each in results] == expected
     assert (load.num_workers, load.num_unloaded_workers) == (0, 2)
     assert load.num_requests_waiting == len(PROMPTS)
@@ -152,7 +152,7 @@ def test_they_come_back_with_another_model(
 
 
 def _ending(service: TwoWorkers) -> str:
-    """How a request ends whose model is replaced."""
+    """The end of a request after its model was replaced."""
     request = generate_request(PROMPTS[0], max_tokens=400, ignore_eos=True)
     events = list(service.stub.Generate(request, timeout=120))
     finished = [e.finished for e in events if e.WhichOneof("event") == "finished"]

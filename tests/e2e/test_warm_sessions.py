@@ -17,14 +17,14 @@ from tests.e2e.service import Service
 BLOCK_SIZE = 16
 NUM_BLOCKS = 48
 _PROMPT_LEN, _OUTPUT_LEN = 750, 18
-"""Together they need all blocks, so that all pins give way."""
+"""Together they need all blocks, so the scheduler gives up all pins."""
 
 
 @pytest.fixture(scope="module")
 def service(
     long_llama: Path, run_dir: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
-    """A service whose host tier has room for a quarter of the device, and whose disk for all."""
+    """A service with a quarter of the device's blocks on the host, and a disk for all."""
     directory = run_dir()
     block_gb = block_bytes(open_model(long_llama).config, BLOCK_SIZE, torch.float32) / 1024**3
     worker = [f"--num-blocks={NUM_BLOCKS}", "--served-model-name=tiny"]
@@ -56,7 +56,7 @@ def others(service: Service) -> Callable[[], None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_pinned(service: Service, others: Callable[[], None]) -> None:
-    """What other tests have pinned gives way."""
+    """Frees what other tests have pinned."""
     push_down(service, others, lambda load: not load.num_pinned_blocks)
 
 
@@ -100,7 +100,7 @@ def test_a_conversation_comes_back_from_the_disk_after_its_worker_was_killed(ser
     num_stored = service.load().num_stored_blocks
     push_down(
         service,
-        others,  # what the host has no room for goes to the disk, the oldest first
+        others,  # the oldest blocks on the host go to the disk when it is full
         lambda load: load.num_stored_blocks >= num_stored + 2 * NUM_BLOCKS,
     )
     service.worker.kill()

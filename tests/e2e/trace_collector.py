@@ -66,9 +66,8 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def wait_for(self, trace_id: str, names: Sequence[str], within_s: float = 60.0) -> list[Span]:
-        """The spans of a trace, when it has all of `names`, each as often as listed.
-
-        Otherwise fails with the names that came.
+        """Waits until a trace has all of `names`, each as often as listed; returns its spans. Fails
+        with the names that it has.
         """
 
         def complete() -> bool:
@@ -80,7 +79,7 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
             return self._of(trace_id)
 
     def linked_to(self, spans: Iterable[Span], within_s: float = 60.0) -> dict[str, Span]:
-        """The spans to which `spans` are linked, by id, when all have come."""
+        """Waits for all spans to which `spans` are linked; returns them by id."""
         wanted = {span_id for span in spans for span_id in span.links}
 
         def found() -> dict[str, Span]:

@@ -1,4 +1,4 @@
-"""A program with Triton's own client, which cannot share a process with our stubs.
+"""A program with Triton's own client. Its stubs cannot share a process with Quire's.
 
 Usage: triton_client.py TARGET MODEL PROMPT. Prints one JSON object.
 """

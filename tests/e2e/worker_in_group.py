@@ -1,4 +1,4 @@
-"""A worker whose control group is a directory of the test, so that the test sets its free memory.
+"""A worker whose control group is a directory, in which a test sets the free memory.
 
 `python -m tests.e2e.worker_in_group`, with the directory in the variable CONTROL_GROUP. Otherwise
 it is `quire-worker`, but it reads its memory more often.

@@ -28,7 +28,7 @@ Check: TypeAlias = Callable[[Case], None]
 """Feeds a case to the target; raises if the target misbehaves."""
 
 _HANG_S = 60.0
-"""The slowest case takes milliseconds; a process that hangs prints a traceback, and ends."""
+"""After this time, the process prints a traceback and ends. Cases take milliseconds."""
 _ANY_SPEED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 _ROUND = 100
 """Cases between two reads of the clock."""

@@ -173,7 +173,7 @@ def raw_requests(draw: st.DrawFn) -> bytes:
         method = draw(st.sampled_from(_METHODS))
         version = draw(st.sampled_from([b"HTTP/1.1", b"HTTP/1.0", b"HTTP/9.9", b"", b"HTTP/2"]))
     headers = draw(st.lists(st.sampled_from(_HEADERS), max_size=3))
-    # Without these two, a router looks at nothing else.
+    # A router refuses a request without these two before it reads the rest.
     usual = [b"Host: localhost", b"Content-Type: application/json"]
     if draw(st.integers(0, 9)) == 0:
         del usual[draw(st.integers(0, 1))]

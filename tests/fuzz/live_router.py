@@ -81,7 +81,7 @@ class ScriptedScheduler:
                     await self._send_script(context, key)
                     refused = scheduler_pb2.Refused(first_seq_key=key, code=5, message="no such")
                     await context.write(scheduler_pb2.ConnectResponse(refused=refused))
-                    # a request that the script resumed ends here
+                    # requests that the script resumed end here
                     await context.write(_end(range(key, key + 64), ()))
 
     async def _send_script(self, context: Any, first_seq_key: int) -> None:
@@ -219,9 +219,8 @@ async def running_router() -> AsyncIterator[LiveRouter]:
                 await router.check_serves()
                 yield router
             stop.set()
-            await asyncio.gather(
-                task, return_exceptions=True
-            )  # a check has raised the error already
+            # a check has raised the error already
+            await asyncio.gather(task, return_exceptions=True)
 
 
 # --- targets -----------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ async def _routers() -> AsyncIterator[Probe]:
 
 
 class ScriptedWorker(FakeWorker):
-    """A worker; its script replaces its next results."""
+    """A worker; its script replaces the next results."""
 
     def __init__(self, target: str) -> None:
         super().__init__(target)
@@ -103,7 +103,8 @@ class ScriptedWorker(FakeWorker):
         handler = grpc.method_handlers_generic_handler(
             "quire.v1.WorkerService", {"Execute": execute}
         )
-        self._server.add_generic_rpc_handlers([handler])  # before the servicer's other methods
+        # gRPC finds this handler before the servicer's
+        self._server.add_generic_rpc_handlers([handler])
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.target)
         await self._server.start()

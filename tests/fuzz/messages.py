@@ -74,7 +74,7 @@ def _is_map(field: FieldDescriptor) -> bool:
 
 
 def _set(draw: st.DrawFn, message: Message, field: FieldDescriptor) -> None:
-    """Give a field a value; a repeated field or a message keeps what it has."""
+    """Set a field; a repeated field or a message keeps its other content."""
     value = getattr(message, field.name)
     if _is_map(field):
         key_field, value_field = field.message_type.fields

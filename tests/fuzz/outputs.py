@@ -1,4 +1,4 @@
-"""Models' outputs, mutated and cut anywhere: each split reads alike, and nothing is swallowed."""
+"""Mutated model outputs, cut anywhere: each split reads the same, and no character is lost."""
 
 import contextlib
 import random
@@ -13,7 +13,7 @@ from tests.reading import EXAMPLES, Read, new_reader, read
 
 OUTPUTS_OF_A_SEED = 1000
 MARK = "π"
-"""A character of no syntax: each that goes in must come out."""
+"""A character that no syntax uses: it must come out as often as it goes in."""
 _PART = re.compile(r"<[^<>]*>|\[[A-Z_]*\]|```|\\.|\w+|\s+|[^\w\s]")
 _THOUGHTS = ("", "<think>a b</think>\n", "<think>", "[THINK]c[/THINK]", "</think>")
 _PARTS = sorted(
@@ -65,7 +65,7 @@ def check_output(case: Case) -> None:
 
 
 def _check(case: Case) -> None:
-    """Check an output, or those that are drawn from a seed: many, since each is quick."""
+    """Check an output, or many that are drawn from a seed, because one is quick."""
     if len(case) > 1:
         check_output(case)
         return

@@ -69,7 +69,7 @@ from tests.fuzz.messages import wire
 
 _MAX_BYTES_PER_BYTE = 300
 _MAX_BYTES = 4 * 2**20
-"""Memory that a parser may take for a case; a peer must not be able to make it waste more."""
+"""Memory that a parser may take for a case: no peer may make it waste more."""
 
 MODEL = ModelInfo("fake", 64, 1000, (0,), structured_output=True)
 ROUTER_MODEL = RouterModelInfo("fake", 64, 1000, (0,), structured_output=True)
@@ -124,7 +124,7 @@ def _opened(
 
 
 def _of_messages(name: str, parse: Callable[[Any], object], *known: Message) -> Target:
-    """A target that parses messages; gRPC has refused other bytes."""
+    """A target that parses messages; gRPC refuses other bytes before."""
     kind = type(known[0])
 
     def parse_data(data: bytes) -> object:
@@ -284,7 +284,7 @@ def _holdings(message: worker_pb2.ReadHoldingsResponse) -> None:
 _FRAME_HEAD = 8
 _PAYLOADS = _recording_payloads()
 _PARTS = [b"\x90", b"\xc0", b"\x80", b"\xa3|O8", b"\xdd\xff\xff\xff\xff", b"\x91" * 3000, b""]
-"""MessagePack: an array, nil, a map, a dtype of objects, an array that announces too much, ..."""
+"""MessagePack: an array, nil, a map, a dtype of objects, an array with too large a length, ..."""
 
 
 def _frame(payload: bytes) -> bytes:

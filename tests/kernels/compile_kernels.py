@@ -1,13 +1,13 @@
-"""Compiles every launch of every launcher for a GPU that the machine need not have.
+"""Compiles every launch of every launcher for a GPU, which need not be there.
 
 It is a program and not a test, because Triton must be imported without TRITON_INTERPRET. Takes the
 capability, the dtype, a model's shape (query heads, kv heads, head dim), the block size, and which
 attention: "plain", "options", "int8", "float8_e4m3fn"; "wide": of 512 dims; "shared": decodes that
 share a prefix; or over latents as wide as DeepSeek's: "latent", "latent int8", "latent
-float8_e4m3fn". Launches are configured as for that capability, and for a device with as many
-processors as its largest one; so chunks are compiled with their positions split, and whole.
-Prints one JSON object per kernel variant: its registers, the bytes that a thread spills, the bytes
-of shared memory and of machine code, its warps, and whether it has wgmma instructions.
+float8_e4m3fn". Launches have the configuration of that capability, and of a device with the most
+processors; so chunks are compiled with their positions split, and whole. Prints one JSON object per
+kernel variant: its registers, the bytes of a thread's stack, the bytes of shared memory and of
+machine code, its warps, and whether it has wgmma instructions.
 """
 
 import json
@@ -20,16 +20,16 @@ from types import SimpleNamespace
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from kernels import ops, reference
 from kernels.grouped_maps import GroupedMaps
 from kernels.sequences import MAX_SHARED, Sequences, SharedPrefixes
-from kernels.triton import decode, prefill
-from kernels.triton.grouped_linear import TILES
+from kernels.triton.attention import decode, prefill
+from kernels.triton.grouped_linear import tiles_of
 from kernels.triton.quantized_linear import FEWEST_ROWS
 from kernels.tuning import configs as tuned
 from tests.kernels.tensors import make_paged, make_quantized
@@ -55,20 +55,21 @@ def compile_launch(kernel, *args, grid, warmup, **constants):
             signature[param.name] = mangle_type(value)
             if free and is_divisible_by_16(value):
                 attributes[param.num,] = [["tt.divisibility", 16]]
-    variant = kernel.fn.__name__, str(signature), str(constexprs), str(attributes)
+    names = "num_warps", "num_stages", "enable_fp_fusion"
+    options = {name: constants[name] for name in names if name in constants}
+    variant = kernel.fn.__name__, str(signature), str(constexprs), str(attributes), str(options)
     if variant in VARIANTS:
         return
     VARIANTS.add(variant)
     source = ASTSource(kernel, signature, constexprs, attributes)
-    options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
     target = GPUTarget("cuda", CAPABILITY, 32)
     compiled = triton.compile(source, target=target, options=options)
-    registers, spilled_bytes = resources(compiled.asm["ptx"])
+    registers, stack_bytes = resources(compiled.asm["cubin"])
     launch = {
         "kernel": kernel.fn.__name__,
         "triton": triton.__version__,
         "registers": registers,
-        "spilled_bytes": spilled_bytes,
+        "stack_bytes": stack_bytes,
         "shared_bytes": compiled.metadata.shared,
         "warps": compiled.metadata.num_warps,
         "cubin_bytes": len(compiled.asm["cubin"]),
@@ -77,21 +78,18 @@ def compile_launch(kernel, *args, grid, warmup, **constants):
     sys.stdout.write(json.dumps(launch) + "\n")
 
 
-def resources(ptx):
-    """Return registers per thread, and bytes that a thread spills, as the assembler reports."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(ptx)
-        source.flush()
-        target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-        ptxas = get_ptxas(CAPABILITY).path
-        argv = [ptxas, "-v", f"--gpu-name={target}", source.name, "-o", "/dev/null"]
-        report = subprocess.run(argv, capture_output=True, text=True, check=True).stderr
-    spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
-    return int(re.search(r"Used (\d+) registers", report)[1]), max(map(int, spilled))
+def resources(cubin):
+    """Return registers per thread, and the bytes on its stack, to which it spills."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as code:
+        code.write(cubin)
+        code.flush()
+        argv = [knobs.nvidia.cuobjdump.path, "-res-usage", code.name]
+        report = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    return map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())
 
 
 def is_divisible_by_16(value):
-    """Whether Triton would assume this in the compiler; torch aligns its allocations."""
+    """Whether Triton's compiler would assume this alignment; torch aligns its allocations."""
     return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
@@ -114,10 +112,15 @@ def launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size)
     cos_sin = torch.zeros(8, head_dim)
     launchers.rotary_store_kv(query, key, key, cos_sin, ids, *caches, ids, **paged.scales)
     attend(query, paged, options | paged.scales)
+    if kind == "plain":  # as it is for any batch
+        out = torch.zeros_like(query)
+        launch = prefill.prepare_prefill(query, *caches, 0.1, out=out, is_whole=True)
+        starts = torch.tensor([0, 3, 4], dtype=torch.int32)
+        launch(Sequences(paged.block_tables, paged.seq_lens, starts, 3))
 
 
 def attend(query, paged, options):
-    """Decodes; and chunks, with their positions split and whole."""
+    """Launch decodes; and chunks, with their positions split and whole."""
     launchers.paged_attention_decode(query[:2], *paged.args, 0.1, **options)
     starts = torch.tensor([0, 3, 4], dtype=torch.int32)
     caches, tables, lens = paged.args[:2], paged.block_tables, paged.seq_lens
@@ -127,7 +130,7 @@ def attend(query, paged, options):
 
 
 def launch_shared(query, paged):
-    """Decodes that share a prefix."""
+    """Launch decodes that share a prefix."""
     shapes = 2, MAX_SHARED + 1, MAX_SHARED, 2
     shared = SharedPrefixes(*(torch.zeros(shape, dtype=torch.int32) for shape in shapes))
     caches, out = (paged.key_cache, paged.value_cache), torch.zeros_like(query)
@@ -162,6 +165,7 @@ def launch_others(dtype, num_heads, num_kv_heads, head_dim):
     launchers.add_rms_norm(x, x, weight, 1e-5)
     launchers.rotary(query, key, torch.zeros(8, head_dim), ids)
     launchers.silu_mul(x)
+    launchers.linear(x, torch.zeros(64, hidden, dtype=dtype), weight[:64])
     launchers.suppress(torch.zeros(4, 4096), ids, torch.zeros(4, 128, dtype=torch.int32))
     launchers.greedy(torch.zeros(4, 150_000, dtype=dtype))
     numbers = torch.ones(4)
@@ -183,9 +187,10 @@ def launch_quantized_linear(dtype):
 
 def launch_grouped_linear(dtype):
     """Experts, and both maps of LoRA adapters, in each tile."""
-    ids = torch.zeros(8 * TILES[-1].rows, dtype=torch.int64)
+    tiles = tiles_of(dtype)
+    ids = torch.zeros(8 * tiles[-1].rows, dtype=torch.int64)
     ends = torch.zeros(8, dtype=torch.int32)
-    for tile in TILES:
+    for tile in tiles:
         num_rows = 8 * tile.rows
         x, rows = torch.zeros(num_rows, 4096, dtype=dtype), ids[:num_rows]
         maps = GroupedMaps.of([torch.zeros(64, 4096, dtype=dtype)] * 8)

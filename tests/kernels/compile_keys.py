@@ -1,9 +1,9 @@
 """Which variants of Triton's kernels a worker needs after its warm-up.
 
-A program, not a test: Triton must be imported without TRITON_INTERPRET. Takes a model directory,
-a seed, "graphs" or "eager", and "none", "int8" or "int4", how its weights are quantized. A worker's
-executor runs on the CPU; each op first goes through its Triton launcher, which launches nothing but
-records what Triton would compile for, and then to its twin. After the captures and `warm_up`, a
+A program, not a test: Triton must be imported without TRITON_INTERPRET. Takes a model directory, a
+seed, "graphs" or "eager", and the weights' quantization: "none", "int8" or "int4". A worker's
+executor runs on the CPU. Each op first calls its Triton launcher, whose launch only records the key
+of the kernel that Triton would compile, and then its twin. After the captures and `warm_up`, a
 scheduler drives random requests through the executor: prompts, decodes, mixed steps, prefix hits,
 forks, swaps, masks, draws. Prints, as JSON, how many variants the warm-up needs and of which
 kernels, and each variant that only the requests need.
@@ -63,7 +63,9 @@ def through_launcher(twin):
 
 def prepare_launcher(name):
     plain = getattr(ops, name)
-    launcher = getattr(importlib.import_module(f"kernels.triton.{name.split('_')[1]}"), name)
+    launcher = getattr(
+        importlib.import_module(f"kernels.triton.attention.{name.split('_')[1]}"), name
+    )
 
     def prepare(*args, **kwargs):
         launch, twin = launcher(*args, **kwargs), plain(*args, **kwargs)
@@ -79,7 +81,7 @@ for name in ("prepare_decode", "prepare_prefill"):
     setattr(ops, name, prepare_launcher(name))
 library.native = lambda: None
 
-# After the ops are replaced: modules may import them by name.
+# Imported after the ops are replaced, because modules may import them by name.
 from contract.sampling import SamplingParams, StructuredOutput  # noqa: E402
 from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
@@ -87,12 +89,12 @@ from gpu_worker.kv.host_pool import HostPool  # noqa: E402
 from gpu_worker.models.registry import open_model  # noqa: E402
 from gpu_worker.sampling.grammar_masks import StructuredOutput as Grammars  # noqa: E402
 from gpu_worker.sampling.sampler import Sampler  # noqa: E402
-from gpu_worker.step import piecewise_graphs  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402
+from gpu_worker.step.graphs import piecewise_graphs  # noqa: E402
 from gpu_worker.step.warm_up import warm_up  # noqa: E402
 from gpu_worker.weights import gpu_linear  # noqa: E402
 from gpu_worker.weights.quantized_linear import Quantization  # noqa: E402
-from kernels.triton import decode, prefill  # noqa: E402
+from kernels.triton.attention import decode, prefill  # noqa: E402
 from kernels.tuning import configs as tuned  # noqa: E402
 from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig  # noqa: E402
 from scheduler_svc.core.interface.request import Request, SeqKey, SourceId  # noqa: E402
@@ -106,7 +108,7 @@ def draw_by_kernel(self, logits, places, rows, positions, *, is_suppressed):
 
 Sampler._draw = draw_by_kernel
 Sampler._likeliest = lambda _, logits: ops.greedy(logits)
-# As on a GPU whose processors many splits of short sequences fill.
+# The configuration of a GPU with so many processors that short sequences are split.
 tuned._forced[tuned.DecodeConfig] = tuned.DecodeConfig(16, 32, 1, 4, 2, 1)
 tuned._forced[tuned.PrefillConfig] = tuned.PrefillConfig(64, 16, 4, 1)
 decode.num_processors = prefill.num_processors = lambda _: 132
@@ -116,7 +118,7 @@ CPU = torch.device("cpu")
 
 
 class WorkBetween:
-    """A backend whose replays only attend, between graphs."""
+    """A backend whose replays run only the attention between graphs."""
 
     def capture(self, compute):
         works = []
@@ -224,7 +226,8 @@ def serve(executor, limits, chance, num_requests):
         seen["swap_in"] += len(plan.swap_in_src_block_ids)
         seen["copy"] += len(plan.copy_src_block_ids)
         result = executor.step(replace(plan, new_sequences=new))
-        core.update(replace(result, execute_s=0.0))  # no machine's load decides the history
+        # the machine's load does not change the history
+        core.update(replace(result, execute_s=0.0))
     return seen
 
 

@@ -8,7 +8,7 @@ import torch
 
 if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     if "triton" in sys.modules:
-        # Triton reads the variable when a kernel is defined, its own library at its import.
+        # Triton reads the variable when it defines a kernel, and its library when it is imported.
         raise pytest.UsageError("set TRITON_INTERPRET=1: triton was imported without it")
     os.environ["TRITON_INTERPRET"] = "1"
 

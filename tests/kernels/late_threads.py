@@ -20,8 +20,8 @@ class _Call(ctypes.Structure):
 class LateThreads:
     """Replaces `Library.run`: each share is done in any order, and twice.
 
-    Between two shares it repeats shares of earlier calls, as late threads may do: those calls that,
-        by `num_apart`, do not touch memory of the present call.
+    Between two shares it repeats shares of earlier calls, as late threads may do. It takes calls
+    that share no memory with the present one, by `num_apart`.
     """
 
     def __init__(self, seed):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-FAR = 2**30  # elements: row 2 starts past what an int32 can hold
+FAR = 2**30  # elements: the offset of row 2 does not fit an int32
 
 
 def strided(shape, dtype, device):
@@ -68,7 +68,7 @@ class Paged:
         return Paged(keys, values, self.block_tables, self.seq_lens)
 
     def latent(self, value_dim):
-        """The same with values that are the keys' first numbers, as in latent attention."""
+        """The same, but the values are the keys' first numbers, as in latent attention."""
         values = self.key_cache[..., :value_dim]
         return replace(self, value_cache=values, value_scales=self.key_scales)
 
@@ -123,7 +123,7 @@ def make_quantized(
 
 
 def dense_attention(query, key, value, scale, *, window=None, softcap=None, sinks=None):
-    """Causal attention by its definition, in fp64: query [Q, H, D] are the last of the keys."""
+    """Causal attention by its definition, in fp64; query [Q, H, D] belongs to the last Q keys."""
     query_len, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
     key = key.double().repeat_interleave(num_heads // num_kv_heads, dim=1)

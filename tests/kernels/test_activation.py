@@ -18,7 +18,7 @@ def test_silu_mul_is_the_twin_s(shape, dtype, device):
 def test_the_twin_is_the_two_module_form(dtype):
     gate, up = torch.randn(4, 48).to(dtype), torch.randn(4, 48).to(dtype)
     expected = torch.nn.SiLU()(gate) * up
-    # Equal up to rounding: torch's exp differs between a row's full vectors and its rest.
+    # Equal up to rounding: torch's exp rounds a row's full vectors and its rest differently.
     assert_close(reference.silu_mul(torch.cat((gate, up), dim=-1)), expected)
 
 

@@ -20,6 +20,7 @@ FOR_AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 STRICT = ("-Wall", "-Wextra", "-Werror")
 FILES = (
     *(f"tests/kernels/test_native_{name}.py" for name in ("linear", "heads", "low_rank")),
+    "tests/kernels/test_amx_choice.py",
     "tests/unit/gpu_worker/models/test_native_layers.py",
 )
 CASES = (
@@ -32,9 +33,10 @@ CASES = (
     "own_map and bfloat16",
     "silu_mul_makes",
     "several_adapters and 13-64",
+    "this_library or formats_are_timed or formats_that_are_named",
     "gives_the_bits_of_the_ops and (overrides1 or overrides4 or in_turn)",
 )
-"""Bfloat16 (dtype0), since float32 has nothing to do with AMX."""
+"""Bfloat16 (dtype0), because AMX does not compute float32."""
 
 needs_gcc = pytest.mark.skipif(
     shutil.which("gcc") is None or platform.machine() != "x86_64", reason="needs gcc for x86"

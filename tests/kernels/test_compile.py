@@ -22,6 +22,7 @@ KERNELS = {
     "_rotary_kernel",
     "_silu_mul_kernel",
     "_suppress_kernel",
+    "_linear_kernel",
     "_quantized_linear_kernel",
     "_sum_splits_kernel",
     "_grouped_linear_kernel",
@@ -31,10 +32,11 @@ KERNELS = {
     "_sample_kernel",
 }
 FP8 = "float8_e4m3fn"
-SPILLED_BYTES = {80: 32, 86: 32, 90: 4}
-"""What a thread may spill. On sm_80, 24 to 32 bytes are what attention spills with 255 registers.
-On sm_90, 4 bytes are of attention to latents in prompts, compiled by Triton 3.6, and of decodes
-that share a prefix."""
+MAX_STACK_BYTES = 64
+"""Of a thread. Some chunks of attention need 56 beside their 255 registers: over quantized caches,
+over latents, and with heads of 512 dims."""
+MORE_STACK_BYTES = {(80, "float16", 12, 4, 96): 80}
+"""By the first of a case. Heads of 96 dims have the tile of 128, and masks beside."""
 OTHER_TRITON = ROOT / "build" / "triton-3.6"
 """The Triton that torch 2.11 brings along, as `make triton-3.6` installs it."""
 
@@ -44,19 +46,22 @@ SM = {80: (65536, 164, 2048), 86: (65536, 100, 1536), 90: (65536, 228, 2048)}
 
 
 def print_table(case, launches):
-    """Print what each variant uses, and how many of its programs run on a processor at a time."""
+    """Print what each variant uses, and how many of its programs run on a processor at a time.
+
+    To standard error, because the processes of pytest-xdist have no other output.
+    """
     registers, shared_kib, threads = SM[case[0]]
-    print(f"\n{case}, Triton {launches[0]['triton']}")  # noqa: T201
+    sys.stderr.write(f"\n{case}, Triton {launches[0]['triton']}\n")
     for launch in launches:
         size = 32 * launch["warps"]
-        shared = launch["shared_bytes"] + 1024  # which the system takes of each program
+        shared = launch["shared_bytes"] + 1024  # the system uses it for each program
         of_a_program = -(-launch["registers"] // 8) * 8 * size
         programs = min(registers // of_a_program, shared_kib * 1024 // shared, threads // size, 32)
-        print(  # noqa: T201
+        sys.stderr.write(
             f"  {launch['kernel']:26} {launch['registers']:4} registers"
-            f" {launch['spilled_bytes']:5} B spilled {launch['shared_bytes'] / 1024:6.1f} KiB"
+            f" {launch['stack_bytes']:5} B of stack {launch['shared_bytes'] / 1024:6.1f} KiB"
             f" shared {launch['warps']:3} warps {programs:3} at a time"
-            f" {programs * size / threads:4.0%} {'wgmma' if launch['has_wgmma'] else ''}"
+            f" {programs * size / threads:4.0%} {'wgmma' if launch['has_wgmma'] else ''}\n"
         )
 
 
@@ -68,8 +73,8 @@ def slow(*case):
     "case",  # capability, dtype, query heads, kv heads, head dim, block size, kinds of attention
     [
         (90, "bfloat16", 32, 8, 128, 16, "plain", "shared", "wide", FP8, "latent"),
-        (80, "bfloat16", 32, 8, 128, 64, "plain", "shared", "wide", "latent"),
-        slow(80, "bfloat16", 32, 8, 128, 16, "options", "int8", FP8),
+        (80, "bfloat16", 32, 8, 128, 64, "plain", "latent"),
+        slow(80, "bfloat16", 32, 8, 128, 16, "options", "int8", FP8, "shared", "wide"),
         slow(90, "bfloat16", 32, 8, 128, 128, "options", "int8", FP8),
         slow(90, "bfloat16", 12, 4, 80, 32, "plain", "int8"),
         slow(80, "float16", 12, 4, 96, 16, "plain", "options"),
@@ -78,7 +83,7 @@ def slow(*case):
         slow(90, "bfloat16", 16, 8, 512, 64, "plain", "options", "int8", FP8),
         slow(80, "float16", 16, 8, 512, 16, "plain", "options", "int8"),
         slow(80, "float16", 128, 8, 64, 16, "plain", "latent", "latent int8"),
-        # The most shared memory, on the devices with the least.
+        # The limit of the device with the least shared memory.
         slow(86, "float16", 12, 4, 256, 16, "plain", "options", "int8", FP8),
         slow(86, "float32", 12, 4, 256, 16, "plain"),
     ],
@@ -89,7 +94,8 @@ def test_every_kernel_compiles_to_machine_code(case, has_other_triton, capsys):
     if has_other_triton and not OTHER_TRITON.exists():
         pytest.skip("needs `make triton-3.6`")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton-cache")  # of what has not changed
+    # kept between runs for kernels that have not changed
+    env["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton-cache")
     if has_other_triton:
         paths = [str(OTHER_TRITON), env.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -111,10 +117,11 @@ def test_every_kernel_compiles_to_machine_code(case, has_other_triton, capsys):
     assert ("_store_quantized_kernel" in kernels) == is_quantized
     with capsys.disabled():
         print_table(case, launches)
+    most_stack_bytes = MORE_STACK_BYTES.get(case[:5], MAX_STACK_BYTES)
     for launch in launches:
         assert launch["cubin_bytes"] > 0, launch
         assert launch["shared_bytes"] <= SHARED_BYTES[case[0]], launch
-        assert launch["spilled_bytes"] <= SPILLED_BYTES[case[0]], launch
+        assert launch["stack_bytes"] <= most_stack_bytes, launch
         if case[:2] == (90, "bfloat16") and launch["kernel"] == "_attend_chunks_kernel":
             assert launch["has_wgmma"], launch
         assert launch["triton"].startswith("3.6") == has_other_triton, launch

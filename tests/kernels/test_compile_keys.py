@@ -13,6 +13,7 @@ from tests.models_fixture import make_model
 ROOT = Path(__file__).parents[2]
 
 
+# mistral has a sliding window
 @pytest.mark.parametrize(
     ("family", "steps", "quantization"),
     [
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[2]
         ("qwen3", "eager", "int4"),
         ("mixtral", "eager", "none"),
     ],
-)  # mistral has a sliding window
+)
 def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(
     family: str, steps: str, quantization: str, tmp_path: Path
 ):

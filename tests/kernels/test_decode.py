@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.triton import decode
-from kernels.triton.decode import paged_attention_decode
+from kernels.triton.attention import decode
+from kernels.triton.attention.decode import paged_attention_decode
 from kernels.tuning import configs as tuned
 from tests.kernels.tensors import (
     dense_attention,
@@ -113,7 +113,7 @@ def test_slots_before_the_window_are_not_read(attend, device):
 
 
 def cut_as(**changes):
-    """Make decode attention use another configuration."""
+    """Set the configuration of decode attention."""
     shape = tuned.Shape(dtype="float32", stored="float32", dims=16, group=1)
     config = tuned.config_of(tuned.DecodeConfig, torch.device("cpu"), shape)
     return tuned.forced(replace(config, **changes))

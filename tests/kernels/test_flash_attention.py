@@ -1,4 +1,4 @@
-"""The seam for FlashAttention-3, with a fake of it that computes what its documentation says."""
+"""The use of FlashAttention-3, with a fake that computes what its documentation says."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.kernels.tolerance import assert_close
 
 
 class FakeFlashAttention:
-    """Stands in for `flash_attn_with_kvcache`, and knows no names but those of its arguments."""
+    """A fake of `flash_attn_with_kvcache`, with the same argument names."""
 
     def __init__(self):
         self.num_calls = 0

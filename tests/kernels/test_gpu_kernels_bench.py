@@ -75,5 +75,5 @@ def test_a_kernel_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
     assert rows[1].error is None
     assert rows[1].bound == "bytes"
     assert rows[1].baselines_us == {"sdpa": "ValueError: not here"}
-    assert [len(lines) for lines in said] == [1, 2]  # each row is told, and written, at once
+    assert [len(lines) for lines in said] == [1, 2]  # each row is printed and written at once
     assert "FAILED" in said[0][0]

@@ -12,7 +12,7 @@ from tests.kernels.tolerance import every_dtype
 def test_it_is_the_first_maximum_of_a_finite_row(num_tokens, dtype, device):
     logits = strided((4, num_tokens), dtype, device)
     logits[1] = -3.0  # all equal
-    logits[2, num_tokens // 2 :] = logits[2].max()  # equals, perhaps in several tiles
+    logits[2, num_tokens // 2 :] = logits[2].max()  # several maxima, perhaps in several tiles
     assert [each.tolist() for each in greedy(logits)] == [
         each.tolist() for each in reference.greedy(logits)
     ]

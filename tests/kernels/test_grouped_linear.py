@@ -3,13 +3,13 @@ import torch
 
 from kernels import reference
 from kernels.grouped_maps import GroupedMaps
-from kernels.triton.grouped_linear import TILES, fewest_rows, grouped_linear, tile_of
+from kernels.triton.grouped_linear import fewest_rows, grouped_linear, tile_of, tiles_of
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype
 
 
 def make_maps(sizes, num_in, num_out, dtype, device, *, is_by_input=False):
-    """Maps whose weights have so many rows; None: no weight."""
+    """Maps whose weights have these numbers of rows; None: no weight."""
     scale = num_in**-0.5
     width = num_out if is_by_input else num_in
     weights = [
@@ -76,7 +76,7 @@ def test_rows_are_gathered_scattered_and_added_by_maps_of_any_rank(is_by_input, 
 
 
 def test_no_row_s_group_depends_on_the_host(device):
-    """The same launch, of rows that another step groups otherwise."""
+    """The launch reads on the device, in `ends`, which rows belong to each group."""
     maps = make_maps([8] * 3, 16, 8, torch.float32, device)
     x = torch.randn(9, 16, device=device)
     ends = ends_of([9, 0, 0], device)
@@ -95,10 +95,19 @@ def test_rows_reach_past_int32_offsets(device):
     assert_close(grouped_linear(*args), reference.grouped_linear(*args))
 
 
-def test_every_tile_is_chosen_by_some_number_of_rows():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_tile_is_chosen_by_some_number_of_rows(dtype):
+    tiles = tiles_of(dtype)
     assert fewest_rows(8) == (1, 129, 513)
-    assert [tile_of(rows, 8) for rows in fewest_rows(8)] == list(TILES)
-    assert tile_of(128, 8) == TILES[0]
+    assert [tile_of(rows, 8, dtype) for rows in fewest_rows(8)] == list(tiles)
+    assert tile_of(128, 8, dtype) == tiles[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tiles_fit_the_least_shared_memory(dtype):
+    for tile in tiles_of(dtype):
+        numbers = (tile.rows + tile.columns) * tile.inputs * (tile.num_stages - 1)
+        assert numbers * dtype.itemsize < 99 * 1024, "of compute capability 8.6"
 
 
 def test_no_rows_give_none(device):

@@ -68,7 +68,7 @@ class Layer:
         )  # fmt: skip
 
     def starts(self, blocks_of):
-        """Where the keys and values of blocks [first, end) of each sequence begin, in order."""
+        """The addresses of keys and values of blocks [first, end) of each sequence, in order."""
         starts = []
         for table, (first, end) in zip(self.tables, blocks_of, strict=True):
             for block in table[first:end]:
@@ -133,7 +133,7 @@ def test_a_large_block_is_several_runs_that_cover_it(all_runs):
 def test_blocks_before_a_window_are_not_fetched(all_runs):
     layer = Layer([200, 65], window=40)
     runs = fetched(all_runs, layer, 1000, 0, 1)
-    # Attention reads whole tiles of 64 positions, of the first sequence from 128 on.
+    # Attention reads whole tiles of 64 positions; in the first sequence those from 128 on.
     assert [address for address, _ in runs] == layer.starts([(8, 13), (0, 4)])
 
 

@@ -1,4 +1,4 @@
-"""A kernel that is launched again is not looked for again. Without a GPU: a fake stands for it."""
+"""A repeated launch does not look its kernel up again; a fake replaces the kernel."""
 
 import weakref
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import torch
 
 from kernels import ops
 from kernels.sequences import Sequences
-from kernels.triton import decode, prefill
+from kernels.triton.attention import decode, prefill
 from kernels.triton.launch import Launch
 from tests.kernels.tensors import make_paged
 
@@ -76,7 +76,7 @@ class Forgetful:
 
 
 def test_prepared_attention_follows_the_sequences(device):
-    """Of one query and output: launched for some sequences, then for others."""
+    """One query and output, launched for some sequences and then for others."""
     first, second = ([5, 9, 1], [2]), ([17], [30, 4])
     scale, out = 0.3, torch.empty(40, 4, 16, device=device)
     query = torch.randn(40, 4, 16, device=device)

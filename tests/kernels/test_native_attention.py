@@ -151,7 +151,7 @@ def test_a_part_of_quantized_keys_gives_what_its_numbers_give(stored, dtype):
 
 
 class InShares:
-    """The library's attention, done in a number of shares, from the last to the first."""
+    """The library's attention, computed in shares, from the last to the first."""
 
     def __init__(self, num_shares):
         self._num_shares = num_shares

@@ -7,7 +7,7 @@ from kernels.reference.draw import draw as twin
 from tests.kernels.tensors import far_apart, strided
 
 KINDS = ["plain", "peaked", "few values", "all equal", "mostly suppressed", "one left"]
-SIZES = [1, 7, 16, 255, 256, 4096, 5003, 300_000]  # the last in tiles that are wider than the least
+SIZES = [1, 7, 16, 255, 256, 4096, 5003, 300_000]  # the last one needs tiles wider than the minimum
 
 
 def make_logits(kind, num_seqs, num_tokens):

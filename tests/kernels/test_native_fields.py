@@ -9,7 +9,7 @@ from kernels.cpu.library import Kernel, native
 
 STRUCTURE = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 DECLARATION = re.compile(r"(?:const )?(struct \w+|\w+)\s+(.+)", re.DOTALL)
-STRUCTURE_OF = {"merge_splits": "attention"}  # others are named as their kernel
+STRUCTURE_OF = {"merge_splits": "attention"}  # the others are named after their kernel
 
 
 def structures():

@@ -30,7 +30,7 @@ def random_integers(bits, group_size, num_out, num_in):
     weight = values.double() * scales.double().repeat_interleave(num_in // num_groups, 1)
     if group_size is not None:
         offsets = (torch.randn(num_out, num_groups) * num_in**-0.5).half().float()
-        if bits == 4:  # as C multiplies them: for values that begin at 0
+        if bits == 4:  # in the form that C multiplies: values begin at 0
             offsets += 8 * scales
         weight += offsets.double().repeat_interleave(group_size, 1)
     return values.to(torch.int8), scales, offsets, weight
@@ -166,7 +166,7 @@ def test_other_weights_are_left_to_others():
 @needs_native
 @pytest.mark.parametrize("has_amx", [False, True])
 def test_maps_are_packed_with_and_without_amx(monkeypatch, has_amx):
-    # oneDNN's products with AMX round a row by how many rows there are, so ours serve there, too.
+    # With AMX, oneDNN rounds a row differently by the number of rows, so Quire's maps replace it.
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_amx})
     assert can_pack(torch.randn(64, 32).bfloat16())
 

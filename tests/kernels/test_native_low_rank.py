@@ -28,7 +28,7 @@ def random_pair(num_in, num_out, num_ranks):
 
 
 class Map:
-    """A linear map, and adapters that add to it: by their numbers from 1 A and B, or None."""
+    """A linear map and its adapters: from number 1, each is the matrices A and B, or None."""
 
     def __init__(self, num_in, num_out, pairs, padding=0):
         self.padding = padding
@@ -67,7 +67,7 @@ class Map:
         return out
 
     def one_by_one(self, x, numbers):
-        """The same bits, map by map."""
+        """The expected bits, from one map after another."""
         out = self.apply(x)
         for row, number in enumerate(numbers):
             if (pair := self.packed.get(number)) is not None:
@@ -76,7 +76,7 @@ class Map:
         return out
 
     def twin(self, x, numbers):
-        """What is meant, in torch."""
+        """The definition, in torch."""
         rows = []
         for row, number in zip(x, numbers, strict=True):
             y = linear(row.float(), self.weight.float())
@@ -163,7 +163,7 @@ def test_maps_that_are_fused_read_their_own_ranks():
     down, _ = random_pair(128, 1, 10)
     up = torch.zeros(sum(sizes), 10)
     firsts = np.cumsum([0, *sizes])
-    for i in (0, 2):  # the one between has none
+    for i in (0, 2):  # the adapter does not change the map between them
         first_rank = 0 if i == 0 else rank
         up[firsts[i] : firsts[i + 1], first_rank : first_rank + rank] = torch.randn(sizes[i], rank)
     each = Map(128, sum(sizes), [(down, up.to(BF16))])

@@ -14,9 +14,8 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 
 
 class Blocks:
-    """One layer of a block-major pool whose every byte was something else before.
-
-    Behind each side's numbers lie its scales, if it has any, as in the worker's pool.
+    """One layer of a block-major pool, filled with 0xA5. As in the worker's pool, the scales of
+    keys lie behind the keys, and those of values behind the values.
     """
 
     def __init__(self, num_blocks, block_size, num_kv_heads, head_dim, dtype, stored):
@@ -78,7 +77,7 @@ def test_tokens_are_shared_out_over_threads(stored, num_threads):
 @pytest.mark.parametrize("stored", FORMATS[1:], ids=str)
 @every_dtype
 def test_rows_of_any_bits_are_stored_as_the_twin_stores_them(dtype, stored):
-    """Infinities, NaNs and what is below the smallest normal number among them."""
+    """Infinities, NaNs and subnormal numbers are among them."""
     bits = torch.randint(2**16, (500, 3, 33)) << 16
     bits |= torch.randint(2**16, bits.shape) if dtype is torch.float32 else 0
     x = (bits - 2**31).to(torch.int32).view(torch.float32)

@@ -1,4 +1,4 @@
-"""The C kernels as compiled for a lesser CPU, by the tests of this CPU's own."""
+"""The C kernels as compiled for other CPUs pass the tests of the C kernels."""
 
 import os
 import platform

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kernels import ops, reference
-from kernels.triton import prefill
-from kernels.triton.decode import paged_attention_decode
-from kernels.triton.prefill import paged_attention_prefill
+from kernels.triton.attention import prefill
+from kernels.triton.attention.decode import paged_attention_decode
+from kernels.triton.attention.prefill import paged_attention_prefill
 from kernels.tuning import configs as tuned
 from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
@@ -99,7 +99,7 @@ def test_positions_are_split_where_tiles_do_not_fill_the_device(value_dim, devic
 
 
 def test_the_dims_of_wide_values_are_shared_by_programs(device, monkeypatch):
-    monkeypatch.setattr(prefill, "_MAX_VALUE_DIMS", 16)
+    config = tuned.PrefillConfig(32, 64, num_warps=4, num_stages=1, value_dims=16)
     monkeypatch.setattr(prefill, "_LEAST_POSITIONS", 64)
     query_lens, seq_lens = (33, 7), (33, 200)
     paged = make_paged(seq_lens, 1, 64, 8, torch.float32, device)
@@ -108,11 +108,12 @@ def test_the_dims_of_wide_values_are_shared_by_programs(device, monkeypatch):
     expected = reference.paged_attention_prefill(*args)
     for processors in (1, 132):  # positions whole, and split
         monkeypatch.setattr(prefill, "num_processors", lambda _, found=processors: found)
-        assert_close(paged_attention_prefill(*args), expected)
+        with tuned.forced(config):
+            assert_close(paged_attention_prefill(*args), expected)
 
 
 def test_a_tile_is_split_into_as_many_parts_as_there_are_processors(device, monkeypatch):
-    """And not at all if tiles and heads are enough, or there is too little to split."""
+    """It is not split if tiles and heads suffice, or if it has too few positions."""
     grids = []
 
     class Counted(prefill.Launch):

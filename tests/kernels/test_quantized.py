@@ -5,8 +5,8 @@ import torch
 
 from kernels import PAD_SLOT, ops, reference
 from kernels.reference.quantized_kv import dequantize
-from kernels.triton.decode import paged_attention_decode
-from kernels.triton.prefill import paged_attention_prefill
+from kernels.triton.attention.decode import paged_attention_decode
+from kernels.triton.attention.prefill import paged_attention_prefill
 from kernels.triton.store import store_kv
 from tests.kernels.tensors import FAR, dense_attention, make_quantized, options, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
@@ -55,7 +55,7 @@ def bits(paged):
 
 
 def rows(num_tokens, num_kv_heads, head_dim, dtype, device):
-    """Rows of sizes from tiny to huge, and a row of zeros."""
+    """Rows of numbers from tiny to huge, and a row of zeros."""
     x = strided((num_tokens, num_kv_heads, head_dim), dtype, device)
     sizes = torch.linspace(-6, 6, num_tokens, device=device).exp2().view(-1, 1, 1)
     x = x.mul_(sizes.to(dtype))

@@ -64,6 +64,19 @@ def test_the_twin_by_hand():
     assert out.tolist() == [[13.0, 5.0], [10 + 2 * 0.5 - 3, 8.0]]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_one_tile_no_bit_of_a_row_depends_on_the_number_of_rows(kind, device):
+    weight = make_weight(kind, 1024, 70, 8, device)
+    x = torch.randn(70, 1024, device=device)
+    together = quantized_linear(x, *weight, None, has_one_tile=True)
+    # At the places that they have in their tiles: in the interpreter a place may change bits.
+    for rows in (slice(0, 1), slice(64, 66), slice(0, 20)):
+        assert torch.equal(
+            quantized_linear(x[rows], *weight, None, has_one_tile=True), together[rows]
+        )
+    assert_close(together / 4, reference.quantized_linear(x, *weight, None, has_one_tile=True) / 4)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # in the interpreter
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_depends_on_no_other_of_the_same_number(kind, device):

@@ -1,4 +1,4 @@
-"""Decodes that attend once to what they share give what each gives alone."""
+"""Decodes that attend to a shared prefix together have the same results as each alone."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ import torch
 from gpu_worker.step import shared_prefixes
 from kernels import reference
 from kernels.sequences import MAX_SHARED, Sequences, SharedPrefixes
-from kernels.triton import prefill
-from kernels.triton.decode import prepare_decode
+from kernels.triton.attention import prefill
+from kernels.triton.attention.decode import prepare_decode
 from tests.kernels.tensors import make_paged, make_quantized, strided
 from tests.kernels.tolerance import assert_close
 
@@ -22,7 +22,7 @@ def _short(monkeypatch):
 
 
 def share(paged, members, num_blocks):
-    """Let sequences begin with the blocks of the first of them."""
+    """Let sequences begin with the blocks of the first one."""
     paged.block_tables[members, :num_blocks] = paged.block_tables[members[0], :num_blocks]
 
 
@@ -43,7 +43,7 @@ def attend(query, paged, shared, **options):
 
 @pytest.mark.parametrize("kind", ["plain", "int8", "latent"])
 def test_the_result_is_the_twin_s(kind, device):
-    """Two groups that are not in a row, of different lengths, a sequence alone, and padding."""
+    """Two groups of different lengths, not of neighbours; a single sequence; padding."""
     seq_lens = [200, 77, 0, 130, 260, 81, 9, 210]
     shape = seq_lens, 1 if kind == "latent" else 2, 24, 8
     if kind == "int8":

@@ -10,9 +10,8 @@ FIRST_64 = [-1, -1]  # the words that admit tokens 0 to 63
 
 
 def each_op(test):
-    return pytest.mark.parametrize("op", [reference.suppress, ops.suppress, launcher], ids=str)(
-        test
-    )
+    ops_by_name = {"twin": reference.suppress, "op": ops.suppress, "launcher": launcher}
+    return pytest.mark.parametrize("op", ops_by_name.values(), ids=ops_by_name.keys())(test)
 
 
 def where(op, device):
@@ -71,7 +70,7 @@ def test_masks_of_far_apart_rows(op, device):
     assert torch.equal(logits[:2], kept)
 
 
-@pytest.mark.parametrize("op", [ops.suppress, launcher], ids=str)
+@pytest.mark.parametrize("op", [ops.suppress, launcher], ids=["op", "launcher"])
 def test_a_mismatch_is_named(op):
     logits, places, admitted = torch.zeros(2, 64), torch.tensor([1]), int32(FIRST_64)
     with pytest.raises(ValueError, match=r"logits has 1 dimensions, required are 2"):

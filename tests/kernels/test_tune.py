@@ -89,7 +89,8 @@ def test_a_file_has_a_configuration_for_every_shape(path):
                 decode = first_match(read_rules(DecodeConfig, text), shape)
                 prefill = first_match(read_rules(PrefillConfig, text), shape)
                 assert decode.split % decode.positions == 0
-                for size in (decode.positions, prefill.positions, prefill.rows):
+                powers = decode.positions, prefill.positions, prefill.rows, prefill.value_dims
+                for size in powers:
                     assert size >= 16
                     assert size.bit_count() == 1
 
@@ -149,3 +150,15 @@ def test_a_configuration_is_timed_on_the_present_device(stored, device):
     decode = DecodeConfig(16, 32, 8, 4, 1, 1)
     assert decode_seconds(model, decode, [40, 3], device, 1) > 0
     assert prefill_seconds(model, PrefillConfig(16, 16, 4, 1), [(5, 30), (2, 2)], device, 1) > 0
+
+
+def test_only_values_that_can_be_divided_take_tiles_for_a_part_of_them():
+    """On sm_90 a tile of 128 rows with all of 320 dims, or of a latent's, would not fit."""
+    rules = read_rules(PrefillConfig, (CONFIG_DIR / "sm_90.json").read_text())
+    rows = {}
+    for key_dim, value_dim in ((512, 512), (320, 320), (576, 512)):
+        query = torch.empty(1, 8, key_dim, dtype=torch.bfloat16)
+        shape = tuned.shape_of(query, torch.empty(1, 1, 1, value_dim, dtype=torch.int8))
+        assert shape.dims == 512
+        rows[key_dim] = first_match(rules, shape).rows
+    assert rows == {512: 128, 320: 64, 576: 64}

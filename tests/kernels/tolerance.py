@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-# Kernel and twin sum in different orders, and where the twin rounds every product to the dtype the
-# kernel rounds the sum: a few units in the last place. Triton's interpreter truncates to bf16.
+# Kernel and twin sum in different orders, and the twin rounds every product to the dtype, the
+# kernel only the sum: they differ by a few units in the last place. Triton's interpreter truncates
+# to bf16.
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-6},
     torch.float16: {"rtol": 4e-3, "atol": 2e-3},

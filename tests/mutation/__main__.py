@@ -20,11 +20,8 @@ NOT_BLOCK_SPACE = {"limits", "config", "errors", "invariants", "pacing", "reques
 """Modules that are not mutated: inputs and outputs of the core, its checks, and reports."""
 FOLDERS = ("contract", "scheduler_svc", "sim_worker", "quire", "rpc", "tests")
 TESTS = (
-    *(
-        "--noconftest",
-        "-p",
-        "tests.conftest",
-    ),  # other conftests start services, which the core does not need
+    # not other conftests, because they start services that the core does not need
+    *("--noconftest", "-p", "tests.conftest"),
     "tests/unit/scheduler_svc/core",
     "tests/property/test_histories.py",
     "tests/property/test_scheduler.py",

@@ -48,7 +48,7 @@ class Mutant:
 
     @property
     def added(self) -> str:
-        """The same lines with the fault."""
+        """These lines with the fault."""
         return _lines_not_in(self.after, self.before)
 
     def diff(self) -> str:
@@ -100,7 +100,7 @@ def _edits(node: ast.AST, function: str) -> Iterator[tuple[ast.stmt | ast.expr, 
 
 
 def _can_go(node: ast.stmt) -> bool:
-    """Whether to drop a statement. Assignments to names are kept, because without them all
+    """Whether to drop a statement. Assignments to names stay, because without them every test
     fails."""
     match node:
         case ast.Assign(targets=[ast.Name()]):

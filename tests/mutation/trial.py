@@ -30,7 +30,7 @@ class Verdict(Enum):
     """The tests' verdict on a mutant."""
 
     KILLED = "killed"
-    TIMED_OUT = "timed out"  # it hangs, which counts as detected
+    TIMED_OUT = "timed out"  # it hangs; this counts as detected
     SURVIVED = "survived"
 
 
@@ -52,7 +52,7 @@ class Trial:
         ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
         for folder in folders:
             shutil.copytree(root / folder, copy / folder, ignore=ignored)
-            # by time and size alone, byte code may be mistaken for another mutant's
+            # Python compares only time and size, and could take another mutant's byte code
             by_hash = PycInvalidationMode.CHECKED_HASH
             compileall.compile_dir(copy / folder, quiet=1, invalidation_mode=by_hash)
         shutil.copy(root / "pyproject.toml", copy)

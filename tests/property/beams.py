@@ -70,7 +70,7 @@ def expected_search(
 
 
 def judge_search(finished: Finished, found: Found | None) -> None:
-    """Judge one output of a search; with two tokens to choose from there may be too few."""
+    """Judge one output of a search; a vocabulary of two tokens may yield too few outputs."""
     if found is None:
         assert finished.reason is FinishReason.ERROR
         return

@@ -87,8 +87,9 @@ def tiny_config(
         disk_bytes_per_s=6.0,
         max_disk_moves=max_disk_moves,
         bytes_per_block=block_size,
-        swap_bytes_per_s=6.0,  # so full blocks swap faster than they are computed, and
-        prefill_tokens_per_s=2.0,  # those with less than two thirds of their tokens do not
+        # At these rates a block swaps faster than it is computed if two thirds of it are used.
+        swap_bytes_per_s=6.0,
+        prefill_tokens_per_s=2.0,
         preemption_mode=mode,
         max_swap_blocks=max_swap_blocks,
         long_prefill_threshold=long_prefill,

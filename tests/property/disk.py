@@ -1,7 +1,7 @@
 """The disk of the fake worker: moves take several steps, end in any order, and may fail.
 
-`KvCommands` of worker.proto defines which moves may run at once. A test sets how many moves
-end in a step (`ends_per_step`), which (`dice`), and how many fail (`failure_rate`).
+`KvCommands` of worker.proto defines which moves may run at once. A test sets how many moves end in
+a step (`ends_per_step`), how many fail (`failure_rate`), and the random choice (`dice`).
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from tests.property.oracle import Context
 Content = tuple[Context | None, ...]
 """A block's contents, slot by slot; None is a slot that was never written."""
 
-BROKEN: Context = ("broken",)  # the worker detects this when it reads the block
+BROKEN: Context = ("broken",)  # the worker detects the damage when it reads the block
 
 
 @dataclass(frozen=True)

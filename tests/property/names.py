@@ -1,6 +1,5 @@
-"""The hashes that are right for a block: of its whole content, or of its first slots.
-
-The latter label a swapped sequence's last block, so that another scheduler finds it.
+"""The right hashes of a block: of its whole content, or of its first slots. A hash of first slots
+labels a swapped sequence's last block, so that another scheduler finds it.
 """
 
 from functools import lru_cache

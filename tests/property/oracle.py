@@ -29,7 +29,7 @@ def slot_content(salt: str, tokens: Sequence[int], position: int) -> Context:
 
 
 def next_token(output_index: int, context: Context) -> int:
-    """Return what the model draws after `context`: one in four is 1."""
+    """Return the token that the model draws after `context`; one in four is 1."""
     return int(crc32(repr(("next", (output_index, context))).encode()) % 4 == 0)
 
 
@@ -59,7 +59,7 @@ class Expectation:
     request: Request
     output: list[int]
     received: list[int] = field(default_factory=list)
-    found: Found | None = None  # for a beam search, whose output comes at the end
+    found: Found | None = None  # for a beam search, because its output comes at the end
 
     @property
     def is_complete(self) -> bool:

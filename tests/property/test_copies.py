@@ -90,7 +90,7 @@ class CopiesMachine(RuleBasedStateMachine):
         check(side.core)
 
     def progress(self, i, data):
-        """Return what a running request of a side has computed, if there is one."""
+        """Return the computed tokens of a running request of a side; None if nothing runs."""
         if not (names := self.sides[i].core.moves.find_running()):
             return None
         return self.sides[i].core.moves.progress(*data.draw(st.sampled_from(names)))
@@ -136,7 +136,7 @@ class CopiesMachine(RuleBasedStateMachine):
 
     @rule(i=SIDES, data=st.data(), copies_first=st.booleans())
     def hand_over(self, i, data, copies_first):
-        """Move a request without its KV; some of its blocks may be there."""
+        """Move a request without its KV; the target may have some of its blocks."""
         if copies_first:
             self.begin_copy(i, data)
             self.step(self.sides[i])
@@ -151,7 +151,8 @@ class CopiesMachine(RuleBasedStateMachine):
         live = progress.live
         export = giving.begin_export(live.source, live.first_seq_key, keeps_kv=False)
         if any(seq.host_block_ids for seq in export.moved.sequences):
-            giving.end_export(export.export_id, leaves=False)  # it waited with its KV
+            # the request waited while it held its KV
+            giving.end_export(export.export_id, leaves=False)
             return
         try:
             room = taking.begin_import(export.moved)

@@ -120,7 +120,8 @@ def live_through(seed: int, reached: Counter[str]) -> SchedulerMachine:
     machine = SchedulerMachine()
     is_crowd = draw.random() < 0.3
     """Whether there are many growing sequences, so that several are swapped, and some spill."""
-    more_draw = Random(f"more {seed}")  # separate, so that other histories stay the same
+    # a separate generator, so that other histories stay the same
+    more_draw = Random(f"more {seed}")
     is_pressed = more_draw.random() < 0.3
     searches = draw.choice([0, 0, 0.5])
     start(machine, draw, is_crowd=is_crowd, has_searches=searches > 0)
@@ -185,5 +186,5 @@ def test_long_histories():
 
 
 def test_a_history_that_once_broke_an_invariant():
-    """A load for one sequence named the block whose last slot an adopted one writes again."""
+    """A load for one sequence named a block whose last slot an adopted sequence writes again."""
     live_through(294, Counter())

@@ -1,4 +1,4 @@
-"""An index that is built from KV events equals the core after each rule of random histories."""
+"""An index built from KV events equals the core's after each rule of random histories."""
 
 from collections import Counter
 

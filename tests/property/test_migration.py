@@ -1,6 +1,5 @@
-"""Requests move with their KV while everything else continues: nothing is lost or repeated.
-
-A core moves requests to itself: it is source and target at once, beside its other sequences.
+"""Requests move with their KV while others run: no token is lost or repeated. The core is source
+and target of a move at once.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The scheduler core against the oracle: in any history every client gets its right tokens.
+"""The scheduler core against the oracle: in any history, every client gets the right tokens.
 
 `make test` does a short run. For a long one: `pytest tests/property --hypothesis-profile=long`.
 """
@@ -207,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.live)
     @rule(level=st.sampled_from(MemoryLevel))
     def press(self, level):
-        """Change the memory level; the last one stays until the end."""
+        """Change the memory level; the last level stays until the end."""
         self.core.set_memory_level(level)
         self.now += 5 * (level is MemoryLevel.CRITICAL)
 
@@ -220,7 +220,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def num_usable_blocks(self):
         return self.shrinks_to or self.worker.num_blocks
 
-    # The core does not know the size of requests that will be submitted again later.
+    # The core does not know the size of requests that routers will submit again later.
     @precondition(
         lambda self: (
             self.config.max_num_blocks is not None and not (self.shrinks_to or self.to_resubmit)
@@ -315,7 +315,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Replace the scheduler; the routers submit their requests again, some of them late."""
         if lost_source is not None:
             self.oracle.lose(lost_source)
-        self.resubmit_all()  # from the previous restart
+        self.resubmit_all()  # left from the previous restart
         self.config = replace(self.config, num_blocks=self.worker.num_blocks)
         self.core = Scheduler(self.config)
         self.shrinks_to = None

@@ -1,4 +1,4 @@
-"""The fake worker itself: it must fail if a plan breaks the contract."""
+"""The fake worker must fail if a plan breaks the contract."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
 """A worker without a model, whose KV records the context from which it was computed.
 
-It executes plans as worker.proto says, at the worst allowed moment, and fails at the
-first wrong slot, in the step that reads it.
+It executes plans as worker.proto says, each part at the worst allowed moment, and fails when it
+reads a wrong slot.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ from tests.property.disk import BROKEN, Content, FakeDisk
 from tests.property.names import in_group, is_name_of
 from tests.property.oracle import Context, next_token, slot_content, stops
 
-ARRIVING: Context = ("arriving",)  # a swap-in is in progress: must not be read or written
+ARRIVING: Context = ("arriving",)  # a swap-in is in progress: no one may read or write it
 VOID: Context = ("void",)  # computed after a failed swap-in; the worker cannot detect it
 VOID_TOKEN = 7  # sampled from VOID: must not reach a client
 WRONG: Context = ("wrong guess",)  # the KV of a wrong guess
@@ -87,9 +87,10 @@ class FakeWorker:
         arriving = self._swap(plan)
         self._copy(_pairs(plan.copy_src_block_ids, plan.copy_dst_block_ids))
         work = self._work(plan)
-        for row, count in work.items():  # a step stores all KV before it reads any
+        for row, count in work.items():  # because a step stores all KV before it reads any
             self._store(row, count)
-        if plan.step_id == self.failed_in + 1:  # the failure was not known when it was planned
+        # the scheduler did not know of the failure when it planned this
+        if plan.step_id == self.failed_in + 1:
             for row, count in work.items():
                 self._spread(row, count)
         for row, count in work.items():
@@ -134,7 +135,7 @@ class FakeWorker:
             num_computed_tokens=min(row.computed, len(row.tokens) - 1),
             block_ids=ints(row.blocks),
             has_stopped=row.ended,
-            had_logprobs=luck % 4 == 0,  # as good as any
+            had_logprobs=luck % 4 == 0,  # an arbitrary choice
             logprobs=tuple(map(log_of, range(len(row.tokens))[len(row.tokens) - luck // 4 % 4 :])),
             search=row.new.search,
         )
@@ -157,7 +158,7 @@ class FakeWorker:
             tokens, blocks = new.token_ids.tolist(), new.block_ids.tolist()
             assert len(blocks) // self.num_groups * self.config.block_size >= len(tokens)
             assert new.num_computed_tokens < len(tokens)
-            salt = new.sampling.removeprefix(SEARCH).decode()  # the tests carry it there
+            salt = new.sampling.removeprefix(SEARCH).decode()  # the tests copy it there
             is_beam = new.sampling.startswith(SEARCH)
             row = Row(new, salt, tokens, blocks, new.num_computed_tokens, is_beam)
             row.num_told = len(tokens)
@@ -331,7 +332,7 @@ class FakeWorker:
         row.computed += count
 
     def _advance(self, row: Row, last: int, group: int) -> None:
-        """Check that a state is what the tokens before have made of it, and no later ones."""
+        """Check that a state comes from the tokens before this position, and from no later ones."""
         size = self.config.block_size
         if row.computed:
             (slot,) = self._slots(row, row.computed - 1, row.computed, group)

@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 class Cell(Service):
-    """A service that a gateway reaches, with all that gateways use."""
+    """A service with everything that gateways use, on TCP."""
 
     def __init__(self, directory: Path, model: Path, *, router: Sequence[str] = ()) -> None:
         self.port = free_port()

@@ -34,7 +34,7 @@ class LosslessCodec:
             itemsize: 2 or 4; 1 if the numbers have no exponent worth separating.
         """
         self.record_bytes = block_bytes
-        """Most bytes of a record. A record of this size is the block itself."""
+        """The largest size of a record. A record of this size is the block itself."""
         self._itemsize = itemsize
         self._num_numbers = block_bytes // itemsize
         self._number = np.dtype(f"<u{itemsize}")

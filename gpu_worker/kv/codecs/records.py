@@ -21,7 +21,7 @@ class RecordCodec(Protocol):
 
     @property
     def record_bytes(self) -> int:
-        """Most bytes of a record."""
+        """The largest size of a record."""
 
     def encode(self, block: Bytes) -> Record:
         """Encode a block as a record. A record as long as the block is the block itself."""

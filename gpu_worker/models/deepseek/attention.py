@@ -104,7 +104,7 @@ class LatentAttention:
         return self.output(values.flatten(1))
 
     def _paired(self, x: torch.Tensor) -> torch.Tensor:
-        """Reorder the last R dimensions: each pair gets one of each half, as `rotary` expects."""
+        """Reorder the last R dimensions for `rotary`: the numbers of a pair go to both halves."""
         if not self.config.is_interleaved:
             return x
         return x.reshape(*x.shape[:-1], -1, 2).mT.flatten(-2)

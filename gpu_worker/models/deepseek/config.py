@@ -13,7 +13,7 @@ from gpu_worker.weights.json_fields import JsonFields
 class DeepseekConfig(ModelConfig):
     """A decoder of these families; their differences are fields here.
 
-    To the KV pool it has one kv head, of the latent and the rotated key that all heads share.
+    The KV pool sees one kv head: the latent, and the rotated key that all heads share.
     """
 
     hidden_size: int

@@ -98,7 +98,8 @@ class DeepseekDecoder:
         if isinstance(self.lm_head, PackedLinear):
             return self.lm_head(hidden, torch.float32)
         logits = self.lm_head(hidden)
-        return logits if logits.is_cuda else logits.float()  # a GPU samples from 16 bits as well
+        # GPUs sample from logits of 16 bits, too
+        return logits if logits.is_cuda else logits.float()
 
     def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
         return branch if self.config.residual_scale == 1 else branch * self.config.residual_scale

@@ -4,6 +4,7 @@ Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from itertools import count
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributions import Distribution
 from transformers import (
     AttentionInterface,
@@ -164,13 +166,26 @@ def base_name(causal: Any) -> str:
 
 
 class Recording(NamedTuple):
-    """What one forward pass of a model shows."""
+    """The facts that one forward pass of a model shows."""
 
     calls: tuple[AttentionCall, ...]
     """By layer."""
     recurrent: tuple[RecurrentLayer, ...]
     first_position: int
-    """What the model calls the position of a sequence's first token."""
+    """The position that the model gives a sequence's first token."""
+
+
+_EXPERTS_TAKE: Final = ["hidden_states", "top_k_index", "top_k_weights"]
+
+
+def _skip_experts(model: nn.Module) -> None:
+    """Let modules of experts return what has the shape of their result.
+
+    Some read which experts the tokens chose (LongCat), which has no values here.
+    """
+    for module in model.modules():
+        if list(inspect.signature(module.forward).parameters) == _EXPERTS_TAKE:
+            module.forward = lambda hidden, *_: torch.zeros_like(hidden)
 
 
 def record_calls(
@@ -211,6 +226,7 @@ def record_calls(
             ).eval()
             if has_own:
                 use_interface(model, name)
+            _skip_experts(model)
             base = getattr(model, base_name(model))
             states = StateRecorder(config, base) if is_recurrent else None
             cache = cache_name(base) or "past_key_values"
@@ -231,7 +247,7 @@ def record_calls(
         if error.args == (name,):  # it has its own table of attentions
             raise ModelError(_OWN_ATTENTION) from error
         why = str(error)
-        if "meta" in why:  # torch's own words say nothing of the model
+        if "meta" in why:  # torch's message does not mention the model
             why = "its code looks at the contents of tensors, or makes tensors in a way of its own"
         raise ModelError(f"its shapes cannot be found out without weights: {why}") from error
     layers = sorted(call.layer for call in recorder.calls)
@@ -251,7 +267,7 @@ def record_calls(
 
 
 def _first_position(base: torch.nn.Module) -> int:
-    """0, or with positions as RoBERTa's the one behind the number of the padding token."""
+    """0, or the padding token's id plus one, if positions are as in RoBERTa."""
     for module in base.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             padding: Any = module.padding_idx
@@ -316,7 +332,7 @@ class _Recorder:
         self, *_: Any, mask_function: MaskFunction, local_size: int | None = None, **__: Any
     ) -> None:
         if self._chunk is not None and local_size == self._chunk:
-            return  # it depends on padding, which does not exist here
+            return  # it depends on padding, and Quire's batches have no padding
         self.mask_windows.add(read_window(mask_function, self._max_model_len))
 
     def attend(

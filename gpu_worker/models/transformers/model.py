@@ -74,8 +74,15 @@ class TransformersModel:
         self._base = getattr(causal, name)
         if recurrent:
             self._states = RecurrentStates(self._base, recurrent)
+        kept = [
+            child
+            for module in causal.modules()
+            if type(module).__name__ in _READING_WEIGHTS
+            for child in module.children()
+        ]
         for module in causal.modules():
-            _replace_linear(module)
+            if module not in kept:
+                _replace_linear(module)
         self._counts_tokens = getattr(causal.config, "attn_temperature_tuning", False)
         # `head` is the rest of the causal model after its base: the map to logits, scales, caps,
         # biases.
@@ -208,6 +215,10 @@ class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
     cache_params: None = None
     router_logits: None = None
     shared_kv_states: None = None
+
+
+_READING_WEIGHTS: Final = {"LongcatFlashTopkRouter"}
+"""Modules that read the weights of their linear maps instead of calling these."""
 
 
 def _replace_linear(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Sends through the attention interface what families with attention code of their own compute.
+"""Routes families with their own attention code through the attention interface.
 
 Symbols: `B` 1, the batch of a step, `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
 """
@@ -32,10 +32,11 @@ def with_alibi(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append dimensions in which a query's product with a key is ALiBi's bias, before the scale.
 
-    A softmax does not change if all its scores do, so the bias `slope * (key - query)` may be
-    `slope * key`, which depends on the key alone. In 16 bits it is the sum of two numbers, because
-    one would be off by half a position from position 256 on. Queries get a power of two, which 16
-    bits hold exactly, unlike `1 / scale`: keys take the rest of that factor.
+    A softmax stays the same if all scores grow by the same amount, so the bias `slope * (key -
+    query)` may be `slope * key`, which depends on the key alone. In 16 bits it is the sum of two
+    numbers, because a single number would be wrong by half a position from position 256 on. Queries
+    are multiplied by a power of two, which 16 bits represent exactly, unlike `1 / scale`; keys are
+    multiplied by the rest of that factor.
     """
     one = 2.0 ** round(-math.log2(scale))
     bias = slopes.unsqueeze(1) * positions  # [H, T], of the slopes' precision, as transformers does
@@ -50,7 +51,7 @@ def with_alibi(
 
 
 def has_own_attention(config: PreTrainedConfig) -> bool:
-    """Whether `use_interface` is for such models."""
+    """Whether models of this type need `use_interface`."""
     return config.model_type in _FAMILIES
 
 
@@ -64,7 +65,7 @@ def use_interface(causal: Any, name: str) -> None:
         module.layer_idx = layer_idx
         setattr(module, method, partial(replace, module, attend))
     if causal.config.model_type == "mpt":
-        # It makes a mask and biases of whole sequences, which our attention does not need.
+        # It makes a mask and biases for whole sequences; Quire's attention needs neither.
         base = causal.base_model
         base.build_mpt_alibi_tensor = lambda *_, **__: None
         forward, mask = base.forward, torch.zeros(1, 1, 1, 1)
@@ -154,7 +155,7 @@ def _falcon(
     query, key, value = _split_fused(module, hidden_states, module.num_kv_heads)
     if module.config.alibi:
         slopes = _slopes(module.num_heads, torch.bfloat16, query.device)
-        weight = module.head_dim**-0.5  # its biases are scaled as its products are
+        weight = module.head_dim**-0.5  # the model scales its biases like its products
         attended = attend(module, query, key, value, None, alibi_slopes=slopes, alibi_weight=weight)
     else:
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)  # type: ignore[no-untyped-call]
@@ -193,4 +194,4 @@ _FAMILIES: Final[dict[str, tuple[str, str, Callable[..., Any]]]] = {
     "openai-gpt": ("Attention", "_attn", _openai),
     "xglm": ("XGLMAttention", "forward", _xglm),
 }
-"""By model type: the class of attention, which method to replace, and by what."""
+"""By model type: the class of attention, the method to replace, and its replacement."""

@@ -30,7 +30,7 @@ from gpu_worker.weights.json_fields import ModelError
 
 _CACHE_NAMES: Final = ("cache_params", "past_key_values")
 _STORED: Final = torch.float32
-"""States are stored in float32, which holds those of all dtypes exactly."""
+"""States are stored in float32, which represents the states of every dtype exactly."""
 _ALIGNMENT: Final = 16
 
 _Key = tuple[str, int]
@@ -238,8 +238,9 @@ def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size:
             at = place + position - begin
             cut.append((at, at + stop - position, read, table[position // block_size]))
             position = stop
-    # A piece may read what an earlier piece of this step writes: one of its own sequence, or a
-    # checkpoint of another sequence, which plans name first. So such pieces are computed in order.
+    # A piece may read the writes of an earlier piece of this step: a piece of its own sequence, or
+    # a checkpoint of another sequence, which plans name first. So these pieces are computed in
+    # order.
     num_writes = Counter(write for *_, write in cut)
     together: list[tuple[int, int, int | None, int]] = []
     apart: list[tuple[int, int, int | None, int]] = []

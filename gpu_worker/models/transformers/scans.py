@@ -186,4 +186,4 @@ _OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "torch_chunk_gated_delta_rule": _delta,
     "torch_recurrent_gated_delta_rule": _delta,
 }
-"""By the name that modules of the library call them by."""
+"""By the name under which the library's modules call them."""

@@ -116,8 +116,8 @@ class NativeDecoder:
 
         Layer i writes to workspace i modulo their number. If some tokens are not wanted, the last
         layer stores all keys and values, and then continues with the wanted tokens in a separate
-        workspace. The calls of each attention are made first: the maps of the previous layer refer
-        to them, to prefetch what they will read.
+        workspace. The calls of each attention are made first, because the maps of the previous
+        layer prefetch their KV.
         """
         shape = replace(self._shape, num_ranks=size.num_ranks)
         num_layers = len(self._layers)

@@ -1,9 +1,9 @@
 """Plans which keys and values each linear map of a native program prefetches.
 
-With many rows a linear map leaves memory idle, while attention of many short sequences waits for
-little else. So the maps between two attentions fetch what the second one will read: each product
-of a tile of rows, but the first tile, fetches some *runs*, which are parts of a block's keys or
-values (`src/kv_ahead.h`). No result depends on it.
+A linear map of many rows hardly uses the memory's bandwidth; attention of many short sequences
+mostly waits for memory. So the maps between two attentions fetch KV that the second one will read:
+each product of a tile of rows, but the first tile, fetches some *runs*, which are parts of a
+block's keys or values (`src/kv_ahead.h`). No result depends on it.
 """
 
 from collections.abc import Hashable, Mapping

@@ -57,7 +57,7 @@ class NativeLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCalls:
-    """Makes the calls of a program's layers; `StepField` names what each step must give them."""
+    """Makes the calls of a program's layers; `StepField` names the inputs of each step."""
 
     _library: Library
     _shape: NativeShape
@@ -85,9 +85,9 @@ class LayerCalls:
             work: where its calls write.
             attention: the calls that `attend` gave for this layer.
             ahead: the prefetches of its maps, by their names in MAPS.
-            wanted: of the last layer, if not all tokens' final hidden states are wanted: where the
-                calls for the wanted tokens write. All tokens' keys and values are stored; what
-                comes after that is computed for the wanted ones alone.
+            wanted: where the calls for the wanted tokens of the last layer write; None: all final
+                hidden states are wanted. The keys and values of all tokens are stored; the rest is
+                computed for the wanted tokens only.
         """
         residual: Field
         if before is None:
@@ -167,7 +167,7 @@ class LayerCalls:
     def _norm(
         self,
         x: Field,
-        residual: Field,  # 0: none; else it is added to x, which gives `total`
+        residual: Field,  # 0: none; otherwise it is added to x, and the sum is `total`
         total: Field,
         weight: torch.Tensor,
         out: Field,

@@ -68,9 +68,9 @@ class RowAdapters:
     def __init__(
         self, numbers: npt.NDArray[np.int64], adapters: Mapping[int, NativeAdapter]
     ) -> None:
-        """`numbers`, int64[T], has each token's adapter; one not in `adapters` is none.
+        """`numbers`, int64[T], has each token's adapter; no number is negative.
 
-        No number is negative.
+        A number that is not in `adapters` means none.
         """
         num_tokens = len(numbers)
         self._places = np.argsort(numbers, kind="stable")

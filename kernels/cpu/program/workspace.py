@@ -36,7 +36,7 @@ class NativeShape:
     """Whether the call of the map to gate and up, or of its adapters, computes the gated
     product."""
     num_ranks: int = 0
-    """R, at most; 0: there are no adapters."""
+    """The largest R; 0: there are no adapters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +44,9 @@ class AdaptedWork:
     """The intermediate results of a map with adapters; both bfloat16."""
 
     alone: torch.Tensor
-    """[T, N]: what the model's map gives."""
+    """[T, N]: results of the model's map."""
     ranks: torch.Tensor
-    """[T, R]: what the adapters' A give, sorted by adapter."""
+    """[T, R]: results of the adapters' A, sorted by adapter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

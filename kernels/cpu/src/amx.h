@@ -21,8 +21,9 @@
 
 enum { AMX_ROWS = 32 }; /* of two registers */
 
-/* Whether maps of bf16 are multiplied so; never changed while a kernel runs. */
-extern bool quire_uses_amx;
+/* The formats of weights, a bit for each, whose maps of bf16 are multiplied so; never changed while a
+ * kernel runs. */
+extern int64_t quire_amx_formats;
 
 #ifdef HAS_AMX
 

@@ -10,8 +10,9 @@
  * x in bf16 is multiplied in bf16, if the CPU has a dot product for it, else in fp32. The sums are fp32,
  * each over k in the same order for any number of rows, so a row's result depends on no other row. For
  * many rows a panel is unpacked once to what the product takes; few rows unpack it as they multiply. A
- * unit of work is one panel for one part of the rows; a share is some units. With AMX all maps of bf16
- * but those of adapters take its products (amx.h), for any number of rows. */
+ * unit of work is one panel for one part of the rows; a share is some units. With AMX maps of bf16 take
+ * its products (amx.h), for any number of rows, unless AVX-512 is faster for their format of weights, or
+ * they are an adapter's. */
 #include "amx.h"
 #include "kv_ahead.h"
 #include "thread_memory.h"
@@ -48,7 +49,7 @@ struct linear {
 INLINE bool has_amx_products(const struct linear *a)
 {
 #ifdef HAS_AMX
-    return quire_uses_amx && a->x_type == BF16 && !a->is_low_rank;
+    return quire_amx_formats >> a->kept & 1 && a->x_type == BF16 && !a->is_low_rank;
 #else
     return (void)a, false;
 #endif

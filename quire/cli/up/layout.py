@@ -31,13 +31,8 @@ SHIPPED_MODEL: Final = Path(__file__).parents[3] / "models" / "quire-tiny-python
 
 _NOT_OF_THE_SERVICE: Final = {
     *("detach", "demo", "verbose", "attached"),  # of one call of `quire up`
-    *(
-        "model",
-        "host",
-        "http_port",
-        "grpc_port",
-        "uds",
-    ),  # locations of the service
+    # Locations of the service
+    *("model", "host", "http_port", "grpc_port", "uds"),
     "api_key",  # a secret
     "turn_store",  # may have a password
 }
@@ -150,9 +145,8 @@ def choose_ports(settings: UpSettings) -> Addresses:
                 for i in range(num_workers)
             )
         )
-    num_own = (
-        settings.routers if settings.routers > 1 else 0
-    )  # a single router has the service's port
+    # A single router has the service's port
+    num_own = settings.routers if settings.routers > 1 else 0
     routers = tuple(choose("--http-port", 0) for _ in range(num_own)) or (http,)
     return Addresses(http, grpc, routers, tuple(schedulers), tuple(workers))
 
@@ -182,7 +176,7 @@ def plan(
         return f"{directory}/scheduler{f'-{cell}' if cell else ''}.sock"
 
     def process_name(kind: str, cell: int, suffix: str = "") -> str:
-        """Name the model's processes after it, if there are several models."""
+        """Return a process's name, which has its model's name if there are several models."""
         return f"{kind}{f'-{_folder(names[cell])}' if len(names) > 1 else ''}{suffix}"
 
     def spec(

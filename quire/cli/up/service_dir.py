@@ -49,17 +49,17 @@ class ServiceInfo:
     log_dir: str
     processes: tuple[ServiceProcess, ...] = ()
     scheduler_target: str = ""
-    """The scheduler's gRPC, for operators; empty in what an older release wrote."""
+    """The scheduler's gRPC, for operators; empty in files of older releases."""
     operator_target: str = ""
-    """The router's gRPC for operators; empty in what an older release wrote."""
+    """The router's gRPC for operators; empty in files of older releases."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """The models by their names, in order; empty in what an older release wrote."""
+    """The models by their names, in order; empty in files of older releases."""
     scheduler_targets: Mapping[str, str] = field(default_factory=dict)
-    """Each model's scheduler, by the model's name; empty in what an older release wrote."""
+    """Each model's scheduler, by the model's name; empty in files of older releases."""
     other_operator_targets: tuple[str, ...] = ()
-    """The addresses for operators of the other routers."""
+    """The gRPC for operators of the service's other routers; empty in files of older releases."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """The values of the flags of `quire up`, by name; empty in what an older release wrote."""
+    """The values of the flags of `quire up`, by name; empty in files of older releases."""
     has_tls: bool = False
     """Whether the TCP ports use TLS."""
 
@@ -141,9 +141,8 @@ def running_services(root: Path | None = None) -> Iterator[ServiceInfo]:
     """Return this user's running services, in no particular order."""
     for path in _directories(_root(root)):
         if _is_locked(path):
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # it has just started, or is from another release
+            # It has just started, or is from another release
+            with contextlib.suppress(OSError, ValueError):
                 yield _JSON.validate_json((path / "service.json").read_bytes())
 
 

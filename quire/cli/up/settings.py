@@ -38,6 +38,7 @@ ROUTER_FLAGS: Final = (
     "reasoning_parser",
     "on_demand",
     "min_loaded_s",
+    "idle_unload_s",
 )
 SCHEDULER_FLAGS: Final = (
     "policy",
@@ -108,6 +109,9 @@ class UpSettings(ProcessSettings):
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """With --on-demand, the shortest time in seconds for which a model stays loaded; default: the
     router's, 10."""
+    idle_unload_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Unload a model that has had no request for this long, in seconds; the next request loads it
+    again (docs/operations.md). Default: idle models stay loaded."""
     model_class: str = ""
     """The implementation that runs the model: your class as package.module:Class (docs/models.md),
     or "transformers"; empty: the worker's choice."""
@@ -138,8 +142,8 @@ class UpSettings(ProcessSettings):
     pipeline_parallel_size: PositiveInt = 1
     """Pipeline stages of each worker; each stage has a part of the layers, on separate devices."""
     simulate: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Start this many simulated workers instead, in one process. They take as long as a GPU, but
-    compute nothing: their text is random."""
+    """Start this many simulated workers instead, in one process. A step takes as long as on a GPU,
+    but computes nothing: the text is random."""
     http_port: Port = 8000
     """Port of the router's HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
@@ -150,8 +154,8 @@ class UpSettings(ProcessSettings):
     """Port of the scheduler's HTTP, for probes and metrics; 0 picks a free one. Default:
     --http-port + 1 if that is free."""
     worker_http_port: Port | None = None
-    """Port of the first worker's HTTP; those of the others follow; 0 picks free ones. Default:
-    --http-port + 2 if that is free."""
+    """Port of the first worker's HTTP; the other workers get the next ports; 0 picks free ones.
+    Default: --http-port + 2 if that is free."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Number format of weights and activations; auto is the checkpoint's if the device is fast with
     it, else float32."""
@@ -165,14 +169,14 @@ class UpSettings(ProcessSettings):
     max_num_batched_tokens: PositiveInt | None = None
     """Most tokens that one step computes; default: the worker's."""
     num_blocks: PositiveInt | None = None
-    """KV blocks of a worker; default: what memory allows."""
+    """KV blocks of a worker; default: as many as fit the memory."""
     block_size: PositiveInt | None = None
     """Tokens per KV block; default: the worker's."""
     kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Memory for KV blocks of a worker, in GiB; default: what memory allows."""
+    """Memory for KV blocks of a worker, in GiB; default: as much as fits."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """Format of the KV cache: auto is what the model computes in; int8 and fp8 take about half the
-    memory of bfloat16."""
+    """Format of the KV cache: auto is the format in which the model computes; int8 and fp8 take
+    about half the memory of bfloat16."""
     kv_cache_dtype_skip_layers: str = ""
     """Layers, counted from 0, that keep their KV as with auto, such as 0,1,23."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -190,7 +194,8 @@ class UpSettings(ProcessSettings):
     """Order of requests: fcfs, priority, fair, deadline, a combination such as
     priority+fair+deadline, or the dotted path of your class; empty: fcfs."""
     preemption_mode: Literal["cost", "swap", "recompute"] | None = None
-    """What happens to the KV of a preempted sequence; default (cost): the cheaper of the two."""
+    """How to preempt a sequence: swap its KV to host memory, or recompute it later; default (cost):
+    the cheaper one."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] | None = None
     """How much longer steps may take, as a factor, while a long prompt is computed beside streaming
     requests; inf: no limit; default: the scheduler's, 1.4."""
@@ -298,13 +303,16 @@ class UpSettings(ProcessSettings):
                     raise ValueError(f"--{flag}: is for one model; --model has {num_models}")
         elif self.on_demand is not None:
             raise ValueError(f"--on-demand: {self.on_demand}: needs several models (--model)")
-        if self.on_demand is not None and (self.devices_per_worker > 1 or self.simulate):
-            raise ValueError(
-                f"--on-demand: {self.on_demand}: simulated workers, and workers on several devices,"
-                " keep their model"
-            )
-        if self.on_demand is not None and self.routers > 1:
-            raise ValueError(f"--on-demand: {self.on_demand}: needs one router; not {self.routers}")
+        for name in ("on_demand", "idle_unload_s"):
+            if (value := getattr(self, name)) is None:
+                continue
+            flag = f"--{name.replace('_', '-')}: {value}"
+            if self.devices_per_worker > 1 or self.simulate:
+                raise ValueError(
+                    f"{flag}: simulated workers, and workers on several devices, keep their model"
+                )
+            if self.routers > 1:
+                raise ValueError(f"{flag}: needs one router; not {self.routers}")
         return self
 
     @property

@@ -147,9 +147,8 @@ class Supervisor:
 
     async def _start(self, slot: _Slot) -> Child | None:
         """Start the slot's process; return None if the supervisor is stopping."""
-        async with (
-            self._start_lock
-        ):  # otherwise `_stop_all` would miss a child that is being started
+        # Without the lock, `_stop_all` would miss a child that is being started
+        async with self._start_lock:
             if self._stopping.is_set():
                 return None
             slot.child = await Child.start(slot.spec, self._log_dir / f"{slot.spec.name}.log")

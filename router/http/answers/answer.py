@@ -56,7 +56,7 @@ class Call:
     stream: bool
     usage_in_stream: UsageInStream
     received: Mapping[int, OutputReceived] | None = None
-    """What the client has of each output, if it resumes a stream; else None."""
+    """The client's part of each output, if it resumes a stream; else None."""
     prompts: list[Sequence[int]] = field(default_factory=list)
     """The token ids of each request's prompt, once known."""
     field_to_json: Mapping[str, str] = field(default_factory=dict)
@@ -75,8 +75,8 @@ class Call:
     def is_resumable(self) -> bool:
         """Whether its stream can be resumed from an event's id.
 
-        It must have one request, because an id covers one, and no prompt log-probabilities, because
-        those are not sent again.
+        The call must have one request, because an id covers one, and no prompt log-probabilities,
+        because they are sent only once.
         """
         return (
             self.stream
@@ -105,7 +105,7 @@ async def answer(http: web.Request, inference: Inference, call: Call) -> web.Str
 
 
 async def _open(inference: Inference, call: Call, request: GenerateRequest) -> LiveRequest:
-    """Start a request, or resume it after what its client has received."""
+    """Start a request, or resume it after the events that its client has received."""
     if not call.stream and not request.resumable:  # nothing is sent before the end
         request = replace(request, stream_interval=MAX_STREAM_INTERVAL)
     if call.received is None:
@@ -122,7 +122,7 @@ async def _open(inference: Inference, call: Call, request: GenerateRequest) -> L
 
 
 def _catch_up(call: Call, request: GenerateRequest, live: LiveRequest) -> None:
-    """Feed the shape what the client has received, to restore its state within a tool call.
+    """Feed the client's part to the shape, to restore its state within a tool call.
 
     Raises `FailedPreconditionError` if log-probabilities of that part were lost.
     """
@@ -208,7 +208,7 @@ async def _read_all(
     lives: Sequence[LiveRequest], put: Callable[[int, Event], None], room: Room | None = None
 ) -> None:
     """Call `put` with each request's position and events; raise the first exception."""
-    if len(lives) == 1:  # most calls have one request; they need no further task
+    if len(lives) == 1:  # most calls have one request, and need no further task
         await lives[0].send_to(partial(put, 0), room)
         return
     try:
@@ -238,11 +238,12 @@ class _Chunks:
         self._usages: list[Usage] = []
         self._mark = uuid.uuid4().hex
         """Placeholder of the text in `_frames`."""
+        self._has_frames = call.usage_in_stream is not UsageInStream.ALWAYS
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """For each choice, an event's bytes before and after the JSON of its text."""
 
     def put(self, i: int, event: Event) -> None:
-        """Send an event of request `i`; raise the error of one that has failed."""
+        """Send an event of request `i`; raise its error if it has failed."""
         call = self._call
         choice: Json | str
         if isinstance(event, OutputDelta):
@@ -261,9 +262,9 @@ class _Chunks:
             for index in range(i * call.n, (i + 1) * call.n):
                 call.shape.score(index, event)
             return
-        if isinstance(choice, str) and call.usage_in_stream is not UsageInStream.ALWAYS:
+        if isinstance(choice, str) and self._has_frames:
             before, behind = self._frames.get(index) or self._make_frame(index)
-            chunk = b"%b%b%b" % (before, json_bytes(choice), behind)
+            chunk = before + json_bytes(choice) + behind
         elif isinstance(choice, str):
             chunk = self._chunk(call.shape.choice_of_text(index, choice))
         else:

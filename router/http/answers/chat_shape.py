@@ -62,7 +62,7 @@ class ChatShape:
         """Whether chunks have neither log-probabilities nor token ids."""
         self._prompt_token_ids = prompt_token_ids
         self._stop = stop
-        self._scores: PromptScores | None = None
+        self._scores: list[TokenLogprob] | None = None
         self._introduced: set[int] = set()
         self._index_to_reader: defaultdict[int, Reader] | None
         self._index_to_reader = None if new_reader is None else defaultdict(new_reader)
@@ -70,9 +70,9 @@ class ChatShape:
         self._has_said_once = False
 
     def score(self, index: int, scores: PromptScores) -> None:
-        """Take the prompt's log-probabilities, which are the same for each choice."""
-        del index
-        self._scores = scores
+        """Take the next of the prompt's log-probabilities, which are the same for each choice."""
+        if index == 0:
+            self._scores = [*(self._scores or ()), *scores.logprobs]
 
     def once(self) -> Json:
         """Return the prompt's token ids and log-probabilities, on request."""
@@ -213,7 +213,7 @@ def _sorted(pieces: Sequence[Piece]) -> tuple[str, str, list[CallPiece]]:
 
 
 def _thought_json(thought: str) -> Json:
-    """Return thinking under both of its names, the older one and the one that replaces it."""
+    """Return thinking under its older and its newer name."""
     return {"reasoning_content": thought, "reasoning": thought} if thought else {}
 
 

@@ -27,7 +27,7 @@ class StreamPosition:
     """Counts how much of each output a client has, and makes the ids of its stream's events."""
 
     def __init__(self, request_id: str, received: Mapping[int, OutputReceived]) -> None:
-        """`received` is what the client has at the start."""
+        """`received` is the client's part at the start."""
         self._suffix = "/" + quote(request_id, safe="")
         self._received = dict(received)
 
@@ -56,7 +56,7 @@ class StreamPosition:
 
 
 def parse_event_id(event_id: str) -> tuple[str, dict[int, OutputReceived]]:
-    """Return the request's id and what the client has; raises InvalidArgumentError."""
+    """Return the request's id and the client's part; raises InvalidArgumentError."""
     if len(event_id) > _MAX_CHARS or not _PATTERN.fullmatch(event_id):
         raise InvalidArgumentError(
             LAST_EVENT_ID_HEADER, f"is {excerpt(event_id)}; it must be the id of an event"

@@ -1,7 +1,7 @@
 """The JSON of completions, and the JSON that all calls share: usage, models, ends of choices.
 
 Completions and chats differ only in the shape of a choice: `Shape`. A shape belongs to one call and
-remembers what it has sent of each choice. `answer.py` streams and collects for both kinds.
+records the sent part of each choice. `answer.py` streams and collects for both kinds.
 """
 
 from collections import defaultdict
@@ -52,7 +52,7 @@ class Shape(Protocol):
     chunk_object_name: str
 
     def score(self, index: int, scores: PromptScores) -> None:
-        """Take a choice's prompt log-probabilities, before its first delta."""
+        """Take the next of a choice's prompt log-probabilities, before its first delta."""
 
     def once(self) -> Json:
         """Return the extra fields of a whole answer, or of a stream's first event."""
@@ -106,12 +106,12 @@ class CompletionShape:
         self._is_plain = not (has_logprobs or has_token_ids or is_echo_only)
         """Whether chunks after the first show only text."""
         self._index_to_offset: defaultdict[int, int] = defaultdict(int)
-        self._scores: dict[int, PromptScores] = {}
+        self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self._started: set[int] = set()
 
     def score(self, index: int, scores: PromptScores) -> None:
-        """Take a choice's prompt log-probabilities."""
-        self._scores[index] = scores
+        """Take the next of a choice's prompt log-probabilities."""
+        self._scores[index] += scores.logprobs
 
     def once(self) -> Json:
         """Nothing."""
@@ -168,7 +168,7 @@ class CompletionShape:
             prompt = self._prompt(index)
             text = prompt.text + text
             token_ids = [*prompt.token_ids, *token_ids]
-            logprobs = [None, *(() if scores is None else scores.logprobs), *logprobs]
+            logprobs = [None, *(scores or ()), *logprobs]
         return {"text": text, "logprobs": self._logprobs(index, token_ids, logprobs), **shown}
 
     def _logprobs(
@@ -204,7 +204,7 @@ class CompletionShape:
 
 
 def prompt_logprobs_json(
-    token_text: TokenText, prompt: Sequence[int], scores: PromptScores
+    token_text: TokenText, prompt: Sequence[int], scores: Sequence[TokenLogprob]
 ) -> list[Json | None]:
     """Return them as vLLM does: by token id, the likeliest tokens and the prompt's token."""
 
@@ -215,7 +215,7 @@ def prompt_logprobs_json(
             for shown_id, logprob in logprobs.items()
         }
 
-    return [None, *map(scored, prompt[1:], scores.logprobs)]
+    return [None, *map(scored, prompt[1:], scores)]
 
 
 def usage_json(usages: Sequence[Usage]) -> Json:

@@ -96,7 +96,7 @@ class SseResponse:
 
     @contextlib.asynccontextmanager
     async def before_events(self) -> AsyncIterator[None]:
-        """Send status, headers and heartbeats now, and what `start` sends only then."""
+        """Send status, headers and heartbeats now; events follow after `start`."""
         await self.start()
         with self.heartbeats():
             yield
@@ -169,7 +169,7 @@ def sse_of(
 
 
 def sse_event(value: object) -> bytes:
-    """Return an event with a value as JSON; `lines` with its id and name come first."""
+    """Return a nameless event: a value as JSON."""
     return b"data: %b\n\n" % json_bytes(value)
 
 

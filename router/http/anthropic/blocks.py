@@ -21,7 +21,7 @@ def _as_blocks(value: object) -> object:
 
 
 class CacheControl(Schema):
-    """A mark: the prompt up to here will be used again."""
+    """A cache mark: a later prompt will begin with the prompt up to here."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"

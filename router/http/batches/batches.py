@@ -66,7 +66,7 @@ class Batches:
     turns: Turns
     retention_s: float
     max_line_bytes: int
-    """Most bytes of a line; the same as of a call's body."""
+    """Most bytes of a line; a call's body has the same limit."""
     tick_s: float = _TICK_S
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ class Batches:
     async def _fill(self, batch: Batch) -> None:
         """Make turns of a batch's lines.
 
-        If the router dies, another continues after the last one.
+        If the router dies, another router continues after the last stored line.
         """
         content = await self.store.content(batch.tenant, batch.file_id)
         if content is None:

@@ -67,7 +67,7 @@ class ReasoningOptions(Schema):
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
-    """Without effect: all of the thinking is shown."""
+    """Without effect: all thinking is shown."""
     max_tokens: Annotated[int, Field(ge=0, le=2**20)] | None = None
     """From OpenRouter: most tokens of thinking."""
 

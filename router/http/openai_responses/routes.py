@@ -94,7 +94,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         return json_response({"id": found.id, "object": "response", "deleted": True})
 
     async def list_input_items(request: web.Request, _: CallId) -> web.StreamResponse:
-        """List the input items of a response, without those of earlier ones."""
+        """List the input items of a response, without the items of earlier responses."""
         found = await find(request)
         items = (await asyncio.to_thread(input_of, found))[::-1]
         return json_response(page(items, request.query, most=MAX_LISTED))
@@ -173,10 +173,8 @@ async def _follow(
 ) -> web.StreamResponse:
     inference = await kept.cells.known(turn.model)
     call = call or await restored(inference, turn)
-    made, seen = (
-        call.events(inference),
-        Seen(),
-    )  # may raise an error, for which the status can still be set
+    # May raise an error, for which the status can still be set
+    made, seen = call.events(inference), Seen()
     async with aclosing(kept.read(turn, seen)) as events:
         return await _stream(
             sse_of(http, {REQUEST_ID_HEADER: call_id.value}),

@@ -8,7 +8,7 @@ from scheduler_svc.core.sequence import SeqStatus, Sequence
 
 
 class BeamGroup:
-    """One search and its sequences. Only `BeamGroups` changes it."""
+    """One search and its sequences. Only `BeamGroups` and `Takeover` change a group."""
 
     def __init__(self, request: Request, seqs: tuple[Sequence, ...]) -> None:
         """Make the group of a search.
@@ -84,7 +84,7 @@ class BeamGroup:
         return is_alone and leader.status is SeqStatus.DECODE and not leader.loading_block_ids
 
     def num_blocks_due(self, block_size: int) -> int:
-        """Return the most blocks of each KV group that the search's beams need in the next step."""
+        """Return an upper bound on the blocks of each KV group that the next step's beams need."""
         if self.parents is None:
             return self._num_blocks_of_others(block_size) if self.can_spread else 0
         if (self.search.num_tokens - 1) % block_size == 0:  # the parents' blocks are full
@@ -93,7 +93,7 @@ class BeamGroup:
         return max(0, len(self.parents) - len(self.places))
 
     def demand(self, block_size: int) -> tuple[int, int]:
-        """Return how many rows the search needs, and blocks of each group besides its leader's."""
+        """Return how many rows it needs, and blocks per KV group in addition to its leader's."""
         width, num_tokens, request = len(self.seqs), self.search.num_tokens, self.leader.request
         if len(self.search.beams) > 1:
             return width, self._num_blocks_of_others(block_size)

@@ -1,9 +1,9 @@
 """Runs beam searches: manages the rows and blocks of their beams, step by step.
 
 A search has one sequence per beam. The first sequence, the leader, represents the search in the
-queue. When it has computed the prompt, the others fork from it. From then on each beam reports
-candidates when it computes its last token. When all beams have reported, the search chooses the
-next beams. In the next step:
+queue. When the leader has computed the prompt, the other beams fork from it. From then on each beam
+reports candidates when it computes its last token. When all beams have reported, the search chooses
+the next beams. In the next step:
 
     the first child of a beam    continues in the row and blocks of its parent
     a further child              forks into a spare sequence: it shares the parent's full blocks,
@@ -15,8 +15,8 @@ never decodes, and no step in flight refers to it while its next step is prepare
 
 A search runs as a whole or waits as a whole. A preempted search keeps its beams' tokens but no KV;
 most of the KV is in shared blocks, which the prefix cache may still have. It resumes like a new
-search: the leader, with the tokens of the best beam, computes what the cache lacks; then the other
-beams start from the blocks that they have in common with it.
+search: the leader, with the tokens of the best beam, computes the tokens that are not cached; then
+the other beams start from the blocks that they have in common with it.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ class BeamGroups:
         self._policy = policy
         self._groups: dict[SeqId, BeamGroup] = {}  # by leader
         self.num_recomputed_tokens = 0
-        """Tokens that beams other than the best had to compute again after a preemption."""
+        """Tokens that resumed searches computed again for their beams, except the best beam."""
 
     def __iter__(self) -> Iterator[BeamGroup]:
         return iter(self._groups.values())
@@ -78,7 +78,7 @@ class BeamGroups:
 
     @property
     def num_blocks_due(self) -> int:
-        """The most blocks that `advance` may take."""
+        """An upper bound on the blocks that `advance` takes."""
         if not self._groups:
             return 0
         return sum(map(self._num_blocks_due, self))
@@ -96,7 +96,7 @@ class BeamGroups:
         return group.num_blocks_due(self._block_size) * self._kv_groups.num
 
     def _most_blocks_of_others(self, group: BeamGroup) -> int:
-        """Return what the other beams need if they share no block with the best one.
+        """Return the blocks that the other beams need if they share none with the best.
 
         The best beam may have given back blocks behind its window that the others need.
         """
@@ -192,7 +192,7 @@ class BeamGroups:
             self._running.compute_chunk(seq, builder)
 
     def _spread(self, group: BeamGroup) -> None:
-        """Start the beams of a resumed search other than the best one."""
+        """Start the beams of a resumed search, except the best one."""
         best, num_tokens = group.leader, group.search.num_tokens
         for index, seq in zip(range(1, len(group.search.beams)), group.spares, strict=False):
             seq.token_ids = group.search.beams[index].token_ids

@@ -35,7 +35,7 @@ class BeamParams:
 
     @property
     def num_kept(self) -> int:
-        """Number of continuations considered in a step, of which at least `width` do not end."""
+        """Number of continuations considered in a step; at least `width` of them do not end."""
         return max(2, 1 + len(self.end_token_ids)) * self.width
 
 
@@ -183,13 +183,12 @@ class BeamSearcher:
         return np.float32(logprob / np.float32(num_output_tokens**self.params.length_penalty))
 
     def _keep(self, new: Hypothesis) -> None:
-        hypotheses = sorted(
-            (*self.hypotheses, new), key=lambda h: h.score, reverse=True
-        )  # stable, so ties keep their order
+        # Stable, so ties keep their order
+        hypotheses = sorted((*self.hypotheses, new), key=lambda h: h.score, reverse=True)
         self.hypotheses = tuple(hypotheses[: self.params.width])
 
     def _is_over(self, best_logprob: np.float32, num_output_tokens: int) -> bool:
-        """Whether the search ends; `best_logprob` is that of the best beam."""
+        """Whether the search ends, given the log-probability of the best beam."""
         if len(self.hypotheses) < self.params.width:
             return False
         if self.params.early_stopping is EarlyStopping.WHEN_FULL:

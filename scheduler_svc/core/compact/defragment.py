@@ -4,13 +4,14 @@ If H blocks are held, the held blocks at H and beyond exchange places with avail
 A *pass* lists these blocks and the tables that name them. Then each step moves a few, highest
 first, with copies in its plan. Sequences keep running, so the lists are checked again before use:
 
-    source a held block. All its holders must be tables or a pin that the pass knows. So a block
-    does not move while a step in flight holds it, a fork copies from it, it is being swapped in, or
-    this plan copies to it. target a free block: the source moves there, and its old block is held
-    until the step's
+    source    a held block. All its holders must be tables or a pin that the pass knows. So a block
+              does not move while a step in flight holds it, a fork copies from it, it is being
+              swapped in, or this plan copies to it.
+    target    a free block: the source moves there, and its old block is held until the step's
               result. Or a cached block: the two exchange contents by two copies in one plan, since
               all reads come before all writes. Free blocks below H are used first, then cached
-              ones. If all of these have been allocated, any free block below the source is used.
+              ones. If all listed blocks have been allocated, any free block below the source is
+              used.
 
 While the pool shrinks, passes of another kind run first, repeatedly until none is needed: they
 *evacuate* the blocks beyond the pool's new end to any available blocks below it, evicting cached
@@ -96,7 +97,7 @@ class _Pass:
     sources: list[DeviceBlockId]
     """Ascending; taken from the end."""
     free_targets: list[DeviceBlockId]
-    """Descending; taken from the end, if cached by then."""
+    """Blocks without a holder, descending; taken from the end, and used if cached by then."""
     owners: _Owners
     evacuates: bool = False
     """Whether the pass only empties the blocks beyond the border; such a pass has no report."""
@@ -132,10 +133,7 @@ class Defragmenter:
         self.num_passes = 0
 
     def request_pass(self) -> None:
-        """Begin a pass with the next step, at any fragmentation rate.
-
-        After the current pass, if any.
-        """
+        """Begin a pass at any fragmentation rate: with the next step, or after the current pass."""
         self._is_wanted = True
         self.due = _NOW
 
@@ -215,9 +213,8 @@ class Defragmenter:
             current.num_moved += num_moved
             self.num_moved += num_moved
             current.last_step = builder.step_id
-        elif builder.step_id - num_in_flight > (
-            current.last_step or 0
-        ):  # the old blocks are free now
+        elif builder.step_id - num_in_flight > (current.last_step or 0):
+            # The old blocks are free now
             self._pass = None
             if current.evacuates:
                 return

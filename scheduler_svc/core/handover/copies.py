@@ -56,7 +56,7 @@ class Room:
     host_block_ids: tuple[HostBlockId, ...]
     """Parallel to `hashes`."""
     ready_step: StepId
-    """After the result of this step nothing else reads or writes these blocks."""
+    """After the result of this step, no other step reads or writes these blocks."""
 
 
 class Copies:
@@ -81,10 +81,11 @@ class Copies:
     # --- source core ----------------------------------------------------------------------------
 
     def lend(self, hashes: Sequence[BlockHash]) -> Loan:
-        """Hold blocks on the host, and copy those there that only the device has.
+        """Hold blocks on the host; copy blocks that only the device has to the host first.
 
-        Stops at the first block that is in neither pool, or for which the host has no room. Copies
-        nothing while swap-ins are pending: a step cannot do both, and sequences wait for swap-ins.
+        Stops at the first block that is in neither pool, for which the host has no room, or that
+        would be one copy more than `max_swap_blocks`. Copies nothing while swap-ins are pending: a
+        step cannot do both, and sequences wait for swap-ins.
         """
         num_left = 0 if self._tier.has_unsent_swap_ins else self._max_copied
         held: list[HostBlockId] = []
@@ -110,13 +111,13 @@ class Copies:
     # --- target core ----------------------------------------------------------------------------
 
     def missing(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
-        """Return those of `hashes` that neither device nor host has; changes nothing."""
+        """Return the hashes that neither device nor host has; changes nothing."""
         pools = (self._pool, self._tier.pool)
         return [each for each in hashes if not any(pool.find([each]) for pool in pools)]
 
     @property
     def num_expectable(self) -> int:
-        """Most blocks that `expect` reserves now: half of those available, to leave room."""
+        """How many blocks `expect` can reserve now: half of those available, to leave room."""
         return self._tier.pool.num_available // 2
 
     def expect(self, hashes: Sequence[BlockHash]) -> Room:

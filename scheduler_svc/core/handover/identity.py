@@ -19,8 +19,9 @@ def swap_root(request: Request, output_index: int, *, has_prefix_cache: bool) ->
 def identity(request: Request, output_index: int) -> bytes:
     """Return 32 bytes that identify a sequence of `request` to a later scheduler.
 
-    Two requests have equal identities only if they have the same id and draw the same tokens. The
-    router, and the number of tokens that it knows, do not matter.
+    The identity covers the request's id, tenant, cache salt, sampling, search and limits, and the
+    number of its prompt tokens, but no tokens: callers compare or hash these themselves. It does
+    not depend on the router, or on the number of output tokens that the router knows.
     """
     parts = (
         b"quire.v1.sequence\0",

@@ -41,7 +41,7 @@ class NewLabels:
         self._blocks[self._num_before :] = [names.get(block, block) for block in new]
 
     def forget(self, blocks: set[int]) -> None:
-        """Drop the labels of blocks whose content may be wrong."""
+        """Drop the labels of `blocks`, whose content may be wrong, or which leave the pool."""
         is_kept = [block not in blocks for block in self._blocks]
         self._num_before = sum(is_kept[: self._num_before])
         self._blocks = [*compress(self._blocks, is_kept)]

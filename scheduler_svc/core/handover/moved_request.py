@@ -25,9 +25,9 @@ class MovableRequest:
     num_seqs: int
     """Number of sequences that have not ended."""
     num_host_blocks: int
-    """Host blocks that hold their KV now."""
+    """Host blocks that hold the KV of these sequences now."""
     num_device_blocks: int
-    """Device blocks that they hold now."""
+    """Device blocks that these sequences hold now."""
     max_total_tokens: int
     """The length, prompt and output together, at which a sequence ends."""
     max_device_blocks: int
@@ -40,11 +40,11 @@ class Progress:
 
     live: MovableRequest
     can_copy: bool
-    """Whether `Copies` can copy its blocks: they have hashes, by which it finds them there."""
+    """Whether `Copies` can copy its blocks, which must be found by their hashes."""
     hashes: tuple[BlockHash, ...]
     """The hashes of its full blocks, including blocks that steps in flight compute."""
     decodes: bool
-    """Whether it has gained a token and can leave."""
+    """Whether some of its sequences run, each of these has gained a token, and it can leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class MovedSequence:
     num_computed_tokens: int
     """Tokens with KV in the blocks; without blocks: tokens that had been computed once."""
     num_charged_tokens: int
-    """First prompt tokens that the source core's policy has charged for."""
+    """How many of its first prompt tokens the source core's policy has charged for."""
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache at its first admission."""
     was_admitted: bool
@@ -66,7 +66,7 @@ class MovedSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MovedRequest:
-    """A request as the source core hands it over: everything that another core needs."""
+    """A request that the source core hands over, with all data that the target core needs."""
 
     request: Request
     """The request, with the tokens so far as `outputs`."""

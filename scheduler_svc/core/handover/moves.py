@@ -105,17 +105,14 @@ class Moves:
     # --- finding requests to move ---------------------------------------------------------------
 
     def find_requests(self, request_id: str | None = None) -> list[MovableRequest]:
-        """Return the live requests with an id, which several routers may use.
-
-        None: all requests.
-        """
+        """Return the live requests with `request_id`, which several routers may use; None: all."""
         seqs = [seq for seq in self._live if request_id in (None, seq.request.request_id)]
         return [self._describe(group) for group in _by_request(seqs)]
 
     def first_swapped(self) -> MovableRequest | None:
-        """Return the first swapped request in the queue that `begin_export` accepts, if any.
+        """Return the first request in order that waits as a whole and has swapped KV, if any.
 
-        All its sequences wait, at least one of them with its KV on the host.
+        `begin_export` may still refuse it, because some of its KV is on the disk.
         """
         swapped = [seq for seq in self._live if seq.status is SeqStatus.SWAPPED]
         for first in sorted(swapped, key=self._queue.sort_key):
@@ -134,7 +131,7 @@ class Moves:
         return [(request.source, request.first_seq_key) for request in requests]
 
     def progress(self, source: SourceId, first_seq_key: SeqKey) -> Progress | None:
-        """Return what a request has computed; None: it has ended, or is leaving."""
+        """Return the state of a request before its move; None: it has ended, or is leaving."""
         seqs = self._group(source, first_seq_key)
         if not seqs or any(seq.status is SeqStatus.MIGRATING for seq in seqs):
             return None
@@ -309,7 +306,7 @@ class Moves:
         )
 
     def _decodes(self, seqs: list[Sequence]) -> bool:
-        """Whether some sequences run, all of these decode, and the request can leave."""
+        """As `Progress.decodes`; false if a step in flight samples a last token."""
         running = [seq for seq in seqs if seq.row is not None]
         if not running:
             return False

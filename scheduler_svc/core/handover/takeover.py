@@ -1,6 +1,6 @@
-"""Continues sequences from what a worker still holds from an earlier scheduler.
+"""Continues the sequences of an earlier scheduler from the KV that the worker still holds.
 
-What the worker reports, and what the core does with it:
+The core's use of each part of the worker's report:
 
     a row            the tokens and block table of a sequence. A row is *unclaimed* until a request
                      with its identity is submitted again. Then the sequence continues in the same
@@ -83,7 +83,7 @@ class Takeover:
     ) -> None:
         """`finish` is `Scheduler._finish`."""
         self.num_recomputed_tokens = 0
-        """Tokens that adopted sequences compute again although the worker had computed them."""
+        """Tokens that the worker had computed and adopted sequences recompute."""
         self.num_adopted_tokens = 0
         """Tokens of adopted sequences whose KV the worker still held."""
         self.expires_at = float("inf")
@@ -108,7 +108,7 @@ class Takeover:
     # --- unclaimed rows -------------------------------------------------------------------------
 
     def inherit(self, holdings: Holdings, now: float) -> None:
-        """Take over what the worker holds; call once, before anything else."""
+        """Take over the worker's rows and blocks; call once, before all other methods."""
         for row in holdings.rows[: self._config.max_num_seqs]:
             self._unclaimed.setdefault(row.identity, []).append(row)
         self._kept_until = now + REUNION_S
@@ -126,7 +126,7 @@ class Takeover:
 
     @property
     def unclaimed(self) -> list[HeldRow]:
-        """The rows whose requests have not been submitted again."""
+        """The rows of requests that routers have not submitted again."""
         return [row for rows in self._unclaimed.values() for row in rows]
 
     @property
@@ -141,7 +141,7 @@ class Takeover:
             self._free(row)
 
     def give_up_one(self, now: float) -> bool:
-        """Free one unclaimed row because nothing can run otherwise; return whether one was freed.
+        """Free one unclaimed row, so a queued sequence can run; return whether a row was freed.
 
         In the first `REUNION_S` no row is freed.
         """
@@ -182,7 +182,7 @@ class Takeover:
     # --- adopted sequences ----------------------------------------------------------------------
 
     def with_separate_outputs(self, request: Request) -> Request:
-        """Mark the outputs of a request as diverged if unclaimed rows exist for several of them.
+        """Mark a request's outputs as diverged if one after the first has an unclaimed row.
 
         Then no output forks from the first. The router may have received no token yet, although the
         outputs have diverged.
@@ -194,7 +194,7 @@ class Takeover:
         return request
 
     def adopt(self, seq: Sequence) -> bool:
-        """Give a new sequence the KV that the worker holds of it, if any.
+        """Give a new sequence its KV, if the worker holds some.
 
         Returns:
             Whether the sequence runs, waits SWAPPED in the queue, or has ended. Otherwise the
@@ -234,7 +234,7 @@ class Takeover:
         return 0 if kv is None else kv.num_tokens
 
     def _adopt_running(self, seq: Sequence) -> bool:
-        """Let a sequence continue in the blocks of its row; return False if it has no row."""
+        """Let a sequence continue in its row's blocks, or end; return False if it cannot."""
         row = self._find_row(seq.request, seq.output_index)
         if row is None or len(row.token_ids) > seq.max_total_tokens:
             return False
@@ -259,11 +259,14 @@ class Takeover:
         return self._continue(seq, row)
 
     def _continue(self, seq: Sequence, row: HeldRow) -> bool:
-        """Start a sequence in the blocks of its row, which it owns from now on.
+        """Start a sequence in the blocks of its row; the sequence owns the blocks from now on.
 
         If the last block is shared, the sequence gets a copy of it. Blocks without computed tokens
         are dropped, and missing ones allocated. If too few are available, the sequence waits with
         its KV on the host.
+
+        Returns:
+            False if the KV cannot be used, or the host has no room for it; the row is freed then.
         """
         num_computed = min(row.num_computed_tokens, len(seq.token_ids) - 1)
         if self._groups.has_states and (row.has_stopped or num_computed != row.num_computed_tokens):
@@ -275,7 +278,7 @@ class Takeover:
         places = self._groups.kept(num_computed)
         blocks = [kept[place] for place in places]
         if not self._groups.is_plain and NULL_BLOCK in blocks:
-            self._free(row)  # the sequence must compute tokens again whose window was given back
+            self._free(row)  # the sequence must recompute tokens whose window was given back
             return False
         num_before = max(seq.num_computed_tokens, row.num_computed_tokens)
         self._claim(row)
@@ -351,8 +354,8 @@ class Takeover:
     ) -> "_SwappedKv | None":
         """Search host and disk for an output's KV up to its last block, full or partial.
 
-        With a prefix cache the result is None if only full blocks, or only a prompt, are there:
-        admission finds those.
+        With a prefix cache the result is None if the worker has only full blocks or only a prompt,
+        because admission finds these.
 
         Args:
             request: The request.
@@ -375,7 +378,7 @@ class Takeover:
         disk = self._tier.disk.pool.find(hashes[len(host) :])
         num_full = len(host) + len(disk)
         next_end = (num_full + 1) * size
-        # The last known token has KV if the worker sampled another token that the router lacks.
+        # The last token that the router knows has KV if the worker sampled a further token.
         for end in range(min(len(known), next_end), num_full * size, -1):
             name = chain[num_full] if end == next_end else tail_hash(chain, root, known, end, size)
             host_tail = [] if disk else self._tier.pool.find([name])
@@ -391,7 +394,8 @@ class Takeover:
         """As `_find_swapped`, for several groups or windows."""
         size = self._config.block_size
         num_full = (len(known) - 1) // size
-        # A full last block would be shared, but the last known token is computed again.
+        # A full last block would be shared, but the step writes to it, because it recomputes the
+        # last known token.
         is_full = len(known) == (num_full + 1) * size
         for end in range(len(known) - is_full, num_full * size, -1):
             names = chain[:num_full]

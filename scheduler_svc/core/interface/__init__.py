@@ -1,1 +1,1 @@
-"""What goes into the core and comes out: requests, configuration, events, errors."""
+"""The core's inputs and outputs: requests, configuration, events, errors."""

@@ -9,7 +9,7 @@ from scheduler_svc.core.space.eviction import Eviction
 
 
 class PreemptionMode(StrEnum):
-    """What preemption does with a sequence's KV."""
+    """The ways to preempt a sequence."""
 
     COST = "cost"
     """Choose SWAP or RECOMPUTE, whichever is faster at the rates that the worker measured."""
@@ -28,24 +28,26 @@ class SchedulerConfig:
     block_size: int
     """Token slots of a block."""
     max_num_seqs: int
-    """Number of rows: the most sequences that run at once."""
+    """Number of rows: at most this many sequences run at once."""
     max_num_batched_tokens: int
     """The token budget of a step; at least `max_num_seqs`."""
     max_model_len: int
-    """Most tokens of one sequence."""
+    """The limit on the tokens of one sequence."""
     kv_windows: tuple[KvWindow, ...] = (None,)
     """The window of each KV group; see `KvGroups`."""
     num_saturating_tokens: int | None = None
     """How many prompt tokens keep the device busy with arithmetic; None: the token budget."""
+    min_prompt_tokens: int = 0
+    """How many prompt tokens a step with decodes may always have, however long they take."""
     num_draft_tokens: int = 0
-    """Most draft tokens per sequence and step; less than `block_size`. A step may give a sequence
-    `num_draft_tokens` + 1 tokens."""
+    """The limit on draft tokens per sequence and step; less than `block_size`. A step may give a
+    sequence `num_draft_tokens` + 1 tokens."""
     max_num_blocks: int | None = None
-    """Most device blocks that a resize may set; None: their number is fixed."""
+    """The greatest number of device blocks that a resize may set; None: the number is fixed."""
     min_num_blocks: int = 1
-    """Fewest device blocks that a resize may set."""
+    """The least number of device blocks that a resize may set."""
     max_waiting: int = 1024
-    """Most waiting sequences."""
+    """The limit on waiting sequences."""
     enable_prefix_caching: bool = True
     """Whether sequences share full blocks with equal content."""
     eviction: Eviction = Eviction.LRU
@@ -55,15 +57,16 @@ class SchedulerConfig:
     max_tenant_pinned_share: float = 1.0
     """Share of the device blocks that pins of one tenant may hold."""
     defragment_interval_s: float = 10.0
-    """How often fragmentation is measured; 0: never."""
+    """Seconds between two measurements of fragmentation; 0: never."""
     defragment_threshold: float = 1.0
     """Fragmentation rate at which blocks are moved; rates are below 1."""
     max_defragment_moves: int = 32
-    """Most blocks that defragmentation moves in one step."""
+    """The limit on blocks that defragmentation moves in one step."""
     watermark: float = 0.01
-    """Share of the blocks that admission leaves available, for running sequences to grow."""
+    """Share of the blocks that an admission must leave available, so that running sequences can
+    grow."""
     max_prefill_chunk: int | None = None
-    """Most known tokens of one sequence in one step; None: the token budget."""
+    """The limit on the known tokens of one sequence in one step; None: the token budget."""
     num_host_blocks: int = 0
     """Host blocks; 0: there is no host tier."""
     host_is_device_memory: bool = False
@@ -79,19 +82,19 @@ class SchedulerConfig:
     disk_bytes_per_s: float = 0.0
     """Measured rate of loads from the disk; 0: unknown."""
     max_disk_moves: int = 256
-    """Most loads in progress, and most stores; at the limit evicted blocks are lost. Spills of
+    """The limit on loads in progress, and on stores; beyond it, evicted blocks are lost. Spills of
     preempted sequences are not limited, because their room is needed at once."""
     preemption_mode: PreemptionMode = PreemptionMode.COST
-    """What preemption does with KV, if there is a host tier."""
+    """How to preempt sequences if there is a host tier."""
     max_swap_blocks: int = 256
-    """Most blocks that one step swaps in, and most that it demotes. Swap-outs of preempted
+    """The limit on blocks that one step swaps in, and on those it demotes. Swap-outs of preempted
     sequences are not limited, because their room is needed at once."""
     long_prefill_threshold: int | None = None
     """A sequence with more known tokens to compute counts as long: it leaves half of a step to
     others, and short ones may overtake it. 0: no sequence counts as long. None: half of the tokens
     that keep the device busy; a shorter prompt is computed in one step."""
     max_long_prefills: int = 1
-    """Most long sequences that compute their known tokens at the same time."""
+    """At most this many long sequences compute their known tokens at the same time."""
     claim_s: float = 10.0
     """How long a new scheduler reserves the sequences that the worker held, for requests that are
     submitted again."""
@@ -115,7 +118,7 @@ class SchedulerConfig:
 
     @property
     def max_chunk(self) -> int | None:
-        """Most known tokens of one sequence in one step; None: the token budget.
+        """The limit on the known tokens of one sequence in one step; None: the token budget.
 
         With windows a sequence holds blocks for a whole chunk. So with windows, a chunk has at most
         as many tokens as keep the device busy.

@@ -31,7 +31,8 @@ class Preempted:
     num_computed_tokens: int
     """Tokens whose KV it had at that time."""
     num_swapped_out_blocks: int
-    """Blocks that the next plan copies to the host; 0: the sequence computes its tokens again."""
+    """Blocks that the next plan copies to the host. 0: the sequence computes its tokens again, or
+    its KV is on the host already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,15 +44,15 @@ class Request:
     """int32[P], P >= 1."""
     n: int
     max_tokens: int
-    """Most tokens that each sequence may produce; at least 1."""
+    """The limit on the tokens that each sequence may produce; at least 1."""
     sampling: bytes
     """Serialized sampling parameters for the worker; the core does not parse them."""
     cache_salt: str = ""
     traceparent: str = ""
     min_tokens: int = 0
-    """Fewest tokens that each sequence produces, unless it is cancelled."""
+    """The least number of tokens that each sequence produces, unless it is cancelled."""
     priority: int = 0
-    """Requests with a higher priority go first."""
+    """Higher goes first, if the policy uses priorities. Other policies put only the lowest last."""
     tenant: str = ""
     deadline: float | None = None
     """When the request expires, in the caller's seconds; None: never."""
@@ -72,5 +72,5 @@ class Request:
 
     @property
     def is_background(self) -> bool:
-        """Whether it has the lowest priority, as lines of batches have."""
+        """Whether it has the lowest priority, as the requests of batches have."""
         return self.priority == -MAX_PRIORITY

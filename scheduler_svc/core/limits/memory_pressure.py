@@ -25,7 +25,7 @@ class Pressure:
     def __init__(self) -> None:
         self.level = MemoryLevel.OK
         self.max_running: int | None = None
-        """Most running sequences; None: no bound."""
+        """The bound on running sequences; None: no bound."""
         self._halved_at: float | None = None
 
     def set_level(self, level: MemoryLevel, num_running: int) -> None:

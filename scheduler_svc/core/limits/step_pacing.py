@@ -5,7 +5,9 @@ the number of prompt tokens that fit in the allowed time. The pacer learns three
 steps: the time of a step that only decodes, by number of sequences; the time per prompt token, from
 steps with many; and the fixed cost of having any prompt tokens, from steps with few. The fixed cost
 includes reading the KV of all earlier tokens. The limit is never so low that a prompt spends most
-of its time on the fixed cost, nor so low that prompts queue up (`least_tokens`).
+of its time on the fixed cost, nor so low that prompts queue up (`least_tokens`). Nor is it lower
+than the number of tokens that the worker's device computes almost for free
+(`SchedulerConfig.min_prompt_tokens`).
 
 The same numbers determine when to send the next step, and when a step is so late that its worker
 may hang.
@@ -25,11 +27,14 @@ from scheduler_svc.core.interface.config import SchedulerConfig
 # --- how many prompt tokens a step may have -----------------------------------------------------
 
 _MIN_TOKENS = 4
-"""Fewest prompt tokens in a step. Measured: beside eight decodes four are almost free, and
+"""Lower bound of `least_tokens`. Measured: beside eight decodes four are almost free, and
 sixteen cost nine tenths of a step ("Long prompts beside streams")."""
+_FULL_SLOWDOWN = 1.4
+"""With at least this slowdown, the default, the worker's `min_prompt_tokens` hold; with less they
+shrink in proportion, so that an operator can have shorter steps. Chosen."""
 _WORTH_TOKENS = 128
-"""Fewest tokens in a step without decodes, on any device. Derived: reading the weights takes as
-long as computing some 16 tokens, so such a step loses an eighth of its time."""
+"""Lower bound of `max_prompt_tokens`, on any device. Derived: reading the weights takes as
+long as computing some 16 tokens, so a step of this size loses an eighth of its time."""
 _MAX_PAYING = 2.0
 """A step may exceed the spare time up to this multiple of it, to make the fixed cost of prompts
 worthwhile. Measured: a long prompt raises the p99 of the time between tokens to 1.41 times; it was
@@ -50,8 +55,8 @@ Measured at 32 streams, where that is 64 tokens: with 32 tokens first tokens cam
 the throughput was 1.02 times, and the p99 between tokens 1.53 times."""
 _FIRST_SHARE = 3 / 8
 """Beside few decodes, a burst of prompts is computed in two steps. This share of the streams gets
-its first token from the first step, and waits for the second. Measured at 8 streams, relative to
-one step: time to the first token 0.84, throughput 1.00, p99 between tokens 1.08."""
+its first token in the first step, and then waits for the second step. Measured at 8 streams,
+relative to one step: time to the first token 0.84, throughput 1.00, p99 between tokens 1.08."""
 
 # --- how observed steps count -------------------------------------------------------------------
 
@@ -80,8 +85,9 @@ The two values themselves were chosen."""
 _LEAD_PART = 4
 """The lead is at least 1 / 4 of the expected time, because long steps are harder to predict."""
 _LATE_FACTOR, _LEAST_LATE_S = 10, 1.5
-"""A step is late after this multiple of its expected time, and this time. Chosen, not measured: a
-busy machine or a very long prompt does not make a step take so long."""
+"""Steps in flight are late after this multiple of their expected time, but not before this many
+seconds. Chosen, not measured: a busy machine or a very long prompt does not make a step take so
+long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,10 @@ class StepPacer:
         self._pace = pace
         self._config = config
         self._first_tokens = config.busy_step_tokens
-        """Most prompt tokens of a step before any measurement."""
+        """The limit on prompt tokens of a step before any measurement."""
+        share = min(1.0, (pace.max_decode_slowdown - 1) / (_FULL_SLOWDOWN - 1))
+        self._min_tokens = int(share * config.min_prompt_tokens)
+        """Prompt tokens that a step with decodes may always have."""
         self._decode_s: dict[int, _Average] = {}
         """Seconds of a step that only decodes, by the bit length of the number of decodes."""
         self._token_s = _Average()
@@ -149,12 +158,12 @@ class StepPacer:
         self._began_s = 0.0
         """When the oldest step in flight began, as an estimate."""
         self._share_alone = _Average()
-        """The fraction of a step's reported time after the previous result. On a GPU the reported
+        """The part of a step's reported time that came after the previous result. On a GPU this
         time includes the wait for the previous step."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The most prompt tokens that the next step may compute, with or without decodes.
+        """The limit on the prompt tokens of the next step, with or without decodes.
 
         None: no limit but the step's token budget.
         """
@@ -176,7 +185,7 @@ class StepPacer:
         return self._prompt_token_s.value is not None
 
     def max_paced_tokens(self, queue: PromptQueue) -> int | None:
-        """Return the most prompt tokens that the next step may compute beside decodes.
+        """Return the limit on the prompt tokens of the next step beside decodes.
 
         None: no limit, or no measurements yet.
         """
@@ -193,7 +202,7 @@ class StepPacer:
         spare_s = (self._pace.max_decode_slowdown - 1) * decode_s
         paying_s = min(_MAX_PAYING * spare_s - fixed_s, fixed_s)
         num_in_time = max(spare_s - fixed_s, paying_s) / token_s
-        return max(int(num_in_time), least_tokens(queue, self._config))
+        return max(int(num_in_time), least_tokens(queue, self._config), self._min_tokens)
 
     @property
     def is_late_after_s(self) -> float | None:
@@ -208,8 +217,8 @@ class StepPacer:
     def next_due_s(self) -> float:
         """When to send the next step, on the clock of `on_sent` and `on_result`; -inf: at once.
 
-        This is shortly before the step can begin. So requests that arrive before then become part
-        of that step instead of the one after it.
+        This is shortly before the step can begin. So requests that arrive before that time become
+        part of the next step, not of the one after it.
         """
         expected_s = self._expected_s()
         if not self._in_flight or expected_s is None:

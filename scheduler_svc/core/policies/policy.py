@@ -33,7 +33,7 @@ class Rank:
     account: str = ""
     """The account; within a level, `Policy.num_served` of the account decides."""
     level: Key = ()
-    """Compared before everything else; same requirements as `key`."""
+    """Compared before `num_served` and `key`; same requirements as for `key`."""
 
 
 class Policy(ABC):
@@ -45,7 +45,7 @@ class Policy(ABC):
     """
 
     has_accounts = False
-    """Whether sequences belong to different accounts; if not, only `rank` is called."""
+    """Whether sequences belong to different accounts; if not, `charge` is not called."""
 
     @abstractmethod
     def rank(self, request: Request, arrived: float) -> Rank:
@@ -68,7 +68,7 @@ class Policy(ABC):
         return {}
 
     def restore(self, accounts: Mapping[str, float]) -> None:  # noqa: B027
-        """Continue the accounts of an earlier core; called before anything else."""
+        """Continue the accounts of an earlier core; called before all other methods."""
 
     def began_waiting(self, account: str) -> None:  # noqa: B027
         """Called when an account gets its first waiting sequence."""
@@ -87,7 +87,8 @@ class Policy(ABC):
 def background(request: Request) -> Key:
     """Return a level: requests of the lowest priority come after all others.
 
-    So with every policy, batches only fill gaps and are preempted first.
+    With a policy that uses it, batches only fill gaps and are preempted first. `priority`, and its
+    combinations, age batches like other requests.
     """
     return (float(request.is_background),)
 

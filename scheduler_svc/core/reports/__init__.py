@@ -1,1 +1,1 @@
-"""Snapshots of a core for people and metrics."""
+"""Reads the state of a core, without changing it: blocks, sequences, load, and progress."""

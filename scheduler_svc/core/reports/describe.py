@@ -23,11 +23,11 @@ from scheduler_svc.core.space.blocks import (
 )
 
 MAX_SEQUENCES: Final = 1024
-"""Most sequences in one description."""
+"""The limit on sequences in one description."""
 MAX_TABLE_BLOCKS: Final = 65_536
-"""Most table entries in one description, unless one sequence alone has more."""
+"""The limit on table entries in one description; a single sequence may exceed it."""
 MAX_BLOCKS: Final = 65_536
-"""Most block states per tier in one description."""
+"""The limit on block states per tier in one description."""
 
 
 class Tier(Enum):
@@ -71,7 +71,7 @@ class TierDescription:
     ref_counts: Int32Array
     """int32[N], parallel to `states`, or empty."""
     next_block: int | None
-    """The first block after the described ones; None: there are no more."""
+    """The first block after the described ones; None: there are no more, or none was queried."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +89,7 @@ class SequenceDescription:
     num_host_blocks: int
     num_disk_blocks: int
     num_shared_blocks: int
-    """Its device blocks that other sequences hold, too."""
+    """Its device blocks that it shares with other sequences."""
     device_block_ids: Int32Array
     """Its block table; empty unless queried."""
     host_block_ids: Int32Array
@@ -154,7 +154,7 @@ def _describe_pool(
 ) -> TierDescription:
     ref_counts = pool.ref_counts.copy()
     ref_counts[pinned] -= 1  # pins do not count as users
-    ref_counts[:num_null] = 0  # nor does the core that keeps the null block from use
+    ref_counts[:num_null] = 0  # the core holds the null block only to keep it from use
     has_hash = np.array([block_hash is not None for block_hash in pool.books.hashes], np.bool_)
     states = np.full(pool.num_blocks, BlockState.FREE, np.uint8)
     states[has_hash] = BlockState.CACHED

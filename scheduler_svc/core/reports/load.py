@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from scheduler_svc.core.compact.fragmentation import SpaceReport, measure
 from scheduler_svc.core.interface.config import SchedulerLoad
 from scheduler_svc.core.limits.step_pacing import PromptQueue
-from scheduler_svc.core.sequence import RUNNING
+from scheduler_svc.core.sequence import RUNNING, SeqStatus
 
 if TYPE_CHECKING:
     from scheduler_svc.core.scheduler import Scheduler
@@ -42,9 +42,8 @@ def read_prompts(core: "Scheduler") -> PromptQueue:
         if (num_left := seq.num_tokens_left) > 1:  # one token costs as much as a decode
             num_tokens += num_left
             is_long = core.budget.is_long(len(seq.token_ids) - seq.num_cached_tokens)
-            num_short_tokens += (
-                0 if is_long else num_left
-            )  # the rest of a long prompt counts as long
+            # The rest of a long prompt counts as long
+            num_short_tokens += 0 if is_long else num_left
             num_short += not is_long
     waiting = core.queue
     if waiting.num_tokens:
@@ -70,7 +69,7 @@ def has_live_with(core: "Scheduler", salt: str) -> bool:
 
 
 def read_load(core: "Scheduler") -> SchedulerLoad:
-    """Take a snapshot; the time does not depend on the number of live sequences."""
+    """Take a snapshot; takes time in proportion to the sequences that fetch or leave."""
     return SchedulerLoad(
         memory_level=core.pressure.level,
         num_memory_preemptions=core.preemption.num_for_memory,
@@ -89,7 +88,8 @@ def read_load(core: "Scheduler") -> SchedulerLoad:
         num_steps=core.steps.last,
         num_recomputed_tokens=core.num_recomputed_tokens
         + core.beams.num_recomputed_tokens
-        + core.takeover.num_recomputed_tokens,
+        + core.takeover.num_recomputed_tokens
+        + core.preemption.num_recomputed_tokens,
         num_adopted_tokens=core.takeover.num_adopted_tokens,
         num_spilled_blocks=core.host_room.num_spilled,
         **core.tier.counts(),
@@ -98,9 +98,12 @@ def read_load(core: "Scheduler") -> SchedulerLoad:
     )
 
 
+_NOT_QUEUED = RUNNING | {SeqStatus.SPARE}  # a spare is of a search, whose beams run or are queued
+
+
 def count_queued(core: "Scheduler") -> Counter[str]:
-    """Count waiting sequences by tenant; takes time in proportion to the live sequences."""
-    return Counter(seq.request.tenant for seq in core.live if seq.status not in RUNNING)
+    """Count sequences that do not run, by tenant; takes time in proportion to the live ones."""
+    return Counter(seq.request.tenant for seq in core.live if seq.status not in _NOT_QUEUED)
 
 
 def read_space(core: "Scheduler") -> SpaceReport:

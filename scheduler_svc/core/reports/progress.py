@@ -14,11 +14,11 @@ class Progress(Enum):
     """The progress of a request since its sequences last got rows."""
 
     WAITED = "waited"
-    """No sequence of it runs."""
+    """None of its sequences runs, or no plan has named one yet."""
     NONE = "none"
-    """It runs but has gained no token."""
+    """Plans have named its running sequences, but none has gained a token."""
     SOME = "some"
-    """It runs and has gained tokens."""
+    """A running sequence of it has gained a token."""
 
 
 def read_progress(core: "Scheduler", request: Request) -> Progress:

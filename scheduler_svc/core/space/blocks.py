@@ -147,8 +147,9 @@ class BlockPool(Generic[BlockIdT]):
             blocks.append(block)
             if self._on_evict is not None:
                 self._on_evict(block, block_hash)
+        counts = self._ref_counts
         for block in blocks:
-            self._ref_counts[block] = 1
+            counts[block] = 1
         return blocks
 
     def share(self, blocks: Iterable[BlockIdT]) -> None:
@@ -166,8 +167,8 @@ class BlockPool(Generic[BlockIdT]):
     def drop(self, blocks: Sequence[BlockIdT]) -> None:
         """Remove a holder from each block of a block table, or of its end.
 
-        The last blocks of the table become available first, so they are evicted before the blocks
-        before them; a block cannot be found without those.
+        The last blocks of the table become available first, so they are evicted first: a block
+        cannot be found without the blocks that precede it.
         """
         if self._cached.uses_tables:
             hashes = (self._hashes[block] for block in reversed(blocks))
@@ -190,14 +191,14 @@ class BlockPool(Generic[BlockIdT]):
 
     def publish(self, blocks: Sequence[BlockIdT], hashes: Sequence[BlockHash]) -> None:
         """Let full, held blocks be found by hash, unless another block has the same content."""
-        known = self._hashes
+        known, hash_to_block = self._hashes, self._hash_to_block
         if any(map(known.__getitem__, blocks)):
             new = [i for i, block in enumerate(blocks) if known[block] is None]
             blocks, hashes = [blocks[i] for i in new], [hashes[i] for i in new]
         if self._labels is not None:
             self._labels.give(blocks, hashes)
         for block, block_hash in zip(blocks, hashes, strict=True):
-            if self._hash_to_block.setdefault(block_hash, block) == block:
+            if hash_to_block.setdefault(block_hash, block) == block:
                 known[block] = block_hash
 
     def forget(self, blocks: Iterable[BlockIdT]) -> None:

@@ -13,7 +13,7 @@ from scheduler_svc.core.sequence import Sequence
 
 
 class CacheTier(Enum):
-    """The pool of a table; the names and values are those of `quire.v1.KvTier`."""
+    """The pool of a table; names and values are as in `quire.v1.KvTier`."""
 
     DEVICE = 1
     HOST = 2

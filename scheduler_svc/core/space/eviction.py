@@ -102,7 +102,7 @@ class _Ranked:
     def __init__(self) -> None:
         self._order: MarkedHeap[BlockHash] = MarkedHeap()
         self._ranks: dict[BlockHash, int] = {}
-        """The ranks other than 0 of all blocks with a hash, including held ones."""
+        """The ranks of all blocks with a hash, held ones included; a missing rank is 0."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -141,7 +141,7 @@ class Lfu(_Ranked):
 
 
 class Fifo(_Ranked):
-    """Ordered by the dropped table that first contained the block or a block that continues it."""
+    """Ordered by when a dropped table first contained the block, or a block that continues it."""
 
     uses_tables = True
 

@@ -3,8 +3,8 @@
 A model's layers form groups of equal size; a block holds the KV of `block_size` tokens in the
 layers of one group. A block table has one entry per group for every `block_size` tokens, all groups
 of the first tokens first: entry `index * num + group` is a *place*. The layers of a group see all
-earlier tokens, or a *window* of the last ones, or those of the same chunk, which is a window that
-begins again at each multiple of its length. A group with a window holds these blocks::
+earlier tokens, a *window* of the last ones, or the tokens of the same chunk. A chunk is a window
+that begins again at each multiple of its length. A group with a window holds these blocks::
 
     [0, first)      no later token sees them: the sequence gave them back
     [first, end)    held; `end` leaves room for one more chunk while the sequence prefills
@@ -13,7 +13,7 @@ begins again at each multiple of its length. A group with a window holds these b
 A place without a block has the null block, which is block 0. The core holds it forever, so it is
 never allocated; and no token reads it.
 
-All groups allocate from one pool, since their blocks have the same size. A hash names the tokens
+All groups allocate from one pool, because their blocks have the same size. A hash names the tokens
 and the group, so pools, tiers and labels need not know groups.
 """
 
@@ -52,7 +52,7 @@ class KvGroups:
         self._most = [None if n is None else -(-(n + ahead) // size) + 1 for n in lengths]
 
     def num_needed(self, num_tokens: int) -> int:
-        """Return the most blocks that a sequence of `num_tokens` tokens holds at any time."""
+        """Return an upper bound on the blocks that a sequence of `num_tokens` tokens holds."""
         num_blocks = -(-num_tokens // self._block_size)
         if self.is_plain:
             return num_blocks
@@ -88,7 +88,7 @@ class KvGroups:
         ]
 
     def take_passed(self, table: list[DeviceBlockId], num_computed: int) -> list[DeviceBlockId]:
-        """Take the blocks that no token from `num_computed` on sees out of a block table."""
+        """Take out of a block table the blocks that no token from `num_computed` on sees."""
         passed = []
         for group in self._with_window:
             place = (self._first(group, num_computed) - 1) * self.num + group
@@ -100,7 +100,7 @@ class KvGroups:
         return passed
 
     def held(self, table: list[DeviceBlockId]) -> list[DeviceBlockId]:
-        """Return the blocks of a block table, which may be the table itself."""
+        """Return the blocks of a table, without the null block; may be the table itself."""
         return table if self.is_plain else [block for block in table if block != NULL_BLOCK]
 
     def missing(self, table: Sequence[DeviceBlockId], num_computed: int) -> list[int]:

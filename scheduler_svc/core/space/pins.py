@@ -92,12 +92,12 @@ class Pins:
 
     @property
     def tenants(self) -> Mapping[DeviceBlockId, str]:
-        """The tenant for which each block is pinned, of those that have one."""
+        """Maps each block that is pinned for a tenant to this tenant."""
         return self._tenants
 
     @property
     def owned(self) -> Mapping[Owner, AbstractSet[DeviceBlockId]]:
-        """The pinned blocks of each request, of those whose request is known."""
+        """The pinned blocks of each request, without blocks whose request is unknown."""
         return self._owned
 
     @property
@@ -178,7 +178,7 @@ class Pins:
     def unpin(self, tenant: str, request_id: str) -> None:
         """Drop the pins of a request.
 
-        A pin that another request asked for stays until that one's end.
+        A pin that another request asked for stays until its own end.
         """
         owner = tenant, request_id
         self._loading = [
@@ -261,7 +261,7 @@ class Pins:
                 if (former := self._disown(block)) not in (None, owner):
                     self._add_other(block, old[0], former)
             self._own(block, owner)
-            # The pin of a block ends no sooner than those of the blocks that continue it.
+            # A block's pin ends no sooner than the pins of the blocks that continue it.
             self._set_end(block, until, -index)
             self._unsent.append((hashes[index], until))
         return len(blocks)

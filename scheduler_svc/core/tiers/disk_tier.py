@@ -149,7 +149,7 @@ class DiskTier:
     def demote(self, block: HostBlockId, block_hash: BlockHash) -> None:
         """Store a cached host block that the next plan reuses.
 
-        Its content is lost if too many stores are in progress.
+        Its content is lost if too many stores are in progress, or no disk block is available.
         """
         if (known := self._find(block_hash)) is not None:
             self.pool.share([known])  # makes the block the most recently used
@@ -158,7 +158,7 @@ class DiskTier:
             self.pool.drop([self._store(block, block_hash)])
 
     def keep(self, block: HostBlockId, block_hash: BlockHash | None) -> DiskBlockId:
-        """Store a host block with the next plan, which may reuse it, unless the disk has it.
+        """Store a host block, unless the disk has its content; the next plan may reuse the block.
 
         Args:
             block: The host block, filled by plans sent before. A disk block must be available.

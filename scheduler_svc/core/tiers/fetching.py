@@ -1,9 +1,10 @@
 """Loads the KV of waiting sequences from the disk to the host.
 
 Two kinds of sequences wait for the disk. A swapped sequence that has spilled needs all its KV back.
-A new sequence may find a part of its prompt on the disk, beyond the part on the device; it computes
-what does not fit on the host or cannot be loaded. Both are FETCHING, out of the queue so that
-others can run, until their last load has ended. Then they return to their place in the queue.
+A new sequence may find a part of its prompt on the disk, beyond the part on the device. It computes
+the tokens of blocks that do not fit on the host or cannot be loaded. Both are FETCHING, out of the
+queue so that others can run, until their last load has ended. Then they return to their place in
+the queue.
 """
 
 from collections.abc import Iterable, Mapping
@@ -63,7 +64,7 @@ class Fetching:
 
     @property
     def num_swapped(self) -> int:
-        """Number of swapped sequences among them."""
+        """Number of fetching sequences that were swapped."""
         return sum(bool(seq.disk_block_ids) for seq in self._awaited)
 
     @property
@@ -92,7 +93,8 @@ class Fetching:
 
         Args:
             seq: The first sequence in the queue.
-            has_room: Whether the device has room for it; then others give up host blocks for it.
+            has_room: Whether the device has room for it; then other sequences give up host blocks
+                for it.
         """
         if not self._is_enabled:
             return FetchStatus.READY
@@ -107,7 +109,7 @@ class Fetching:
 
         Args:
             seq: A waiting sequence, in the queue or not.
-            room: Most host blocks to take.
+            room: The limit on host blocks to take.
             may_be_part: Whether to load a part of the prefix if `room` is too small for all.
 
         Returns:
@@ -152,9 +154,8 @@ class Fetching:
             return FetchStatus.READY
         pool, num_kept = self._tier.pool, len(seq.host_block_ids)
         hashes = self._room.names(seq)[num_kept:]
-        on_host: list[
-            HostBlockId | None
-        ] = []  # disk block -> host block, which may still be loading
+        # Disk block -> host block, which may still be loading
+        on_host: list[HostBlockId | None] = []
         for index, source in enumerate(seq.disk_block_ids):
             found = pool.find(hashes[index : index + 1]) if index < len(hashes) else []
             on_host.append(found[0] if found else self._disk.target(source))

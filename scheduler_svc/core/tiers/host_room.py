@@ -85,7 +85,7 @@ class HostRoom:
         self._queue.push(seq)
 
     def spilled_to(self, block: DiskBlockId) -> list[Sequence]:
-        """Return the swapped sequences with KV in a disk block."""
+        """Return the swapped sequences with KV in the disk block `block`."""
         return [
             seq
             for seq in self._live

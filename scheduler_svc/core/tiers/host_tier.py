@@ -164,7 +164,7 @@ class HostTier:
         return target in self._swap_ins or any(target in moves for _, moves in self._in_flight)
 
     def is_leaving_device(self, block: HostBlockId) -> bool:
-        """Whether the next plan will fill a host block."""
+        """Whether the next plan copies a device block to the host block `block`."""
         return block in self._swap_outs
 
     def take_free(self) -> HostBlockId:

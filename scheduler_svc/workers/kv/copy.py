@@ -24,11 +24,11 @@ class KvCopy:
         self._there: set[BlockHash] = set()
 
     def num_missing(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many blocks are missing."""
+        """Return how many of the blocks `taking` still lacks."""
         return sum(each not in self._there for each in hashes)
 
     async def extend(self, hashes: Sequence[BlockHash]) -> bool:
-        """Copy missing blocks; return whether any has arrived.
+        """Copy missing blocks; return whether `taking` has more of the blocks than before.
 
         Raises:
             UnavailableError: A worker is lost, or the copy has failed.
@@ -89,7 +89,7 @@ def _receive(room_id: RoomId, num_arrived: int, core: Scheduler) -> None:
 
 
 def has_answered(step: StepId) -> Condition:
-    """Whether a core has the result of a step."""
+    """Return the condition that a core has the result of a step."""
     return lambda core: core.steps.last_answered >= step
 
 

@@ -1,8 +1,8 @@
 """Shares prefixes with other services through the far tier: stores prompts' KV, and fetches it.
 
-A worker reads and writes the store; this module decides what and when. The full blocks of a prompt
-are stored when they are computed. A request waits for blocks from the store as for blocks of
-another worker (`PrefixPulls`): never longer than computing them would take.
+A worker reads and writes the store; this module decides which blocks, and when. The full blocks of
+a prompt are stored when they are computed. A request waits for blocks from the store as for blocks
+of another worker (`PrefixPulls`): never longer than computing them would take.
 """
 
 import asyncio
@@ -22,26 +22,26 @@ from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.workers.kv.copy import has_answered
-from scheduler_svc.workers.kv.prefix_pulls import LEAST_TOKENS, CopyRate, ends_in_time
+from scheduler_svc.workers.kv.prefix_pulls import LEAST_TOKENS, CopyTimes, ends_in_time
 from scheduler_svc.workers.placement import prompt_hashes
 from scheduler_svc.workers.session import Session
 
 _COMPUTED_S: Final = 60.0
 """A prompt that takes longer to be computed and stored, from its admission on, is not stored."""
 _MAX_STORING: Final = 64
-"""Most prompts that are being computed in order to be stored."""
+"""At most this many prompts are followed until they are computed and stored."""
 _MAX_QUEUED_TOKENS: Final = 2**23
-"""Most tokens of prompts that wait for their admission; beyond it, the oldest are not stored."""
+"""The limit on tokens of prompts that wait for admission; beyond it, the oldest are not stored."""
 _MAX_LENDING_TRIES: Final = 16
 """After a core has lent no block this many times in a row, the rest of a prompt is not stored."""
 _MAX_FETCHES: Final = 8
-"""Most fetches at a time for one worker."""
+"""The limit on fetches at a time for one worker."""
 _FETCH_BLOCKS: Final = 64
 """How many blocks are fetched together; the worker's host blocks are reserved for them."""
 _FETCH_S: Final = 10.0
 """After this time no more blocks are fetched for a prompt."""
 _MAX_KNOWN: Final = 2**17
-"""Most blocks remembered as stored, so as not to store them again."""
+"""At most this many blocks are remembered as stored, so as not to store them again."""
 
 log = structlog.get_logger()
 
@@ -62,7 +62,7 @@ class FarTier:
 
     def __init__(self) -> None:
         self._tasks = BackgroundTasks()
-        self._rate = CopyRate()
+        self._times = CopyTimes()
         self._fetches: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
         """Fetches in progress, by worker and first block."""
         self._queued: OrderedDict[tuple[SourceId, SeqKey], Request] = OrderedDict()
@@ -80,7 +80,7 @@ class FarTier:
         num_tokens = len(missing) * taking.block_size
         compute_s = num_tokens / info.prefill_tokens_per_s
         num_bytes = len(missing) * info.block_bytes
-        if num_tokens < LEAST_TOKENS or self._rate.seconds(num_bytes) >= compute_s:
+        if num_tokens < LEAST_TOKENS or self._times.seconds(num_bytes) >= compute_s:
             return None
         num_fetches = sum(session is taking for session, _ in self._fetches)
         if num_fetches >= _MAX_FETCHES and (taking, missing[0]) not in self._fetches:
@@ -101,7 +101,7 @@ class FarTier:
     def store_later(self, request: Request) -> None:
         """Store the full blocks of a request's prompt when they are computed.
 
-        Waiting for that begins with the admission: a long queue takes no other prompt's place.
+        Only admitted requests count towards `_MAX_STORING`, so a long queue blocks no prompt.
         """
         name = request.source, live_seq_keys(request)[0]
         self._forget(name)
@@ -112,7 +112,7 @@ class FarTier:
             self._forget(next(iter(self._queued)))
 
     def on_admitted(self, giving: Session, admitted: Admitted) -> None:
-        """Begin to wait until the prompt of an admitted request is computed there."""
+        """Begin to wait until `giving` has computed the prompt of an admitted request."""
         request = self._forget((admitted.source, admitted.seq_key))
         if request is None or not _has_far(giving) or self._num_storing >= _MAX_STORING:
             return
@@ -135,20 +135,19 @@ class FarTier:
     async def _fetch(self, fetch: Fetch) -> None:
         taking, loop = fetch.taking, asyncio.get_running_loop()
         started_s = loop.time()
-        num_done, count = (
-            0,
-            1,
-        )  # the store lacks most prompts; the first block shows whether it has this one
+        # The store lacks most prompts; the first block shows whether it has this prompt
+        num_done, count = 0, 1
         try:
             most = taking.call(lambda core: core.copies.num_expectable)
-            hashes = fetch.hashes[:most]  # more blocks would evict the first ones again
+            hashes = fetch.hashes[:most]  # more blocks would evict the first ones
             while num_done < len(hashes) and loop.time() < started_s + _FETCH_S:
                 wanted = hashes[num_done : num_done + count]
                 num_arrived = await self._fetch_some(wanted, taking)
                 num_done += num_arrived
                 if num_arrived < len(wanted):
                     for each in fetch.hashes[num_done:]:
-                        self._known.pop(each, None)  # forget them, so that they are stored again
+                        # forget the failed blocks, so that they are stored again
+                        self._known.pop(each, None)
                     break
                 count = _FETCH_BLOCKS
         except QuireError as error:
@@ -156,7 +155,7 @@ class FarTier:
         self._know(fetch.hashes[:num_done])
         if num_done:
             num_bytes = fetch.num_bytes * num_done / len(fetch.hashes)
-            self._rate.measure(num_bytes / (loop.time() - started_s))
+            self._times.measure(num_bytes, loop.time() - started_s)
 
     async def _fetch_some(self, hashes: Sequence[BlockHash], taking: Session) -> int:
         """Fetch the first blocks that the store has and the host has room for."""
@@ -204,7 +203,7 @@ class FarTier:
         """Store as many of the first blocks as the host has room for; return their number.
 
         None: the core lends no blocks now, because swap-ins wait or the host is full. It may lend
-        some after the steps in flight; this method has waited for those.
+            some after the steps in flight; this method has waited for these steps.
         """
         loan = giving.call(lambda core: core.lend(hashes))
         try:

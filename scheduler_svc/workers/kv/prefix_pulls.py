@@ -2,11 +2,12 @@
 
 Placement may choose a worker because it is less busy than the one that has a request's prefix. If
 copying the missing blocks is faster than computing them, the request waits for the copy, at most as
-long as computing would take. The rate of copies is measured with each copy.
+long as computing would take. Each copy teaches how long copies take.
 """
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,19 @@ from rpc.tasks import BackgroundTasks
 from scheduler_svc.workers.kv.copy import KvCopy, check_exchange, keeps_kv
 from scheduler_svc.workers.session import Session
 
+_FIRST_FIXED_S: Final = 0.01
+"""The assumed fixed time of a copy before a measurement. Chosen: about a decode step and two calls.
+Too low is better than too high, because only a copy can correct it. A small copy took 0.22 s on two
+busy cores."""
 _FIRST_BYTES_PER_S: Final = 1e9
 """The assumed rate before a measurement."""
 _WEIGHT: Final = 1 / 4
-"""Weight of a new measurement in the moving average."""
+"""Least weight of a new measurement in the moving averages."""
+_MAX_JUMP: Final = 8.0
+"""A copy counts as at most this many times the expected time, because one copy may have stalled."""
 _FORGET_S: Final = 60.0
-"""When the last measurement is this old, the first rate is assumed again: a slow link may have
-recovered."""
+"""When the last measurement is this old, the initial values are used again, because a slow link may
+have recovered."""
 LEAST_TOKENS: Final = 256
 """Fewer tokens than this are computed, because a copy waits for the steps of both workers."""
 
@@ -46,25 +53,40 @@ class Pull:
     """How long the prefix would take to compute."""
 
 
-class CopyRate:
-    """The rate of copies, measured with each copy."""
+class CopyTimes:
+    """The expected time of a copy: a fixed part, and a part for each byte.
+
+    If a copy takes another time than expected, each part changes in proportion to its share of the
+    expected time. So small copies teach the fixed part, and large ones the rate (a normalized LMS
+    filter).
+    """
 
     def __init__(self) -> None:
-        self._bytes_per_s = _FIRST_BYTES_PER_S
         self._measured_s = -_FORGET_S
+        self._forget()
 
-    def seconds(self, num_bytes: int) -> float:
+    def seconds(self, num_bytes: float) -> float:
         """Return the expected seconds of a copy."""
-        return num_bytes / self._rate()
+        if time.monotonic() - self._measured_s > _FORGET_S:
+            self._forget()
+        return self._fixed_s + num_bytes * self._byte_s
 
-    def measure(self, bytes_per_s: float) -> None:
-        """Update the rate after a copy; 0: the copy failed."""
-        self._bytes_per_s = self._rate() + _WEIGHT * (bytes_per_s - self._rate())
+    def measure(self, num_bytes: float, took_s: float) -> None:
+        """Learn from a copy; infinity: it failed."""
+        expected_s = self.seconds(num_bytes)
+        self._num_measured += 1
+        weight = max(_WEIGHT, 1 / self._num_measured)
+        error = weight * (min(took_s / expected_s, _MAX_JUMP) - 1)
+        fixed_share = self._fixed_s / expected_s
+        bytes_share = 1 - fixed_share
+        error /= fixed_share**2 + bytes_share**2
+        self._fixed_s *= max(0.5, 1 + error * fixed_share)
+        self._byte_s *= max(0.5, 1 + error * bytes_share)
         self._measured_s = time.monotonic()
 
-    def _rate(self) -> float:
-        is_old = time.monotonic() - self._measured_s > _FORGET_S
-        return _FIRST_BYTES_PER_S if is_old else max(self._bytes_per_s, 1.0)
+    def _forget(self) -> None:
+        self._fixed_s, self._byte_s = _FIRST_FIXED_S, 1 / _FIRST_BYTES_PER_S
+        self._num_measured = 0
 
 
 class PrefixPulls:
@@ -74,7 +96,7 @@ class PrefixPulls:
         self._tasks = BackgroundTasks()
         self._copies: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
         """Copies in progress, by taking worker and first block."""
-        self._rate = CopyRate()
+        self._times = CopyTimes()
 
     def find(
         self, hashes: Sequence[BlockHash], taking: Session, others: dict[str, Session]
@@ -103,7 +125,7 @@ class PrefixPulls:
         num_blocks = most - num_there
         compute_s = num_blocks * taking.block_size / info.prefill_tokens_per_s
         num_bytes = num_blocks * info.block_bytes
-        if self._rate.seconds(num_bytes) >= compute_s:
+        if self._times.seconds(num_bytes) >= compute_s:
             return None
         return Pull(found[0], found[1], taking, hashes[num_there:most], num_bytes, compute_s)
 
@@ -132,11 +154,11 @@ class PrefixPulls:
         except QuireError as error:
             log.warning("a prefix was not copied", source=pull.source_target, reason=str(error))
             copy.give_up()
-            self._rate.measure(0.0)
+            self._times.measure(pull.num_bytes, math.inf)
         else:
             share = 1 - copy.num_missing(pull.hashes) / len(pull.hashes)
             if share:  # otherwise the source had them only on its disk, or has evicted them
-                self._rate.measure(share * pull.num_bytes / (time.monotonic() - started_s))
+                self._times.measure(share * pull.num_bytes, time.monotonic() - started_s)
 
 
 async def ends_in_time(

@@ -1,4 +1,4 @@
-"""What the host does for a step on a GPU stays little."""
+"""The host does few operations for a step on a GPU."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 MOST = {"decode": 45, "mixed_128": 320, "mixed_512": 320, "prefill_512": 210}
-"""Host operations of a step of 32 layers. Before there were pieces a mixed one had 2,658."""
+"""Host operations of a step of 32 layers. Without piecewise graphs, a mixed step had 2,658."""
 
 
 def test_the_host_does_little_for_a_step(tmp_path):

@@ -1,4 +1,4 @@
-"""The table of what a sequence holds, against a worker's memory and a scheduler's blocks."""
+"""The table of a sequence's KV equals a worker's memory and a scheduler's blocks."""
 
 import pytest
 import torch

@@ -53,7 +53,7 @@ def test_a_reservation_needs_a_run():
     big = Job(1, 20, 2)
     engine = ReservingEngine(iter([short, long, short, big, big, big, big, big]), 4, 30)
     engine.step(0)
-    engine.step(0)  # the short ones have ended, the long one is between them
+    engine.step(0)  # the short sequences have ended, and the long one lies between their blocks
     step = engine.step(0)
     assert (step.num_running, step.fragmentation) == (1, 0.5)
     assert (engine.no_run, engine.no_room) == ({3}, {3})

@@ -51,10 +51,10 @@ class Clock:
 
 
 class Engine:
-    """Acts as a session and its worker, with its own clock."""
+    """Plays a session and its worker, with its own clock."""
 
     def __init__(self, core, calls, clock, lead_s):
-        """`lead_s`: how long before a step ends the next one goes out, at most."""
+        """`lead_s`: the most time by which the next step is sent before a step ends."""
         self.core = core
         self.clock = clock
         self.lead_s = lead_s

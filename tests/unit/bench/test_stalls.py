@@ -1,4 +1,4 @@
-"""What chaos calls a stall: the longest pause after each fault that a stream lived through."""
+"""A stall in chaos runs: a stream's longest pause after each fault that it survived."""
 
 from faults.streams import Stall, Stream, stalls
 

@@ -1,7 +1,6 @@
-"""`cuda.bindings.driver` without a GPU: its calls for virtual memory, which enforce their rules.
-
-A device has a budget that several processes' drivers may share. Its memory is the host's, so that
-tensors can be made of it. Memory that is not mapped, or not zeroed yet, is full of POISON.
+"""A fake of `cuda.bindings.driver`: its calls for virtual memory, which enforce their rules. A
+device has a budget, which the drivers of several processes may share. Its memory is the host's, so
+that tensors can view it. Memory that is not mapped, or not zeroed yet, is full of POISON.
 """
 
 import ctypes
@@ -59,7 +58,7 @@ class FakeCudaDriver:
         self.handles = {}
         """Bytes of each handle that was created and not released."""
         self.mapped = {}
-        """By address: the bytes of each mapping, and whether it is accessible."""
+        """By address: the mapping's bytes, and whether access is allowed."""
         self._refuses, self._nth = refuses, nth
         self._num_handles = 0
 

@@ -1,9 +1,8 @@
 """Backends without a GPU.
 
 `FakeGraphs` captures a whole graph as the function that computes it. `FakePieces` records the
-operations between the calls of attention, with their tensors, and a replay computes them again,
-from the same tensors and into the same ones, as a graph does: whatever else Python computed while
-it was captured stays as it was.
+operations between the calls of attention, with their tensors. Like a graph, a replay computes them
+again with the same tensors, and repeats nothing else that Python did during the capture.
 """
 
 import contextlib
@@ -44,7 +43,7 @@ class FakeGraphs:
 
 
 class FakePieces(FakeGraphs):
-    """Also fails where a GPU's capture would: when the host reads a tensor's value."""
+    """Fails, like a GPU's capture, when the host reads a tensor's value."""
 
     def __init__(self, monkeypatch, fails_at=None):
         super().__init__(fails_at)

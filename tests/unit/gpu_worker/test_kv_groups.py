@@ -1,7 +1,8 @@
-"""The scheduler and a worker's executor with KV groups: outputs equal transformers, in every case.
+"""The scheduler and a worker's executor: outputs equal transformers, in every case.
 
 A core plans, the codec carries the plans, and the executor computes them with a small model of each
-family whose layers differ in what they see.
+family whose layers differ in what they see, or store something else than their keys and values, or
+whose attention in transformers is replaced.
 """
 
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,23 @@ LLAMA_4 = {
     "num_local_experts": 4,
     "pad_token_id": 0,
 }
+GPT = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512}
+OWN_ATTENTION = {
+    "bloom": {"n_head": 4, "n_layer": 2, "hidden_size": 96},
+    "codegen": GPT | {"rotary_dim": 8, "initializer_range": 0.35},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt_neo": {
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 20,
+    },
+    "gptj": GPT | {"rotary_dim": 8},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512},
+    "openai-gpt": GPT,
+    "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 112},
+}
+"""Families whose attention does not use the interface of transformers."""
 FAMILIES = {
     "mistral": {},
     "phi3": SMALL,
@@ -98,6 +116,13 @@ FAMILIES = {
     "mimo_v2_flash": SMALL | MIMO,
     "llama4_text": LLAMA_4,
     "qwen2": SMALL | {"use_sliding_window": True, "layer_types": [FULL, LOCAL, LOCAL]},
+    # Latents.
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "glm4_moe_lite": {},
+    # Positions that begin behind the padding token.
+    "roberta": {"is_decoder": True, "pad_token_id": 1},
+    **OWN_ATTENTION,
 }
 
 
@@ -117,7 +142,6 @@ class Service:
         block_size = BLOCK_SIZE
         if config.num_states:
             groups, block_size = place_states(config, block_size, self.dtype, groups)
-        assert groups.windows != (None,)
         config_of_core = SchedulerConfig(
             num_blocks=1,
             block_size=block_size,

@@ -103,6 +103,7 @@ def test_outputs_equal_transformers_whatever_happens(directory):
     service.core.cancel(SourceId(0), [5])
     del service.outputs[5]
     service.run(6)
+    assert service.core.load().num_swapped_out_blocks
     service.change_scheduler()
     service.run()
     service.check_all()

@@ -9,7 +9,7 @@ TIMEOUT_S = 240.0
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs. A zombie does not: its parent only has not reaped it yet."""
+    """Whether a process runs. A zombie does not run; its parent has not reaped it yet."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

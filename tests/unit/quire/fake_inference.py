@@ -19,7 +19,7 @@ from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
 @dataclass
 class FakeInference(InferenceServiceServicer):
-    """Answers "one two" to every prompt, and without end to the prompt "endless".
+    """Answers "one two" to every prompt; its answer to the prompt "endless" never ends.
 
     To the prompt "pauses" it answers "one", and the rest after `goes_on` is set.
     """
@@ -29,7 +29,7 @@ class FakeInference(InferenceServiceServicer):
     """Metadata of the calls that generate."""
     num_activity_calls: int = 0
     is_for_tenants: bool = False
-    """Whether the caller is a tenant, which may not see other tenants' requests."""
+    """Whether the caller is a tenant, who may not see other tenants' requests."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
     retry_after_s: float = 2.5
@@ -54,7 +54,7 @@ class FakeInference(InferenceServiceServicer):
                     await self.goes_on.wait()
             if request.text == "endless":
                 await asyncio.Event().wait()
-        except (asyncio.CancelledError, GeneratorExit):  # in a send, or in the wait
+        except (asyncio.CancelledError, GeneratorExit):  # while sending, or while waiting
             self.cancelled.set()
             raise
         finished = inference_pb2.OutputFinished(finish_reason=common_pb2.FINISH_REASON_LENGTH)
@@ -69,7 +69,7 @@ class FakeInference(InferenceServiceServicer):
 
     async def Resume(self, request, context):
         self.requests.append(request)
-        if not request.received:  # a client that has received nothing is unknown
+        if not request.received:  # the router knows no client that has received nothing
             raise NotFoundError(f"request {request.request_id!r} cannot be resumed")
         delta = inference_pb2.OutputDelta(token_offset=1, token_ids=[1], text=" two")
         yield inference_pb2.GenerateResponse(request_id="r", delta=delta)

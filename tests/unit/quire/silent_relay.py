@@ -6,9 +6,8 @@ from typing import Self
 
 
 class SilentRelay:
-    """Forwards bytes both ways between its own Unix socket and another, unless it is silent.
-
-    Bytes that come while it is silent are forwarded afterwards.
+    """Forwards bytes both ways between its own Unix socket and another. While it is silent, it
+    keeps bytes back, and forwards them afterwards.
     """
 
     def __init__(self, path: str, target_path: str) -> None:

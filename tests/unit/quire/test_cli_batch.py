@@ -13,13 +13,13 @@ from quire.cli.commands.inference import batch
 
 
 class Router:
-    """Answers by `handler`, and notes what it was asked."""
+    """Answers by `handler`, and records the calls."""
 
     def __init__(self) -> None:
         self.url = ""
         self.asked: list[tuple[str, dict, dict]] = []
         self.refusals: list[web.Response | None] = []
-        """Answers that come first, the last one before the others; None: it hangs up."""
+        """Answers before those of `handler`, the last one first; None: it hangs up."""
         self.num_at_once = self.most_at_once = 0
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -119,14 +119,14 @@ async def test_a_full_queue_is_waited_for(router, tmp_path):
 
 
 async def test_patience_begins_when_the_connection_is_lost(router, tmp_path, monkeypatch):
-    """A line may be computed for longer than a service may be out of reach."""
+    """The computation of a line may take longer than the service may be out of reach."""
     monkeypatch.setattr(batch, "_PATIENCE_S", 0.0)
     router.refusals = [None]
     assert await run(router, tmp_path, line("a"), line("b")) == 0
     keys = {}
     for _, body, headers in router.asked:
         keys.setdefault(headers["Idempotency-Key"], []).append(body)
-    assert sorted(map(len, keys.values())) == [1, 2]  # the line that was lost keeps its key
+    assert sorted(map(len, keys.values())) == [1, 2]  # the lost line keeps its key
 
 
 async def test_a_service_that_stays_out_of_reach_is_given_up(router, tmp_path, monkeypatch):

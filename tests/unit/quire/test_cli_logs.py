@@ -1,4 +1,4 @@
-"""`quire logs`: the processes' lines in order of time, of one request if that is asked for."""
+"""`quire logs`: the processes' lines in order of time, or those of one request."""
 
 import json
 import tempfile

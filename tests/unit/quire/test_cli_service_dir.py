@@ -8,7 +8,7 @@ from quire.cli.up.service_dir import ServiceDir, ServiceInfo, ended_services, ru
 def test_looking_at_a_directory_that_is_being_removed_leaves_nothing_in_it(tmp_path):
     root = tmp_path / "root"
     directory = ServiceDir.create(root)
-    (directory.path / "lock").unlink()  # it is being removed
+    (directory.path / "lock").unlink()  # another command removes it at the moment
     assert list(running_services(root)) == []
     assert [path.name for path in directory.path.iterdir()] == ["logs"]
     directory.remove()
@@ -21,7 +21,7 @@ def ended(root, number):
     (directory.log_dir / "router.log").write_text(f"of {number}\n")
     (directory.path / "scheduler.sock").touch()
     directory.leave()
-    os.utime(directory.path, (number, number))  # else they may be of one tick
+    os.utime(directory.path, (number, number))  # otherwise both may begin in one clock tick
     return directory
 
 

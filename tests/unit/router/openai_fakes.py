@@ -24,7 +24,7 @@ MODEL = Model(id="org/tiny", max_model_len=64, vocab_size=0x110000, eos_token_id
 
 
 def spell(text: str, reason: FinishReason = FinishReason.STOP, **finish: Any) -> Script:
-    """Each output is `text`, one character per delta, and ends for `reason`."""
+    """Each output is `text`, one character per delta, and has the finish reason `reason`."""
 
     async def events(request: GenerateRequest) -> AsyncIterator[Event]:
         num_thinking = 0
@@ -240,7 +240,7 @@ class FakeInference:
 
 
 class FakeCells:
-    """One model, whose name decides nothing."""
+    """One model, which answers to every name."""
 
     on_demand = None
 

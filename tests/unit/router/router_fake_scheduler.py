@@ -74,7 +74,7 @@ class FakeKvEvents(kv_pb2_grpc.KvEventServiceServicer):
 
 
 class _Stream:
-    """A router's stream, to which one message is written at a time, as gRPC demands."""
+    """A router's stream. It writes one message at a time, as gRPC demands."""
 
     def __init__(self, context):
         self._context = context
@@ -125,7 +125,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         """The epoch of the last welcome."""
         self.superseded_epochs = ()
         self.max_waiting = 0
-        """Unknown."""
+        """Adapters that the scheduler does not know."""
         self.load = common_pb2.Load(num_blocks=7, num_workers=1)
         self._step_ids = itertools.count(1)
         self._stream = None
@@ -139,7 +139,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.lives.set()
 
     async def start(self):
-        # As a scheduler's: gRPC's defaults end connections that ping for half a minute.
+        # The same options as a scheduler's: with gRPC's defaults, pings would end a connection.
         self._server = grpc.aio.server(options=channel_options(DEFAULT_MAX_MESSAGE_MB))
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)
@@ -239,6 +239,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         logprobs: Sequence[common_pb2.TokenLogprob] = (),
         cumulative_logprob: float | None = None,
         vectors: Mapping[int, Sequence[float]] | None = None,
+        prompt_logprobs: Mapping[int, Sequence[float]] | None = None,
     ):
         """Sends the events of one step: new tokens, ends and cached tokens, by sequence key."""
         pairs = [(key, token) for key, ids in (tokens or {}).items() for token in ids]
@@ -249,6 +250,14 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             logprobs=[
                 scheduler_pb2.IndexedLogprob(index=i, logprob=logprob)
                 for i, logprob in enumerate(logprobs)
+            ],
+            prompt_logprobs=[
+                scheduler_pb2.SequencePromptLogprobs(
+                    seq_key=key,
+                    position=1,
+                    logprobs=[common_pb2.TokenLogprob(logprob=value) for value in values],
+                )
+                for key, values in (prompt_logprobs or {}).items()
             ],
             admitted=[
                 scheduler_pb2.SequenceAdmitted(seq_key=key, num_cached_tokens=cached)
@@ -276,13 +285,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
     async def send_room(self, num_sequences=None):
-        """Sends how many sequences the queues take; None: the router need not count."""
+        """Sends the room of the queues, in sequences; None: the router need not count."""
         room = scheduler_pb2.QueueRoom(num_sequences=num_sequences)
         step = scheduler_pb2.StepOutput(room=room)
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
     async def send_max_model_len(self, max_model_len):
-        """Sends how many tokens a request may have from now on."""
+        """Sends the most tokens that a request may have from now on."""
         step = scheduler_pb2.StepOutput(max_model_len=max_model_len)
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 

@@ -181,7 +181,7 @@ FIELDS = {
     "given",
     [
         {"json_fields": {**FIELDS, "stop_token_ids": [4, 5], "stop": "x"}},
-        # Triton's own example sends text for numbers, and everything twice.
+        # Triton's own example sends numbers as text, and each parameter twice.
         {
             "json_fields": {name: str(value) for name, value in FIELDS.items()},
             "parameters": {name: str(value) for name, value in FIELDS.items()},
@@ -344,7 +344,7 @@ async def test_a_stream_that_is_cancelled_ends_its_requests(process):
     await call.write(request(stream=("BOOL", [True])))
     keys = {(await process.scheduler.submits.get()).first_seq_key for _ in range(2)}
     call.cancel()
-    while keys:  # they come in one message or two
+    while keys:  # both may be in one message
         keys -= set(await process.scheduler.cancels.get())
     with pytest.raises(asyncio.CancelledError):
         await call.read()

@@ -2,7 +2,7 @@
 
 import grpc
 import pytest
-from keyed_router import running
+from keyed_router import plain_settings, running
 from router_fake_scheduler import EOS, ERROR, LENGTH, STOP, FakeKvEvents
 
 from contract.codec.packing import pack_int32, unpack_int32
@@ -12,22 +12,13 @@ from quire.openengine import openengine_pb2 as pb
 from quire.openengine import openengine_pb2_grpc
 from quire.v1 import common_pb2, kv_pb2
 from router.grpc.bounds import MAX_SMALL_BYTES
-from router.settings import RouterSettings
 
 PROMPT = pb.TokenIds(ids=[5, 6, 7])
 
 
 @pytest.fixture
 async def router(model_dir, tmp_path):
-    settings = RouterSettings(
-        model=model_dir,
-        served_model_name="tiny",
-        scheduler=(f"unix:{tmp_path / 's'}",),
-        uds=tmp_path / "r",
-        http_port=0,
-        drain_s=5,
-        openengine=True,
-    )
+    settings = plain_settings(model_dir, tmp_path, openengine=True)
     async with running(settings, tmp_path) as router:
         yield router
 
@@ -93,7 +84,8 @@ async def test_a_stop_token_is_part_of_the_output_if_wanted(router, generate, in
     stopping = ends_with(9, include_stop_in_output=included)
     call = generate(pb.GenerateRequest(token_ids=PROMPT, stopping=stopping))
     key = (await router.scheduler.submits.get()).first_seq_key
-    await router.scheduler.step({key: [9]}, admitted={key: 0})  # not the end: fewer than wanted
+    # fewer than wanted, so this is not the end
+    await router.scheduler.step({key: [9]}, admitted={key: 0})
     await router.scheduler.step({key: [70]})
     await router.scheduler.step({key: [9]}, finished={key: STOP}, stop_token_id=9)
     *tokens, end = await read(call)

@@ -1,4 +1,4 @@
-"""LoRA adapters at the router: for clients each is a model, for the scheduler a field."""
+"""LoRA adapters at the router: clients name one as a model; the scheduler gets it as a field."""
 
 import asyncio
 

@@ -78,7 +78,7 @@ async def test_a_full_file_is_kept_under_another_name_and_the_oldest_deleted(rou
 async def test_what_cannot_be_written_is_counted_and_harms_no_request(router, tmp_path):
     audit = router.cells.entry.audit = AuditLog(tmp_path / "audit.jsonl", 2**20, 2)
     before = metrics.AUDIT_LINES_LOST._value.get()
-    audit._handler.stream.close()  # as a disk that is lost
+    audit._handler.stream.close()  # like a lost disk
     await answer(router, "Say", "one")
     await asyncio.to_thread(audit._listener.stop)
     assert metrics.AUDIT_LINES_LOST._value.get() == before + 1

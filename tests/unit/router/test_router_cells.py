@@ -83,7 +83,7 @@ class Cells:
             return response.status, await response.json()
 
     async def until(self, **models):
-        """Wait until `/ready` tells of each model whether it is ready."""
+        """Wait until `/ready` reports these states of the models."""
         while True:
             _, body = await self.ready()
             if all(body["models"][name]["ready"] is now for name, now in models.items()):
@@ -240,7 +240,7 @@ async def test_a_dead_cell_concerns_only_requests_of_its_model(settings, tmp_pat
         assert not ready.ready
         async with cells.http.get("/metrics") as response:
             assert 'quire_cell_num_requests_running{model_name="tiny"}' in await response.text()
-        # Its scheduler may have it, so the client must not send it again.
+        # The scheduler may have the request, so the client must not send it again.
         for model, code in (
             ("", grpc.StatusCode.UNAVAILABLE),
             ("tiny", grpc.StatusCode.NOT_FOUND),

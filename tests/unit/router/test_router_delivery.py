@@ -25,7 +25,7 @@ class Clocks:
         return call
 
     def advance(self, seconds: float, busy: float = 0.0) -> None:
-        """Let time pass, with `busy` seconds of it on the processor."""
+        """Let time pass, of it `busy` seconds on the processor."""
         end = self.now + seconds
         self.busy += busy
         while self.due is not None and self.due[0] <= end:
@@ -71,7 +71,7 @@ def test_a_busy_router_merges_steps_until_it_has_been_idle(clocks, delivery):
     lives = [Live() for _ in range(NUM_STREAMS)]
     clocks.advance(1.0)
     delivery.add(lives)
-    clocks.advance(0.010, busy=0.010)  # what the first wave took
+    clocks.advance(0.010, busy=0.010)  # the duration of the first wave
     delivery.add(lives)
     assert counts(lives) == {1}
     clocks.advance(0.003)

@@ -52,8 +52,8 @@ def test_metaspace_pieces_are_the_full_decode_of_any_token_ids(token_ids, skip):
 
 @given(random_ids(BYTE_FALLBACK), st.booleans())
 def test_byte_fallback_pieces_are_the_full_decode_where_bytes_are_utf8(token_ids, skip):
-    # `tokenizers` turns a whole run of byte tokens into U+FFFD if one of them is wrong, so a
-    # character that has been shown would have to be taken back; the router replaces the wrong part.
+    # If one byte token of a run is wrong, `tokenizers` turns the whole run into U+FFFD. A stream
+    # cannot take back a character that it has shown, so the router replaces only the wrong part.
     decoded = BYTE_FALLBACK.decode(token_ids, skip_special_tokens=skip)
     got = "".join(pieces(BYTE_FALLBACK, token_ids, skip_special_tokens=skip))
     if "\ufffd" in decoded:

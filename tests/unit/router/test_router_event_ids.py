@@ -1,4 +1,4 @@
-"""Broken HTTP streams continue with the id of the last event that was read."""
+"""A client continues a broken HTTP stream with the id of the last event it read."""
 
 import asyncio
 import json

@@ -4,25 +4,17 @@ import asyncio
 
 import aiohttp
 import pytest
-from keyed_router import running
+from keyed_router import plain_settings, running
 from prometheus_client.parser import text_string_to_metric_families
 
 from contract.request import GenerateRequest
 from quire.v1 import common_pb2
 from router.gateway_metrics import GatewayMetrics
-from router.settings import RouterSettings
 
 
 @pytest.fixture
 def settings(model_dir, tmp_path):
-    return RouterSettings(
-        model=model_dir,
-        served_model_name="tiny",
-        scheduler=(f"unix:{tmp_path / 's'}",),
-        uds=tmp_path / "r",
-        http_port=0,
-        drain_s=5,
-    )
+    return plain_settings(model_dir, tmp_path)
 
 
 async def scrape(http: aiohttp.ClientSession):

@@ -7,8 +7,9 @@ import grpc.aio
 import pytest
 from router_fake_scheduler import LENGTH, MAX_MODEL_LEN
 
+from contract.codec.packing import pack_int32, pack_uint64
 from contract.errors import InvalidArgumentError, TooBusyError
-from quire.v1 import inference_pb2, inference_pb2_grpc
+from quire.v1 import inference_pb2, inference_pb2_grpc, scheduler_pb2
 from router.grpc.api import InferenceServicer
 from router.grpc.bounds import MAX_FIELDS, RefusedRequest, RequestBounds
 from router.grpc.many import _MOST_UNSENT_BYTES, ManyCall
@@ -86,7 +87,7 @@ async def test_a_step_is_one_message_for_all_requests(router, stub):
 
 
 async def _until(call, number):
-    """Yield messages until one has the usage of `number`, and the other's delta has come."""
+    """Yield messages until one has the usage of `number`, and one a delta of the other request."""
     numbers = set()
     while numbers < {7, 9}:
         message = await call.read()
@@ -142,7 +143,7 @@ async def test_a_left_request_is_cancelled_and_its_number_is_free(router, stub):
     call = stub.GenerateMany()
     key = await begin(router, call, 1)
     await call.write(leave(1))
-    await call.write(leave(2))  # not in use
+    await call.write(leave(2))  # no request has this number
     assert await router.scheduler.cancels.get() == [key]
     ((number, event),) = await next_events(call)
     assert (number, event.error.code, event.error.retryable) == (1, CANCELLED, False)
@@ -174,18 +175,45 @@ async def test_a_broken_call_cancels_its_requests(router, stub):
 
 async def test_a_resumable_request_goes_on_in_another_call(router, stub):
     call = stub.GenerateMany()
-    key = await begin(router, call, 1, request_id="r", resumable=True)
-    await router.scheduler.step({key: [70]})
+    await call.write(generate(1, request_id="r", resumable=True))
+    submit = await router.scheduler.submits.get()
+    await router.scheduler.step({submit.first_seq_key: [70]})
     await next_events(call)
-    other = stub.GenerateMany()
-    resume = inference_pb2.ResumeRequest(request_id="unknown")
-    await other.write(inference_pb2.GenerateManyRequest(number=3, resume=resume))
-    asked = await router.scheduler.resumes.get()
-    await router.scheduler.refuse(asked.first_seq_key, grpc.StatusCode.NOT_FOUND, "no such request")
-    ((number, event),) = await next_events(other)
-    assert (number, event.error.code) == (3, NOT_FOUND)
     call.cancel()
-    other.cancel()
+    assert await router.scheduler.leaves.get() == [submit.first_seq_key]
+
+    call = stub.GenerateMany()
+    asked = await _resume(
+        router, call, 3, "r", received=[inference_pb2.OutputReceived(num_tokens=1)]
+    )
+    so_far = scheduler_pb2.StepOutput(
+        seq_keys=pack_uint64([asked.first_seq_key] * 2), token_ids=pack_int32([70, 71])
+    )
+    await router.scheduler.resumed(submit, asked.first_seq_key, so_far)
+    await router.scheduler.step({asked.first_seq_key: [72]}, finished={asked.first_seq_key: LENGTH})
+    await call.done_writing()
+    events = [event for message in [m async for m in call] for event in message.events]
+    assert {event.number for event in events} == {3}
+    tokens = [t for event in events for t in event.delta.token_ids]
+    assert tokens == [71, 72]
+    assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_an_unknown_request_is_not_resumed_and_the_call_stays(router, stub):
+    call = stub.GenerateMany()
+    asked = await _resume(router, call, 3, "unknown")
+    await router.scheduler.refuse(asked.first_seq_key, grpc.StatusCode.NOT_FOUND, "no such request")
+    ((number, event),) = await next_events(call)
+    assert (number, event.error.code) == (3, NOT_FOUND)
+    await begin(router, call, 4)
+    call.cancel()
+
+
+async def _resume(router, call, number, request_id, **fields):
+    """Sends a resume; returns the scheduler's `Resume`."""
+    resume = inference_pb2.ResumeRequest(request_id=request_id, **fields)
+    await call.write(inference_pb2.GenerateManyRequest(number=number, resume=resume))
+    return await router.scheduler.resumes.get()
 
 
 class Context:

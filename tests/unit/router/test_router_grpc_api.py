@@ -10,12 +10,12 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from keyed_router import plain_settings
 from router_fake_scheduler import ERROR, LENGTH, MAX_MODEL_LEN, VOCAB_SIZE, FakeScheduler
 
 from contract.codec.request import stop_options_from_bytes
 from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc, kv_pb2
 from router.app import run_router
-from router.settings import RouterSettings
 from rpc.peers.channel import open_channel
 from rpc.status import status_to_error
 
@@ -35,14 +35,7 @@ class Process:
 async def process(model_dir, tmp_path) -> AsyncIterator[Process]:
     scheduler = FakeScheduler(tmp_path / "s")
     await scheduler.start()
-    settings = RouterSettings(
-        model=model_dir,
-        served_model_name="tiny",
-        scheduler=(scheduler.target,),
-        uds=tmp_path / "r",
-        http_port=0,
-        drain_s=5,
-    )
+    settings = plain_settings(model_dir, tmp_path)
     stop = asyncio.Event()
     addresses = asyncio.get_running_loop().create_future()
 
@@ -224,7 +217,7 @@ async def test_a_client_that_cancels_or_times_out_ends_its_sequences(process):
     timeout_s = 0.2
     while not submitted.done():  # on a busy machine it may time out before it arrives
         timed_out = process.stub.Generate(request(), timeout=timeout_s)
-        # Both ends have a timer; the call ends the same, whichever is first.
+        # Both ends have a timer; the call ends with the same status whichever fires first.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [response async for response in timed_out]
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -233,7 +226,8 @@ async def test_a_client_that_cancels_or_times_out_ends_its_sequences(process):
 
 
 async def test_a_client_that_never_reads_and_leaves_ends_its_sequences(process):
-    # More than the transport's windows hold: the handler hangs in a write when the client goes.
+    # More than the transport's windows hold, so the handler waits in a write when the client
+    # leaves.
     logprob = common_pb2.TokenLogprob(top_token_ids=range(400, 420), top_logprobs=[-1.0] * 20)
     call = process.stub.Generate(request(n=64, sampling={"logprobs": 20}))
     first = (await process.scheduler.submits.get()).first_seq_key

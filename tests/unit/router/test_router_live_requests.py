@@ -1,4 +1,4 @@
-"""The live requests of a router, as its operators list and end them and its clients see that."""
+"""Operators list and end a router's live requests; clients see the end."""
 
 import asyncio
 from dataclasses import replace

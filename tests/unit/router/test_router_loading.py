@@ -1,4 +1,4 @@
-"""Models that are unloaded and loaded, as a router's operators and clients see it."""
+"""Operators unload and load models through a router; clients wait or get errors."""
 
 import asyncio
 import json

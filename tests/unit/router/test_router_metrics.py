@@ -1,4 +1,4 @@
-"""Metrics of the router that are more than prometheus_client's."""
+"""Metrics of the router with code of their own, beyond prometheus_client's."""
 
 from prometheus_client import CollectorRegistry, Histogram
 

@@ -1,4 +1,4 @@
-"""Models that share a device: a router loads the one that is wanted in place of another."""
+"""Models that share a device: a router loads a requested one in place of another."""
 
 import asyncio
 import contextlib
@@ -40,13 +40,17 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Device:
-    """What is loaded on it, one model at a time, and what was loaded before."""
+    """The loaded model, at most one, and the models loaded before."""
 
     def __init__(self):
         self.loaded = set()
         self.history = []
         self.broken = set()
         """Models that cannot be loaded."""
+        self.num_kept = None
+        """How often a model was not unloaded; None: it is."""
+        self.is_torn = False
+        """Whether the next unload reaches only one of two workers."""
 
 
 class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
@@ -54,13 +58,20 @@ class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
         self.scheduler, self.device, self.name = scheduler, device, name
 
     async def Unload(self, request, context):  # noqa: N802, ARG002
+        if self.device.num_kept is not None:
+            self.device.num_kept += 1
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "it is on several devices")
+        if self.device.is_torn:
+            self.device.is_torn = False
+            self.scheduler.load.num_workers = self.scheduler.load.num_unloaded_workers = 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "one worker is away")
         self.device.loaded.discard(self.name)
         self.scheduler.load.num_workers, self.scheduler.load.num_unloaded_workers = 0, 1
         await self.scheduler.send_unloaded(True)
         return loading_pb2.UnloadResponse(workers=[loading_pb2.UnloadedWorker(worker="w")])
 
     async def Load(self, request, context):  # noqa: N802, ARG002
-        assert not self.device.loaded, "another model has the device"
+        assert self.device.loaded <= {self.name}, "another model has the device"
         if self.name in self.device.broken:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "its files are broken")
         self.device.loaded.add(self.name)
@@ -180,7 +191,7 @@ async def test_a_model_stays_for_a_time_however_much_another_is_wanted(model_dir
 
 
 async def looked(service, times=3):
-    """Waits until the router has looked for what to load."""
+    """Waits until the router has looked for a model to load."""
     on_demand = service.cells.on_demand
     seen, look = [], on_demand._look
     on_demand._look = lambda: seen.append(1) or look()
@@ -195,8 +206,9 @@ async def test_a_busy_model_makes_no_room_for_lines_of_batches_alone(model_dir, 
         line = asyncio.create_task(service.cells.use("b", is_patient=True))
         await looked(service)
         assert service.device.history == ["a"]
-        assert await service.answered("c")  # which is not patient, and came later
-        await until(lambda: service.device.loaded == {"a"})  # its request goes before the line
+        assert await service.answered("c")  # a request that is not patient, and came later
+        # its request is served before the batch's line
+        await until(lambda: service.device.loaded == {"a"})
         await looked(service)
         await service.finish("a", submit)
         async with await running as live:
@@ -230,7 +242,7 @@ async def test_a_model_whose_scheduler_is_away_is_still_loaded(model_dir, tmp_pa
     async with serving(model_dir, tmp_path, "ab") as service:
         await service.answered("a")
         await service.schedulers["a"].stop()
-        with pytest.raises(UnavailableError, match="the schedulers of 'a', which was loaded"):
+        with pytest.raises(UnavailableError, match="schedulers with loaded models are away: 'a'"):
             await service.ask("b")
         assert service.device.history == ["a"]
         await service.schedulers["a"].start()
@@ -341,7 +353,7 @@ async def test_heartbeats_go_on_after_the_model_is_loaded(monkeypatch):
     begun = asyncio.Event()
 
     class Held:
-        """A stream whose head was sent."""
+        """A stream with a sent head."""
 
         is_held, response, heartbeats = True, None, staticmethod(contextlib.nullcontext)
 
@@ -359,7 +371,7 @@ async def test_heartbeats_go_on_after_the_model_is_loaded(monkeypatch):
 
 
 async def test_a_line_of_a_batch_loads_its_model(model_dir, tmp_path):
-    """Its prompt depends on limits that are unknown before the first load."""
+    """Its prompt depends on limits that the router knows only after the first load."""
     body = {"model": "b", "messages": [{"role": "user", "content": "Say"}], "max_tokens": 1}
     line = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body}
     batch = Batch("batch_1", "", time.time(), True, {})
@@ -392,3 +404,112 @@ async def test_a_kept_stream_is_read_at_a_router_that_does_not_know_its_model_ye
             stream = await client.responses.retrieve(response.id, stream=True)
             *_, last = [event async for event in stream]
         assert last.response.output_text == response.output_text
+
+
+async def test_an_idle_model_is_unloaded_and_loaded_again_by_the_next_request(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "a", idle_unload_s=0.05) as service:
+        for _ in range(2):
+            await until(lambda: service.device.loaded == {"a"})
+            await until(lambda: not service.device.loaded)
+            asking = service.ask("a")
+            submit = await service.schedulers["a"].submits.get()
+            # It may have come while the model was being unloaded, and waits at the scheduler then.
+            await until(lambda: service.device.loaded == {"a"})
+            await looked(service, 20)
+            assert service.device.loaded == {"a"}, "it is not idle"
+            await service.finish("a", submit)
+            async with await asking as live:
+                assert [event async for event in live]
+
+
+async def test_a_model_that_another_router_uses_is_not_idle(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "a", idle_unload_s=0.01) as service:
+        service.schedulers["a"].load.num_requests_running = 1
+        await until(lambda: service.device.loaded)
+        await looked(service, 20)
+        assert service.device.loaded
+        service.schedulers["a"].load.num_requests_running = 0
+        await until(lambda: not service.device.loaded)
+
+
+async def test_an_idle_model_that_cannot_be_unloaded_serves_on(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "a", idle_unload_s=0.01) as service:
+        service.device.num_kept = 0
+        await until(lambda: service.device.num_kept > 2)
+        assert await service.answered("a")
+
+
+async def test_an_idle_model_that_only_some_workers_could_unload_is_loaded_there_again(
+    model_dir, tmp_path
+):
+    async with serving(model_dir, tmp_path, "a", idle_unload_s=0.01) as service:
+        service.device.is_torn = True
+        await until(lambda: service.device.history == ["a", "a"])
+        assert not service.device.is_torn
+
+
+async def test_a_worker_that_restarts_with_an_idle_model_brings_back_the_others(
+    model_dir, tmp_path
+):
+    async with serving(model_dir, tmp_path, "a", idle_unload_s=0.05) as service:
+        scheduler, on_demand = service.schedulers["a"], service.cells.on_demand
+        await until(lambda: service.device.history and not service.device.loaded)
+        on_demand._idle_unload_s = 3600
+        service.device.loaded.add("a")
+        scheduler.load.num_workers = scheduler.load.num_unloaded_workers = 1
+        await scheduler.send_unloaded(False)
+        await until(lambda: service.cells.all[0].schedulers.is_loaded)
+        await looked(service, 20)
+        assert service.device.history == ["a"], "it is still idle"
+        await service.answered("a")
+        await until(lambda: service.device.history == ["a", "a"])
+
+
+async def test_a_request_that_comes_before_the_unload_prevents_it(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "a", idle_unload_s=3600) as service:
+        on_demand = service.cells.on_demand
+        await until(lambda: service.cells.all[0].schedulers.is_loaded)
+        load_of, was_asked, may_answer = on_demand.load_of, asyncio.Event(), asyncio.Event()
+
+        async def slow_load_of(cell):
+            load = await load_of(cell)
+            was_asked.set()
+            await may_answer.wait()
+            return load
+
+        on_demand.load_of = slow_load_of
+        on_demand._idle_unload_s = 0.0
+        await was_asked.wait()
+        on_demand._idle_unload_s = 3600
+        asking = service.ask("a")
+        submit = await service.schedulers["a"].submits.get()
+        may_answer.set()
+        await looked(service, 20)
+        assert service.device.loaded == {"a"}
+        assert service.device.history == ["a"]
+        await service.finish("a", submit)
+        await (await asking).aclose()
+
+
+async def test_a_router_that_drains_unloads_no_idle_model(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "a", idle_unload_s=3600) as service:
+        await until(lambda: service.cells.all[0].schedulers.is_loaded)
+        service.cells.on_demand.drain()
+        service.cells.on_demand._idle_unload_s = 0.0
+        await looked(service, 20)
+        assert service.device.loaded == {"a"}
+
+
+async def test_a_model_whose_new_scheduler_knows_no_model_is_loaded_without_a_request(
+    model_dir, tmp_path
+):
+    """Until then the router is not ready, so no request would come."""
+    async with serving(model_dir, tmp_path, "a", idle_unload_s=0.05) as service:
+        await until(lambda: service.device.loaded == {"a"})
+        await until(lambda: not service.device.loaded)
+        scheduler = service.schedulers["a"]
+        await scheduler.stop()
+        scheduler.knows_model.clear()
+        await scheduler.start()
+        await until(lambda: service.device.history == ["a", "a"])
+        await until(lambda: service.cells.all[0].schedulers.is_ready)

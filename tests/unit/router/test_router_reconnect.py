@@ -167,7 +167,7 @@ async def test_a_model_that_lacks_tokens_of_the_tokenizer_is_not_served(router):
     assert router.inference.model.infos() == ()
 
     await router.scheduler.stop()
-    router.scheduler.vocab_size = num_tokens  # as many as the test needs
+    router.scheduler.vocab_size = num_tokens  # as many as it needs
     await router.scheduler.start()
     await router.ready.wait()
     (await start(router))[0]._close()
@@ -284,9 +284,8 @@ async def test_a_scheduler_that_has_no_model_yet_is_waited_for(tmp_path, link_to
     await scheduler.start()
     link, states = link_to(scheduler.target)
     task = asyncio.create_task(link.run())
-    while (
-        scheduler.num_load_calls < 6
-    ):  # twice a second: longer than the limit for a hung scheduler
+    # two calls a second, so for longer than the limit for a hung scheduler
+    while scheduler.num_load_calls < 6:
         scheduler.asked.clear()
         await scheduler.asked.wait()
     scheduler.knows_model.set()

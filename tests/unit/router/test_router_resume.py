@@ -1,4 +1,4 @@
-"""Resuming through a router: the client's part is skipped, and leaving is reported."""
+"""Resuming through a router: it skips the client's part, and reports a client that leaves."""
 
 import asyncio
 from dataclasses import replace
@@ -152,7 +152,7 @@ async def test_log_probabilities_go_with_their_tokens_or_are_refused_by_name(rou
     await live.aclose()
     logprobs = [
         scheduler_pb2.IndexedLogprob(index=i, logprob=common_pb2.TokenLogprob(logprob=-i))
-        for i in (1, 2)  # token 0's was lost with a scheduler
+        for i in (1, 2)  # the logprob of token 0 was lost with a scheduler
     ]
     request = replace(NOTHING, received={0: OutputReceived(1)}, has_prompt_scores=True)
     live, _ = await resume(router, submit, [9, 9, 9], request, logprobs=logprobs)

@@ -71,8 +71,8 @@ def test_the_rest_of_the_piece_after_a_stop_string_is_dropped():
 
 @pytest.mark.parametrize("chunk_chars", [1, 4096])
 def test_the_worst_case_is_linear(chunk_chars):
-    # 16 strings of 1,024 characters that differ at the end only, on text that never completes one:
-    # a search that starts again at each character would make 16 · 1,024 comparisons for each.
+    # 16 strings of 1,024 characters, different only at the end, and a text that completes none. A
+    # search that starts again at each character would compare 16 · 1,024 characters each time.
     stops = ["a" * 1023 + chr(ord("b") + i) for i in range(16)]
     text = "a" * 20_000
     watch = matcher(stops)
@@ -106,5 +106,6 @@ def test_each_character_is_compared_with_a_beginning_at_most_twice(stops, chunks
         if watch.found is not None:
             return
         num_chars = sum(map(len, chunks[:num_pieces]))
-        # A comparison that fails rules out a character for good; each piece has one that succeeds.
+        # A failed comparison rules out a character for all later ones; each piece has one that
+        # succeeds.
         assert all(stop.num_comparisons <= num_chars + num_pieces for stop in stops)

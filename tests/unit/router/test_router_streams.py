@@ -24,6 +24,7 @@ from contract.outputs import (
 from contract.request import GenerateRequest
 from contract.sampling import SamplingParams
 from quire.v1 import common_pb2
+from router.request import output
 
 
 async def start(router, **kwargs):
@@ -141,6 +142,17 @@ async def test_tokens_that_wait_for_the_reader_are_merged_into_one_delta(router)
     assert delta == OutputDelta(0, 0, tuple(tokens), "one two three four five")
 
 
+async def test_tokens_beyond_one_delta_wait_for_no_further_token(router, monkeypatch):
+    monkeypatch.setattr(output, "MAX_EVENT_TOKENS", 3)
+    live, submit = await start(router)
+    async with live:
+        for token in range(70, 78):
+            await router.scheduler.step({submit.first_seq_key: [token]})
+        await settled(router)
+        deltas = [(await anext(live)).token_ids for _ in range(3)]
+    assert deltas == [(70, 71, 72), (73, 74, 75), (76, 77)]
+
+
 async def test_an_absent_reader_delays_no_stream_and_costs_only_its_tokens(router):
     lazy, lazy_submit = await start(router)
     live, submit = await start(router)
@@ -151,7 +163,7 @@ async def test_an_absent_reader_delays_no_stream_and_costs_only_its_tokens(route
         )
     await router.scheduler.step(finished={submit.first_seq_key: LENGTH})
     assert await text_of(live) == "a" * (MAX_MODEL_LEN - 3)
-    assert len(lazy._outputs_with_events) == 1  # one pending delta, not one event per token
+    assert len(lazy.outputs_with_events) == 1  # one pending delta, not one event per token
     await lazy.aclose()
 
 
@@ -348,16 +360,15 @@ async def test_a_scheduler_reports_how_many_sequences_it_takes(router):
 async def test_what_the_queues_have_no_room_for_is_refused_before_its_text_is_looked_at(router):
     live, submit = await start(router)
     await router.scheduler.send_room(2)
-    await router.scheduler.step(
-        {submit.first_seq_key: router.tokens("a")}
-    )  # received after the room
+    # the router has received the room before this
+    await router.scheduler.step({submit.first_seq_key: router.tokens("a")})
     await anext(live)
     text = router.inference.text
-    prompts, text._prompts = text._prompts, None  # no thread is asked
+    prompts, text._prompts = text._prompts, None  # no thread tokenizes
     with pytest.raises(TooBusyError, match="2 more sequences may wait, and this request has 3"):
         await router.inference.generate(GenerateRequest(prompt="a", n=3))
     text._prompts = prompts
-    second, again = await start(router, n=2)  # takes all room, until the scheduler reports more
+    second, again = await start(router, n=2)  # takes all room until the scheduler reports more
     with pytest.raises(TooBusyError, match="0 more sequences may wait"):
         await router.inference.generate(GenerateRequest(prompt="a"))
     with pytest.raises(TooBusyError):

@@ -1,4 +1,4 @@
-"""An API key gives a call its tenant's requests, cache and quota, and no other tenant's."""
+"""By its API key, a call has its tenant's requests, cache and quota, and no other tenant's."""
 
 import grpc
 import grpc.aio
@@ -114,7 +114,7 @@ async def test_no_tenant_can_have_another_tenants_cache_salt(router):
             await router.finish(submit)
             async for _ in call:
                 pass
-    # Even a client that sends another tenant's derived salt gets a different one.
+    # A client that sends another tenant's derived salt gets a different one.
     _, submit = await router.submitted(BOB, cache_salt=salts[ALICE, ""], sampling={"max_tokens": 4})
     assert submit.cache_salt not in salts.values()
     assert all(len(salt) == 64 for salt in salts.values())

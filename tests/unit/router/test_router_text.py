@@ -1,4 +1,4 @@
-"""Tokenize calls: bounded in size and number, and never delay generation."""
+"""Tokenize calls are bounded in size and number, and never delay generation."""
 
 import asyncio
 import threading
@@ -100,7 +100,7 @@ async def test_tokenizations_that_nobody_waits_for_leave_the_queue(router, slow)
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
-    assert router.inference.text._questions.num_pending == 1  # the one that has started
+    assert router.inference.text._questions.num_pending == 1  # the call that has started
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_encode_adds_special_tokens_by_default(model_dir):
 
 @pytest.fixture
 def word_pieces(tmp_path):
-    """The tokenizer of a BERT, and what reads it here."""
+    """The tokenizer of a BERT, and Quire's reader of it."""
     words = ["[UNK]", "[CLS]", "[SEP]", *"abc", *("##a", "##b"), ".", "'", "s", "a#"]
     vocab = {word: i for i, word in enumerate(words)}
     given = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))

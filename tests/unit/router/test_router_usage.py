@@ -1,4 +1,4 @@
-"""What counts as used: thinking by its markers, and streams that are resumed once."""
+"""Usage: thinking is counted by its markers, and a resumed stream only once."""
 
 import asyncio
 import contextlib
@@ -103,7 +103,7 @@ async def test_a_stream_that_is_resumed_is_one_request(router):
         async for _ in live:
             pass
     ((_, used),) = router.usage.take()[1].items()
-    num_rest = len(tokens) - 1  # the client had one
+    num_rest = len(tokens) - 1  # the client had one token
     assert used == Used(generated_tokens=num_rest, reasoning_tokens=num_rest)
 
 
@@ -117,7 +117,7 @@ async def test_a_resumable_request_counts_though_its_reader_leaves_while_it_wait
 
 @contextlib.asynccontextmanager
 async def used_by_alice(model_dir, tmp_path):
-    """Run a router with API keys; at its end check that all usage is that of Alice's key."""
+    """Run a router with API keys; check at the end that only Alice's key has usage."""
     place = str(tmp_path / "turns.sqlite")
     settings = keyed_settings(model_dir, tmp_path).model_copy(update={"turn_store": place})
     async with running(settings, tmp_path) as router:

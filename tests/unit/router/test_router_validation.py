@@ -1,4 +1,4 @@
-"""Every limit of the public contract, with the error's words."""
+"""Every limit of the public contract, with its error message."""
 
 import math
 from dataclasses import replace

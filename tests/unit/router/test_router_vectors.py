@@ -1,4 +1,4 @@
-"""Many inputs become requests of one token, and their vectors the answer."""
+"""Each input becomes a request of one token; the answer has their vectors."""
 
 import asyncio
 
@@ -48,7 +48,7 @@ async def test_vectors_come_in_the_order_of_the_inputs(router):
         assert submit.sampling.pooling == common_pb2.Pooling(kind=common_pb2.POOLING_KIND_MEAN)
         assert submit.sampling.max_tokens == 1
     first, second = (submit.first_seq_key for submit in submits)
-    # As a scheduler sends it: with a token and an end that mean nothing.
+    # As a scheduler sends it, with a token and an end that have no meaning.
     await router.scheduler.step(
         {second: [9]}, admitted={second: 0}, vectors={second: [3, 4]}, finished={second: LENGTH}
     )
@@ -90,7 +90,7 @@ async def test_an_end_without_a_vector_is_an_error(router):
 
 async def test_the_first_refusal_is_the_calls(router):
     await router.scheduler.send_room(0)
-    while True:  # until the router knows
+    while True:  # until the router knows the model's task
         try:
             router.inference.check_room("")
         except TooBusyError:
@@ -103,7 +103,7 @@ async def test_the_first_refusal_is_the_calls(router):
 async def test_a_bad_input_is_named_by_its_index(router):
     with pytest.raises(InvalidArgumentError, match=r"input\[1\] is empty"):
         await make(router, "one", "")
-    # A model that only embeds has no token to leave room for.
+    # A model that only embeds needs no room for an output token.
     with pytest.raises(InvalidArgumentError, match=r"input\[0\] has 64 tokens; .* at most 63$"):
         await make(router, (5,) * 64)
 

@@ -1,4 +1,4 @@
-"""Several schedulers behind one router: which gets a request, and which gets it next."""
+"""Several schedulers behind one router: the choice for a request, and for its next attempt."""
 
 import asyncio
 import contextlib
@@ -172,7 +172,7 @@ async def test_a_standby_gets_the_live_requests(model_dir, pair):
 async def test_the_new_owner_of_the_workers_gets_the_hung_schedulers_requests(
     model_dir, pair, monkeypatch
 ):
-    """At once, though the one that hangs keeps its stream; and though it was long looked for."""
+    """At once, although the hung scheduler keeps its stream; even after a long search."""
     monkeypatch.setattr(link_module, "_MAX_BACKOFF_S", 3600.0)
     monkeypatch.setattr(link_module, "_MIN_BACKOFF_S", 3600.0)
     monkeypatch.setattr(schedulers_module, "_RETURN_S", 3600.0)
@@ -203,7 +203,7 @@ async def test_schedulers_come_and_go_with_dns(model_dir, pair):
     async with running(model_dir, discovery) as pool:
         await pool.wait_for(1)
         resolver.targets[:] = [other.target]
-        await pool.wait_for(2)  # a scheduler that only DNS has lost continues
+        await pool.wait_for(2)  # a scheduler that is missing only in DNS continues
         await one.stop()
         await pool.wait_for(1, num_known=1)
         live = await pool.start((5, 6, 7))
@@ -260,7 +260,7 @@ async def test_a_scheduler_that_is_known_to_be_full_is_left_out(pool, pair):
     live, submit, home, other = await place(pool, pair, (5, 6, 7))
     await home.send_room(1)
     await wait_until_received(home, live, submit)
-    for expected, n in ((other, 2), (home, 1), (other, 1)):  # its room is counted
+    for expected, n in ((other, 2), (home, 1), (other, 1)):  # the router counts its room
         each, _, got, _ = await place(pool, pair, (5, 6, 7), n=n)
         assert got is expected
         await each.aclose()
@@ -388,7 +388,7 @@ async def test_nothing_changes_while_a_scheduler_may_be_back_soon(pool, pair, mo
             await change
     assert pair[0].adapters == ("a",)
     assert [each.adapter.name for each in await adapters.list_adapters("unix:")] == ["a"]
-    monkeypatch.setattr(schedulers_module, "_AWAY_S", 0.0)  # it stays away, like a standby
+    monkeypatch.setattr(schedulers_module, "_AWAY_S", 0.0)  # it accepts no stream, like a standby
     await adapters.unload_adapter("a", "unix:")
     assert pair[0].adapters == ()
     monkeypatch.undo()
@@ -407,5 +407,5 @@ async def test_all_schedulers_load_an_adapter_or_none(pool, pair):
     await adapters.load_adapter("a", "/adapters/a", "unix:")
     assert [fake.adapters for fake in pair] == [("a",), ("a",)]
     await pair[0].send_adapters()
-    await adapters.unload_adapter("a", "unix:")  # one scheduler does not have it
+    await adapters.unload_adapter("a", "unix:")  # one scheduler does not have the adapter
     assert [fake.adapters for fake in pair] == [(), ()]

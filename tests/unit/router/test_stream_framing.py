@@ -1,7 +1,7 @@
 """Streams as bytes: each is one whole HTTP message, however it ends.
 
-`http_messages` reads as strictly as RFC 9112 allows, since clients differ in what they forgive:
-aiohttp's waits for ever once the framing of a body is wrong.
+`http_messages` reads as strictly as RFC 9112 allows, because clients forgive different faults:
+aiohttp's waits for ever after a body with wrong framing.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ def request(method, path, body=None, version="1.1", **headers) -> bytes:
 
 
 async def exchange(address, *requests: bytes) -> list[tuple[int, dict[str, str], bytes]]:
-    """Send requests at once, the last with `Connection: close`; return all that comes."""
+    """Send requests at once, the last with `Connection: close`; return the bytes received."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(b"".join(requests))
     data = await reader.read()
@@ -148,7 +148,7 @@ async def test_a_stream_for_http_1_0_ends_with_its_connection(address, path):
 
 
 async def test_an_error_behind_the_head_of_a_stream_is_no_second_head():
-    """A client that is told nothing of the end must at least see that its body is cut off."""
+    """A client that gets no error must at least see that its body is cut off."""
 
     async def handle(request, _):
         sse = SseResponse(request, {})
@@ -164,7 +164,7 @@ async def test_an_error_behind_the_head_of_a_stream_is_no_second_head():
         data = await reader.read()
         writer.close()
         assert data.endswith(b"\r\n\r\n3\r\n:\n\n\r\n")
-        # aiohttp's client waits for ever, whatever its timeouts, if a second head follows.
+        # If a second head follows, aiohttp's client waits for ever, in spite of its timeouts.
         async with (
             asyncio.timeout(20),
             aiohttp.ClientSession() as session,
@@ -199,7 +199,7 @@ async def test_an_empty_event_does_not_end_a_stream():
 async def test_tokens_that_make_no_event_do_not_wait_for_the_status(
     address, inference, monkeypatch, path
 ):
-    """Such as the beginning of a call: the first event comes as soon as it is there."""
+    """Such as the beginning of a call. The first event is sent as soon as there is one."""
     monkeypatch.setattr(streaming, "STATUS_WITHIN_S", 10**6)
     inference.script = spell("")
     body = CALLS[path] | {"stream": True}
@@ -271,7 +271,7 @@ async def test_a_kept_stream_is_a_whole_message_however_it_ends(router, keeping,
 
 
 async def test_a_kept_stream_that_is_asked_for_by_head_has_no_body(router, keeping):
-    """The bytes of a body would be read as the head of the next answer."""
+    """A client would read the bytes of a body as the head of the next answer."""
     path = await kept(keeping)
     await router.scheduler.submits.get()
     reader, writer = await asyncio.open_connection(*keeping)
@@ -287,7 +287,7 @@ async def test_a_kept_stream_that_is_asked_for_by_head_has_no_body(router, keepi
 async def test_a_stream_that_cannot_be_made_is_refused_before_its_head(
     router, keeping, monkeypatch
 ):
-    """Such as at a router that has just started, and knows no model yet."""
+    """Such as at a router that has just started and knows no model yet."""
     path = await kept(keeping)
     await router.scheduler.submits.get()
 

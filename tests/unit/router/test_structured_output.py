@@ -1,4 +1,4 @@
-"""Which forms become a grammar, and how other forms are refused."""
+"""Forms of structured output that become a grammar, and the refusals of others."""
 
 from pathlib import Path
 

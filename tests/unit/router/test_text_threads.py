@@ -86,7 +86,7 @@ async def test_what_refused_work_holds_is_free_at_once(threads):
         with pytest.raises(ValueError, match="too large") as caught:
             await threads.run(large.refuse)
         del large, caught
-        await threads.run(int)  # the thread has forgotten the work before
+        await threads.run(int)  # the thread holds no reference to the work before
         assert is_alive() is None
     finally:
         gc.enable()

@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import grpc
 import pytest
-from keyed_router import running
+from keyed_router import plain_settings, running
 from router_fake_scheduler import ERROR, LENGTH, STOP, FakeKvEvents, FakeScheduler
 
 from contract.codec.packing import pack_int32, unpack_int32
@@ -15,7 +15,6 @@ from contract.sampling import SamplingParams
 from quire.v1 import common_pb2, kv_pb2
 from quire.vllm_engine import smg_common_pb2, vllm_engine_pb2_grpc
 from quire.vllm_engine import vllm_engine_pb2 as pb
-from router.settings import RouterSettings
 from router.vllm_engine.kv_events import CellIndex
 
 PROMPT = pb.TokenizedInput(input_ids=[5, 6, 7])
@@ -23,15 +22,7 @@ PROMPT = pb.TokenizedInput(input_ids=[5, 6, 7])
 
 @pytest.fixture
 def settings(model_dir, tmp_path):
-    return RouterSettings(
-        model=model_dir,
-        served_model_name="tiny",
-        scheduler=(f"unix:{tmp_path / 's'}",),
-        uds=tmp_path / "r",
-        http_port=0,
-        drain_s=5,
-        vllm_engine=True,
-    )
+    return plain_settings(model_dir, tmp_path, vllm_engine=True)
 
 
 @pytest.fixture

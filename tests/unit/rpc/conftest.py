@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,5 +56,11 @@ async def running(settings, health=None, services=(), **arguments) -> AsyncItera
 
 
 @pytest.fixture
-def run_server() -> Callable[..., contextlib.AbstractAsyncContextManager[Addresses]]:
-    return running
+def by_grpcio() -> bool:
+    """Whether grpcio serves gRPC, as in schedulers and workers, or our own server."""
+    return True
+
+
+@pytest.fixture
+def run_server(by_grpcio) -> Callable[..., contextlib.AbstractAsyncContextManager[Addresses]]:
+    return partial(running, grpc_by_grpcio=by_grpcio)

@@ -1,4 +1,4 @@
-"""What a process has freed goes back to the system, though a few objects lie in between."""
+"""A process returns freed memory to the system, although a few objects lie in between."""
 
 import asyncio
 import gc
@@ -19,7 +19,7 @@ async def trimming(monkeypatch):
     monkeypatch.setattr(malloc, "_FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(malloc, "_LAST_WAIT_S", 0.01)
     gc.collect()
-    malloc.trim_malloc()  # what earlier tests have left would be used again
+    malloc.trim_malloc()  # otherwise malloc reuses what earlier tests have freed
     task = asyncio.create_task(malloc.keep_trimmed())
     await asyncio.sleep(0)
     yield

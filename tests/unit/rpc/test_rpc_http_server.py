@@ -1,4 +1,4 @@
-"""What is no HTTP is answered in OpenAI's shape; connections beyond `ulimit -n` are refused."""
+"""Bytes that are no HTTP get OpenAI's error; connections beyond `ulimit -n` are refused."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from rpc.settings import ProcessSettings
 
 
 async def sent(address, data):
-    """What is answered to these bytes, until the connection ends."""
+    """The answer to these bytes, until the connection ends."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)

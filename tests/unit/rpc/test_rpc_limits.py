@@ -12,6 +12,11 @@ from rpc.peers.channel import open_channel
 CHECK = health_pb2.HealthCheckRequest()
 
 
+@pytest.fixture(params=[True, False], ids=["grpcio", "quire"])
+def by_grpcio(request):
+    return request.param
+
+
 async def failure(call):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
@@ -44,7 +49,7 @@ async def test_calls_beyond_the_streams_of_a_connection_wait(run_server, setting
     async with run_server(settings) as addresses, open_channel(addresses.grpc) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         watch = stub.Watch(CHECK)
-        await watch.read()  # it has the only stream
+        await watch.read()  # its call has the only stream
         waiting = asyncio.ensure_future(stub.Check(CHECK, timeout=10))
         error = await failure(stub.Check(CHECK, timeout=0.2))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -61,5 +66,5 @@ async def test_reflection_can_be_turned_off(run_server, settings, reflection):
         if reflection:
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             assert (await call.read()).list_services_response.service
-        else:  # nothing is written, because the write may fail before the answer comes
+        else:  # the test writes nothing, because a write may fail before the answer arrives
             assert await call.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -1,4 +1,4 @@
-"""An event loop that does not run is noticed by a thread beside it, which says what holds it."""
+"""A thread notices that the event loop beside it is held up, and logs the code that holds it."""
 
 import asyncio
 import threading
@@ -25,11 +25,11 @@ STALL_S = 0.05
 
 @pytest.fixture
 def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Gives what holds the calling thread until its stack has been taken."""
+    """Gives a function that holds the calling thread until its stack was recorded."""
     seen, holding = threading.Event(), threading.Event()
 
     def seen_stack(thread_id: int) -> str:
-        assert holding.wait(60)  # a slow machine may stall before
+        assert holding.wait(60)  # a slow machine may stall before this
         stack = take(thread_id)
         seen.set()
         return stack
@@ -87,7 +87,7 @@ async def test_stall_that_does_not_end_is_reported_before_it_ends(monkeypatch):
 async def test_what_keeps_the_interpreter_to_itself_is_noticed_when_it_lets_go():
     found: list[Stall] = []
     with watching_loop(STALL_S, found.append):
-        while not found:  # the watch's own thread does not run either
+        while not found:  # the watching thread does not run either
             sum(range(30_000_000))
             await asyncio.sleep(0)
     assert found[0].cpu_s > STALL_S / 2
@@ -109,7 +109,7 @@ async def test_lag_of_a_loop_that_runs_is_reported_and_is_no_stall():
 
 async def test_leaving_the_watch_does_not_wait_for_the_loop(hold):
     with watching_loop(STALL_S, lambda _: None):
-        hold()  # a callback is posted, and runs only after this
+        hold()  # a callback is posted, which runs only after this
     await asyncio.sleep(0)
 
 
@@ -120,7 +120,7 @@ async def test_0_watches_nothing():
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """What is exported where no new trace is to be recorded."""
+    """The exported spans if no new trace may be recorded."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider(sampler=sampler(0.0), shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -159,7 +159,7 @@ async def test_process_tells_of_its_stall_by_log_metric_and_span(
             async with asyncio.timeout(60):
                 while not in_freeze(spans):  # noqa: ASYNC110 - a thread ends it
                     await asyncio.sleep(0)
-    # A slow machine may hold the loop elsewhere, too.
+    # A slow machine may hold the loop at another place, too.
     (line,) = [
         line
         for line in logs

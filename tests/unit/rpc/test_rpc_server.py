@@ -22,6 +22,11 @@ from rpc.settings import ProcessSettings
 METHOD = "/quire.test.Slow/Call"
 
 
+@pytest.fixture(params=[True, False], ids=["grpcio", "quire"])
+def by_grpcio(request):
+    return request.param
+
+
 def slow_service(entered, release):
     async def call(_request, _context):
         entered.set()
@@ -72,7 +77,7 @@ async def test_the_drain_is_not_ready_then_on_drain_then_stop(run_server, settin
 
     async def on_drain():
         events.append("on_drain")
-        # Probes must still be answered, with 503.
+        # Probes must still get an answer: 503.
         async with (
             aiohttp.ClientSession() as session,
             session.get(f"http://{addresses.http}/ready") as response,

@@ -145,7 +145,7 @@ def test_help_shows_docstring_default_and_variable_of_each_flag(capsys):
 
 
 class HelpSettings(ProcessSettings):
-    """Has defaults that Python would describe in its own words."""
+    """Has defaults whose `repr` would not help a reader."""
 
     peers: tuple[str, ...] = ()
     """Addresses of peers."""

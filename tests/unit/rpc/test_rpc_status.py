@@ -264,7 +264,7 @@ def test_the_table_covers_every_error_there_is():
 
 
 def all_subclasses():
-    """Errors with a status of their own; the others are INTERNAL, like `QuireError`."""
+    """Errors that have their own status; all others are INTERNAL, like `QuireError`."""
     return {
         kind
         for kind in errors.QuireError.__subclasses__()
@@ -327,7 +327,7 @@ def count(kind):
 
 
 class Large:
-    """A request that knows when it is free."""
+    """A request that records when it is freed."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -372,7 +372,7 @@ async def test_a_refused_request_is_free_without_a_garbage_collection(
             for _ in range(20):
                 with pytest.raises(grpc.aio.AioRpcError):
                     await call(channel, kind, b"refused" if refuses == "parser" else b"now")
-            # gRPC holds those of the last calls for a while.
+            # gRPC keeps the requests of the last calls for a while.
             assert len(left) <= 5
             assert count(grpc.aio.AbortError) <= num_aborts + 5
         finally:

@@ -1,4 +1,4 @@
-"""Servers and channels with certificates: which calls are allowed, and the others' errors."""
+"""Servers and channels with certificates: allowed calls, and errors of others."""
 
 import contextlib
 import ssl
@@ -18,6 +18,11 @@ from rpc.status import status_to_error
 from tests.certificates import Authority
 
 CHECK = health_pb2.HealthCheckRequest()
+
+
+@pytest.fixture(params=[True, False], ids=["grpcio", "quire"])
+def by_grpcio(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")

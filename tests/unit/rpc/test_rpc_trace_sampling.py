@@ -1,4 +1,4 @@
-"""Which traces are recorded: by the client's decision, or else a share; linked spans, too."""
+"""Recorded traces: those that the client wants, or else a share; linked spans, too."""
 
 import pytest
 from opentelemetry import trace

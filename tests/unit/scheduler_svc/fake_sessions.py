@@ -1,4 +1,4 @@
-"""Sessions without streams: a core, a worker that records its blocks' contents, and moves."""
+"""Sessions without streams: a core, and a worker that records its blocks' contents."""
 
 import asyncio
 import itertools
@@ -33,7 +33,7 @@ CONFIG = SchedulerConfig(
 
 
 class FakeSession:
-    """A session whose worker records its blocks' contents; it steps when a move waits for it."""
+    """A session whose worker records its blocks' contents; it steps when a move must wait."""
 
     instance_ids = itertools.count(1)
 
@@ -63,11 +63,11 @@ class FakeSession:
         self.pull_error = None
         self.paces_prompts = True
         self.is_read = False
-        """Whether another one's pull waits; then it does not step by itself."""
+        """Whether another session's pull waits; then it runs no step by itself."""
         self.is_lost = False
         self.is_draining = False
         self.crashes = CrashCounter()
-        self.link = self  # pulls, too
+        self.link = self  # pulls wait, too
         self.far = {}
         """The far tier: contents by label."""
         self.far_error = None
@@ -181,7 +181,7 @@ class FakeRoster:
 
 
 def finish(*sessions):
-    """Run until all has ended as the oracle expects, and check that no block is held."""
+    """Run until all requests have ended as the oracle expects; check that no block is held."""
     while sessions[0].oracle.live:
         for session in sessions:
             session.step()

@@ -45,9 +45,8 @@ class Driver:
     def __init__(self, core, seed):
         self.core = core
         self.dice = random.Random(seed)
-        self.more_dice = random.Random(
-            f"more {seed}"
-        )  # separate, so that the requests stay the same
+        # separate, so that the requests stay the same
+        self.more_dice = random.Random(f"more {seed}")
         self.worker = FakeWorker(core.config)
         self.unanswered = deque()
         self.now = 100.0

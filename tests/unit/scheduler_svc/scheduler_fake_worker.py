@@ -1,5 +1,4 @@
-"""A worker without a model: its next token is a function of the sequence's tokens, and it checks
-that the scheduler keeps the contract."""
+"""A worker without a model, which checks that its scheduler keeps the contract."""
 
 import asyncio
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class Row:
     stop_token_ids: frozenset
     with_logprobs: bool
     identity: bytes
-    started: bool = False  # computed all its known tokens
+    started: bool = False  # has computed all its known tokens
     stopped: bool = False
 
 

@@ -195,8 +195,7 @@ class FakeRouter:
         return load
 
     async def wait_for_live(self, count):
-        """Wait until the scheduler has `count` sequences, because a sent submit may not have
-        arrived."""
+        """Wait until the scheduler has `count` sequences; sent submits may arrive later."""
         await self.wait_for_load(lambda load: num_live(load) == count)
 
     async def defragment(self):

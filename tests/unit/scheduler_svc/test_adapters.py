@@ -1,4 +1,4 @@
-"""A scheduler's adapters when workers attach, are lost, or refuse, call by call."""
+"""A scheduler's adapters when workers attach, are lost, or refuse."""
 
 import asyncio
 
@@ -61,7 +61,7 @@ def service(monkeypatch):
 
 
 async def begin_unloading(service, name):
-    """With a request that has it."""
+    """Begin an unload while a request uses the adapter."""
     service.is_used = True
     unloading = asyncio.create_task(service.adapters.unload(name))
     await asyncio.sleep(0)
@@ -80,9 +80,8 @@ async def test_what_was_to_be_unloaded_takes_no_other_of_its_name_along(service)
     assert worker.asked == []
     assert service.told == [{OLD}, set(), {NEW}]
     assert not service.adapters.is_leaving(NEW)
-    back = await service.attach(
-        "a", Worker(OLD, found={"/sql": NEW})
-    )  # its adapter was to be unloaded
+    # its adapter was to be unloaded
+    back = await service.attach("a", Worker(OLD, found={"/sql": NEW}))
     assert back.has == {"sql": NEW}
 
 

@@ -64,7 +64,7 @@ def test_a_preempted_request_has_waited_and_begins_again():
     core.send()
     core.answer(0, 1)
     assert core.progress(second) is Progress.SOME
-    for _ in range(2):  # until the first one needs the block of the second
+    for _ in range(2):  # until the first sequence needs the block of the second
         core.send()
         core.answer(*([0, 1] if core.core.owner(1) else [0]))
     core.send()

@@ -17,7 +17,7 @@ from scheduler_svc.workers.kv.far_tier import FarTier
 
 PROMPT = [0, 1, 0, 0, 1, 1, 0, 0, 1]
 REQUEST = Request(SourceId(0), SeqKey(0), "r0", np.array(PROMPT, np.int32), 1, 1, b"")
-"""As `submit(0, PROMPT)` makes it."""
+"""The request that `submit(0, PROMPT)` makes."""
 ADMITTED = Admitted(SourceId(0), SeqKey(0), 0, 0.0)
 
 
@@ -114,7 +114,7 @@ async def test_a_request_does_not_wait_longer_than_computing_takes(sessions, has
     a, b = sessions
     far = FarTier()
     await store(far, a)
-    b.info.prefill_tokens_per_s = 1000.0
+    b.info.prefill_tokens_per_s = 100.0
     b.may_pull.clear()
     await fetch(far, far.find(hashes, b))
     assert b.num_cached_blocks(hashes) == 0

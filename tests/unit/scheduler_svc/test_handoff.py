@@ -1,4 +1,4 @@
-"""Requests move from prefill workers to decode workers, and stay when there is none."""
+"""Requests move from prefill workers to decode workers; without a decode worker they stay."""
 
 import asyncio
 import contextlib
@@ -89,7 +89,7 @@ async def test_without_a_decode_worker_it_decodes_where_it_is(p):
 
 
 async def test_requests_with_recurrent_states_stay_where_they_are():
-    """Their states would not move with them, and the other worker would compute all again."""
+    """Only checkpoints move, and the other worker would compute up to a block again."""
     config = replace(CONFIG, kv_windows=(None, STATE_WINDOW), num_blocks=2 * CONFIG.num_blocks + 1)
     p, d = FakeSession(config, role=Role.PREFILL), FakeSession(config, role=Role.DECODE)
     async with handing_off(p=p, d=d):

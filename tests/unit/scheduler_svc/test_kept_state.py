@@ -1,4 +1,4 @@
-"""What operators have set, and tenants' accounts, outlive a scheduler and its workers."""
+"""Operators' settings and tenants' accounts outlive a scheduler and its workers."""
 
 import asyncio
 import json
@@ -121,7 +121,7 @@ def test_a_scheduler_that_was_stopped_does_not_undo_what_its_successor_has_kept(
 
 
 async def test_the_loop_has_turns_between_the_accounts_of_workers(tmp_path):
-    """And a call that waits for the file is answered when the disk is full, too."""
+    """A call that waits for the file gets an answer even when the disk is full."""
     path = tmp_path / "state.json"
     state, turns = StateFile(path), []
 

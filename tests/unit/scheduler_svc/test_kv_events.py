@@ -1,4 +1,4 @@
-"""KV events: snapshots while the cache changes, readers that fall behind, workers that go."""
+"""KV events: snapshots while the cache changes, readers that fall behind, lost workers."""
 
 import asyncio
 from random import Random

@@ -24,7 +24,7 @@ MEDIA = {1: "GPU", 2: "CPU", 3: "STORAGE"}
 
 
 class Subscriber:
-    """The blocks by medium, from what is on the wire alone."""
+    """The blocks by medium, from the received messages alone."""
 
     def __init__(self):
         self.blocks = defaultdict(set)
@@ -48,7 +48,7 @@ class Subscriber:
 
 
 def on_wire(pools):
-    """What a subscriber must have."""
+    """The blocks that a subscriber must have."""
     return {
         MEDIA[tier]: {int.from_bytes(name[:8], "big") for name in names}
         for tier, names in pools.truth.items()
@@ -56,8 +56,8 @@ def on_wire(pools):
 
 
 @contextlib.asynccontextmanager
-async def serving(tmp_path, **options):
-    events = KvEvents(1)
+async def serving(tmp_path, epoch=1, **options):
+    events = KvEvents(epoch)
     pools = Pools(events)
     endpoint, replay_endpoint = f"ipc://{tmp_path}/p", f"ipc://{tmp_path}/r"
     outlet = ZmqOutlet(events, endpoint, replay_endpoint, "kv@a@tiny", **options)
@@ -109,13 +109,25 @@ async def test_a_subscriber_that_replays_what_it_missed_knows_the_blocks(tmp_pat
 async def test_what_is_not_kept_any_more_is_replaced_by_a_snapshot(tmp_path):
     async with serving(tmp_path, num_kept=1) as (pools, subscription, question):
         subscriber = Subscriber()
-        subscriber.blocks["GPU"].add(123)  # long gone
+        subscriber.blocks["GPU"].add(123)  # removed long before
         pools.add(3000)
         await subscription.recv_multipart()
         numbers = await replay(question, 0, subscriber)
         assert len(numbers) > 3
         assert len({*numbers}) == 1
         assert subscriber.found == on_wire(pools)
+
+
+async def test_a_subscriber_of_an_earlier_scheduler_sees_a_gap_and_replays_from_the_clearing(
+    tmp_path,
+):
+    async with serving(tmp_path, epoch=5000) as (pools, _, question):
+        subscriber = Subscriber()
+        subscriber.blocks["GPU"].add(123)  # of the earlier scheduler
+        pools.add(100)
+        while subscriber.found != on_wire(pools):
+            numbers = await replay(question, 3, subscriber)
+        assert numbers == [*range(5, 5 + len(numbers))]
 
 
 async def test_a_question_that_is_none_is_ignored(tmp_path):

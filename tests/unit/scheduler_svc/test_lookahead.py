@@ -1,4 +1,4 @@
-"""When the next step is sent, while one is in flight."""
+"""The time at which the next step is sent while one is in flight."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ async def learn_step_time(router, worker, execute_s):
     worker.execute_s = execute_s
     await router.submit(0, [1, 2, 3, 4], max_tokens=2)
     await router.read_until_finished(0)
-    await worker.wait_for_batches(3)  # the last takes back the row
+    await worker.wait_for_batches(3)  # the last batch releases the row
     while len(worker.answered) < 3:  # noqa: ASYNC110 - no event tells
         await asyncio.sleep(0)
 

@@ -26,7 +26,7 @@ class FakeResolver:
         return self.targets
 
     async def wait_until_heeded(self):
-        """Wait until the present answer has taken effect: the next look-up comes after that."""
+        """Wait until DNS's present answer has taken effect: the next look-up comes after that."""
         async with self.was_asked:
             num_asked = self.num_asked + 2
             await self.was_asked.wait_for(lambda: self.num_asked >= num_asked)

@@ -17,7 +17,7 @@ def observer_after(*steps):
 
 
 def test_a_step_that_is_small_out_of_caution_is_no_step_at_full_speed():
-    """Otherwise deadlines that can be met would be refused: this device does 20,000 tokens/s."""
+    """Else the scheduler refuses deadlines that it can meet: this device does 20,000 tokens/s."""
     observer = observer_after((1, 0, 0.02))
     assert observer.pacer.max_prompt_tokens == 128, "out of caution"
     assert observer_after((1, 0, 0.02), (128, 0, 0.02)).meter.rates.prefill_tokens_per_s is None

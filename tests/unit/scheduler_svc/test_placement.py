@@ -1,4 +1,4 @@
-"""Which worker a request goes to."""
+"""The choice of a worker for a request."""
 
 from dataclasses import dataclass
 

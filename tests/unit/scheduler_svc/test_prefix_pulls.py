@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.invariants import check
 from scheduler_svc.workers.kv import prefix_pulls
 from scheduler_svc.workers.kv.copy import KvCopy
-from scheduler_svc.workers.kv.prefix_pulls import PrefixPulls
+from scheduler_svc.workers.kv.prefix_pulls import CopyTimes, PrefixPulls
 
 PROMPT = [0, 1, 0, 0, 1, 1, 0, 0, 1]
 
@@ -112,7 +113,7 @@ def test_only_what_pays_is_pulled(sessions, hashes):
 
 async def test_a_request_does_not_wait_longer_than_computing_takes(sessions, hashes):
     a, b = sessions.values()
-    b.info.prefill_tokens_per_s = 1000.0
+    b.info.prefill_tokens_per_s = 100.0
     b.may_pull.clear()
     pulls = PrefixPulls()
     await run(pulls, pulls.find(hashes, b, sessions))
@@ -128,11 +129,11 @@ async def test_a_copy_that_fails_leaves_nothing_and_makes_the_next_less_likely(s
     a, b = sessions.values()
     b.pull_error = UnavailableError("cannot read")
     pulls = PrefixPulls()
-    pull = pulls.find(hashes, b, sessions)
+    pull, expected_s = pulls.find(hashes, b, sessions), pulls._times.seconds(1)
     await run(pulls, pull)
     assert b.num_cached_blocks(hashes) == 0
     assert num_held(a) == num_held(b) == 0
-    assert pulls._rate.seconds(1) > 1 / prefix_pulls._FIRST_BYTES_PER_S
+    assert pulls._times.seconds(1) == pytest.approx(prefix_pulls._MAX_JUMP * expected_s)
 
 
 async def test_a_prefix_that_the_source_cannot_lend_says_nothing_about_the_link(sessions, hashes):
@@ -142,7 +143,58 @@ async def test_a_prefix_that_the_source_cannot_lend_says_nothing_about_the_link(
     a.core.pool.forget(a.core.pool.find(hashes))
     await run(pulls, pull)
     assert b.num_cached_blocks(hashes) == 0
-    assert pulls._rate.seconds(prefix_pulls._FIRST_BYTES_PER_S) == 1
+    assert pulls._times.seconds(1) == CopyTimes().seconds(1)
+
+
+def test_small_copies_teach_the_fixed_time_and_large_ones_the_rate():
+    times = CopyTimes()
+    for _ in range(30):
+        times.measure(800_000, 0.2 + 800_000 / 1e8)
+        times.measure(400_000_000, 0.2 + 400_000_000 / 1e8)
+    assert times.seconds(0) == pytest.approx(0.2, rel=0.1)
+    assert times.seconds(1e8) - times.seconds(0) == pytest.approx(1, rel=0.1)
+
+
+def test_a_small_prefix_is_not_copied_again_where_copies_take_longer_than_computing_it():
+    """As measured: 0.8 MB took 0.2 s, although 1 GB/s would have taken 1 ms."""
+    times = CopyTimes()
+    times.measure(800_000, 0.2)
+    assert times.seconds(800_000) > 0.05
+    for _ in range(7):
+        times.measure(800_000, 0.2)
+    assert times.seconds(800_000) == pytest.approx(0.2, rel=0.1)
+    assert times.seconds(0) == pytest.approx(0.2, rel=0.1), "the link is not slow"
+    assert times.seconds(100_000_000) < 1
+
+
+def test_one_stalled_copy_does_not_end_all_copies():
+    times = CopyTimes()
+    for _ in range(4):
+        times.measure(1000, 0.05)
+    times.measure(1000, 60.0)
+    assert times.seconds(1000) < 0.15
+    times.measure(1000, 0.0)
+    assert times.seconds(1000) > 0.05
+
+
+def test_old_measurements_are_forgotten(monkeypatch):
+    times, new = CopyTimes(), CopyTimes()
+    times.measure(1000, 0.2)
+    assert times.seconds(1000) > new.seconds(1000)
+    monkeypatch.setattr(prefix_pulls, "_FORGET_S", -1.0)
+    assert times.seconds(1000) == new.seconds(1000)
+
+
+async def test_a_copy_that_took_long_is_counted_with_its_time(sessions, hashes, monkeypatch):
+    b = sessions["b"]
+    clock = iter([0.0, 0.2])
+    monkeypatch.setattr(prefix_pulls.CopyTimes, "measure", lambda _, *seen: measured.append(seen))
+    measured = []
+    pulls = PrefixPulls()
+    pull = pulls.find(hashes, b, sessions)
+    monkeypatch.setattr(prefix_pulls, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    await run(pulls, pull)
+    assert measured == [(8.0, 0.2)]
 
 
 async def test_a_worker_that_is_lost_leaves_the_request_to_the_others(sessions, hashes):

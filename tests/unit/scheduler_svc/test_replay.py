@@ -1,4 +1,4 @@
-"""Replaying a recording: the same plans again, and where they differ."""
+"""Replaying a recording gives the same plans, or reports where they differ."""
 
 from dataclasses import replace
 

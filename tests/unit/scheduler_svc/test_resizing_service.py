@@ -1,4 +1,4 @@
-"""`ResizeKv`: a worker's pool grows and shrinks under load, or is refused with the reason."""
+"""`ResizeKv` grows and shrinks a worker's pool under load, or is refused with a reason."""
 
 import asyncio
 
@@ -72,7 +72,7 @@ async def test_a_connected_router_gets_the_new_max_model_len(tmp_path, worker):
 
 
 async def test_a_pool_shrinks_under_sequences_that_go_on(tmp_path, worker):
-    """Their blocks move to lower numbers, and some of them are preempted."""
+    """Blocks move to lower numbers, and some sequences are preempted."""
     async with running_scheduler(tmp_path, [worker.target]) as scheduler:
         router = await FakeRouter(scheduler.target).connect()
         await resize(router, MOST)

@@ -1,4 +1,4 @@
-"""Resumable requests: which stream has each, what is kept of it, and for how long."""
+"""Resumable requests: the stream that has each, the events kept of it, and for how long."""
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ def tokens_by_key(step):
 
 @pytest.mark.parametrize("num_steps", [3, 16, 200])
 async def test_a_resumed_stream_gets_all_earlier_and_later_events(streams, num_steps):
-    """Also if it is resumed between two batches of stored events."""
+    """Even if it is resumed between two batches of stored events."""
     first = streams.open("a")
     submit(streams, first, key=5, n=2)
     for step in range(num_steps):
@@ -177,7 +177,7 @@ async def test_a_request_moves_on_from_stream_to_stream(streams):
     streams.deliver({routers[0].source: output([0], [2])})
     resume(streams, routers[2], 70)
     assert tokens_by_key((await next_resumed(routers[2])).so_far) == {70: [1, 2]}
-    resume(streams, routers[0], 90)  # back on its first stream, with other keys
+    resume(streams, routers[0], 90)  # again on its first stream, with other keys
     assert tokens_by_key((await next_resumed(routers[0])).so_far) == {90: [1, 2]}
     streams.deliver({routers[0].source: output([0], [3])})
     assert tokens_by_key((await routers[0].next_message()).step)[90] == [3]

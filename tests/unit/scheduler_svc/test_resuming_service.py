@@ -74,9 +74,8 @@ async def test_late_messages_of_the_former_router_end_nothing(folder, worker, co
         await begin(first, worker)
         await second.resume("request-7", 40)
         await second.read_until(lambda: 40 in second.resumed)
-        await getattr(first, last_word)(
-            7, 8
-        )  # as if it did not know yet that the request has moved
+        # as if this router did not know yet that the request has moved
+        await getattr(first, last_word)(7, 8)
         await first.submit(20, PROMPT, max_tokens=1)
         worker.resume()
         await first.read_until_finished(20)

@@ -1,4 +1,4 @@
-"""One router's stream: events merged for a slow reader, and when a router is given up."""
+"""A router's stream: events merged for a slow reader, and the limit at which it is closed."""
 
 import asyncio
 

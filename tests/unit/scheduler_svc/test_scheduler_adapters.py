@@ -1,4 +1,4 @@
-"""LoRA adapters that are loaded and unloaded at all of a scheduler's workers while it runs."""
+"""A running scheduler loads and unloads LoRA adapters at all its workers."""
 
 import asyncio
 
@@ -97,7 +97,7 @@ async def test_unloading_refuses_new_requests_at_once_and_lets_those_that_run_en
 
 @pytest.mark.parametrize("num_known", [0, 3])
 async def test_a_request_comes_again_while_its_adapter_leaves(folder, num_known):
-    """It may have no tokens yet; `is_again` says that it was accepted before."""
+    """The request may have no tokens yet; `is_again` says that it was accepted before."""
     async with service(folder, 1) as (_, router, worker):
         await router.load_adapter("sql", A)
         worker.pause()
@@ -250,7 +250,7 @@ async def test_a_worker_with_another_of_the_name_is_not_used(folder):
         why = "it holds LoRA adapter 'sql' (62626262); this scheduler serves LoRA adapter 'sql' (61"
         while why not in (await get(scheduler, "/ready"))[1]["status"]:
             pass
-        await first.die()  # as the only one it is worth more than the name
+        await first.die()  # the second worker's adapter is now the only one of its name
         while await router.listed() != [("sql", B)]:
             pass
         await router.submit(0, [1, 2], adapter=adapter("sql", B))

@@ -70,7 +70,7 @@ async def test_next_scheduler_continues_where_the_drained_one_stopped(folder, wo
 async def test_unclaimed_blocks_do_not_delay_other_requests_for_long(
     folder, worker, connect, monkeypatch
 ):
-    """Although no other event wakes the scheduler up."""
+    """The scheduler wakes up for this, although no other event comes."""
     for module in ("workers.session", "core.handover.takeover"):
         monkeypatch.setattr(f"scheduler_svc.{module}.REUNION_S", 0.2)
     worker.info.num_blocks = 8

@@ -300,7 +300,7 @@ async def test_running_scheduler_gives_up_when_its_batches_are_stale(folder, wor
 async def test_idle_scheduler_gives_up_when_a_newer_one_attached_before_its_stream_was_opened(
     folder, worker, connect
 ):
-    """The worker does not know whose a stream without a batch is."""
+    """Without a batch, the worker does not know the scheduler behind a stream."""
     with pytest.raises(StaleEpochError):  # noqa: PT012 - from the task, at the end of the block
         async with running_scheduler(folder, [worker.target], epoch=1) as scheduler:
             await connect(scheduler.target)

@@ -29,7 +29,7 @@ async def test_idle_worker_is_not_lost(folder, worker, connect):
         await router.submit(0, [1], max_tokens=3)
         await router.read_until_finished(0)
         now = asyncio.get_running_loop().time
-        until = now() + 0.4  # longer than a step may take: this time is what is under test
+        until = now() + 0.4  # longer than a step may take, which is the limit under test
         while now() < until:
             assert (await router.load()).num_workers == 1
         await router.submit(1, [1], max_tokens=3)
@@ -38,7 +38,7 @@ async def test_idle_worker_is_not_lost(folder, worker, connect):
 
 
 async def test_scheduler_says_when_its_worker_hangs_and_when_it_goes_on(folder, worker, connect):
-    # It is not given up while this test runs.
+    # The scheduler does not give the worker up while this test runs.
     async with running_scheduler(folder, [worker.target], worker_silence_s=60) as scheduler:
         router = await connect(scheduler.target)
         worker.hang()

@@ -1,4 +1,4 @@
-"""A worker that sends wrong results loses its link, with the reason in the log; others do not."""
+"""A worker that sends wrong results loses its link; the log has the reason."""
 
 import re
 

@@ -20,7 +20,7 @@ from quire.v1 import (
 )
 from scheduler_svc.operations import loading as loading_module
 from scheduler_svc.workers import roster
-from scheduler_svc.workers.stream import ADAPTER_TIMEOUT_S
+from scheduler_svc.workers.link import ADAPTER_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -28,7 +28,7 @@ OTHER = "/other"
 
 
 async def wait_until_unloaded(scheduler):
-    """Return the status and body of `/ready`, once it says so."""
+    """Return the status and body of `/ready` once it reports an unloaded model."""
     while "unloaded" not in (answer := await get(scheduler, "/ready"))[1]["status"]:
         pass
     return answer
@@ -295,7 +295,7 @@ async def test_however_long_adapters_take_a_load_waits_for_them(folder, monkeypa
         worker.adapters.was_asked.clear()
         worker.loading.may_load.clear()
         loading = asyncio.create_task(router.load_models())
-        worker.loading.is_unloaded = False  # so that its engine is loading adapters at that moment
+        worker.loading.is_unloaded = False  # so that its engine loads adapters at that moment
         await worker.adapters.was_asked.wait()
         monkeypatch.setattr(loading_module, "_NOTICE_S", 0.01)
         worker.loading.may_load.set()

@@ -1,4 +1,4 @@
-"""Requests that wait until their prefix has come to a worker: they count there, and go there."""
+"""Requests that wait until a worker has their prefix: they count as its load, and go there."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ def prompt(first):
 
 
 class FarWorker(FakeWorker):
-    """A worker with a far tier that answers when the test says so, and has nothing."""
+    """A worker with an empty far tier, which answers when the test permits it."""
 
     def __init__(self, target):
         super().__init__(target, block_bytes=64)

@@ -1,4 +1,4 @@
-"""A scheduler with a fake worker whose memory gets short: fewer run, and all get their tokens."""
+"""A fake worker's memory gets short: fewer sequences run, and all get their tokens."""
 
 import structlog
 from scheduler_fake_worker import expected_tokens

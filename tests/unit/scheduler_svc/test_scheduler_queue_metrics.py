@@ -1,4 +1,4 @@
-"""The queues' metrics: their number is bounded for any tenant names."""
+"""The queues' metrics: clients cannot grow their number with tenant names."""
 
 from collections import Counter
 

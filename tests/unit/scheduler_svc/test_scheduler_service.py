@@ -56,7 +56,7 @@ async def test_never_more_than_two_steps_are_in_flight(folder, worker, connect):
         router = await connect(scheduler.target)
         await router.submit(0, [1, 2, 3], max_tokens=20)
         await worker.wait_for_batches(2)
-        await router.load()  # the engine has run since
+        await router.load()  # the engine has run since then
         assert len(worker.received) == 2
         worker.resume()
         await router.read_until_finished(0)

@@ -267,7 +267,7 @@ def test_a_searchs_outputs_are_sent_with_their_ends():
 def test_vectors_go_to_their_sequences_with_the_other_events():
     rows = {3: (1, 30), 4: (2, 40)}
     pooled = [worker_pb2.PooledRow(row=row, vector=b"%04d" % row) for row in (3, 5, 4)]
-    vectors = vectors_of(pooled, rows.get)  # the sequence of row 5 is gone
+    vectors = vectors_of(pooled, rows.get)  # the sequence of row 5 has ended
     outputs = events_to_proto(9, make_news([(1, 30, 0, 0)]), (), vectors)
     assert {
         source: [(each.seq_key, each.vector) for each in output.pooled]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from contract.codec.info import worker_info_from_proto
+from contract.codec.info import worker_info_from_proto, worker_info_to_proto
 from contract.codec.packing import pack_int32
 from contract.codec.search import search_to_note
 from contract.codec.state import check_holdings, holdings_from_proto, holdings_to_proto
@@ -13,6 +13,8 @@ from contract.hashing import BlockHash
 from contract.info import ModelInfo
 from contract.step import NewSequence, OutputState, Plan, SearchState
 from quire.v1 import common_pb2, worker_pb2
+from scheduler_svc import app
+from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.wire.beam import with_candidates
 
 MODEL = ModelInfo(id="m", max_model_len=64, vocab_size=100, eos_token_ids=(1,))
@@ -141,6 +143,18 @@ def test_a_worker_may_say_how_many_tokens_keep_it_busy():
     assert worker_info_from_proto(message).limits.num_saturating_tokens == 8
     message.num_saturating_tokens = 9
     with pytest.raises(InvalidArgumentError, match="num_saturating_tokens is 9"):
+        worker_info_from_proto(message)
+
+
+def test_a_worker_may_say_how_many_prompt_tokens_are_almost_free():
+    sizes = {"max_num_seqs": 1, "num_blocks": 1, "block_size": 1, "max_num_batched_tokens": 8}
+    model = common_pb2.ModelInfo(max_model_len=1, vocab_size=1)
+    message = worker_pb2.WorkerInfo(model=model, min_prompt_tokens=8, **sizes)
+    info = worker_info_from_proto(message)
+    assert app._configure_core(SchedulerSettings(_env_file=None), info).min_prompt_tokens == 8
+    assert worker_info_to_proto(info).min_prompt_tokens == 8
+    message.min_prompt_tokens = 9
+    with pytest.raises(InvalidArgumentError, match="min_prompt_tokens is 9"):
         worker_info_from_proto(message)
 
 

@@ -1,4 +1,4 @@
-"""When a scheduler that stands by takes over: when no worker's scheduler gives a sign of life."""
+"""A standby scheduler takes over when no worker's scheduler sends heartbeats."""
 
 import asyncio
 import contextlib
@@ -75,8 +75,25 @@ async def serve(tmp_path):
         yield start
 
 
-def stand_by(*targets, absence_s=0.0, silence_s=0.5):
-    return asyncio.create_task(wait_for_vacancy(Discovery(targets), absence_s, silence_s))
+class SlowLease:
+    """A claim of it lasts until `may_answer`."""
+
+    is_free = False
+
+    def __init__(self):
+        self.num_claims = 0
+        self.may_answer = asyncio.Event()
+
+    async def claim(self):
+        self.num_claims += 1
+        await self.may_answer.wait()
+        return True
+
+
+def stand_by(*targets, absence_s=0.0, silence_s=0.5, lease=None):
+    return asyncio.create_task(
+        wait_for_vacancy(Discovery(targets), absence_s, silence_s, lease=lease)
+    )
 
 
 def test_the_epoch_is_the_clock_and_newer_than_any_seen():
@@ -85,7 +102,7 @@ def test_the_epoch_is_the_clock_and_newer_than_any_seen():
     assert ahead < epoch_after(ahead) < ahead + 10**6
 
 
-@pytest.mark.parametrize("seen", [9, clock_epoch() + MAX_LEAD_NS // 2])
+@pytest.mark.parametrize("seen", [9, clock_epoch() + MAX_LEAD_NS // 2], ids=["old", "ahead"])
 def test_of_two_that_take_over_at_the_same_moment_one_gets_all_workers(seen, monkeypatch):
     now_ns = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now_ns)
@@ -127,6 +144,21 @@ async def test_it_takes_over_from_a_scheduler_that_is_silent_to_all_workers(serv
     await waiting
 
 
+async def test_a_scheduler_that_returns_while_the_lease_is_claimed_keeps_its_workers(serve):
+    worker, lease = FakeWorker(), SlowLease()
+    waiting = stand_by(await serve(worker), lease=lease)
+    while not lease.num_claims:
+        await worker.wait_for_looks(worker.num_looks + 1)
+    worker.has_scheduler = True
+    await worker.wait_for_looks(worker.num_looks + 3)
+    lease.may_answer.set()
+    await worker.wait_for_looks(worker.num_looks + 3)
+    assert not waiting.done()
+    worker.has_scheduler = False
+    await waiting
+    assert lease.num_claims == 2
+
+
 async def test_a_silence_that_is_too_short_counts_for_nothing(serve):
     worker = FakeWorker(has_scheduler=True)
     waiting = stand_by(await serve(worker))
@@ -158,7 +190,7 @@ async def test_a_router_that_is_late_for_a_moment_changes_nothing(serve):
 
 
 async def test_a_worker_that_counts_no_beats_is_believed(serve):
-    """One of an earlier version."""
+    """Such as a worker of an earlier version."""
     worker = FakeWorker(has_scheduler=True, counts=False)
     waiting = stand_by(await serve(worker))
     await worker.wait_for_looks(8)

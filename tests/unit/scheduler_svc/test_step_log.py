@@ -90,7 +90,7 @@ async def test_the_scheduler_reports_each_workers_activity(folder, worker, conne
         assert [each.worker for each in workers] == [worker.target, other.target]
         (busy,) = [each for each in workers if each.num_steps]
         assert busy.num_prefill_tokens == 5
-        assert busy.num_decode_tokens >= 3  # and at most one that was computed in vain
+        assert busy.num_decode_tokens >= 3  # and at most one step that was computed in vain
         assert busy.load.num_blocks == 256
         assert len(busy.steps) == busy.num_steps
         assert sum(step.num_decode_tokens for step in busy.steps) == busy.num_decode_tokens

@@ -73,7 +73,7 @@ async def test_many_workers_share_the_work(folder):
 
 
 async def test_searches_find_the_same_when_they_are_preempted(folder):
-    """All tokens are equally likely, so only the order in which a worker lists them decides."""
+    """All tokens are equally likely, so the order in which a worker lists them decides."""
 
     async def found(targets, **options):
         async with running_scheduler(folder, targets, **options) as scheduler:

@@ -1,4 +1,4 @@
-"""What `quire up --simulate` starts, and that it needs no torch."""
+"""The processes of `quire up --simulate`, none of which needs torch."""
 
 import subprocess
 import sys

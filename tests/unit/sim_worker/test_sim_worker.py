@@ -164,9 +164,8 @@ def test_a_step_is_bound_by_memory_or_by_arithmetic():
     assert model.step_s(0, 0, 10**9, 10**9) == 0  # swaps take no time unless a rate is given
     swapping = TimeModel(1e9, 1000, 1e12, 1e14, swap_bytes_per_s=1e12)
     assert swapping.step_s(1, 0, 10**9) == pytest.approx(0.003)  # out before it computes
-    assert swapping.step_s(1, 0, 0, 10**9) == pytest.approx(
-        0.002
-    )  # swap-ins overlap with computation
+    # swap-ins overlap with computation
+    assert swapping.step_s(1, 0, 0, 10**9) == pytest.approx(0.002)
     assert swapping.step_s(1, 0, 0, 10**10) == pytest.approx(0.01)
     assert model.step_s(1000, 1000) == pytest.approx(0.02)  # 2e12 operations at 1e14 per second
 

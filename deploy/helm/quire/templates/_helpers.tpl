@@ -31,10 +31,59 @@ QUIRE_SERVED_MODEL_NAME: {{ . | quote }}
 {{- include "quire.variables" .Values.settings }}
 {{- end }}
 
+{{/* The variables of a router. */}}
+{{- define "quire.routerVariables" -}}
+# Each address of the headless service is a scheduler: the one that serves, or a standby.
+QUIRE_SCHEDULER: dns:{{ $.Release.Name }}-scheduler:50052
+# Downloaded tokenizers.
+QUIRE_CACHE_DIR: /tmp/quire
+{{- if .Values.worker.idleUnloadSeconds }}
+{{- if or (gt (int .Values.router.replicas) 1) .Values.router.autoscaling.enabled }}
+{{- fail "worker.idleUnloadSeconds is set; it needs router.replicas 1, without router.autoscaling" }}
+{{- end }}
+{{- if or (gt (int .Values.worker.gpus) 1) (gt (int .Values.worker.podsPerGroup) 1) }}
+{{- fail "worker.idleUnloadSeconds is set; workers of several devices keep their model" }}
+{{- end }}
+QUIRE_IDLE_UNLOAD_S: {{ .Values.worker.idleUnloadSeconds | quote }}
+{{- end }}
+HF_HOME: /tmp/hf
+{{- include "quire.variables" .Values.router.settings }}
+{{- end }}
+
+{{/* The variables of a scheduler. */}}
+{{- define "quire.schedulerVariables" -}}
+{{- if gt (int .Values.worker.podsPerGroup) 1 }}
+# The leaders of the groups.
+{{- $leaders := list }}
+{{- range $number := until (int .Values.worker.replicas) }}
+{{- $leaders = append $leaders (printf "%s-worker-%d.%s-worker:50053" $.Release.Name $number $.Release.Name) }}
+{{- end }}
+QUIRE_WORKERS: {{ join "," $leaders | quote }}
+{{- else }}
+# Each address of the headless service is a worker.
+QUIRE_WORKERS: dns:{{ $.Release.Name }}-worker:50053
+{{- end }}
+# A scheduler that only starts again takes the workers from no other.
+QUIRE_STANDBY: "true"
+QUIRE_STANDBY_HTTP: "true"
+{{- if .Values.scheduler.lease }}
+QUIRE_LEASE: {{ $.Release.Name }}-scheduler
+{{- end }}
+{{- include "quire.variables" .Values.scheduler.settings }}
+{{- end }}
+
+{{/* The variables of a worker. */}}
+{{- define "quire.workerVariables" -}}
+QUIRE_DEVICE: {{ ternary "cuda" "cpu" (gt (int .Values.worker.gpus) 0) }}
+HF_HOME: /home/quire/hf
+{{- include "quire.variables" .Values.worker.settings }}
+{{- end }}
+
 {{/* What every pod has: (dict "root" $ "component" "router" "values" .Values.router). */}}
 {{- define "quire.podSpec" -}}
-serviceAccountName: {{ .root.Release.Name }}
-automountServiceAccountToken: false
+{{- $hasLease := and (eq .component "scheduler") .root.Values.scheduler.lease -}}
+serviceAccountName: {{ ternary (include "quire.name" .) .root.Release.Name (not (not $hasLease)) }}
+automountServiceAccountToken: {{ not (not $hasLease) }}
 # Variables that name services, such as QUIRE_WORKER_PORT, would look like settings.
 enableServiceLinks: false
 {{- with .root.Values.image.pullSecrets }}
@@ -87,7 +136,7 @@ livenessProbe:
 
 {{/* Restarts the pods when their settings change. */}}
 {{- define "quire.podAnnotations" -}}
-checksum/settings: {{ print (include "quire.common" .root) .values.settings | sha256sum }}
+checksum/settings: {{ print (include "quire.common" .root) (include (printf "quire.%sVariables" .component) .root) | sha256sum }}
 {{- with .values.podAnnotations }}
 {{ toYaml . }}
 {{- end }}

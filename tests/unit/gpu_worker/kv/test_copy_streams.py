@@ -1,4 +1,4 @@
-"""The order of a GPU's copies, with fake streams that record which waits for which."""
+"""The order of a GPU's copies, with fake streams that record their waits."""
 
 import ctypes
 import gc
@@ -125,6 +125,13 @@ def test_memory_is_pinned_as_large_as_it_is_and_as_long_as_it_is_used():
 
 def test_memory_that_cannot_be_registered_is_torchs(monkeypatch):
     zeros = torch.zeros
+    launched = []
+
+    def raise_last_error(*_, device):
+        launched.append(device)
+        raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(pinned_memory.torch, "ones", raise_last_error)
 
     def zeros_of_a_gpu(*shape, dtype, pin_memory):
         assert pin_memory
@@ -135,3 +142,4 @@ def test_memory_that_cannot_be_registered_is_torchs(monkeypatch):
         memory = pinned_bytes(100, FakeRegistry(error=2))
     assert memory.shape == (100,)
     assert logs[0]["error"] == 2
+    assert launched == ["cuda"], "the error is no later step's"

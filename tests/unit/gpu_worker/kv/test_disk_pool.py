@@ -235,7 +235,7 @@ def test_loads_do_not_wait_behind_stores(make, host):
     pool.store(ints(1, 2, 3, 4), ints(1, 2, 3, 4), step_id=2)
     pool.load(ints(0), ints(5), step_id=2)
     while not pool.has_ended_moves(2):
-        pass  # the test's time limit is the proof: no store can end
+        pass  # no store can end: the call returns only if it waits for none
     assert pool.take_ended(2).loaded.tolist() == [5]
     assert (host[5] == host[0]).all()
     assert pool.is_busy(2)
@@ -281,7 +281,7 @@ def test_draining_drops_what_waits_and_waits_for_what_runs(make, monkeypatch):
     draining.join()
     assert not pool.is_busy(1)
     assert not pool.has_ended_moves(1)
-    # Stores that ran are complete, the others left nothing; all staging is free again.
+    # Stores that had begun are complete, and others wrote nothing; all staging is free again.
     pool.load(ints(0, 1, 2, 3), ints(2, 3, 4, 5), step_id=2)
     assert ended(pool) == ([], [], [2, 3], [4, 5])
     pool.store(ints(0, 1, 4, 5), ints(4, 5, 6, 7), step_id=3)
@@ -325,7 +325,7 @@ LABELS = np.random.default_rng(1).integers(0, 256, (8, HASH_BYTES), np.uint8)
 
 @pytest.fixture
 def start(host, tmp_path):
-    """Starts what the next process would. Closing a pool writes nothing, as killing one."""
+    """Starts a pool as the next process would. Closing a pool writes no more than killing it."""
     pools = []
 
     def start(identity=OURS, num_blocks=8, codec=None):
@@ -338,7 +338,7 @@ def start(host, tmp_path):
 
 
 def keep(pool, *blocks):
-    """Stores host blocks, and names them."""
+    """Stores host blocks and labels them."""
     pool.store(ints(*blocks), ints(*blocks), 0)
     assert ended(pool)[0] == sorted(blocks)
     pool.name(ints(*blocks), LABELS[list(blocks)])
@@ -372,7 +372,7 @@ def test_the_next_process_finds_named_blocks_oldest_first(start, host, codec):
 def test_a_block_that_is_overwritten_is_not_found(start):
     pool = start()
     keep(pool, 0, 1)
-    pool.store(ints(2), ints(1), 0)  # killed before its result
+    pool.store(ints(2), ints(1), 0)  # the process was killed before the result
     pool.synchronize()
     pool.close()
     assert found(start()) == [0]
@@ -441,7 +441,7 @@ def test_another_identity_finds_nothing_and_deletes_what_no_process_has(start, t
     second.close()
     other = start(OTHERS)
     assert found(other) == []
-    assert len([*tmp_path.iterdir()]) == 2  # the first one's is locked
+    assert len([*tmp_path.iterdir()]) == 2  # the first one holds the file's lock
     other.close()
     first.close()
     assert found(start()) == [0]

@@ -1,4 +1,4 @@
-"""The far tier's store: what was stored comes back, or nothing does; nothing waits for it."""
+"""The far tier's store: a load gives the stored block or fails; steps never wait for it."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ def open_store(url, *, identity=IDENTITY, max_bytes=1 << 30):
 
 
 async def settle(store):
-    """Wait until all stores have ended, with what follows from them."""
+    """Wait until all stores have ended, and their results are handled."""
     async with asyncio.timeout(30):
         while store._num_storing_bytes:  # noqa: ASYNC110 - threads end it
             await asyncio.sleep(0.001)
@@ -94,7 +94,7 @@ def mode_of(path):
 async def test_another_process_finds_what_was_stored(url):
     store = open_store(url)
     await keep(store, 1, 2)
-    await keep(store, 1)  # once more changes nothing
+    await keep(store, 1)  # a second store of the block changes nothing
     other = open_store(url)
     assert await other.load(LABELS[1]) == CONTENTS[1]
     assert await other.load(LABELS[2]) == CONTENTS[2]

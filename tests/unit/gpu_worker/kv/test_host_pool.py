@@ -125,7 +125,7 @@ def test_a_quantized_host_takes_about_half_and_gives_back_nearly_the_same(
 
 
 class TestExecutor:
-    """Sequences whose next token is a hash of the context as the pool holds it."""
+    """Sequences whose next token is a hash of the context in the pool."""
 
     PROMPT = (11, 22, 33, 44, 55, 66)
 

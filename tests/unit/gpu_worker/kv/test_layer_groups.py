@@ -12,7 +12,7 @@ W = 512
     [
         ((None,) * 4, (None,), 4),
         ((W,) * 4, (W,), 4),  # Mistral 7B v0.1, Phi 3
-        ((4096,) * 4, (None,), 4),  # a window of the longest sequence shows all
+        ((4096,) * 4, (None,), 4),  # a window as long as the longest sequence equals full attention
         ((W, None) * 13, (None, W), 13),  # Gemma 2 2B, gpt-oss
         (((W,) * 3 + (None,)) * 8, (None, W, W, W), 8),  # Cohere 2, OLMo 3 7B
         (((W,) * 5 + (None,)) * 4 + (W, W), (None, *(W,) * 6), 4),  # Gemma 3 1B: 22 and 4
@@ -32,9 +32,9 @@ FULL, LOCAL = 4096, 8192  # numbers of a token's KV in a layer of Gemma 4 31B
 @pytest.mark.parametrize(
     ("windows", "sizes", "groups", "num_layers"),
     [
-        # 50 and 10 layers: a block of ten local layers is half full with ten global ones.
+        # 50 local and 10 global layers: ten global layers fill half of a block of ten local ones.
         (((W,) * 5 + (None,)) * 10, ((LOCAL,) * 5 + (FULL,)) * 10, (None, *(W,) * 5), 10),
-        # What sees all is in one group, however large its layers are.
+        # All layers with full attention are in one group, however large they are.
         ((None,) * 5, (1, 2, 3, 4, 5), (None,), 5),
         # A layer is never larger than a block.
         ((None, W, W), (5, 1, 1), (None, W), 2),

@@ -1,45 +1,45 @@
-"""What a worker says about Intel's AMX when it starts."""
+"""The log lines about Intel's AMX when a worker starts."""
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
 from gpu_worker.loading import device
-from kernels.cpu.amx_choice import AmxChoice, AmxFindings
+from kernels.cpu.amx_choice import AmxChoice, AmxFindings, Times
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-MEASURED = AmxFindings({}, "2026-11-23", 1, None, 30.0, 5.0, 0.3, 0.2)
+TIMES = {"bfloat16": Times(30.0, 5.0, 0.3, 0.2), "int4": Times(30.0, 5.0, 0.1, 0.2)}
+MEASURED = AmxFindings({}, "2026-11-23", 1, None, TIMES)
 WRONG = AmxFindings({}, "2026-11-23", 1, "a map: a result is wrong by 1")
 
 
 def set_amx(monkeypatch, choice, wanted="auto", on=CPU):
-    """What `set_amx` returns, and its log lines, if that is chosen."""
+    """The result of `set_amx`, and its log lines, for a choice."""
     monkeypatch.setattr(device, "choose_amx", lambda _: choice)
     with capture_logs() as logs:
         return device.set_amx(wanted, on), logs
 
 
 def test_one_line_says_what_was_measured(monkeypatch):
-    for uses_amx, word in (True, "with"), (False, "without"):
-        choice = AmxChoice(uses_amx=uses_amx, findings=MEASURED)
-        uses, (line,) = set_amx(monkeypatch, choice)
-        assert uses == uses_amx
+    for formats, word in (("bfloat16",), "with"), ((), "without"):
+        uses, (line,) = set_amx(monkeypatch, AmxChoice(formats, MEASURED))
+        assert uses == line["weights"] == formats
         assert line["log_level"] == "info"
         assert line["event"] == f"linear maps {word} AMX"
-        assert line["ms_of_512_rows"] == {"amx": 5.0, "avx512": 30.0}
-        assert line["ms_of_1_row"] == {"amx": 0.2, "avx512": 0.3}
+        assert line["milliseconds"]["bfloat16"]["amx_prompt_ms"] == 5.0
+        assert line["milliseconds"]["int4"]["avx512_row_ms"] == 0.1
 
 
 @pytest.mark.parametrize("wanted", ["auto", "on"])
 def test_a_check_that_failed_is_a_warning(monkeypatch, wanted):
-    choice = AmxChoice(uses_amx=False, findings=WRONG)
+    choice = AmxChoice((), WRONG)
     uses, (line,) = set_amx(monkeypatch, choice, wanted)
     assert not uses
     assert (line["log_level"], line["failure"]) == ("warning", WRONG.failure)
 
 
 def test_a_cpu_without_it_is_a_warning_only_if_it_was_asked_for(monkeypatch):
-    assert set_amx(monkeypatch, None) == (False, [])
+    assert set_amx(monkeypatch, None) == ((), [])
     for on in CPU, GPU:
         uses, (line,) = set_amx(monkeypatch, None, "on", on)
         assert not uses
@@ -55,7 +55,7 @@ def test_a_worker_on_a_gpu_compiles_nothing(monkeypatch):
 
 
 def test_off_is_said(monkeypatch):
-    choice = AmxChoice(uses_amx=False, findings=None)
+    choice = AmxChoice((), findings=None)
     uses, (line,) = set_amx(monkeypatch, choice, "off")
     assert not uses
     assert line["event"] == "linear maps without AMX, as the setting amx says"

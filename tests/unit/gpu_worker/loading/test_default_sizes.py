@@ -31,3 +31,5 @@ def test_sizes_follow_the_device(
     settings = WorkerSettings(_env_file=None, model=str(tmp_path), **flags)
     limits = rank_model._limits(settings, CONFIG, torch.device(device))
     assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (num_seqs, num_tokens)
+    busy, least = (512, 0) if device == "cpu" else (min(2048, num_tokens), 256)
+    assert (limits.num_saturating_tokens, limits.min_prompt_tokens) == (busy, least)

@@ -1,4 +1,4 @@
-"""Whether a worker's pool can be resized, its limit, and the errors."""
+"""Resizable pools: which workers have one, its limit, and the errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The lower tiers by the settings: their blocks and codecs, and refused values."""
+"""The lower tiers that settings ask for: their blocks and codecs, and refused values."""
 
 import os
 
@@ -8,9 +8,11 @@ import torch
 
 from gpu_worker import metrics
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.loading import measure
+from gpu_worker.loading import device, measure, rank_model, worker_model
 from gpu_worker.loading.kv_tiers import kv_identity, open_lower_tiers
+from gpu_worker.loading.rank_model import load_rank_model
 from gpu_worker.models.registry import open_model
+from gpu_worker.parallel.member import Member
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 from rpc.settings import parse_settings
@@ -91,7 +93,7 @@ def test_quantized_kv_comes_back_bit_for_bit(open_tiers, codec, dtypes):
     assert (tiers.num_host_blocks, tiers.num_disk_blocks) == (100, 200)
     assert measure.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool) > 0
     before = pool.blocks_as_bytes.random_(generator=torch.Generator().manual_seed(0)).clone()
-    before[:, : pool.block_bytes // 2] = 7  # something to compress
+    before[:, : pool.block_bytes // 2] = 7  # content that compresses
     pool.blocks_as_bytes[:] = before
     there_and_back(tiers)
     assert torch.equal(pool.blocks_as_bytes[5:].flip(0), before[:5])
@@ -233,8 +235,57 @@ def test_with_a_far_tier_kv_is_named_by_the_content_of_the_model_s_files(tmp_pat
         (tmp_path / "model.safetensors").write_bytes(content)
         os.utime(tmp_path / "model.safetensors", (1, 1))
         settings = WorkerSettings(_env_file=None, model=tmp_path, **changes)
-        return kv_identity(settings, tmp_path, torch.bfloat16, ())
+        return kv_identity(settings, tmp_path, torch.bfloat16, (), "cpu")
 
     far = {"far_kv_url": "memory://kv", "host_kv_memory_gb": 1.0}
     assert identity(b"one", **far) == identity(b"one", **far) != identity(b"two", **far)
     assert identity(b"one") == identity(b"two"), "by size and time"
+
+
+def test_kv_computed_in_another_way_is_other_kv(model, monkeypatch):
+    def identity(dtype, *amx_formats, **features):
+        monkeypatch.setattr(rank_model, "set_amx", lambda *_: amx_formats)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+        sizes = {"kv_cache_memory_gb": 0.01, "host_kv_memory_gb": 0.0}
+        settings = WorkerSettings(_env_file=None, model=model, device="cpu", dtype=dtype, **sizes)
+        loaded = load_rank_model(Member(settings), lambda *_: None, lambda *_: None)
+        assert loaded.amx_formats == (amx_formats if dtype == "bfloat16" else ())
+        return loaded.identity
+
+    amx = identity("bfloat16", "bfloat16")
+    assert amx == identity("bfloat16", "bfloat16"), "a worker that starts again finds it"
+    others = identity("bfloat16"), identity("bfloat16", "bfloat16", amx_bf16=True)
+    assert len({amx, *others}) == 3
+    assert identity("float32", "bfloat16") == identity("float32"), "it has nothing to do with AMX"
+    monkeypatch.setattr(device, "native", lambda: None)
+    assert identity("bfloat16") not in others, "nothing could be compiled"
+
+
+def test_kv_of_another_gpu_or_another_order_of_sums_is_other_kv(tmp_path, monkeypatch):
+    def identity(gpu="NVIDIA H200", **changes):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
+        arithmetic = device.name_arithmetic(torch.device("cuda", 0), ())
+        settings = WorkerSettings(_env_file=None, model=tmp_path, **changes)
+        return kv_identity(settings, tmp_path, torch.bfloat16, (), arithmetic)
+
+    usual = identity()
+    assert usual == identity(), "a worker that starts again finds it"
+    others = (
+        identity("NVIDIA A100-SXM4-80GB"),
+        identity(batch_invariant=True),
+        identity(attention_backend="flash-attention-3"),
+    )
+    assert len({usual, *others}) == 4
+
+
+def test_a_load_that_fails_behind_the_model_frees_its_disk_file(model, tmp_path):
+    sizes = {"kv_cache_memory_gb": 0.01, "host_kv_memory_gb": 0.01, "disk_kv_memory_gb": 0.01}
+    places = {"disk_kv_dir": tmp_path, "far_kv_url": "nowhere://kv"}
+    settings = WorkerSettings(_env_file=None, model=model, device="cpu", **sizes, **places)
+    failures = []  # which keep what was loaded
+    for _ in range(2):
+        with pytest.raises(ModelError, match="far_kv_url is nowhere://kv") as failure:
+            worker_model.load(settings, lambda *_: None, None)
+        failures.append(failure)
+    (file,) = tmp_path.iterdir()
+    assert file.name.endswith("-0.blocks"), "else the first load still has the file"

@@ -100,7 +100,7 @@ class Worker:
             result = await call.read()
             tokens += unpack_int32(result.sampled_token_ids, "sampled_token_ids").tolist()
             step = worker_pb2.StepBatch(epoch=1, step_id=step_id, num_decodes=1)
-        self.call = call  # it stays open
+        self.call = call  # the stream stays open
         return tokens
 
 
@@ -185,7 +185,7 @@ async def test_the_pools_memory_goes_whoever_still_has_a_view_of_it(model, tmp_p
         await worker.tokens(4)
         assert view.any()
         await worker.unload()
-        assert not view.any()  # the system has taken the pages back
+        assert not view.any()  # the process has returned the pages to the system
 
 
 async def test_without_its_model_it_is_its_schedulers_and_can_do_nothing(model, tmp_path):
@@ -198,7 +198,7 @@ async def test_without_its_model_it_is_its_schedulers_and_can_do_nothing(model, 
             while await worker.call.read() is not grpc.aio.EOF:
                 pass
         assert await worker.call.details() == "the model is unloaded"
-        assert (await worker.attach(2)).is_unloaded  # the next scheduler learns it, too
+        assert (await worker.attach(2)).is_unloaded  # the next scheduler is told, too
         state = await worker.describe()
         assert (state.is_unloaded, state.epoch, state.has_scheduler) == (True, 2, True)
         assert state.num_rows_used == 0

@@ -1,4 +1,4 @@
-"""Which code attends: the operator's choice, or an error that says why it cannot be."""
+"""The choice of attention code by the operator, or an error that says why it cannot run."""
 
 import sys
 
@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from gpu_worker.kv.layer_groups import LayerGroups, one_group
 from gpu_worker.loading import rank_model
 from gpu_worker.loading.device import pick_attention
+from gpu_worker.models.registry import open_model
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 from kernels import flash_attention, ops
@@ -82,3 +83,35 @@ def test_a_model_attends_by_the_backend_of_its_pool(model_dirs, monkeypatch):
     loop.generate(by_theirs, 5)
     assert [each.output for each in by_theirs] == [each.output for each in by_ours]
     assert fake.num_calls > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attention_backend": "flash-attention-3"}, "with batch_invariant it must be triton"),
+        ({"shared_prefix_attention": True}, "shared_prefix_attention is True; with batch_inv"),
+        ({"model_class": "transformers"}, "model_class is transformers; with batch_invariant"),
+        ({"lora": "a=/a"}, "with batch_invariant it must be unset"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2; with batch_invariant it must be"),
+        ({"host_kv_codec": "int8"}, "host_kv_codec is int8; with batch_invariant it must not quan"),
+        ({"disk_kv_codec": "fp8"}, "disk_kv_codec is fp8; with batch_invariant it must not quan"),
+    ],
+    ids=str,
+)
+def test_what_depends_on_the_batch_is_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        WorkerSettings(_env_file=None, model="m", batch_invariant=True, **settings)
+    settings = WorkerSettings(_env_file=None, model="m", batch_invariant=True)
+    assert settings.adapter_obstacle == "batch_invariant"
+
+
+def test_models_that_depend_on_the_batch_are_refused(model_dirs):
+    for family in ("llama", "gpt_neox"):
+        rank_model._check_batch_invariant(open_model(model_dirs.get(family)).config, HOPPER)
+    for family in ("mixtral", "deepseek_v2"):
+        config = open_model(model_dirs.get(family)).config
+        with pytest.raises(ModelError, match=f"must be false for {config.architecture}"):
+            rank_model._check_batch_invariant(config, HOPPER)
+    config = open_model(model_dirs.get("llama")).config
+    with pytest.raises(ModelError, match="must be false on cpu"):
+        rank_model._check_batch_invariant(config, torch.device("cpu"))

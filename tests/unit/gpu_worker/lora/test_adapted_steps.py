@@ -153,7 +153,7 @@ def test_guesses_are_verified_by_graphs(llama, monkeypatch):
 def test_only_steps_without_an_adapter_replay_graphs(llama):
     worker, graphs = Worker(llama), FakeGraphs()
     worker.executor.capture_decodes(graphs, lambda _: None)
-    prompts, numbers = ONE_PROMPT[:2], [2, 0]  # equally long, so that neither decodes alone
+    prompts, numbers = ONE_PROMPT[:2], [2, 0]  # of equal length, so that both decode in each step
     results = worker.generate(prompts, numbers)
     assert token_lists(results) == expected(llama, prompts, numbers)
     assert not graphs.num_replays
@@ -203,7 +203,8 @@ def test_a_slot_is_taken_again_when_its_adapter_is_gone(llama):
 @pytest.mark.usefixtures("plain_maps")
 @pytest.mark.parametrize(
     ("limit", "value", "with_slot", "without"),
-    [("NUM_SLOTS", 1, 1, 2), ("MAX_RANKS", 10, 2, 1)],  # the first has 12, 8 and 4 ranks
+    # the ranks of the first adapter: 12, 8 and 4
+    [("NUM_SLOTS", 1, 1, 2), ("MAX_RANKS", 10, 2, 1)],
 )
 def test_rows_whose_adapter_has_no_slot_run_eagerly(
     llama, monkeypatch, limit, value, with_slot, without

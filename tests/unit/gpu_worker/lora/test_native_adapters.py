@@ -1,4 +1,4 @@
-"""Steps with adapters as one native program equal the same layers op by op."""
+"""A native program for steps with adapters equals the layers run op by op."""
 
 from dataclasses import replace
 

@@ -170,7 +170,7 @@ def test_without_the_package_the_error_names_it(monkeypatch):
 
 
 def test_the_fake_driver_has_every_name_that_is_used():
-    """So has the real one, if cuda-bindings is installed."""
+    """The real driver has them too, if cuda-bindings is installed."""
     names = ["CUmemAllocationProp", "CUmemAccessDesc", "CUresult", "CUmemAllocationType"]
     names += ["CUmemLocationType", "CUmemAccess_flags", "CUmemAllocationGranularity_flags"]
     names += [name for name in vars(FakeCudaDriver) if name.startswith("cuMem")]
@@ -184,6 +184,7 @@ def test_a_gpus_own_driver_maps_keeps_zeroes_and_gives_back():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     device = torch.device("cuda", torch.cuda.current_device())
+    torch.empty(1, device=device)  # the driver's calls need a context
     chunks = CudaChunks(load_driver(), device, 2**36)
     chunk = chunks.chunk_bytes
     memory = ElasticMemory(chunks, 2 * chunk)

@@ -1,4 +1,4 @@
-"""The memory level by example: a worse one takes effect at once, a better one after a while."""
+"""Examples of the memory level: a worse level takes effect at once, a better one after a while."""
 
 import pytest
 from pydantic import ValidationError

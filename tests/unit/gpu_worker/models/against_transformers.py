@@ -18,9 +18,9 @@ def _reference(directory: Path) -> PreTrainedModel:
 
 @torch.inference_mode()
 def assert_equals_transformers(directory: Path, sequence: Sequence) -> None:
-    """Fail unless, by transformers, every token is the likeliest after the tokens before it.
+    """Fail unless transformers finds every token the likeliest after those before it.
 
-    Then the tokens equal its greedy output. One forward pass checks all of them, and compares the
+    Such tokens equal its greedy output. One forward pass checks all of them, and compares the
     logits of every position, too.
     """
     logits = assert_greedy(directory, sequence.prompt, sequence.output)

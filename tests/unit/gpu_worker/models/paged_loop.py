@@ -55,7 +55,7 @@ class PagedLoop:
         kv_cache_dtype: str = "auto",
         skip_layers: AbstractSet[int] = frozenset(),
     ) -> None:
-        """`config` is the model's; it is not needed for our own models, which have it."""
+        """`config` is needed only for a model that has no `config` of its own."""
         self.model = model
         dtype = torch.float32 if config is not None else model.embedding.dtype
         config = config or model.config
@@ -64,7 +64,7 @@ class PagedLoop:
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))
         self._free_blocks = shuffled.tolist()
         self._num_padding = num_padding
-        """Padding tokens, and as many empty sequences, after the batch if it only decodes."""
+        """Padding tokens after a batch of decodes, and as many empty sequences."""
 
     @torch.inference_mode()
     def generate(self, sequences: list[Sequence], num_tokens: int, chunk_len: int = 16) -> None:

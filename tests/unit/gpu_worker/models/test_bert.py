@@ -1,4 +1,4 @@
-"""Encoders equal those of `transformers` in fp32; what they lack is refused by name."""
+"""Encoders equal those of `transformers` in fp32; unsupported features are refused by name."""
 
 import json
 import random

@@ -67,7 +67,7 @@ def test_greedy_tokens_and_logits_equal_transformers(model_dirs, family, overrid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_a_sequence_has_the_same_bits_alone_in_company_and_in_any_chunks(model_dirs, family, dtype):
-    """So a sequence that is recomputed, or finds its prefix, goes on with the same bits."""
+    """So a sequence has the same bits after recomputation or a prefix hit."""
     model = load(model_dirs.get(family), dtype)
     prompts = [random_prompt(length, seed=length) for length in (70, 16, 5)]
     together = [Sequence(prompt) for prompt in prompts]

@@ -7,7 +7,7 @@ import pytest
 from gpu_worker.models.deepseek.config import DeepseekExpertsConfig, Routing, read_deepseek_config
 from gpu_worker.weights.json_fields import ModelError, UnsupportedError, read_json
 
-# As DeepSeek V3's own, of transformers before version 5.
+# DeepSeek V3's own config, written by transformers before version 5.
 V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",

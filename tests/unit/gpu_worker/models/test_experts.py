@@ -1,4 +1,4 @@
-"""Experts that are grouped, as on a GPU, map tokens as experts that run one by one."""
+"""Grouped experts, as on a GPU, give the results of experts that run one by one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The layers as one native program equal the same layers op by op."""
+"""A native program of all layers equals the layers run op by op."""
 
 import ctypes
 import struct
@@ -147,7 +147,8 @@ def test_maps_fetch_for_the_attention_that_follows_them(model_dirs, monkeypatch)
         elif share == library.linear.share_address:
             *_, of, num_runs, num_after = struct.unpack("@20q", ctypes.string_at(fields, 20 * 8))
             fetched.append((of == attention, num_runs > 0, num_after > 0))
-    # From the last: the maps after the last attention, then each qkv, and the maps before it.
+    # From the last to the first: the maps after the last attention, then each qkv with the maps
+    # before it.
     after_all, qkv, others = (True, False, False), (True, True, False), (True, True, True)
     assert fetched == [after_all] * 3 + ([qkv] + [others] * 3) * 3 + [qkv]
 

@@ -43,7 +43,7 @@ def test_logits_are_near_those_over_plain_kv(model_dirs, family, kv_cache_dtype)
     paged_loop(model_dirs, family, kv_cache_dtype).generate([quantized], NUM_TOKENS)
     paged_loop(model_dirs, family, kv_cache_dtype, skip_layers={1}).generate([skipping], 1)
     assert len(quantized.output) == NUM_TOKENS
-    # Random weights amplify: a trained model moves by a thousandth (bench/quality.py).
+    # Random weights amplify errors; a trained model's are a thousandth (bench/quality.py).
     bound = {"int8": 0.04, "fp8": 0.16}[kv_cache_dtype]
     assert 0 < distance(skipping, plain) < bound
     assert 0 < distance(quantized, plain) < bound
@@ -63,7 +63,7 @@ def test_skipping_all_layers_is_plain_kv(model_dirs, kv_cache_dtype):
 @every_dtype
 @pytest.mark.parametrize("plain_layer", [0, 1])
 def test_a_model_in_bfloat16_may_have_one_plain_layer(model_dirs, kv_cache_dtype, plain_layer):
-    """It runs as one native program, if there is one."""
+    """It runs as one native program where the C library is compiled."""
     model = load(model_dirs.get("qwen3", dtype="bfloat16"), torch.bfloat16)
     prompt = random_prompt(41, seed=1)
     plain, mixed = Sequence(prompt), Sequence(prompt)

@@ -20,10 +20,10 @@ from tests.unit.gpu_worker.models.against_transformers import (
     assert_equals_transformers,
 )
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
-from tests.unit.gpu_worker.test_kv_groups import GEMMA_4, GEMMA_N
+from tests.unit.gpu_worker.test_kv_groups import GEMMA_4, GEMMA_N, OWN_ATTENTION
 
 ALTERNATING = ["sliding_attention", "full_attention"]
-# Its embeddings are scaled by 8, so small ones and several layers keep the layers' effect visible.
+# The model scales embeddings by 8; small ones and several layers keep the layers' effect visible.
 GEMMA = {
     "head_dim": 16,
     "sliding_window": 20,
@@ -31,15 +31,21 @@ GEMMA = {
     "num_hidden_layers": 6,
     "initializer_range": 0.02,
 }
-GPT = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
-FAMILIES = {
-    "codegen": GPT | {"rotary_dim": 8, "initializer_range": 0.35},
+FAMILIES = OWN_ATTENTION | {
+    "afmoe": EXPERTS
+    | {
+        "num_experts": 4,
+        "num_dense_layers": 1,
+        "head_dim": 16,
+        "sliding_window": 20,
+        "layer_types": ALTERNATING,
+        "initializer_range": 0.4,
+    },
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"sliding_window": 20, "layer_types": ALTERNATING},
     "deepseek_v3": {},  # the head dim of its keys is 24, of its values 12
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gemma2": GEMMA
     | {
         "attn_logit_softcapping": 0.5,
@@ -48,22 +54,29 @@ FAMILIES = {
     },
     "gemma3_text": GEMMA | {"layer_types": ALTERNATING * 3},
     "gpt2": {},
-    "gpt_neo": {
-        "num_layers": 2,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 1]],
-        "window_size": 20,
-    },
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 20, "pad_token_id": 0},
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7},
-    "gptj": GPT | {"rotary_dim": 8},
-    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512},
+    # Each of its layers attends twice; some experts return what they are given.
+    "longcat_flash": {
+        "num_layers": 2,
+        "num_key_value_heads": 4,
+        "ffn_hidden_size": 112,
+        "expert_ffn_hidden_size": 48,
+        "moe_topk": 3,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "head_dim": 8,
+    },
     "olmo2": {},
-    "openai-gpt": GPT,
     "opt": {"ffn_dim": 112, "word_embed_proj_dim": 64},
     "phi": {"initializer_range": 0.3},
     "phi3": {"sliding_window": 30, "pad_token_id": 0},
-    "qwen2_moe": EXPERTS  # does not tell its attention of its window
+    "qwen2_moe": EXPERTS  # does not pass its window to its attention
     | {
         "num_experts": 4,
         "shared_expert_intermediate_size": 48,
@@ -74,7 +87,6 @@ FAMILIES = {
     "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 16},
     "stablelm": {},
     "starcoder2": {"sliding_window": 20, "initializer_range": 0.3},
-    "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 112},
 }
 
 
@@ -153,14 +165,14 @@ def test_the_config_is_what_the_model_does(model_dirs):
 
 def test_layers_that_read_the_kv_of_another_have_none(model_dirs):
     config = open_model(model_dirs.get("gemma3n_text", **GEMMA_N)).config
-    assert config.windows == (20, 20, None, 20)  # of seven layers three read
+    assert config.windows == (20, 20, None, 20)  # three of the seven layers read others' KV
     config = open_model(model_dirs.get("gemma4_text", **GEMMA_4)).config
     assert config.windows == (20, 20, 20, None)
     assert config.kv_shapes == ((2, 16), (2, 16), (2, 16), (1, 32))
 
 
 def test_a_layer_with_another_window_than_what_it_reads_is_refused(model_dirs, monkeypatch):
-    assert model.__name__  # imported before the patch
+    assert model.__name__  # Imported before the patch.
     windows = iter([20, 20, None, 20, 20, 20])
     monkeypatch.setattr(
         attention,
@@ -299,7 +311,7 @@ def test_positions_in_keys_and_behind_padding_equal_transformers(
     assert config.head_dim == 16 + (ALIBI_DIM if has_exact_keys else 0)
     sequences = [Sequence(random_prompt(41, seed=1)), Sequence(random_prompt(7, seed=2), 3)]
     loaded = source.load(torch.float32, CPU, lambda _: None)
-    PagedLoop(loaded, block_size=8, config=config).generate(sequences, 16, chunk_len=13)
+    PagedLoop(loaded, block_size=8, config=config).generate(sequences, NUM_TOKENS, chunk_len=13)
     for sequence in sequences:
         assert_equals_transformers(directory, sequence)
 

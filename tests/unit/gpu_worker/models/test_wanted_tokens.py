@@ -1,4 +1,4 @@
-"""The last layer computes only the wanted tokens, with the same bits as if it computed all."""
+"""The last layer computes only the wanted tokens, with the bits of a full computation."""
 
 from dataclasses import dataclass, replace
 

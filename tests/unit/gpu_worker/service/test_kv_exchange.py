@@ -137,6 +137,21 @@ async def pull(target, source, sources, targets, epoch=3):
     )
 
 
+async def test_kv_that_depends_on_the_batch_is_not_taken_by_a_batch_invariant_worker(tmp_path):
+    fields = {"is_batch_invariant": True}
+    async with (
+        serving(tmp_path / "usual", make_pool(1)) as usual,
+        serving(tmp_path / "source", make_pool(2), **fields) as source,
+        serving(tmp_path / "target", make_pool(3), **fields) as target,
+    ):
+        await pull(target, source, [4], [9])
+        assert target.pool.read(blocks(9)) == source.pool.read(blocks(4))
+        with pytest.raises(grpc.aio.AioRpcError, match="batch-invariant on cpu"):
+            await pull(target, usual, [4], [8])
+        with pytest.raises(grpc.aio.AioRpcError, match="batch-invariant on cpu"):
+            await pull(usual, source, [4], [8])
+
+
 async def test_workers_show_each_other_their_certificates(tmp_path):
     ours = Authority(tmp_path / "ours").issue("worker")
     theirs = Authority(tmp_path / "theirs").issue("worker")

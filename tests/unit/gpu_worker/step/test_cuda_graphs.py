@@ -16,8 +16,8 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.loading import rank_model as model_part
 from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.sampler import Sampler
-from gpu_worker.step.decode_graphs import graph_sizes
 from gpu_worker.step.executor import Executor
+from gpu_worker.step.graphs.decode_graphs import graph_sizes
 from tests.models_fixture import ModelDirs
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 from fake_graphs import FakeGraphs
 
 from gpu_worker.loading import rank_model
-from gpu_worker.step.cuda_graphs import CudaGraphs, GraphsOfAll, LostRankError, PiecesError
+from gpu_worker.step.graphs.cuda_graphs import CudaGraphs, GraphsOfAll, LostRankError, PiecesError
 
 DEVICE = torch.device("cuda:0")
 POOL = (0, 7)

@@ -17,10 +17,10 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layer_groups import group_layers
 from gpu_worker.loading import rank_model
 from gpu_worker.models.registry import open_model
-from gpu_worker.step import piecewise_graphs
-from gpu_worker.step.cuda_graphs import CudaGraphs, PiecesError
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.piecewise_graphs import piece_sizes
+from gpu_worker.step.graphs import piecewise_graphs
+from gpu_worker.step.graphs.cuda_graphs import CudaGraphs, PiecesError
+from gpu_worker.step.graphs.piecewise_graphs import piece_sizes
 from gpu_worker.weights import gpu_linear
 from kernels.cpu import linear as native
 from tests.models_fixture import ModelDirs

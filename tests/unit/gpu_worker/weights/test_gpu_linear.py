@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bench.quantize import FORMS, write
+from gpu_worker.models.registry import open_model
 from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.gpu_linear import PackedLinear, ScaledLinear
 from gpu_worker.weights.json_fields import JsonFields
@@ -11,6 +12,8 @@ from gpu_worker.weights.packed_maps import PackedMaps
 from gpu_worker.weights.quantized_linear import Quantization, make_quantized_linear, quantize
 from gpu_worker.weights.stored_format import read_stored_format
 from gpu_worker.weights.tensor_file import Piece
+from kernels import ops, reference
+from kernels.cpu import linear as native
 from tests.unit.gpu_worker.models.paged_loop import CPU, load
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
@@ -148,3 +151,31 @@ def test_a_model_s_maps_stay_packed(model_dirs, tmp_path, name):
     layer = load(packed, torch.bfloat16).layers[0]
     linears = layer.qkv, layer.attention_output
     assert all(isinstance(each, PackedLinear | ScaledLinear) for each in linears)
+
+
+@pytest.mark.parametrize("name", ["fp8", "awq", None])
+def test_maps_of_a_batch_invariant_model_have_one_order_of_sums(
+    model_dirs, tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr(native, "native", lambda: None)  # else C multiplies what is not quantized
+    calls = []
+    for op in ("linear", "quantized_linear"):
+        twin = getattr(reference, op)
+        monkeypatch.setattr(
+            ops, op, lambda *args, twin=twin, **options: calls.append(options) or twin(*args)
+        )
+    directory = model_dirs.get("llama", **SIZES)
+    if name is not None:
+        directory = write(directory, tmp_path / "packed", FORMS[name])
+    source = open_model(directory, is_batch_invariant=True)
+    model = source.load(torch.bfloat16, CPU, lambda _: None)
+    calls.clear()  # kernels are compiled while the model is loaded
+    layer = model.layers[0]
+    mlp = layer.feed_forward
+    x = torch.randn(3, 128).bfloat16()
+    for linear in (layer.qkv, layer.attention_output, mlp.gate_up, model.lm_head):
+        assert len(linear(x)) == 3
+    assert len(mlp.down(torch.randn(3, 256).bfloat16())) == 3
+    assert len(calls) == 5
+    packed = [{"has_one_tile": True}] * 4 if name else [{}] * 4
+    assert sorted(calls, key=len) == sorted([*packed, {}], key=len)

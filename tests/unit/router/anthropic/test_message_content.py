@@ -1,4 +1,4 @@
-"""The content of a message is the same in whatever pieces its text arrives."""
+"""The content of a message does not depend on the pieces of its text."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""/v1/messages with the `anthropic` package: what the model gets, and what the client gets."""
+"""/v1/messages with the `anthropic` package: the model's prompt and the client's answer."""
 
 import json
 
@@ -34,7 +34,7 @@ THINKS = ChatTemplate("{{ tools }}{{ enable_thinking }}<tool_call><think></think
 
 
 def shown(inference):
-    """What the template got last: messages, and other variables."""
+    """The template's last input: messages, and other variables."""
     return inference.text.chats[-1]
 
 
@@ -367,7 +367,7 @@ async def test_thinking_can_be_turned_off(client, inference):
     inference.text.template = THINKS
     await client.messages.create(**ASK, thinking={"type": "disabled"})
     assert shown(inference)[1]["enable_thinking"] is False
-    # A template without a switch: the budget is none.
+    # A template without a switch for thinking: there is no budget.
     inference.text.template = ChatTemplate("{{ messages }}<think></think>", {})
     inference.text.marker_ids = {"<think>": 5, "</think>": 6}
     await client.messages.create(**ASK, thinking={"type": "disabled"})

@@ -1,4 +1,4 @@
-"""Bodies are bounded before they are parsed: bytes, parts, quota; the first problem ends it."""
+"""Bodies are bounded before they are parsed: bytes, parts, quota; the first problem is reported."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Fields that evaluations and training by reinforcement send: token ids, echoes, bans, cuts."""
+"""Fields for evaluation and reinforcement learning: token ids, echoes, bans, truncation."""
 
 import json
 from itertools import chain
@@ -17,7 +17,10 @@ from contract.outputs import (
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
-SCORES = PromptScores((TokenLogprob(-1.0, ((72, -0.5),)), TokenLogprob(-2.0, ((72, -0.5),))))
+SCORES = (
+    PromptScores((TokenLogprob(-1.0, ((72, -0.5),)),), has_more=True),
+    PromptScores((TokenLogprob(-2.0, ((72, -0.5),)),)),
+)
 
 
 async def post(http, path, body):
@@ -61,7 +64,7 @@ async def test_tokens_are_named_by_their_ids(http):
 
 async def test_chats_show_the_prompts_logprobs(http, inference):
     inference.script = play(
-        [SCORES, delta("Hi"), OutputFinished(0, FinishReason.STOP), Usage(3, 2, 0, 0)]
+        [*SCORES, delta("Hi"), OutputFinished(0, FinishReason.STOP), Usage(3, 2, 0, 0)]
     )
     answer = await post(http, CHATS, {"messages": HELLO, "prompt_logprobs": 1})
     assert inference.requests[0].sampling.prompt_logprobs == 1
@@ -74,7 +77,7 @@ async def test_chats_show_the_prompts_logprobs(http, inference):
     assert third["3"]["logprob"] == -2.0
 
 
-# As lm-eval's local-completions sends for a log-likelihood, in both of its forms.
+# The request of lm-eval's local-completions for a log-likelihood, in both of its forms.
 LIKELIHOOD = {"model": "org/tiny", "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
 
 
@@ -83,7 +86,7 @@ LIKELIHOOD = {"model": "org/tiny", "temperature": 0, "logprobs": 1, "seed": 1234
 async def test_an_evaluation_gets_the_logprobs_of_its_prompt(http, inference, prompt, max_tokens):
     drawn = OutputDelta(0, 0, (100,), "d", (TokenLogprob(-3.0, ((100, -3.0),)),))
     inference.script = play(
-        [SCORES, drawn, OutputFinished(0, FinishReason.LENGTH), Usage(3, 1, 0, 0)]
+        [*SCORES, drawn, OutputFinished(0, FinishReason.LENGTH), Usage(3, 1, 0, 0)]
     )
     answer = await post(
         http, COMPLETIONS, {**LIKELIHOOD, "prompt": prompt, "max_tokens": max_tokens}

@@ -1,4 +1,4 @@
-"""Thinking in chats, by the `openai` package: told apart, bounded, and sent back."""
+"""Thinking in chats, with the `openai` package: separated from text, bounded, and sent back."""
 
 import openai
 import pytest

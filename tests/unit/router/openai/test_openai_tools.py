@@ -18,7 +18,7 @@ NOW = {"type": "function", "function": {"name": "now", "description": "The time"
 NAMED = {"type": "function", "function": {"name": "add"}}
 STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
 UNKNOWN = ChatTemplate("{{ tools }}", {})
-"""A template that writes calls in no way that is known."""
+"""A template that writes calls in an unknown syntax."""
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 

@@ -1,4 +1,4 @@
-"""Which web pages a router without API keys takes calls of, and that bodies are said to be JSON."""
+"""A router without API keys accepts calls from some web pages only, with JSON bodies declared."""
 
 import json
 
@@ -47,7 +47,7 @@ async def test_a_body_that_is_not_said_to_be_json_is_refused(
     ("headers", "problem"),
     [
         ({"Origin": "http://evil.test"}, "Origin is"),
-        ({"Origin": "http://localhost"}, "Origin is"),  # of another port
+        ({"Origin": "http://localhost"}, "Origin is"),  # with another port
         ({"Origin": "null"}, "Origin is"),
         ({"Origin": "http://["}, "Origin is"),
         ({"Host": "evil.test"}, "Host is"),

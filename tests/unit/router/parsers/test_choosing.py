@@ -1,4 +1,4 @@
-"""Which parsers a chat template or a setting chooses."""
+"""The choice of parsers by chat template or setting."""
 
 import pytest
 
@@ -12,7 +12,7 @@ MINE = Thinking("<mine>", "</mine>")
 
 
 class Shouting:
-    """A reader of one's own."""
+    """A reader that a user has written."""
 
     def __init__(self, tools):
         self.tools = tools
@@ -24,7 +24,7 @@ class Shouting:
         return [Text(f"{len(self.tools)}!")]
 
 
-# What the templates of these models have.
+# Extracts of these models' templates.
 TEMPLATES = [
     ('<tool_call>\n{"name": <function-name>}</tool_call> <think></think>', "hermes", "think"),
     ("<tool_call><function=x><parameter=y>", "qwen3_coder", ""),

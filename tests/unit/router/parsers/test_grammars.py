@@ -1,4 +1,4 @@
-"""What a grammar lets a model write, its family's reader reads; thinking keeps its budget."""
+"""Readers read each output that a family's grammar admits; thinking keeps its budget."""
 
 import json
 import random
@@ -75,7 +75,7 @@ class Model:
             admitted = [i for i in range(END + 1, len(self._pieces)) if mask[i // 8] >> i % 8 & 1]
             if not admitted:
                 return data.decode(errors="replace")
-            # Mostly what ends a text: else it would be long.
+            # Mostly tokens that end a text, because others make it long.
             closing = [i for i in admitted if self._pieces[i][:1] in b'"}]<\n']
             token_id = rng.choice(closing if closing and rng.random() < 0.5 else admitted)
             matcher.consume_token(token_id)

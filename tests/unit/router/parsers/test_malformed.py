@@ -1,4 +1,4 @@
-"""Text that is no call, or stops being one: it comes out as text, and is read no further."""
+"""Text that is no call, or turns out to be none: readers return it as text, and stop parsing."""
 
 import json
 
@@ -43,7 +43,7 @@ def text(value):
             '<tool_call>{"name": 3}</tool_call>' + CALL,
             [text('<tool_call>{"name": 3}</tool_call>'), ADD],
         ),
-        (  # a call that breaks when its arguments are shown already
+        (  # a call that breaks after its arguments were shown
             "hermes",
             '<tool_call>{"name": "add", "arguments": {"a": oops}}</tool_call>',
             [["call", "add", '{"a":'], text("oops}}</tool_call>")],

@@ -25,13 +25,13 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def place(path: Path) -> str:
-    """What `--turn-store` says; a test file may choose another one."""
+    """The value of `--turn-store`; a test file may choose another one."""
     return str(path)
 
 
 @pytest.fixture
 async def new_store(place: str) -> AsyncIterator[Callable[[], TurnStore]]:
-    """Makes stores in one place, each another router's."""
+    """Makes stores in one place, as separate routers do."""
     databases = []
     names = itertools.count()
 
@@ -41,5 +41,5 @@ async def new_store(place: str) -> AsyncIterator[Callable[[], TurnStore]]:
 
     yield make
     for database in databases:
-        with contextlib.suppress(RuntimeError):  # closed by its test
+        with contextlib.suppress(RuntimeError):  # its test has closed it
             await database.close()

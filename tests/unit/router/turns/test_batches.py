@@ -153,7 +153,7 @@ async def test_a_batch_goes_on_at_the_next_start(router, new_store):
     async with serving(router, new_store()) as client:
         batch = await created(client, line("a"), line("b"))
         await answer(router, "one")
-        await router.scheduler.submits.get()  # the second has begun
+        await router.scheduler.submits.get()  # the second line has begun
         while (await client.batches.retrieve(batch.id)).request_counts.completed < 1:
             pass
     async with serving(router, new_store()) as client:
@@ -213,7 +213,7 @@ async def test_a_file_can_be_deleted(router, new_store):
 async def test_lines_become_turns_in_slices_and_go_on_where_a_router_died(
     router, new_store, monkeypatch
 ):
-    """One transaction for 50,000 lines would keep out the turns that clients wait for."""
+    """One transaction for 50,000 lines would block the turns that clients wait for."""
     monkeypatch.setattr("router.http.batches.batches.SLICE", 2)
     sizes, fill = [], BatchStore.fill
 
@@ -262,7 +262,7 @@ async def test_a_batch_that_meets_a_bug_is_not_tried_at_every_tick(router, new_s
             batch = await created(client, line("a"))
             await answer(router, text)
             await ended(client, batch)
-            if text == "before":  # the first sweep is over
+            if text == "before":  # the first search for ownerless turns is over
                 monkeypatch.setattr(Batches, "_advance", advance_or_break)
                 broken = await created(client, line("b"))
                 while not tried:

@@ -1,4 +1,4 @@
-"""Responses that are kept: their turns go on without client, connection and router."""
+"""Stored responses: their turns continue without client, connection and router."""
 
 import asyncio
 import threading
@@ -69,7 +69,7 @@ async def answered(router, submit, text, *, end=True):
 
 
 async def wait_until(is_so):
-    """Looks again and again; each look is a call of the store or of the service."""
+    """Polls; each poll is a call of the store or of the service."""
     while not await is_so():
         pass
 
@@ -220,7 +220,7 @@ async def test_a_drain_leaves_what_no_client_reads_to_the_next_start(router, new
         await router.scheduler.submits.get()
         await client.turns.drain()
     async with serving(router, new_store()) as client:
-        await answered(router, await router.scheduler.submits.get(), "one")  # without any wait
+        await answered(router, await router.scheduler.submits.get(), "one")  # without a wait
         events = [e async for e in await client.responses.retrieve(response.id, stream=True)]
         assert events[-1].response.output_text == "one"
 
@@ -449,7 +449,7 @@ async def test_a_response_that_is_deleted_is_unpinned(router, new_store):
 
 
 async def test_a_response_that_another_router_deletes_while_it_runs_is_unpinned(router, new_store):
-    """Its pins may come after that router has dropped them, so the one that ran it does so."""
+    """It may pin blocks after the deletion, so the router that ran it drops the pins."""
     async with serving(router, new_store()) as client, serving(router, new_store()) as other:
         response = await client.responses.create(**ASK, prompt_cache_key="k", background=True)
         submit = await router.scheduler.submits.get()

@@ -1,4 +1,4 @@
-"""The store of turns: what is written together, who owns a turn, whose it is."""
+"""The store of turns: atomic writes, the router that owns a turn, its tenant."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ EVENTS = (
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def place(request, path):
-    """Both databases do the same."""
+    """Tests run with both databases."""
     if request.param == "sqlite":
         return str(path)
     return request.getfixturevalue("postgres").new_database()
@@ -83,7 +83,7 @@ async def test_a_turn_that_is_not_renewed_goes_to_another_router(new_store, monk
     await first.write(Batch())
     monkeypatch.setattr(store_module, "LEASE_S", 60.0)
     assert await second.claim(9) == [TURN]
-    # What the first still has is not written any more.
+    # The first router's remaining events are no longer written.
     delta = OutputDelta(0, 0, (1,), "")
     assert await first.write(Batch(progress=[Progress(TURN.id, 0, (delta,), end=END)])) == set()
     assert not await second.events(TURN.id)
@@ -110,7 +110,7 @@ async def test_queued_turns_are_taken_up_in_their_order(new_store):
     size = len(TURN.body)
     for max_bytes, num in ((0, 1), (2 * size - 1, 1), (2 * size, 2), (9 * size, 4)):
         assert await store.list_group("t", "g", max_bytes=max_bytes) == turns[:num]
-    assert not await store.claim(3)  # they are a group's
+    assert not await store.claim(3)  # they belong to a group
     assert [turn.id for turn in await store.claim(0, 3)] == ["t2", "t0", "t3"]
     assert [turn.id for turn in await store.claim(0, 3)] == ["t1"]
 

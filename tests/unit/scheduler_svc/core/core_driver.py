@@ -51,7 +51,7 @@ def schedule(core: Scheduler, now: float = 0.0) -> Plan:
 def answer(
     core: Scheduler, plan: Plan, *rows: int, stopped=(), failed=(), failed_blocks=(), **disk
 ) -> StepEvents:
-    """Each of `rows` samples token 7; `disk` has ended disk moves, by the result's fields."""
+    """Each of `rows` samples token 7; `disk` has the fields of a result's ended disk moves."""
     outcome = Result(
         plan.step_id,
         np.array(rows, np.int32),

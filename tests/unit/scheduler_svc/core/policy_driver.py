@@ -1,4 +1,4 @@
-"""Drives a core with a policy, and records in which order it admits and serves requests."""
+"""Drives a core with a policy, and records the order in which it admits and serves requests."""
 
 from collections import Counter
 from types import MappingProxyType
@@ -34,7 +34,7 @@ def make_core(policy="fcfs", args=NO_ARGS, **overrides) -> Scheduler:
 def request(key, *, num_tokens=4, max_tokens=1, **more) -> Request:
     """A request whose first token is unique, so that the prefix cache finds nothing."""
     prompt = np.full(num_tokens, key, np.int32)
-    tenant = more.get("tenant", "").encode()  # for the worker to see
+    tenant = more.get("tenant", "").encode()  # the worker reads it
     return Request(ROUTER, SeqKey(key), f"r{key}", prompt, 1, max_tokens, tenant, **more)
 
 

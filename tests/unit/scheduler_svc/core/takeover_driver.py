@@ -35,7 +35,7 @@ SEARCHES = {"max_tokens": 24, "sampling": SEARCH, "beam": BeamParams(3, (), 1.0)
 
 
 class Pair:
-    """A worker and its scheduler core, which may be replaced."""
+    """A worker and its scheduler core, which tests replace."""
 
     def __init__(self, **changes):
         self.config = replace(CONFIG, **changes)

@@ -8,16 +8,20 @@ from core_driver import ROUTER, answer, chunks, make_core, new, schedule, submit
 
 from contract.arrays import ints
 from contract.step import Plan, Result
+from quire.v1 import kv_pb2
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.interface.errors import MigrationRefusedError, RequestTooLongError
 from scheduler_svc.core.interface.events import StepEvents
 from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey
 from scheduler_svc.core.invariants import check
+from scheduler_svc.core.reports.describe import Query, describe
+from scheduler_svc.core.reports.load import count_queued
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus
+from scheduler_svc.wire.reports import kv_to_proto
 
 LIKELY = {0: -0.1, 1: -0.2, 2: -3.0, 3: -9.0}
-"""The candidates after any token; a search's two beams are then both children of the best one."""
+"""The candidates after any token; they make both beams children of the best one."""
 
 
 def search(
@@ -110,10 +114,23 @@ def test_a_beam_without_a_child_gives_its_place_away():
     report(core, third, r0={5: -9.0, 6: -9.1}, r1={7: -0.1, 8: -0.2})
     fourth = schedule(core)
     assert tokens(fourth) == [[1, 2, 3, 4, 5, 1, 7], [1, 2, 3, 4, 5, 1, 8]]
-    # Row 1 continues in block 2. Row 0 is another beam now, with a copy; its block 1 is reused.
+    # Row 1 continues in block 2. Row 0 now holds another beam, with a copy; its block 1 is reused.
     assert new(fourth) == [(1, 6, [0, 2]), (0, 6, [0, 1])]
     assert copies(fourth) == [(2, 1)]
     assert sorted(fourth.released_rows.tolist()) == [0, 1]
+
+
+def test_the_places_of_a_search_without_a_beam_are_described_and_do_not_wait():
+    core = make_core()
+    search(core, 0, [1, 2, 3, 4, 5])
+    first = schedule(core)
+    described = kv_to_proto("w", describe(core, Query(max_sequences=10))).sequences
+    assert [each.status for each in described] == [
+        kv_pb2.SEQUENCE_STATUS_DECODE,
+        kv_pb2.SEQUENCE_STATUS_SPARE,
+    ]
+    assert count_queued(core).total() == core.load().num_waiting == 0
+    report(core, first, r0=LIKELY)
 
 
 def test_at_a_border_each_beam_gets_a_block_and_nothing_is_copied():

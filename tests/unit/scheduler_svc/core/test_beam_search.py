@@ -1,4 +1,4 @@
-"""Beam search by example: which beams continue, which are done, and when the search ends."""
+"""Examples of beam search: beams that continue, hypotheses that are done, and a search's end."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The block space by example: cases that random histories seldom reach, or cannot check."""
+"""Examples of the block space that random histories seldom reach, or cannot check."""
 
 from collections import deque
 
@@ -16,7 +16,7 @@ from tests.property.worker import FakeWorker
 
 
 class Pair:
-    """A core and a worker that fails if it reads wrong KV."""
+    """A core, and a worker that fails when it reads wrong KV."""
 
     def __init__(self, **overrides):
         self.core = make_core(**overrides)
@@ -46,7 +46,7 @@ def pair():
     """The host has the two full blocks of [1] * 9, the device none; a step swaps in one block."""
     pair = Pair(num_blocks=8, num_host_blocks=8, max_swap_blocks=1)
     pair.run_alone(0, [1] * 9)
-    for key in range(2, 10):  # they evict one block each
+    for key in range(2, 10):  # each evicts one block
         pair.run_alone(key, [key] * 4)
     return pair
 

@@ -1,4 +1,4 @@
-"""Blocks that one core copies from another, ahead of the requests that need them."""
+"""Blocks that one core copies from another, before the requests that need them move."""
 
 from scheduler_svc.core.interface.request import SeqKey
 from scheduler_svc.core.invariants import check
@@ -84,7 +84,7 @@ def test_half_of_the_host_is_left_to_others():
 
 
 def test_nothing_goes_to_the_host_while_swap_ins_wait():
-    """No step does both, and copies must not keep sequences waiting."""
+    """No step does both, and copies must not delay sequences."""
     core = running(make_host_core(max_swap_blocks=1), num_prompt_tokens=9)
     hashes = hashes_of(core)
     export = core.begin_export(ROUTER, KEY)

@@ -1,4 +1,4 @@
-"""Deadlines by example: which sequences end in the queue, and which are refused."""
+"""Examples of deadlines: sequences that end in the queue, and refused ones."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Defragmentation by example: which block moves where, in which step."""
+"""Examples of defragmentation: the step in which each block moves, and its target."""
 
 from core_driver import ROUTER, answer, grown, make_core, new, schedule, submit
 
@@ -87,7 +87,7 @@ def test_a_block_that_goes_before_its_turn_is_left_alone():
     core = make_scattered(max_defragment_moves=1)
     core.defragment()
     first = schedule(core)
-    core.cancel(ROUTER, [2])  # its blocks are held by the step in flight alone
+    core.cancel(ROUTER, [2])  # only the step in flight holds its blocks
     second = schedule(core)
     assert renamed(second) == {}
     answer(core, first, 2)

@@ -1,4 +1,4 @@
-"""The disk tier by example: which block moves where, in which step, and which sequence waits."""
+"""Examples of the disk tier: the steps in which blocks move, their targets, waiting sequences."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A worker that drafts: a step yields several tokens, and only its result says how many."""
+"""A worker that drafts: only the result of a step tells how many tokens it yielded."""
 
 import pytest
 from core_driver import answer, chunks, grown, make_core, new, schedule, submit

@@ -1,4 +1,4 @@
-"""The orders of eviction by example, with exact blocks."""
+"""Examples of the eviction orders, with exact blocks."""
 
 import pytest
 from hypothesis import given
@@ -69,7 +69,7 @@ def test_fifo_evicts_what_was_cached_first_whatever_has_hit_it_since():
 
 
 def test_fifo_does_not_mind_blocks_without_a_name():
-    """Such as a table's last block, which is not full, and copies of another block."""
+    """Such as a table's last block, if it is not full, and copies of another block."""
     cache = Cache(Eviction.FIFO)
     cache.run("a0")
     table = [*cache.use("b0"), *cache.pool.allocate(1), *cache.use("b1")]

@@ -10,7 +10,7 @@ from scheduler_svc.core.policies.fair import TenantFair
 
 
 def test_fair_gives_each_tenant_its_turn():
-    """With equal work, `a` and `b` alternate, however many requests of `a` came first."""
+    """With equal work `a` and `b` alternate, even if many requests of `a` came first."""
     requests = [(float(i), request(i, tenant="a")) for i in range(4)]
     requests += [(9.0, request(9, tenant="b")), (10.0, request(10, tenant="b"))]
     assert admission_order("fair", requests) == [0, 9, 1, 10, 2, 3]
@@ -112,7 +112,7 @@ def gap_between_tenants(policy, backlogs, num_rows) -> float:
 
 
 def most_apart(num_rows) -> int:
-    """The paper's bound for any requests: twice the most tokens of a batch."""
+    """The paper's bound, for any requests: twice the largest number of tokens in a batch."""
     return 2 * (12 + 2 * num_rows * 8)
 
 

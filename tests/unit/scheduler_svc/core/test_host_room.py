@@ -1,4 +1,4 @@
-"""Which sequences give up host blocks for one that comes back, and how many."""
+"""The sequences that give up host blocks for one that resumes, and the number of blocks."""
 
 import pytest
 from core_driver import answer, make_core, schedule, submit
@@ -99,5 +99,5 @@ def test_a_store_that_fails_concerns_who_needs_it_and_waits():
     block = DiskBlockId(3)
     for seq in host.seqs[:2]:
         seq.disk_block_ids = (block,)
-    host.seqs[1].set_status(SeqStatus.FETCHING)  # it has found the content on the host again
+    host.seqs[1].set_status(SeqStatus.FETCHING)  # the cache has found the content on the host again
     assert host.core.host_room.spilled_to(block) == host.seqs[:1]

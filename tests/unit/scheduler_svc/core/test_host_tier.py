@@ -1,4 +1,4 @@
-"""The host tier by example: which block moves where, in which step."""
+"""Examples of the host tier: the step in which each block moves, and its target."""
 
 import pytest
 from core_driver import (
@@ -212,7 +212,7 @@ def make_demoted(num_host_blocks=4, **overrides):
     core = make_core(num_blocks=4, num_host_blocks=num_host_blocks, **overrides)
     run_alone(core, 0, [1] * 13, max_tokens=1)
     submit(core, 1, [2] * 11, max_tokens=2)
-    plan = schedule(core)  # three blocks: the free one, and the tail of the other prompt
+    plan = schedule(core)  # takes three blocks: the free one, and the last two of the other prompt
     assert new(plan) == [(0, 0, [3, 2, 1])]
     return core, plan
 
@@ -241,7 +241,7 @@ def test_a_prompt_is_found_across_the_tiers_and_promoted():
     core.cancel(ROUTER, [1])
     submit(core, 2, [1] * 13, max_tokens=1)
     first = schedule(core)
-    # Block 0 is on the device; three blocks of others are freed, and are not full or are demoted.
+    # Block 0 is on the device; three blocks of others are free: not full, or demoted before.
     assert not first.new_sequences
     plans = [first]
     while not (plan := schedule(core)).new_sequences:

@@ -1,4 +1,4 @@
-"""Which blocks a sequence finds in which tier, with copies of its blocks in chosen tiers."""
+"""The blocks that a sequence finds in each tier, after tests have put copies into some tiers."""
 
 from dataclasses import replace
 
@@ -64,7 +64,8 @@ def test_a_request_for_prompt_logprobs_ignores_the_prefix_cache():
 
 
 def test_a_swapped_one_has_its_own_kv_from_where_it_is_nearest():
-    place = Place(reads_prefix_cache=False)  # for its prompt's log-probabilities
+    # because the request wants its prompt's log-probabilities
+    place = Place(reads_prefix_cache=False)
     place.seq.status, place.seq.num_computed_tokens = SeqStatus.SWAPPED, 10
     place.seq.host_block_ids = (5, 6, 7)
     device = place.put("device", 0, 1, 2)

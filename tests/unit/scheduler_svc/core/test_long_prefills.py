@@ -1,4 +1,4 @@
-"""Long prompts by example: their share of a step, and the prompts that they do not delay."""
+"""Examples of long prompts: their share of a step, and short prompts that they do not delay."""
 
 from policy_driver import Worker, make_core, request
 

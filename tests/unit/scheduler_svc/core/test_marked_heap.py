@@ -28,7 +28,7 @@ def test_the_first_is_the_least_after_any_removal(keys, again, data):
         model[seq_id] = key
     for seq_id in data.draw(st.permutations(range(len(keys)))):
         heap.discard(Waiting(seq_id))
-        heap.discard(Waiting(seq_id))  # it is not in the heap any more
+        heap.discard(Waiting(seq_id))  # the sequence is not in the heap any more
         del model[seq_id]
         if seq_id < again:  # preempted: it waits again
             heap.push((9,), Waiting(seq_id))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from contract.worker_limits import STATE_WINDOW
 from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.interface.errors import MigrationRefusedError
 from scheduler_svc.core.interface.request import SeqKey
@@ -96,6 +97,50 @@ def test_running_request_leaves_by_swap_and_computes_nothing_again():
     events = answer(taking, plan, 0)
     assert events.seq_keys.tolist() == [KEY]
     assert not events.admitted, "its source has heard of that"
+
+
+@pytest.mark.parametrize(
+    ("kv_windows", "num_blocks"), [((STATE_WINDOW,), 1), ((None, STATE_WINDOW), 3)]
+)
+def test_with_recurrent_layers_the_last_checkpoint_leaves(kv_windows, num_blocks):
+    giving, taking = (make_host_core(32, kv_windows=kv_windows) for _ in range(2))
+    running(giving, num_prompt_tokens=9, num_outputs=3)
+    export, _ = move(giving, taking)
+    assert len(export.moved.host_block_ids) == num_blocks
+    assert giving.load().num_recomputed_tokens == 3
+    answer(taking, schedule(taking))
+    plan = schedule(taking)
+    assert plan.new_sequences[0].num_computed_tokens == 8
+    assert chunks(plan) == {0: 4}
+    assert taking.load().num_recomputed_tokens == 0
+
+
+def test_a_trace_shows_how_many_tokens_had_states_before_a_preemption():
+    core = make_host_core(kv_windows=(STATE_WINDOW,))
+    submit(core, KEY, range(9), traceparent="t")
+    answer(core, schedule(core), 0)
+    core.begin_export(ROUTER, KEY)
+    (preempted,) = schedule(core).trace_events
+    assert (preempted.num_computed_tokens, preempted.num_swapped_out_blocks) == (9, 1)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"enable_prefix_caching": False}])
+def test_without_a_checkpoint_it_leaves_without_its_states(overrides):
+    core = make_host_core(kv_windows=(STATE_WINDOW,), **overrides)
+    running(core, num_prompt_tokens=3 if not overrides else 9)
+    assert not core.begin_export(ROUTER, KEY).moved.host_block_ids
+
+
+def test_a_checkpoint_is_no_further_than_what_a_sequence_has_computed():
+    core = make_host_core(kv_windows=(STATE_WINDOW,), max_prefill_chunk=4)
+    for key in KEY, SeqKey(1):
+        submit(core, key, range(12))
+    answer(core, schedule(core))
+    plan = schedule(core)  # the second ends its prompt, because it found the first's block
+    assert chunks(plan) == {0: 4, 1: 4}
+    answer(core, plan, 1)
+    assert core.begin_export(ROUTER, KEY).moved.sequences[0].num_computed_tokens == 8
+    check(core)
 
 
 def test_tokens_in_flight_are_dropped_and_drawn_again():
@@ -251,7 +296,7 @@ def test_core_that_cannot_give_a_request_refuses_by_name():
 
 
 def test_room_is_not_used_before_what_is_under_way_there_has_ended():
-    """Host blocks that are cached may still be written by a step in flight."""
+    """A step in flight may still write host blocks that are cached."""
     taking = make_host_core(num_blocks=4, num_host_blocks=2)
     for key, token in ((1, 1), (2, 2)):  # the second evicts the first's blocks to the host
         submit(taking, key, [token] * 12, max_tokens=1)
@@ -280,7 +325,7 @@ class TestFindingWhatToMove:
         answer(core, schedule(core), 0, 1)
         assert core.moves.first_swapped() is None
         answer(core, schedule(core), 0, 1)
-        schedule(core)  # both need a block, and there is none: the second makes room
+        schedule(core)  # both need a block and none is free: the second gives its own up
         live = core.moves.first_swapped()
         assert live is not None
         assert (live.first_seq_key, live.num_host_blocks) == (1, 2)

@@ -11,7 +11,7 @@ from scheduler_svc.core.limits.step_pacing import Pace, PromptQueue, StepPacer
 
 ROOM = {"num_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_model_len": 1}
 CPU = SchedulerConfig(**ROOM, max_num_batched_tokens=2048, num_saturating_tokens=512)
-GPU = SchedulerConfig(**ROOM, max_num_batched_tokens=2048)
+GPU = SchedulerConfig(**ROOM, max_num_batched_tokens=2048, min_prompt_tokens=256)
 
 
 def plan_of(num_prompt_tokens, num_decodes):
@@ -48,7 +48,7 @@ def test_there_is_no_bound_before_both_kinds_of_step_are_known():
 
 
 def test_tokens_fill_what_a_step_may_take_longer():
-    # A token takes 1 ms, a decode 100 ms: 50 tokens make the step half as long again.
+    # A token takes 1 ms and a decode 100 ms, so 50 tokens make the step 1.5 times as long.
     assert pace((100, 0, 0.1), (0, 8, 0.1)) == 50
     assert pace((100, 0, 0.1), (0, 8, 0.1), max_slowdown=3.0) == 200
 
@@ -62,8 +62,7 @@ def test_a_step_that_was_faster_than_a_decode_does_not_make_tokens_free():
 
 
 def pace_by(few_s, many_s) -> int | None:
-    """The bound beside a decode of 100 ms, if 10 tokens beside it and 110 alone take these
-    times."""
+    """The bound beside a decode of 100 ms; 10 tokens beside it, and 110 alone, take these times."""
     return pace((0, 8, 0.1), (10, 8, few_s), (110, 0, many_s))
 
 
@@ -103,8 +102,17 @@ def test_a_prompt_always_goes_on():
     assert pace((10, 0, 1.0), (0, 8, 0.001)) == 4
 
 
+@pytest.mark.parametrize(
+    ("max_slowdown", "num_tokens"), [(1.4, 256), (1.5, 256), (1.2, 128), (11.0, 1000)]
+)
+def test_a_gpu_always_computes_what_is_almost_free_there(max_slowdown, num_tokens):
+    # Few tokens paid the host's cost of a step with prompts, so that each seems to take 1 ms.
+    pacer = pacer_after((0, 64, 0.1), (40, 64, 0.14), max_slowdown=max_slowdown, config=GPU)
+    assert pacer.max_paced_tokens(PromptQueue(64, 0, 0, 0)) == pytest.approx(num_tokens, abs=1)
+
+
 def test_prompts_do_not_queue_up_for_the_bound():
-    slow = [(100, 0, 1.0), (0, 8, 0.1)]  # five tokens are half as long again
+    slow = [(100, 0, 1.0), (0, 8, 0.1)]  # five tokens make the step 1.5 times as long
     assert pace(*slow) == 5
     assert pace(*slow, queue=(8, 1200, 1200)) == 1200, "short ones are computed at once"
     assert pace(*slow, queue=(8, 2560, 4)) == 10, "of all: one of 256 parts"
@@ -242,7 +250,7 @@ def test_a_wait_behind_the_step_before_does_not_make_the_next_one_late():
     pacer = pacer_after()
     now_s = 0.0
     pacer.on_sent(plan_of(0, 8), now_s)
-    for _ in range(40):  # each is launched as the one before begins, and takes 0.1 s of its own
+    for _ in range(40):  # each is launched when the one before begins, and takes 0.1 s itself
         pacer.on_sent(plan_of(0, 8), now_s)
         now_s += 0.1
         pacer.on_result(0.2, now_s)
@@ -250,5 +258,5 @@ def test_a_wait_behind_the_step_before_does_not_make_the_next_one_late():
 
 
 def test_what_a_few_tokens_pay_for_a_step_is_not_expected_of_each_of_many():
-    few = (20, 0, 0.1)  # 5 ms each, of which the step takes nearly all
+    few = (20, 0, 0.1)  # 5 ms each, nearly all of it in the step
     assert next_due_s((100, 0, 0.1), *[few] * 20, in_flight=[(400, 0)]) == pytest.approx(7.3)

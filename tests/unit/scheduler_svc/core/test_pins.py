@@ -1,4 +1,4 @@
-"""Pins by example: which blocks stay cached, until when, and when pins are given up."""
+"""Examples of pins: the blocks that stay cached, for how long, and when pins are given up."""
 
 import numpy as np
 from core_driver import ROUTER, answer, make_core, new, schedule, submit

@@ -1,4 +1,4 @@
-"""Policies by example: the order of admission, and the preempted sequence."""
+"""Examples of policies: the order of admission, and the preempted sequence."""
 
 import sys
 from itertools import pairwise
@@ -29,7 +29,7 @@ def test_priority_is_by_priority_then_by_arrival():
 
 
 def test_a_waiting_sequence_gains_a_level_in_each_period():
-    # 25 s earlier are 2.5 levels: before one that is 2 higher, behind one that is 3 higher
+    # 25 s count as 2.5 levels: it is served before one that is 2 higher, after one that is 3 higher
     requests = [
         (0.0, request(0, priority=0)),
         (25.0, request(1, priority=2)),
@@ -42,7 +42,8 @@ def test_aging_ends_the_wait_of_one_that_is_always_overtaken():
     core = make_core("priority", {"aging_s": "10"})
     core.submit(request(0, priority=-1), 0.0)
     worker = Worker(core)
-    for second in range(1, 100):  # one higher each second; each takes the one row
+    # each second a request of a higher priority arrives, and takes the only row
+    for second in range(1, 100):
         worker.now = float(second)
         core.submit(request(second, priority=1), worker.now)
         worker.step()
@@ -124,7 +125,7 @@ def test_prompts_of_the_lowest_priority_hardly_delay_others():
         worker.step()
     assert [sum(chunk.values()) for chunk in worker.chunks] == [10 + 4, 4, 4]  # an eighth of 32
     core.cancel(ROUTER, [0])
-    worker.run()  # alone, it gets all of each step
+    worker.run()  # alone, it gets the whole of each step
     assert set(worker.ends.values()) == {FinishReason.LENGTH}
 
 
@@ -133,7 +134,7 @@ def test_prompts_of_the_lowest_priority_hardly_delay_others():
     [("fcfs", 3), ("priority", 1), ("deadline", 2), ("fair", 2)],
 )
 def test_the_worst_by_the_policy_is_preempted(policy, worst):
-    # all prefill in step 1 and fill a block each; all need one more in the same step
+    # all prefill in step 1 and fill one block; all need their second block in the same step
     core = make_core(policy, num_blocks=7, max_num_seqs=4)
     core.submit(request(0, tenant="a", max_tokens=8, priority=1, deadline=40.0), 0.0)
     core.submit(request(1, tenant="b", max_tokens=8, priority=0, deadline=30.0), 1.0)

@@ -18,7 +18,7 @@ def test_a_sequence_that_pools_ends_with_its_prompt():
 
 @pytest.mark.parametrize("pools", [False, True])
 def test_a_preempted_sequence_that_pools_starts_over(pools):
-    """The worker's row has a part of its vector, which is lost with the row."""
+    """The worker's row held a part of the vector, which is lost with the row."""
     core = make_core(num_host_blocks=8, max_num_batched_tokens=8)
     submit(core, 0, [2] * 12, max_tokens=1, pools=pools, reads_prefix_cache=False)
     answer(core, schedule(core))

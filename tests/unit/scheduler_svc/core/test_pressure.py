@@ -1,4 +1,4 @@
-"""A core while its worker's memory is short, by example."""
+"""Examples of a core whose worker is short of memory."""
 
 import pytest
 from core_driver import ROUTER, answer, chunks, make_core, new, outs, schedule, submit

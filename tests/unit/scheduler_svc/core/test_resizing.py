@@ -1,4 +1,4 @@
-"""A pool that grows and shrinks by example: which block moves where, and when it is removed."""
+"""Examples of a pool that grows and shrinks: moves of blocks, and when a block is removed."""
 
 import pytest
 from core_driver import ROUTER, answer, make_core, new, schedule, submit
@@ -101,7 +101,7 @@ def test_leaving_blocks_count_as_free_nowhere():
     assert counts[BlockState.FREE] + counts[BlockState.CACHED] == free
     assert space.device.num_free_blocks == free == 2, "where sequence 0 was"
     assert (counts[BlockState.HELD], counts[BlockState.RETIRED]) == (4, 6)
-    core.resize(12)  # the worker could not
+    core.resize(12)  # the worker could not shrink
     load = core.load()
     assert read_space(core).device.num_free_blocks == 8
     assert load.num_free_blocks + load.num_cached_blocks == 8

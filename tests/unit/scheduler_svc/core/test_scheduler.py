@@ -1,4 +1,4 @@
-"""The scheduler core by example: which block goes where, in which step."""
+"""Examples of the scheduler core, with exact blocks and steps."""
 
 import hashlib
 import struct
@@ -106,7 +106,7 @@ def test_eviction_takes_the_oldest_sequence_first_and_its_tail_before_its_head()
     for key, prompt in enumerate(([1] * 8, [2] * 8)):  # two blocks each: 0 1, then 2 3
         submit(core, key, prompt, max_tokens=1)
         answer(core, schedule(core), 0)
-        assert core.schedule(0.0) is not None  # tells the worker that the row is gone
+        assert core.schedule(0.0) is not None  # the step tells the worker that the row was released
         core.update(Result(StepId(2 * key + 2), *[np.array([], np.int32)] * 4))
     assert core.load().num_cached_blocks == 4
     submit(core, 2, [3] * 4, max_tokens=1)
@@ -143,7 +143,7 @@ def test_the_last_to_come_is_preempted_and_resumes_with_its_tokens():
     plan = schedule(core)
     assert grown(plan) == {0: 2}
     answer(core, plan, 0, 1)
-    plan = schedule(core)  # sequence 1 needs its second block, there is none, it came last
+    plan = schedule(core)  # sequence 1 needs a second block, none is free, and it came last
     assert core.load().num_preemptions == 1
     assert (plan.released_rows.tolist(), plan.num_decodes) == ([1], 1)
     for _ in range(20):

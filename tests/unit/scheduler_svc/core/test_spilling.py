@@ -1,4 +1,4 @@
-"""Swapped sequences that spill to the disk, by example, and come back."""
+"""Examples of swapped sequences that spill to the disk and resume."""
 
 import numpy as np
 import pytest
@@ -136,7 +136,7 @@ def test_a_spilled_sequence_that_is_cancelled_leaves_nothing():
 
 
 def preempt_beside(*prompts):
-    """Preempt a sequence of three blocks, while waiting `prompts` have blocks on a host of four."""
+    """Preempt a sequence of three blocks; waiting `prompts` have some of the host's four blocks."""
     core = make_core(
         num_blocks=6, num_host_blocks=4, num_disk_blocks=8, preemption_mode=PreemptionMode.SWAP
     )
@@ -199,8 +199,8 @@ def test_without_room_on_the_disk_the_other_is_recomputed():
     assert core.load().num_swapped == 1
 
 
-# To swap is almost free. Two blocks of 400 bytes spill and come back: 16 s at 100 bytes/s. To
-# compute the eleven tokens of 1 again takes 16 s, too.
+# Swaps cost almost nothing. To spill two blocks of 400 bytes and load them takes 16 s at 100
+# bytes/s; to recompute the eleven tokens of sequence 1 takes 16 s, too.
 @pytest.mark.parametrize(
     ("num_host_blocks", "disk_bytes_per_s", "spills"),
     [(3, 101, True), (3, 99, False), (3, 0, False), (4, 51, True), (4, 49, False)],

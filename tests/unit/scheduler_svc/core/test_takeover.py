@@ -1,4 +1,4 @@
-"""Which sequences continue, and where, when a scheduler core is replaced."""
+"""The sequences that continue, and in which blocks, when a scheduler core is replaced."""
 
 from dataclasses import replace
 
@@ -116,7 +116,8 @@ def test_outputs_that_share_their_prompt_share_it_still():
     assert load.num_free_blocks + load.num_cached_blocks >= num_free - 3
     pair.run()
     assert_all_received(pair, request)
-    num_had = sum(6 - (index > 0) for index in range(3))  # siblings start a step later
+    # other outputs of the request start a step later
+    num_had = sum(6 - (index > 0) for index in range(3))
     assert pair.worker.num_computed_tokens - num_computed == num_outputs(request) - num_had
 
 
@@ -207,7 +208,7 @@ def test_another_request_of_that_name_does_not_get_its_tokens():
 
 
 def test_a_block_that_two_rows_claim_to_write_is_copied():
-    """The worker's report is wrong, or another sequence found the block by its hash."""
+    """Either the worker's report is wrong, or another sequence found the block by its hash."""
     pair, request = Pair(), long_request()
     pair.submit(request)
     pair.step(6)

@@ -31,12 +31,12 @@ REQUESTS = long_requests(5)
 
 @pytest.fixture(autouse=True)
 def _no_log_probabilities(monkeypatch):
-    """Those of some tokens would be lost, and these tokens would be drawn again."""
+    """Some tokens' log-probabilities would be lost, and those tokens drawn again."""
     monkeypatch.setattr("tests.property.worker.crc32", lambda _: 1)
 
 
 def run_two_ahead(pair, num_results, *, num_not_received=0):
-    """As the engine does it, with two steps in flight at the end."""
+    """Run like the engine, with two steps in flight at the end."""
     outcomes, events = deque(), []
     for _ in range(num_results):
         while len(outcomes) < 2 and (plan := pair.core.schedule(0.0)) is not None:
@@ -74,9 +74,8 @@ def run_to_the_end(pair):
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("num_steps_between", [0, 1])
 def test_nothing_is_computed_again_whenever_it_happens(num_steps_between, order):
-    """Running and swapped sequences continue, and so do those that need a block when none is free.
-
-    The first one that returns takes nothing from those that return later.
+    """Running and swapped sequences continue, even one that needs a block when none is free. The
+    first sequence that returns takes no blocks from those that return later.
     """
     num_swapped = 0
     for num_results in range(1, 56, 3):
@@ -104,9 +103,9 @@ def test_nothing_is_computed_again_whenever_it_happens(num_steps_between, order)
     ],
 )
 def test_a_sequence_that_needs_a_block_without_host_room_is_recomputed(changes, computes_again):
-    """The tokens are the same. A sequence that finds a free block is not recomputed."""
+    """Its tokens stay the same. A sequence that finds a free block is not recomputed."""
     num_recomputed = 0
-    for num_results in range(1, 56 if computes_again else 19, 3):  # else they have ended
+    for num_results in range(1, 56 if computes_again else 19, 3):  # otherwise they have ended
         pair = Pair(**changes)
         for request in REQUESTS:
             pair.submit(request)
@@ -121,7 +120,7 @@ def test_a_sequence_that_needs_a_block_without_host_room_is_recomputed(changes, 
 
 
 def test_a_swapped_sequence_one_token_ahead_of_its_router_is_found():
-    """This holds even if that token is the first of a block."""
+    """Even if that token is the first of a block."""
     num_ahead = 0
     for num_results in range(4, 30):
         pair = Pair(**CRAMPED)

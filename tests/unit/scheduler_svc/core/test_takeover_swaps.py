@@ -67,7 +67,7 @@ def test_without_a_prefix_cache_no_other_sequence_finds_swapped_blocks():
 
 
 def test_without_a_prefix_cache_full_swapped_blocks_are_found_without_a_tail():
-    """Its router has not received the last computed tokens."""
+    """The router has not received the last computed tokens."""
     pair, requests = crowd(enable_prefix_caching=False)
     (seq,) = swapped(pair)
     num_full, num_in_tail = divmod(seq.num_computed_tokens, CONFIG.block_size)

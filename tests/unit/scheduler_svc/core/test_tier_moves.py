@@ -1,4 +1,4 @@
-"""Moves between the tiers, without a scheduler: when they need a step, and when they have ended."""
+"""Moves between tiers, without a scheduler: those that need a step, and their ends."""
 
 import numpy as np
 import pytest

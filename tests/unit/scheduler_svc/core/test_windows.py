@@ -1,4 +1,4 @@
-"""KV groups: which blocks a sequence holds, and what a prefix hit needs."""
+"""KV groups: the blocks that a sequence holds, and those that a prefix hit needs."""
 
 import pytest
 from core_driver import answer, chunks, make_core, new, schedule, submit
@@ -107,8 +107,8 @@ def test_a_window_with_a_hole_is_no_hit():
     assert core.lookup.find(seq).num_tokens == 28
 
 
-def test_a_recurrent_sequence_is_computed_again_even_if_the_host_has_room():
-    """Its step in flight advances the state beyond the tokens that are known."""
+def test_a_recurrent_sequence_is_swapped_out_with_its_last_checkpoint():
+    """Its step in flight advances the state beyond the known tokens."""
     core = make_core(
         kv_windows=(None, STATE_WINDOW),
         num_blocks=40,
@@ -122,10 +122,13 @@ def test_a_recurrent_sequence_is_computed_again_even_if_the_host_has_room():
     (seq,) = core.running
     core.preemption.preempt(seq, must_swap=True)
     check(core)
-    assert (seq.status, seq.host_block_ids) == (SeqStatus.WAITING, ())
+    assert seq.status is SeqStatus.SWAPPED
+    assert len(seq.host_block_ids) == 2, "the full block of each group"
+    assert seq.num_computed_tokens == 4
+    assert core.load().num_recomputed_tokens == 2
     answer(core, decode, 0)
     again = schedule(core)
-    assert not again.swap_in_src_block_ids.size
+    assert not again.swap_in_src_block_ids.size, "the blocks are still cached"
     assert [each[1] for each in new(again)] == [4], "it goes on behind its only full block"
 
 

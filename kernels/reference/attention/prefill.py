@@ -8,8 +8,8 @@ from typing import Final
 
 import torch
 
-from kernels.reference.dense import attend_dense
-from kernels.reference.gather import KvGather
+from kernels.reference.attention.dense import attend_dense
+from kernels.reference.attention.gather import KvGather
 
 # Query tokens of one call of SDPA, cut at multiples of this number. Keys in a piece's future are
 # not computed (a prompt of 512 takes 0.7 of the time), and masks stay small.
@@ -48,8 +48,8 @@ def paged_attention_prefill(
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`.
 
-    With `out`, contiguous [T, H, DV], it writes to that and returns it; what happens to rows of no
-    sequence is then undefined.
+    With `out`, contiguous [T, H, DV], it writes the result there and returns `out`; rows of no
+    sequence are then undefined.
     """
     if out is None:
         out = query.new_zeros(*query.shape[:2], value_cache.shape[3])

@@ -21,7 +21,7 @@ from contract.worker_limits import Limits
 from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.memory.transfer import packed_bytes, upload_into
 from gpu_worker.models.attention import AttentionMetadata, Decoder
-from gpu_worker.step.cuda_graphs import Between, GraphBackend
+from gpu_worker.step.graphs.cuda_graphs import Between, GraphBackend
 from gpu_worker.step.input_batch import with_groups
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.shared_prefixes import find_shared
@@ -104,7 +104,8 @@ class DecodeGraphs:
             self._num_groups, num_rows, limits.max_blocks_per_row, dtype=torch.int32, device=device
         )
         self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        # Of the largest size, after the first run: hidden states, and what is in their logits.
+        # After the first run, which has the largest size: hidden states, and the findings in their
+        # logits.
         self._results: tuple[torch.Tensor, ...] = ()
         self._logits: dict[int, torch.Tensor] = {}  # by size, in the graphs' own memory
 
@@ -202,15 +203,15 @@ class DecodeGraphs:
         return compute
 
     def _parted(self, rest: list[_T]) -> tuple[list[_T], list[_T], list[_T]]:
-        """Part what `_padding` returns behind the lengths: slots, shared prefixes, adapters."""
+        """Divide `_padding`'s result behind the lengths: slots, shared prefixes, adapters."""
         end = len(rest) - (0 if self._adapters is None else 2)
         return rest[: self._num_groups], rest[self._num_groups : end], rest[end:]
 
     def _padding(self, size: int) -> list[np.ndarray[Any, np.dtype[Any]]]:
         """Inputs of padding rows: rows, positions int64[S], lengths int32[S], slots int64[S]...
 
-        Then the fields of `SharedPrefixes`, if prefixes are shared; and with adapters what
-        `AdapterSlots.group` returns.
+        Then the fields of `SharedPrefixes`, if prefixes are shared; and with adapters the results
+        of `AdapterSlots.group`.
         """
         shared: list[np.ndarray[Any, np.dtype[Any]]] = []
         if self._shares_prefixes:

@@ -22,7 +22,7 @@ from contract.worker_limits import Limits
 from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.memory.transfer import packed_bytes, upload_into
 from gpu_worker.models.attention import AttentionMetadata, Prepare
-from gpu_worker.step.cuda_graphs import Between, Forward, GraphBackend, PiecesError
+from gpu_worker.step.graphs.cuda_graphs import Between, Forward, GraphBackend, PiecesError
 from gpu_worker.step.input_batch import (
     gather,
     known_token_ids,
@@ -33,8 +33,8 @@ from gpu_worker.step.rows import Rows, ScheduledRows
 from kernels import PAD_SLOT
 
 _MAX_TOKENS: Final = 512
-"""With more tokens, an H200 computes an 8B model for longer than the host takes to launch it.
-Estimated, not measured."""
+"""With more tokens, an H200 computes a step of an 8B model for longer than the host needs for its
+launches. Estimated, not measured."""
 _LEAST: Final = 16
 _PER_DOUBLING: Final = 4
 
@@ -55,7 +55,7 @@ def piece_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replayed:
-    """What a step computed, on the device; valid until the next step."""
+    """A step's results, on the device; valid until the next step."""
 
     hidden: torch.Tensor
     """`[N, E]`: of all tokens."""
@@ -226,7 +226,7 @@ class PiecewiseGraphs:
         """Inputs of padding tokens, int64[T]: sources, token ids, positions, and slots by group.
 
         A source is a row, whose newest sampled token it is, or R + i for the i-th token id. With
-        adapters, what `AdapterSlots.group` returns follows.
+        adapters, the results of `AdapterSlots.group` follow.
         """
         nothing = np.empty(0, np.int64)
         grouping = () if self._adapters is None else self._adapters.group(nothing, size)

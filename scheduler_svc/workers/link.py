@@ -85,7 +85,7 @@ class WorkerLink:
         """Open the Execute stream on `channel`, which the link then owns; see `attach`."""
         self.info = info
         self.holdings = holdings
-        """What the worker held when it was attached."""
+        """The worker's rows and blocks at the time of the attachment."""
         self.former_epoch = former_epoch
         """Epoch of the worker's former scheduler, perhaps of this one; 0: none."""
         self.lost: UnavailableError | None = None
@@ -110,7 +110,7 @@ class WorkerLink:
         self._adapters = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
         self._call = self._stub.Execute(self._sent_batches())
         self._since_result = Heartbeat()
-        """Counts since the oldest step in flight could begin."""
+        """Measures the time since the oldest step in flight could begin."""
         self._tasks = [
             asyncio.create_task(work, name=f"{name} {config.target}")
             for work, name in (
@@ -164,8 +164,8 @@ class WorkerLink:
 
         Args:
             source_target: The other worker's address, as this scheduler knows it.
-            source_instance_id: The expected instance: at this worker the same address may lead to
-                another worker.
+            source_instance_id: The expected instance, because from this worker the same address
+                may lead to another one.
             sources: Host blocks of the other worker.
             targets: As many host blocks of this worker.
 
@@ -279,7 +279,7 @@ class WorkerLink:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._stub.AwaitDrain(worker_pb2.AwaitDrainRequest())
             return
-        await asyncio.Event().wait()  # wait for ever: the call failed, so a drain cannot be noticed
+        await asyncio.Event().wait()  # wait for ever, because the failed call cannot report a drain
 
     async def _poll(self) -> None:
         """Poll the worker's state; polls and answers serve as heartbeats."""
@@ -319,7 +319,7 @@ class WorkerLink:
         except InvalidArgumentError as error:
             self._lose(UnavailableError(f"it sent a wrong result: {error}"))
         except grpc.aio.AioRpcError as error:
-            # This includes "stale epoch", which a worker that has restarted may report, too. The
+            # This includes "stale epoch", which a restarted worker may report, too. The
             # next attempt to attach shows whether the epoch is really stale.
             self._lose(unavailable(error))
         finally:
@@ -357,7 +357,7 @@ class WorkerLink:
     def _arm_watchdog(self) -> None:
         """Arm the watchdog for the oldest step in flight, if there is one.
 
-        Results do not re-arm it. When it fires, it checks what is in flight by then.
+        Results do not re-arm it. When it fires, it checks the steps in flight at that time.
         """
         self._watchdog = None
         if not self._in_flight or self.lost is not None:

@@ -17,14 +17,18 @@ import triton.language as tl
 
 from kernels.checks import attention_out, check_attended, check_options
 from kernels.sequences import MAX_SHARED, Sequences
+from kernels.triton.attention.tile import (
+    attend_arguments,
+    attend_positions,
+    group_heads,
+    merge_parts,
+)
 from kernels.triton.launch import Launch
-from kernels.triton.tile import attend_arguments, attend_positions, group_heads, merge_parts
 from kernels.tuning.configs import PrefillConfig, config_of, num_processors, shape_of
 
 MAX_SPLITS: Final = 32
-_MAX_VALUE_DIMS: Final = 256
 _LEAST_POSITIONS: Final = 512
-"""Of a split. Not measured."""
+"""A split has at least this many positions. Not measured."""
 
 
 @triton.jit
@@ -109,8 +113,8 @@ def _attend_chunks_kernel(
     With `partial_out` there is a program for each split of a tile's positions, too. It leaves a
     partial result for `_merge_chunks_kernel`.
 
-    With `sharing` the S sequences are the beginnings that several tokens share, each in the blocks
-    of the first of these tokens, and a token sees all of its positions.
+    With `sharing`, the S sequences are prefixes that several tokens share; a prefix is in the
+    blocks of the first of its tokens, and its tokens see all its positions.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1) // VALUE_PARTS
@@ -125,7 +129,8 @@ def _attend_chunks_kernel(
     if partial_out is None and seq_len == 0:  # else the partial results are of no positions
         return
 
-    # What the tile's rows see, from the border of a tile on; the first row's window begins it.
+    # The positions that the tile's rows see, from a tile's border on; they begin with the first
+    # row's window.
     tile_end = seq_len
     if sharing is None:
         tile_end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)
@@ -302,8 +307,8 @@ def paged_attention_prefill(
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`. Tiles outside
     the windows of all query tokens of a program are not read.
 
-    With `out`, contiguous [T, H, D], it writes to that and returns it; what happens to rows of no
-    sequence is then undefined.
+    With `out`, contiguous [T, H, D], it writes the result there and returns `out`; rows of no
+    sequence are then undefined.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, `max_query_len` exceeds T, or an
@@ -343,17 +348,22 @@ def prepare_prefill(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor,
+    is_whole: bool = False,
 ) -> Callable[[Sequences], None]:
     """Check and prepare `paged_attention_prefill`, to be launched on many steps' sequences.
 
-    Each launch overwrites the rows of `out` that belong to its sequences.
+    Each launch overwrites the rows of `out` that belong to its sequences, unless their length is 0.
+    If `is_whole`, positions are never split, so no bit of a row depends on T. Nor does it depend on
+    how the row's sequence was cut into chunks: products and sums are then rounded one by one, since
+    whether they can be fused depends on whether a tile of positions has a mask.
 
     Raises:
         ValueError: as `paged_attention_prefill`.
     """
     tiles = _prepare_tiles(
-        query, key_cache, value_cache, scale, window, softcap, sinks, key_scales, value_scales, out
-    )
+        query, key_cache, value_cache, scale, window, softcap, sinks, key_scales, value_scales, out,
+        is_whole=is_whole,
+    )  # fmt: skip
     num_tokens, num_heads, head_dim = out.shape
     names = ("sinks", "out", "H", "D", "DIMS")
     merge = Launch(
@@ -444,7 +454,7 @@ def prepare_shared(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tiles:
-    """The first kernel with the arguments that stay, and what grids depend on."""
+    """The first kernel with its fixed arguments, and the numbers that grids depend on."""
 
     attend: Launch
     arguments: dict[str, Any]
@@ -476,11 +486,14 @@ def _prepare_tiles(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
     out: torch.Tensor,
+    *,
+    is_whole: bool = False,
 ) -> _Tiles:
     check_attended(query, key_cache, value_cache, key_scales, value_scales)
     check_options(query, window, softcap, sinks)
-    num_tokens, num_heads, head_dim = out.shape
-    config = config_of(PrefillConfig, query.device, shape_of(query, value_cache))
+    num_tokens, num_heads = out.shape[:2]
+    shape = shape_of(query, value_cache)
+    config = config_of(PrefillConfig, query.device, shape)
     heads = group_heads(num_heads, config.rows, key_cache, value_cache, key_scales, value_scales)
     num_kv_heads = heads.key_cache.shape[2]
     rows = max(config.rows, triton.next_power_of_2(heads.group))
@@ -489,9 +502,11 @@ def _prepare_tiles(
     arguments = attend_arguments(query, heads, out, config, scale, window, softcap, sinks)
     sizes = {"G": heads.group, "ROWS": rows, "TOKENS": tokens, "LEAST_POSITIONS": least}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    # The sums over wider values do not fit a program's registers; those over latents do, just so.
-    is_wide = heads.value_cache is not None and head_dim == arguments["DIMS"] > _MAX_VALUE_DIMS
-    sizes["VALUE_PARTS"] = arguments["DIMS"] // _MAX_VALUE_DIMS if is_wide else 1
+    if is_whole:
+        options["enable_fp_fusion"] = False
+    # The sums over wider values do not fit a program's registers; the sums over latents barely fit.
+    is_wide = shape.divides_values and shape.dims > config.value_dims
+    sizes["VALUE_PARTS"] = shape.dims // config.value_dims if is_wide else 1
     num_kv_heads *= sizes["VALUE_PARTS"]
     num_programs = triton.cdiv(num_tokens, tokens) * num_kv_heads
     return _Tiles(
@@ -500,6 +515,6 @@ def _prepare_tiles(
         tokens,
         config.positions,
         num_kv_heads,
-        min(num_processors(query.device) // max(1, num_programs), MAX_SPLITS),
+        1 if is_whole else min(num_processors(query.device) // max(1, num_programs), MAX_SPLITS),
         least,
     )

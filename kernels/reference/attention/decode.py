@@ -6,8 +6,8 @@ of values, `B` blocks, `P` block size, `M` max blocks per sequence.
 
 import torch
 
-from kernels.reference.dense import attend_dense
-from kernels.reference.gather import KvGather
+from kernels.reference.attention.dense import attend_dense
+from kernels.reference.attention.gather import KvGather
 
 
 def paged_attention_decode(
@@ -32,8 +32,8 @@ def paged_attention_decode(
     The values may be a view of the keys' first DV numbers, as in multi-head latent attention.
 
     It calls SDPA once for each sequence, on its exact length, so not a bit of a row depends on
-    another row of the batch. One padded call for all takes three quarters of the time for 8
-    sequences of equal length, but twice the time when lengths differ.
+    another row of the batch. For 8 sequences of equal length, one padded call for all would take
+    three quarters of the time; for sequences of different lengths, twice the time.
 
     With `window` only the last `window` slots are attended to, and read. With `softcap` scores s
     become `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], join the softmax's denominator as one
@@ -43,8 +43,8 @@ def paged_attention_decode(
     `kernels.kv_formats` says; K and V are the stored numbers times their scales, rounded to the
     dtype of `query`.
 
-    With `out`, contiguous [T, H, DV], it writes the first S rows of that and returns it; `query` is
-    then [T, H, D].
+    With `out`, contiguous [T, H, DV], it writes the first S rows of `out` and returns it; `query`
+    is then [T, H, D].
     """
     num_seqs = len(seq_lens)
     if out is None:

@@ -38,7 +38,8 @@ def attend_positions(
     value_scales,  # as key_scales
     block_table,  # points to this sequence's row, int32[M]
     start,  # a multiple of C: the first position, if there is no window
-    masked_from,  # a multiple of C: with a window the first; else each row sees all before it
+    # a multiple of C: the first one in the window; without a window, a row sees all before it
+    masked_from,
     begin,  # with a window, positions before this one are not read
     end,  # positions from this one on are not read
     scale_log2,  # scale * log2(e)
@@ -284,8 +285,8 @@ def merge_parts(
 ):
     """Return `sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`, fp32 [DIMS].
 
-    These are the parts of one row's positions, H places apart; without any positions it is zero.
-    The largest exponent is subtracted from all exponents first.
+    The partial results of one row's positions are H places apart; without positions the result is
+    zero. The largest exponent is subtracted from all exponents first.
     """
     dim = tl.arange(0, DIMS)
     part = tl.arange(0, PARTS)
@@ -343,7 +344,7 @@ def group_heads(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> Heads:
-    """Return the caches as they are, or those of latent attention with as many heads as needed.
+    """Return the caches; those of latent attention with as many heads as the kernel needs.
 
     The sums of all query heads over a wide latent do not fit a program's registers, so the one kv
     head is repeated, without a copy, until each repetition has at most `most` query heads.

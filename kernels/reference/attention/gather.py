@@ -11,11 +11,12 @@ import torch
 
 from kernels.reference.quantized_kv import dequantize
 
+# numpy has no bfloat16, and torch cannot index float8
 _SAME_SIZE_INT = {
     1: torch.int8,
     2: torch.int16,
     4: torch.int32,
-}  # numpy has no bfloat16, and torch cannot index float8
+}
 
 
 class KvGather:

@@ -17,9 +17,14 @@ import triton.language as tl
 
 from kernels.checks import attention_out, check_attended, check_options, check_rows
 from kernels.sequences import Sequences
+from kernels.triton.attention.prefill import SharedLaunch, prepare_shared
+from kernels.triton.attention.tile import (
+    attend_arguments,
+    attend_positions,
+    group_heads,
+    merge_parts,
+)
 from kernels.triton.launch import Launch
-from kernels.triton.prefill import SharedLaunch, prepare_shared
-from kernels.triton.tile import attend_arguments, attend_positions, group_heads, merge_parts
 from kernels.tuning.configs import DecodeConfig, config_of, num_processors, shape_of
 
 _MIN_SEQS: Final = (
@@ -94,7 +99,7 @@ def _attend_splits_kernel(
     REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
     POSITIONS: tl.constexpr,  # kv positions of a tile
     SPLIT: tl.constexpr,  # kv positions of a split, at least
-    MAX_SPLITS: tl.constexpr,  # of one sequence; longer ones have longer splits
+    MAX_SPLITS: tl.constexpr,  # of one sequence; longer sequences have longer splits
     SHARED_PARTS: tl.constexpr,  # partial results of shared positions, which come first
     NUM_STAGES: tl.constexpr,  # tiles in flight
 ):
@@ -104,8 +109,8 @@ def _attend_splits_kernel(
     the lengths, so the grid is fixed and no program starts for a split that does not exist: of n
     programs, program i takes pieces i, i + n, i + 2n and so on. The G query heads of a piece are
     the rows of one product. A sequence of one split is written to `out`; the others leave partial
-    results for `_reduce_splits_kernel`. So does one with shared positions: `prefill.py` attends to
-    these.
+    results for `_reduce_splits_kernel`. So does a sequence with shared positions, because
+    `prefill.py` attends to these.
     """
     G: tl.constexpr = H // HKV
     each = tl.arange(0, SEQS)
@@ -296,10 +301,10 @@ def paged_attention_decode(
 ) -> torch.Tensor:
     """Attend with `query` [S, H, D + REST] to each sequence's first `seq_lens` slots; [S, H, D].
 
-    The caches are [B, P, HKV, D + REST] and [B, P, HKV, D] views, the second a part of the first if
-    REST is not 0, `block_tables` int32[S, M], `seq_lens` int32[S], each at most M * P; the host
-    never reads lengths, so it cannot check them. A sequence of length 0 is a
-    padding row and gives zeros. Not a bit of a row depends on other rows of the batch, or on S or
+    The caches are views, [B, P, HKV, D + REST] and [B, P, HKV, D]; if REST is not 0, the second is
+    a part of the first. `block_tables` is int32[S, M]. `seq_lens` is int32[S], each at most M * P;
+    the host never reads lengths, so it cannot check them. A sequence of length 0 is a padding row
+    and gives zeros. Not a bit of a row depends on other rows of the batch, or on S or
     M: splits have a fixed size, which grows only for a sequence that would need too many of them.
     Needs fp32 scratch of S * N * H * (D + 1), where N is the number of splits of a sequence of M *
     P tokens.
@@ -312,7 +317,7 @@ def paged_attention_decode(
     `kernels.kv_formats` says. The scales multiply scores and weights in fp32, so stored numbers are
     not rounded again.
 
-    With `out`, contiguous [T, H, D], it writes the first S rows of that and returns it; `query` is
+    With `out`, contiguous [T, H, D], it writes the first S rows of `out` and returns it; `query` is
     then [T, H, D + REST].
 
     Raises:

@@ -1,0 +1,1 @@
+"""Captures steps as CUDA graphs, and replays them."""

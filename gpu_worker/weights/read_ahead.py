@@ -1,0 +1,128 @@
+"""Reads tensors' bytes into the page cache, in parallel, ahead of those that are converted.
+
+A mapped file is read by one stream: each access waits for the pages around it. Disks, above all
+those behind a network, are faster with several large requests at once. What these return is thrown
+away: the page cache has it, and can drop it. vLLM's strategy "prefetch" does the same.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final, Self
+
+from gpu_worker.memory.available import available_bytes
+from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.tensor_file import Extent
+
+NUM_THREADS: Final = 8
+REQUEST_BYTES: Final = 4 * 2**20
+AHEAD_BYTES: Final = 512 * 2**20
+_PROBE_BYTES: Final = 2**20
+"""If the pages at this distance are cached, all between are taken to be cached."""
+
+
+def read_to_cache(extent: Extent) -> None:
+    """Read bytes of a file and drop them, unless they are cached.
+
+    Raises:
+        OSError: They cannot be read, or the file has become shorter.
+    """
+    file, start, stop = extent.descriptor, extent.bytes.start, extent.bytes.stop
+    probes = (*extent.bytes[::_PROBE_BYTES], *extent.bytes[-1:])
+    if all(_is_cached(file, position) for position in probes):
+        return
+    buffer = memoryview(bytearray(stop - start))
+    while start < stop:
+        num_bytes = os.preadv(file, [buffer[: stop - start]], start)
+        if num_bytes == 0:
+            raise OSError(f"it ends at byte {start}, it had {stop} or more")
+        start += num_bytes
+
+
+class ReadAhead:
+    """Reads extents of files, in the order in which they are needed.
+
+    It reads up to `AHEAD_BYTES` after the extent in use, and one extent more; less if that is over
+    a quarter of the free memory. Extents of more than half of it are left out: their beginning
+    would be dropped before their end is read.
+    """
+
+    def __init__(
+        self,
+        extents: Iterable[Extent | None],
+        read: Callable[[Extent], None] = read_to_cache,
+        available: Callable[[], int] = available_bytes,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            extents: Their files must stay open. None: it is unknown, and left out.
+            read: Reads a request of `REQUEST_BYTES` or less; called on `NUM_THREADS` threads.
+            available: Tells the bytes of memory that are free.
+        """
+        self._waiting = deque(extents)
+        self._started: deque[list[tuple[Extent, Future[None]]]] = deque()
+        self._ahead_bytes = 0
+        self._read = read
+        self._available = available
+        self._available_bytes = available()
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "read-ahead")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Cancel requests that have not begun, and end the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def wait_for_next(self) -> None:
+        """Begin to use the next extent: wait until it has been read, and start those after it.
+
+        Raises:
+            ModelError: It could not be read twice; a mapped access would end the process.
+        """
+        if not self._started and self._waiting:
+            self._start(self._waiting.popleft())
+        if not self._started:
+            return
+        requests = self._started.popleft()
+        self._ahead_bytes -= sum(len(request.bytes) for request, _ in requests)
+        if self._ahead_bytes < AHEAD_BYTES // 2:
+            self._available_bytes = self._available()
+            most = min(AHEAD_BYTES, self._available_bytes // 4)
+            while self._waiting and self._ahead_bytes < most:
+                self._start(self._waiting.popleft())
+        for request, future in requests:
+            if isinstance(future.exception(), OSError):
+                self._read_again(request)
+
+    def _start(self, extent: Extent | None) -> None:
+        if extent is None or len(extent.bytes) > self._available_bytes // 2:
+            self._started.append([])
+            return
+        cuts = [*extent.bytes[::REQUEST_BYTES], extent.bytes.stop]
+        requests = [replace(extent, bytes=range(*cut)) for cut in pairwise(cuts)]
+        try:
+            futures = [self._pool.submit(self._read, request) for request in requests]
+        except RuntimeError:  # no thread can be started: all that follows is only mapped
+            self._waiting.clear()
+            return
+        self._started.append(list(zip(requests, futures, strict=True)))
+        self._ahead_bytes += len(extent.bytes)
+
+    def _read_again(self, request: Extent) -> None:
+        try:
+            self._read(request)
+        except OSError as error:
+            raise ModelError(f"{request.path} cannot be read any more: {error}") from error
+
+
+def _is_cached(file: int, position: int) -> bool:
+    """Whether reading would not wait for the disk; False if the system does not tell."""
+    try:
+        return os.preadv(file, [bytearray(1)], position, os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError):
+        return False

@@ -1,0 +1,55 @@
+"""Attention in which no bit of a row depends on the other rows of a step.
+
+Symbols: `S` sequences.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernels import ops
+from kernels.sequences import Sequences
+
+
+class BatchInvariantAttention:
+    """Prepares attention as `kernels.ops` does, with one order of sums for every step.
+
+    Decodes are chunks of one token, and no positions are split: a token that is computed again as a
+    part of a prompt, after a preemption or to verify a guess, has the same bits. The price is that
+    few sequences with long contexts do not fill a GPU.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._latest: tuple[Sequences, Sequences] | None = None
+        """The decodes of a step, and the same as chunks, made once for all layers."""
+
+    def prepare_decode(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        **options: Any,
+    ) -> Callable[[Sequences], object]:
+        """See `ops.prepare_decode`. Rows of sequences without a position are left as they are."""
+        attend = self.prepare_prefill(query, key_cache, value_cache, scale, **options)
+        return lambda sequences: attend(self._as_chunks(sequences))
+
+    def prepare_prefill(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        **options: Any,
+    ) -> Callable[[Sequences], object]:
+        """See `ops.prepare_prefill`."""
+        return ops.prepare_prefill(query, key_cache, value_cache, scale, is_whole=True, **options)
+
+    def _as_chunks(self, decodes: Sequences) -> Sequences:
+        if self._latest is None or self._latest[0] is not decodes:
+            starts = self._starts[: len(decodes.seq_lens) + 1]
+            self._latest = decodes, Sequences(decodes.block_tables, decodes.seq_lens, starts)
+        return self._latest[1]

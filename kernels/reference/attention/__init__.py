@@ -1,0 +1,1 @@
+"""Attention to the paged cache, in plain torch."""

@@ -1,0 +1,9 @@
+"""A linear map of 16- or 32-bit weights, in plain torch."""
+
+import torch
+from torch.nn import functional
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `x @ weight.T + bias` [T, N] for `x` [T, K] and `weight` [N, K]; sums are fp32."""
+    return functional.linear(x, weight, bias)

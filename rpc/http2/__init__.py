@@ -1,0 +1,1 @@
+"""A gRPC server on asyncio that sends all messages of one moment in one write."""

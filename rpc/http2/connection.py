@@ -1,0 +1,405 @@
+"""One client's connection: HTTP/2 by the library h2, its calls, and what it may not do."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, Final, Protocol, cast
+
+import grpc
+import structlog
+from h2 import events
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.exceptions import ProtocolError
+from h2.settings import SettingCodes, Settings
+from hyperframe.frame import Frame, GoAwayFrame
+
+from rpc.http2.call import Call
+from rpc.http2.headers import Headers, Metadata, RefusedRequestError, read_request
+from rpc.http2.inbox import WINDOW_BYTES, Inbox
+from rpc.http2.limits import FrameBudget, Limits
+from rpc.http2.outbox import Outbox, OutStream
+from rpc.security.client_certificates import auth_context
+
+_PREFACE_S: Final = 10.0
+"""How long a client may take to send its first settings."""
+_LINGER_S: Final = 2.0
+"""How long a closed connection may take to send what is left."""
+_RECEIVE_WINDOW_BYTES: Final = 1024 * 1024
+"""What a client may send on all streams before it is received here."""
+_MOST_UNREAD_BYTES: Final = 1024 * 1024
+"""From a client that does not read so many bytes nothing is read: its pings want answers."""
+_SLICE_BYTES: Final = 4096
+_SLICES_S: Final = 0.005
+"""Received bytes are parsed in slices, so that many small frames do not keep the event loop."""
+_FRAME_HEAD_BYTES: Final = 9
+
+log = structlog.get_logger()
+
+# At the level debug, hpack logs the headers that it decodes, API keys among them.
+logging.getLogger("hpack").setLevel(logging.INFO)
+
+
+class Host(Protocol):
+    """What a connection needs of its server."""
+
+    limits: Limits
+    connections: set["Connection"]
+    is_stopping: bool
+
+    async def find_handler(self, method: str, metadata: Metadata) -> Any:
+        """Return the handler of a call; None: there is none."""
+
+
+class _H2(H2Connection):
+    """h2's connection, which counts all frames, and goes on after a client's GOAWAY."""
+
+    num_frames = 0
+
+    def _receive_frame(self, frame: Frame) -> list[events.Event]:
+        self.num_frames += 1
+        return super()._receive_frame(frame)
+
+    def _receive_goaway_frame(self, _frame: GoAwayFrame) -> tuple[list[Frame], list[events.Event]]:
+        # h2 would end all streams, but a client that opens no more still reads their responses.
+        return [], []
+
+
+def _is_use(event: events.Event) -> bool:
+    """Whether a frame brought a request or data."""
+    if isinstance(event, events.DataReceived):
+        return bool(event.data)
+    return isinstance(event, events.RequestReceived)
+
+
+def _peer_of(transport: asyncio.BaseTransport) -> str:
+    """Return a client's address, as gRPC writes it."""
+    name = transport.get_extra_info("peername")
+    if not isinstance(name, tuple):
+        return "unix:"
+    host, port = name[:2]
+    if ":" not in host:
+        return f"ipv4:{host}:{port}"
+    if host.startswith("::ffff:") and "." in host:
+        return f"ipv4:{host.removeprefix('::ffff:')}:{port}"
+    return f"ipv6:%5B{host}%5D:{port}"
+
+
+class Connection(asyncio.Protocol):
+    """A client's connection; it is in its server's `connections` while it is open."""
+
+    outbox: Outbox
+    peer: str
+
+    def __init__(self, server: Host) -> None:
+        self.limits = server.limits
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Of all handlers that run, also after their calls have ended."""
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+        self._transport = cast("asyncio.Transport", None)
+        self._calls: dict[int, Call] = {}
+        """By the number of their streams, until the client has the status or has left."""
+        self._waiting: dict[int, Call] = {}
+        """Those of `_calls` whose handlers start when others have ended, in order."""
+        self._backlog = bytearray()
+        """Received bytes that were not parsed yet."""
+        self._num_received = 0
+        """Bytes of messages since the connection's window was widened."""
+        self._is_reading = True
+        self._is_leaving = False
+        self._is_closed = False
+        self._auth: Mapping[str, list[bytes]] | None = None
+
+    # --- asyncio's calls ------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, unless there are too many connections."""
+        self._transport = cast("asyncio.Transport", transport)
+        self.peer = _peer_of(transport)
+        most = self.limits.max_connections
+        self._timer = self._loop.call_later(_PREFACE_S, self._abort)
+        is_full = most is not None and len(self._server.connections) >= most
+        if is_full or self._server.is_stopping:
+            self._abort()
+            return
+        self._server.connections.add(self)
+        self._heard_at = self._loop.time()
+        self._is_pinged = False
+        self._budget = FrameBudget(self.limits.max_concurrent_streams, self._heard_at)
+        self._h2 = h2 = _H2(
+            # With its checks of headers, one malformed call would end all calls of the connection.
+            H2Configuration(
+                client_side=False,
+                validate_inbound_headers=False,
+                normalize_inbound_headers=False,
+                validate_outbound_headers=False,
+                normalize_outbound_headers=False,
+            )
+        )
+        h2.local_settings = Settings(
+            client=False,
+            initial_values={
+                SettingCodes.MAX_CONCURRENT_STREAMS: self.limits.max_concurrent_streams,
+                SettingCodes.MAX_HEADER_LIST_SIZE: self.limits.max_metadata_bytes,
+                SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
+            },
+        )
+        # Too large metadata is answered with a status; from this size on, it ends the connection.
+        h2.decoder.max_header_list_size = 4 * self.limits.max_metadata_bytes
+        h2.initiate_connection()
+        h2.increment_flow_control_window(_RECEIVE_WINDOW_BYTES - h2.inbound_flow_control_window)
+        self.outbox = Outbox(h2, self._write)
+        self.outbox.take()
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        """End all calls."""
+        self._close()
+        self._timer.cancel()
+        self._server.connections.discard(self)
+        self.closed.set_result(None)
+
+    def pause_writing(self) -> None:
+        """Let the writers wait."""
+        self.outbox.pause()
+
+    def resume_writing(self) -> None:
+        """Let the writers continue."""
+        self.outbox.resume()
+        self._read_or_not()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes; a large part later, in slices."""
+        if self._is_closed:
+            return
+        self._heard_at = self._loop.time()
+        if self._is_pinged:
+            self._is_pinged = False
+            self._timer.cancel()
+            self._keep_alive()
+        if not self._backlog and len(data) <= _SLICE_BYTES:
+            self._receive(data)
+            self._read_or_not()
+            return
+        is_busy = bool(self._backlog)
+        self._backlog += data
+        if not is_busy:
+            self._receive_slices()
+
+    # --- what the client sends ------------------------------------------------------------------
+
+    def _receive_slices(self) -> None:
+        until = self._loop.time() + _SLICES_S
+        while self._backlog and not self._is_closed:
+            part = bytes(self._backlog[:_SLICE_BYTES])
+            del self._backlog[:_SLICE_BYTES]
+            self._receive(part)
+            if self._backlog and self._loop.time() > until:
+                self._loop.call_soon(self._receive_slices)
+                break
+        self._read_or_not()
+
+    def _read_or_not(self) -> None:
+        if self._is_closed or self._transport.is_closing():
+            return
+        is_unread = self._transport.get_write_buffer_size() > _MOST_UNREAD_BYTES
+        if bool(self._backlog or is_unread) is self._is_reading:
+            self._is_reading = not self._is_reading
+            if self._is_reading:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    def _receive(self, data: bytes) -> None:
+        h2 = self._h2
+        h2.num_frames = 0
+        try:
+            happened = h2.receive_data(data)
+        except ProtocolError as error:  # h2 has made a GOAWAY
+            log.debug("an HTTP/2 connection ends", peer=self.peer, reason=str(error))
+            self.close()
+            return
+        self.outbox.take()  # an acknowledgement of settings comes before their effect
+        self._spend(h2.num_frames - sum(map(_is_use, happened)))
+        # h2 checks a frame's length only when it has all of it.
+        num_kept = len(h2.incoming_buffer._data)  # noqa: SLF001
+        if num_kept > h2.max_inbound_frame_size + _FRAME_HEAD_BYTES:
+            self._refuse(ErrorCodes.FRAME_SIZE_ERROR, "too large a frame")
+        for event in happened:
+            if self._is_closed:
+                return
+            self._on_event(event)
+        self.outbox.take()
+
+    def _on_event(self, event: events.Event) -> None:
+        match event:
+            case events.WindowUpdated():
+                if not event.stream_id:
+                    self.outbox.widen(None)
+                elif (call := self._calls.get(event.stream_id)) is not None:
+                    self.outbox.widen(call.stream)
+            case events.RequestReceived():
+                self._begin(event.stream_id, event.headers)
+            case events.DataReceived():
+                self._on_data(event)
+            case events.StreamEnded():
+                if (call := self._calls.get(event.stream_id)) is not None:
+                    call.inbox.end()
+            case events.StreamReset():
+                self._waiting.pop(event.stream_id, None)
+                if (call := self._calls.pop(event.stream_id, None)) is not None:
+                    call.leave()
+            case events.RemoteSettingsChanged():
+                self._timer.cancel()
+                self._keep_alive()
+                for call in self._calls.values():
+                    self.outbox.widen(call.stream)
+
+    def _on_data(self, event: events.DataReceived) -> None:
+        num_bytes = event.flow_controlled_length or 0
+        self._num_received += num_bytes
+        if self._num_received > _RECEIVE_WINDOW_BYTES // 2:
+            self._h2.increment_flow_control_window(self._num_received)
+            self._num_received = 0
+        if (call := self._calls.get(event.stream_id)) is not None:
+            call.inbox.feed(event.data or b"", num_bytes)
+
+    def _spend(self, num_frames: int) -> None:
+        if not self._budget.spend(num_frames, self._loop.time()):
+            self._refuse(ErrorCodes.ENHANCE_YOUR_CALM, "too many frames without a request or data")
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    def _begin(self, stream_id: int, headers: Headers) -> None:
+        h2_stream = self._h2.streams.get(stream_id)
+        if h2_stream is None or h2_stream.closed:  # it was reset in the same moment
+            return
+        if self._is_leaving:
+            self._h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+            return
+        stream = OutStream(h2_stream)
+        try:
+            request = read_request(headers, self.limits.max_metadata_bytes)
+        except RefusedRequestError as refused:
+            self.send_headers(stream, refused.answer, end=True)
+            return
+
+        def allow(num_bytes: int) -> None:
+            if not self._is_closed and h2_stream.open:
+                self._h2.increment_flow_control_window(num_bytes, stream_id)
+                self.outbox.take()
+
+        inbox = Inbox(self.limits.max_received_bytes, request.encoding, allow)
+        self._calls[stream_id] = call = Call(self, stream, inbox, request)
+        self._waiting[stream_id] = call
+        self._start_calls()
+
+    def _start_calls(self) -> None:
+        # A client may reset its streams and open others while handlers of the first still run.
+        while self._waiting and len(self.tasks) < self.limits.max_concurrent_streams:
+            call = self._waiting.pop(next(iter(self._waiting)))
+            task = call.start(self._server.find_handler)
+            self.tasks.add(task)
+            task.add_done_callback(self._on_call_done)
+
+    def _on_call_done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self._start_calls()
+        self._close_if_idle()
+
+    def send_headers(self, stream: OutStream, headers: Headers, *, end: bool = False) -> None:
+        """Send headers; with `end` they are the last of the stream."""
+        if self._is_closed or stream.h2.closed:
+            return
+        self._budget.earn(1)
+        self._h2.send_headers(stream.num, headers, end_stream=end)
+        if end:
+            self._calls.pop(stream.num, None)
+            self._waiting.pop(stream.num, None)
+            if not stream.h2.closed:  # the client may still send; nothing will be read
+                self._h2.reset_stream(stream.num, ErrorCodes.NO_ERROR)
+        self.outbox.take()
+
+    @property
+    def auth_context(self) -> Mapping[str, list[bytes]]:
+        """What the client's certificate says."""
+        if self._auth is None:
+            self._auth = auth_context(self._transport.get_extra_info("peercert"))
+        return self._auth
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Accept no more calls; close when the last has ended."""
+        if not self._is_leaving and not self._is_closed:
+            self._is_leaving = True
+            for stream_id, call in self._waiting.items():
+                self._h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+                del self._calls[stream_id]
+                call.leave()
+            self._waiting.clear()
+            self.outbox.take()
+            # Not by h2, which then ends all streams.
+            frame = GoAwayFrame(0, last_stream_id=self._h2.highest_inbound_stream_id)
+            self.outbox.add(frame.serialize())
+            self._close_if_idle()
+
+    def cut(self) -> None:
+        """End all calls, as the server has stopped."""
+        for call in list(self._calls.values()):
+            call.cut(grpc.StatusCode.UNAVAILABLE, "the server has stopped")
+
+    def close(self) -> None:
+        """Close the connection after what is left has been sent; calls are cancelled."""
+        if not self._is_closed:
+            self.outbox.take()
+            self.outbox.flush()
+            self._close()
+            self._transport.close()
+            self._timer = self._loop.call_later(_LINGER_S, self._transport.abort)
+
+    def _close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._timer.cancel()
+            self._backlog.clear()
+            for call in list(self._calls.values()):
+                call.leave()
+            self._calls.clear()
+            self._waiting.clear()
+
+    def _close_if_idle(self) -> None:
+        if self._is_leaving and not self.tasks:
+            self.close()
+
+    def _refuse(self, code: ErrorCodes, reason: str) -> None:
+        if not self._is_closed:
+            log.warning("an HTTP/2 client is refused", peer=self.peer, reason=reason)
+            self._h2.close_connection(code, reason.encode())
+            self.close()
+
+    def _abort(self) -> None:
+        self._close()
+        self._transport.abort()
+
+    def _keep_alive(self) -> None:
+        """Ping a silent client, and close the connection if it does not answer."""
+        if self._is_pinged:
+            log.debug("an HTTP/2 client does not answer", peer=self.peer)
+            self._abort()
+            return
+        pings = self.limits.pings
+        wait_ms = pings.after_ms - (self._loop.time() - self._heard_at) * 1e3
+        if wait_ms <= 0:
+            self._is_pinged = True
+            self._h2.ping(bytes(8))
+            self.outbox.take()
+            wait_ms = pings.timeout_ms
+        self._timer = self._loop.call_later(wait_ms / 1e3, self._keep_alive)
+
+    def _write(self, data: bytes, num_frames: int) -> None:
+        self._budget.earn(num_frames)
+        if not self._transport.is_closing():
+            self._transport.write(data)

@@ -1,0 +1,63 @@
+"""Sockets that listen."""
+
+import contextlib
+import socket
+from pathlib import Path
+from typing import Final
+
+_BACKLOG: Final = 1024
+_WILDCARDS: Final = ("", "0.0.0.0", "::")  # noqa: S104 - the address is the user's
+
+
+def listen_at(address: str, *, shares_port: bool) -> list[socket.socket]:
+    """Listen at all addresses of "host:port"; as in gRPC, a wildcard is for IPv4 and IPv6.
+
+    Raises:
+        OSError: An address is not available.
+    """
+    host, _, text = address.rpartition(":")
+    host, port = host.strip("[]"), int(text)
+    is_wildcard = host in _WILDCARDS
+    if is_wildcard and socket.has_dualstack_ipv6():
+        found = [(socket.AF_INET6, "::")]
+    else:
+        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
+        found = list(dict.fromkeys((info[0], str(info[4][0])) for info in infos))
+    with contextlib.ExitStack() as opened:
+        listening = []
+        for family, each in found:
+            listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listening.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shares_port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                only = int(not is_wildcard)
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
+            listener.bind((each, port))
+            listener.listen(_BACKLOG)
+            port = listener.getsockname()[1]  # 0 becomes one port, the same at all addresses
+        opened.pop_all()
+    return listening
+
+
+class ListeningPath:
+    """A Unix socket; it replaces one of a process that has died."""
+
+    def __init__(self, path: Path) -> None:
+        """Listen; raises OSError if that is impossible."""
+        self._path = path
+        if path.is_socket():
+            path.unlink()
+        with contextlib.ExitStack() as opened:
+            self.socket = opened.enter_context(socket.socket(socket.AF_UNIX))
+            self.socket.bind(str(path))
+            self.socket.listen(_BACKLOG)
+            opened.pop_all()
+        self._inode = path.stat().st_ino
+
+    def remove(self) -> None:
+        """Remove the socket's file, unless another process has put its own in its place."""
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
