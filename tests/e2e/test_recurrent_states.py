@@ -125,7 +125,11 @@ def test_a_worker_killed_amid_a_store_finds_its_states_on_the_disk(model_dirs, r
     worker += ["--disk-kv-memory-gb=0.05", f"--disk-kv-dir={tmp_path}"]
     (tmp_path / "sitecustomize.py").write_text(DIES_IN_A_STORE)
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    with Service(run_dir(), model_dir, worker=worker, env={"PYTHONPATH": path}) as service:
+    flags = {
+        "worker": worker,
+        "scheduler": ["--preemption-mode=swap"],  # loads blocks, also where computing is faster
+    }
+    with Service(run_dir(), model_dir, **flags, env={"PYTHONPATH": path}) as service:
 
         def generate(prompt: list[int]) -> Result:
             request = generate_request(prompt, max_tokens=40, ignore_eos=True)
