@@ -185,13 +185,15 @@ async def test_a_killed_worker_s_blocks_are_found_by_the_next(with_disk, prompts
         return (load.num_cached_disk_blocks > 0 and not load.num_cached_host_blocks) or None
 
     await asyncio.to_thread(eventually, has_found, "the next worker has found blocks")
-    cached = 0
-    for prompt, tokens in zip(prompts[-8:], expected[-8:], strict=True):
+    num_hits = 0  # of prompts that share no prefix: which of them the disk has depends on time
+    for prompt, tokens in zip(prompts[NUM_REQUESTS // 2 :], expected[NUM_REQUESTS // 2 :]):
         request = generate_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
         answer = read(with_disk.stub.Generate(request))
         assert answer.outputs[0] == tokens
-        cached += answer.usage.cached_tokens
-    assert cached > 0
+        num_hits += answer.usage.cached_tokens > 0
+        if num_hits == 4:
+            break
+    assert num_hits > 0
     metrics = await asyncio.to_thread(with_disk.metrics, with_disk.scheduler)
     assert metrics["quire_kv_failed_disk_moves_total"] == 0
 
