@@ -129,7 +129,7 @@ class RunningSet:
         tables = [seq.block_ids for seq in (*self._prefilling, *decoding)]
         num_computed = [seq.num_computed_tokens for seq in self._prefilling]
         rows = [seq.row for seq in decoding if seq.row is not None]
-        num_computed += (self._rows.num_tokens_by_row[rows] - 1).tolist()
+        num_computed += [num - 1 for num in self._rows.num_tokens_by_row[rows].tolist()]
         self._pool.drop(self._groups.take_passed(tables, num_computed))
 
     def num_new_blocks(self, seq: Sequence, found: FoundKv) -> int:

@@ -170,21 +170,21 @@ class BlockPool(Generic[BlockIdT]):
         The last blocks of the table become available first, so they are evicted first: a block
         cannot be found without the blocks that precede it.
         """
-        counts, hashes, end, border = self._ref_counts, self._hashes, self._end, self._border
         if self._cached.uses_tables:
-            known = (hashes[block] for block in reversed(blocks))
-            self._cached.on_table_dropped(filter(None, known))
+            hashes = (self._hashes[block] for block in reversed(blocks))
+            known = [block_hash for block_hash in hashes if block_hash is not None]
+            self._cached.on_table_dropped(known)
         for block in reversed(blocks):
-            count = counts[block] - 1
+            count = self._ref_counts[block] - 1
             if count < 0:
                 raise BrokenInvariantError(f"drop of free block {block}")
-            counts[block] = count
+            self._ref_counts[block] = count
             if count == 0:
-                if block >= end:
+                if block >= self._end:
                     self._forget(block)
-                elif (block_hash := hashes[block]) is not None:
+                elif (block_hash := self._hashes[block]) is not None:
                     self._cached.add(block_hash)
-                elif block < border:
+                elif block < self._border:
                     self._free.append(block)
                 else:
                     heappush(self._free_beyond, block)
