@@ -212,6 +212,7 @@ class Publisher:
         blocks: list[DeviceBlockId] = []
         names: list[BlockHash] = []
         num_groups, is_watched = self._groups.num, self.watch is not None
+        is_first_only = self._groups.published == [0]  # so the hash is that of the tokens
         lasts = [len(seq.block_ids) // num_groups - 1 for seq in seqs]
         for seq, last, tokens in zip(seqs, lasts, self._rows.read_blocks(rows, lasts), strict=True):
             hashes = seq.block_hashes
@@ -222,8 +223,8 @@ class Publisher:
                 seq.num_published_blocks = last + 1
                 if is_watched:
                     self._tell(seq, last, last + 1)
-                if num_groups == 1:
-                    blocks.append(seq.block_ids[last])
+                if is_first_only:
+                    blocks.append(seq.block_ids[last * num_groups])
                     names.append(name)
                 else:
                     for group in self._groups.published:

@@ -121,19 +121,16 @@ class RunningSet:
         of a prompt's last chunk are freed at once. Steps in flight may still read the freed blocks:
         only a later step writes to them, and the worker runs steps and copies in order.
         """
-        passed: list[DeviceBlockId] = []
-        for seq in self._prefilling:
-            if not seq.loading_block_ids:
-                passed += self._groups.take_passed(seq.block_ids, seq.num_computed_tokens)
         begun = [seq for seq in self._begun if seq.status is SeqStatus.DECODE]
         self._begun = []
-        due = [*self._decodes.due(step), *begun]
-        rows = [seq.row for seq in due if seq.row is not None]
-        known = self._rows.num_tokens_by_row[rows].tolist() if rows else ()
-        for seq, num_known in zip(due, known, strict=True):
-            if not seq.loading_block_ids:
-                passed += self._groups.take_passed(seq.block_ids, num_known - 1)
-        self._pool.drop(passed)
+        decoding = [*self._decodes.due(step), *begun]
+        if not (decoding or self._prefilling):
+            return
+        tables = [seq.block_ids for seq in (*self._prefilling, *decoding)]
+        num_computed = [seq.num_computed_tokens for seq in self._prefilling]
+        rows = [seq.row for seq in decoding if seq.row is not None]
+        num_computed += [num - 1 for num in self._rows.num_tokens_by_row[rows].tolist()]
+        self._pool.drop(self._groups.take_passed(tables, num_computed))
 
     def num_new_blocks(self, seq: Sequence, found: FoundKv) -> int:
         """Return how many blocks `start` allocates, those for `found.sources` among them."""
@@ -226,7 +223,8 @@ class RunningSet:
         beam.num_computed_tokens = len(token_ids) - 1
         num_groups = self._groups.num
         if not self._groups.is_plain:
-            self._pool.drop(self._groups.take_passed(beam.block_ids, beam.num_computed_tokens))
+            passed = self._groups.take_passed([beam.block_ids], [beam.num_computed_tokens])
+            self._pool.drop(passed)
         if beam.num_computed_tokens * num_groups == len(beam.block_ids) * self._config.block_size:
             beam.block_ids += self._pool.allocate(num_groups)
         self._rows.set_tokens(beam.row, token_ids)
@@ -289,13 +287,9 @@ class RunningSet:
                 self.publisher.publish(seq, self.num_computed_tokens(seq))
         else:
             self.publisher.publish_last(due, builder.appended_rows)
-        if num_groups == 1:
-            for seq, block in zip(due, builder.appended_blocks, strict=True):
+        for group in range(num_groups):
+            for seq, block in zip(due, builder.appended_blocks[group::num_groups], strict=True):
                 seq.block_ids.append(block)
-        else:
-            for index, seq in enumerate(due):
-                first = index * num_groups
-                seq.block_ids += builder.appended_blocks[first : first + num_groups]
 
     def evict_ahead(self, step: StepId) -> None:
         """Evict cached blocks early, as many as decodes will lack in the two steps after `step`.

@@ -87,15 +87,20 @@ class KvGroups:
             if index < end
         ]
 
-    def take_passed(self, table: list[DeviceBlockId], num_computed: int) -> list[DeviceBlockId]:
-        """Take out of a block table the blocks that no token from `num_computed` on sees."""
+    def take_passed(
+        self, tables: list[list[DeviceBlockId]], num_computed: list[int]
+    ) -> list[DeviceBlockId]:
+        """Take out of each block table the blocks that no token from its `num_computed` on sees."""
         passed = []
         for group in self._with_window:
-            place = (self._first(group, num_computed) - 1) * self.num + group
-            while place >= 0 and (block := table[place]) != NULL_BLOCK:
-                table[place] = NULL_BLOCK
-                passed.append(block)
-                place -= self.num
+            window = self._windows[group]
+            for table, position in zip(tables, num_computed, strict=True):
+                first = first_seen(window, position) // self._block_size
+                place = (first - 1) * self.num + group
+                while place >= 0 and (block := table[place]) != NULL_BLOCK:
+                    table[place] = NULL_BLOCK
+                    passed.append(block)
+                    place -= self.num
         passed.reverse()
         return passed
 

@@ -141,3 +141,15 @@ def test_checkpoints_of_a_prompt_s_last_chunk_go_back_when_it_decodes():
     check(core)
     assert len(core.groups.held(seq.block_ids)) == 1
     assert core.load().num_cached_blocks == 30 // core.config.block_size
+
+
+@pytest.mark.parametrize("other", [None, 8])
+def test_a_decode_publishes_the_state_after_each_full_block(other):
+    core = make_core(kv_windows=(other, STATE_WINDOW), num_blocks=40)
+    submit(core, 0, range(6), max_tokens=8)
+    while core.rows.num_tokens(0) < 13:  # the decode has filled blocks 1 and 2
+        answer(core, schedule(core), 0)
+    schedule(core)
+    (seq,) = core.live
+    states = core.groups.names(seq.block_hashes, [3, 5])
+    assert len(core.pool.find(states)) == 2
