@@ -139,7 +139,8 @@ async def search(
         worst = sorted([*others, measured], key=lambda each: -each.cpu_s)[:_NUM_WORST]
         if num_sent % 200 == 0:
             progress(
-                f"{num_sent} bodies; the worst held the loop for {worst[0].cpu_s * 1e3:.1f} ms"
+                f"{num_sent} bodies; the worst held the loop for {worst[0].cpu_s * 1e3:.1f} ms: "
+                f"{worst[0].body.shape}"
             )
     progress(f"{num_sent} bodies")
     return worst

@@ -293,18 +293,7 @@ class LiveRequest:
         error: OutputError | None = None,
         cumulative_logprob: float | None = None,
     ) -> None:
-        """End an unfinished output."""
-        self._finish(seq_key, reason, stop_token_id, error, cumulative_logprob)
-        self.flush()
-
-    def _finish(
-        self,
-        seq_key: int,
-        reason: FinishReason,
-        stop_token_id: int | None = None,
-        error: OutputError | None = None,
-        cumulative_logprob: float | None = None,
-    ) -> None:
+        """End an unfinished output. The caller calls `flush` after the last event of a step."""
         output = self.outputs[seq_key - self.record.first_seq_key]
         if stop_token_id not in self.record.sampling.stop_token_ids:
             stop_token_id = None  # an end token of the model
@@ -348,7 +337,7 @@ class LiveRequest:
             return
         failure = OutputError(error.code.value[0], str(error), error.retryable)
         for seq_key in self.live_seq_keys:
-            self._finish(seq_key, FinishReason.ERROR, error=failure)
+            self.finish(seq_key, FinishReason.ERROR, error=failure)
         self.flush()
 
     def skip(self, received: Mapping[int, OutputReceived], *, has_prompt_scores: bool) -> None:
@@ -377,7 +366,7 @@ class LiveRequest:
         if seq_keys := self.live_seq_keys:
             self._cancel(seq_keys)
             for seq_key in seq_keys:
-                self._finish(seq_key, FinishReason.CANCELLED)
+                self.finish(seq_key, FinishReason.CANCELLED)
         self._close()
 
     def end(self, error: QuireError) -> bool:
@@ -412,7 +401,7 @@ class LiveRequest:
     def _expire(self) -> None:
         self._cancel(seq_keys := self.live_seq_keys)
         for seq_key in seq_keys:
-            self._finish(seq_key, FinishReason.DEADLINE)
+            self.finish(seq_key, FinishReason.DEADLINE)
         self.flush()
 
     async def send_to(self, put: Callable[[Event], None], room: Room | None = None) -> None:
@@ -511,7 +500,7 @@ class LiveRequest:
         elif seq_keys:
             self._cancel(seq_keys)
             for seq_key in seq_keys:
-                self._finish(seq_key, FinishReason.CANCELLED)
+                self.finish(seq_key, FinishReason.CANCELLED)
         self._has_events.set()
         self._on_closed(self)
 

@@ -14,6 +14,8 @@ _LONGEST_S: Final = 0.05
 """While tokens wait, longest time between two waves, however busy the router is."""
 _FEW: Final = 32
 """Up to this many streams are written immediately: merging their tokens would save little."""
+_LONGEST_HOLD_S: Final = 0.005
+"""Longest time that a wave holds the event loop before other callbacks have their turn."""
 _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 
 
@@ -23,7 +25,8 @@ class Delivery:
     Writing a token to its client takes ten times as long as receiving it from the scheduler. So
     when writing would fill the processor, the next wave waits, and the tokens that a stream has
     gained since the last wave are written together. A router with spare time passes each step on at
-    once.
+    once. A wave that takes long, as when a thousand requests end in one step, lets other callbacks
+    run in between.
     """
 
     def __init__(
@@ -36,7 +39,8 @@ class Delivery:
         self._loop = loop or asyncio.get_running_loop()
         self._now, self._busy_s = now, busy_s or wanted_s
         self._waiting: dict[LiveRequest, None] = {}  # an ordered set
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        """Calls the next wave, or the rest of this one."""
         self._last_at, self._last_busy_s = now(), self._busy_s()
         """When the last wave began, on the event loop's clock and on that of `busy_s`."""
 
@@ -56,11 +60,19 @@ class Delivery:
             self._flush()
 
     def _flush(self) -> None:
-        self._timer = None
+        """Begin a wave."""
         self._last_at, self._last_busy_s = self._now(), self._busy_s()
-        waiting, self._waiting = self._waiting, {}
-        for live in waiting:
+        self._flush_some()
+
+    def _flush_some(self) -> None:
+        self._timer = None
+        ends_at = self._now() + _LONGEST_HOLD_S
+        for live in list(self._waiting):
+            del self._waiting[live]
             live.flush()
+            if self._now() >= ends_at and self._waiting:
+                self._timer = self._loop.call_soon(self._flush_some)
+                return
 
 
 def wanted_s() -> float:

@@ -61,11 +61,12 @@ class LiveTable:
         for admission in events.admissions:
             if (live := table.get(admission.seq_key)) is not None:
                 live.admit(admission.seq_key, admission.num_cached_tokens)
+        changed: dict[LiveRequest, None] = {}  # an ordered set
         for seq_key, vector in events.vectors.items():
             if (live := table.pop(seq_key, None)) is not None:
                 live.set_vector(seq_key, vector)
+                changed[live] = None
         stopped: list[int] = []
-        changed: dict[LiveRequest, None] = {}  # an ordered set
         num_tokens = 0
         logprobs = events.logprobs
         for part in events.prompt_scores:
@@ -95,5 +96,6 @@ class LiveTable:
                     ending.error,
                     ending.cumulative_logprob,
                 )
+                changed[live] = None
         self._delivery.add(changed)
         return stopped

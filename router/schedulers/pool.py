@@ -413,6 +413,7 @@ class Schedulers:
             link.table.discard(live)
             for seq_key in live.live_seq_keys:
                 live.finish(seq_key, FinishReason.ERROR, error=error)
+            live.flush()
 
     def _update_health(self) -> None:
         num_connected = len(self._connected)

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from typing import Final
 
 from aiohttp import web
 
@@ -31,6 +32,9 @@ from router.http.errors import (
 from router.http.strict_json import json_bytes
 from router.request.inference import Inference
 from router.request.live import LiveRequest, Room
+
+_STARTED_AT_ONCE: Final = 32
+"""Readers that start before other callbacks run; all events of their requests may be there."""
 
 
 class UsageInStream(Enum):
@@ -215,6 +219,8 @@ async def _read_all(
         async with asyncio.TaskGroup() as readers:
             for i, live in enumerate(lives):
                 readers.create_task(live.send_to(partial(put, i), room))
+                if (i + 1) % _STARTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
 

@@ -24,6 +24,9 @@ class Clocks:
         self.due = self.now + delay, call
         return call
 
+    def call_soon(self, call: Callable[[], None]) -> object:
+        return self.call_later(0.0, call)
+
     def advance(self, seconds: float, busy: float = 0.0) -> None:
         """Let time pass, of it `busy` seconds on the processor."""
         end = self.now + seconds
@@ -115,6 +118,28 @@ def test_streams_that_come_later_go_with_the_wave_that_waits(clocks, delivery):
     assert late.num_flushes == 0
     clocks.advance(0.005)
     assert (counts(lives), late.num_flushes) == ({2}, 1)
+
+
+def test_a_long_wave_lets_other_callbacks_run_in_between(clocks, delivery):
+    class Slow(Live):
+        def flush(self) -> None:
+            super().flush()
+            clocks.now += 0.001
+
+    lives = [Slow() for _ in range(NUM_STREAMS)]
+    clocks.advance(1.0)
+    num_turns = []
+    delivery.add(lives)
+    while clocks.due is not None:
+        num_turns.append(sum(live.num_flushes for live in lives))
+        delivery.add([late := Live()])
+        assert late.num_flushes == 0, "it waits for those before it"
+        _, call = clocks.due
+        clocks.due = None
+        call()
+    assert num_turns == list(range(5, NUM_STREAMS + 1, 5))
+    assert counts(lives) == {1}
+    assert late.num_flushes == 1
 
 
 @pytest.mark.parametrize("has_schedstat", [True, False])
