@@ -28,20 +28,29 @@ TESTS = (
 )
 
 
-def candidates(names: Sequence[str] = ()) -> list[Mutant]:
-    """Return all mutants of the named files, or of all files, except known equivalent ones."""
+def all_mutants(names: Sequence[str] = ()) -> list[Mutant]:
+    """Return all mutants of the named files, or of all files."""
     core = ROOT / "scheduler_svc" / "core"
     files = [ROOT / "contract" / "hashing.py", *sorted(core.rglob("*.py"))]
-    listed = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())
-    equivalent = {(m["at"], m["old"], m["new"]) for m in listed["mutant"]}
     return [
         mutant
         for file in files
         if core / "policies" not in file.parents
         and (file.stem in names if names else file.stem not in NOT_BLOCK_SPACE)
         for mutant in mutants_of(file.relative_to(ROOT), file.read_text())
-        if key(mutant) not in equivalent
     ]
+
+
+def equivalent_keys() -> set[tuple[str, str, str]]:
+    """Return the keys of the mutants in equivalent.toml, which are no faults."""
+    listed = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())
+    return {(m["at"], m["old"], m["new"]) for m in listed["mutant"]}
+
+
+def candidates(names: Sequence[str] = ()) -> list[Mutant]:
+    """Return all mutants of the named files, or of all files, except known equivalent ones."""
+    equivalent = equivalent_keys()
+    return [mutant for mutant in all_mutants(names) if key(mutant) not in equivalent]
 
 
 def key(mutant: Mutant) -> tuple[str, str, str]:

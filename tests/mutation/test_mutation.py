@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.__main__ import candidates, key
+from tests.mutation.__main__ import all_mutants, candidates, equivalent_keys, key
 from tests.mutation.mutants import mutants_of
 from tests.mutation.trial import Trial, Verdict
 
@@ -89,3 +89,7 @@ def test_what_is_listed_as_no_fault_is_not_drawn(monkeypatch):
     entry = dict(zip(("at", "old", "new"), key(one), strict=True))
     monkeypatch.setattr(tomllib, "loads", lambda _: {"mutant": [entry]})
     assert one not in candidates()
+
+
+def test_each_listed_mutant_exists():
+    assert equivalent_keys() <= set(map(key, all_mutants()))

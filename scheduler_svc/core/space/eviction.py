@@ -158,6 +158,5 @@ class Fifo(_Ranked):
         rank = 0
         for block_hash in hashes:
             rank = max(rank, self._ranks.get(block_hash, self._num_tables))
-            self._ranks[block_hash] = (
-                rank  # the table's blocks are still held, so they are not in the order
-            )
+            # The table's blocks are still held, so they are not in the order.
+            self._ranks[block_hash] = rank
