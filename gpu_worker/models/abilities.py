@@ -58,7 +58,9 @@ def _read_pooling(directory: Path, default: Pooling) -> Pooling:
         given = [name for name in given if name.startswith("pooling_mode_")]
         if len(given) != 1 or given[0] not in _MODES:
             raise pooling.error(
-                ", ".join(given) or "pooling_mode_*", f"is set; one of {', '.join(_MODES)} must be"
+                "pooling_mode_*",
+                f"selects {', '.join(given) or 'nothing'}; it must select one of"
+                f" {', '.join(_MODES)}",
             )
         kind = _MODES[given[0]]
     return Pooling(kind, normalize="Normalize" in names)

@@ -68,8 +68,8 @@ class LlamaDecoder:
             metadata: The batch.
 
         Returns:
-            The final, normalized hidden states of `metadata.wanted`, `[N, E]`; before the last
-            stage, the unnormalized ones of this stage.
+            The final, normalized hidden states of `metadata.wanted`, `[N, E]`. A stage before the
+            last returns its own hidden states, not normalized.
         """
         if self.embedding is None:
             residual = self._others.receive(len(token_ids), self.layers[0].input_norm)
@@ -77,7 +77,7 @@ class LlamaDecoder:
             residual = functional.embedding(token_ids, self.embedding)
         adapters = metadata.adapters
         native = None
-        # Native code has the same slots and block tables in each layer.
+        # Native code uses the same slots and block tables in each layer.
         is_one_group = not metadata.by_group
         if (
             is_one_group
@@ -130,14 +130,15 @@ class LlamaDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the next token: final hidden states `[S, E]` to `[S, V]`.
 
-        Before the last stage: `[S, 0]`.
+        A stage before the last returns `[S, 0]`.
         """
         if self.lm_head is None:
             return hidden[:, :0].float()
         if isinstance(self.lm_head, PackedLinear):
             return self.lm_head(hidden, torch.float32)
         logits = self.lm_head(hidden)
-        return logits if logits.is_cuda else logits.float()  # a GPU samples from 16 bits as well
+        # GPUs sample from logits of 16 bits, too.
+        return logits if logits.is_cuda else logits.float()
 
     @cached_property
     def _native(self) -> NativeLayers | None:
@@ -159,7 +160,7 @@ class LlamaDecoder:
         pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Store the tokens' K and V; returns their rotated queries, `[T, H, D]`."""
+        """Store the tokens' K and V; return their rotated queries, `[T, H, D]`."""
         config = self.config
         heads = layer.qkv(normed).view(
             -1, config.num_heads + 2 * config.num_kv_heads, config.head_dim

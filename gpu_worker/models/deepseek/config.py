@@ -71,7 +71,8 @@ class DeepseekExpertsConfig:
     num_chosen_groups: int
     """Number of groups from which the experts of one token come."""
     has_shares_of_one: bool
-    """Whether the shares of a token's experts are made to sum to 1, before `share_factor`."""
+    """Whether the shares of a token's experts are made to sum to 1, before `share_factor` applies.
+    """
     share_factor: float
     intermediate_size: int
     """MLP size of each expert."""
@@ -86,7 +87,7 @@ class _Family:
     routing: Routing | None
     """None: no experts."""
     num_dense: int = 0
-    """Layers without experts before those with them."""
+    """Number of layers without experts, before those with experts."""
     reads_layer_types: bool = False
     """Whether `mlp_layer_types`, if set, names the layers with experts."""
     reads_interleave: bool = True
@@ -140,7 +141,9 @@ def read_deepseek_config(fields: JsonFields) -> DeepseekConfig:
     plain_dim = fields.positive_int("qk_nope_head_dim")
     rotary_dim = fields.positive_int("qk_rope_head_dim")
     if rotary_dim % 2:
-        raise fields.error("qk_rope_head_dim", f"is {rotary_dim}; rotation needs it even")
+        raise fields.error(
+            "qk_rope_head_dim", f"is {rotary_dim}; it must be even for rotary embedding"
+        )
     has_experts = _has_experts(fields, family, common.num_layers)
     is_interleaved = family.is_interleaved
     if family.reads_interleave:
@@ -188,7 +191,7 @@ def _attention_scale(query_dim: int, rope: RopeConfig) -> float:
 
 
 def _has_experts(fields: JsonFields, family: _Family, num_layers: int) -> tuple[bool, ...]:
-    """By layer: from the config's list of kinds, or all layers after the first dense ones."""
+    """Read which layers have experts: those the config lists, or all after the first dense ones."""
     if family.routing is None:
         return (False,) * num_layers
     if fields.get("moe_layer_freq", default=1) != 1:
@@ -205,7 +208,7 @@ def _has_experts(fields: JsonFields, family: _Family, num_layers: int) -> tuple[
         return tuple(kind == "sparse" for kind in kinds)
     num_dense = fields.get("first_k_dense_replace", default=family.num_dense)
     if not isinstance(num_dense, int) or num_dense < 0:
-        raise fields.error("first_k_dense_replace", f"is {num_dense!r}; it must be from 0")
+        raise fields.error("first_k_dense_replace", f"is {num_dense!r}; it must be 0 or more")
     return tuple(layer >= num_dense for layer in range(num_layers))
 
 

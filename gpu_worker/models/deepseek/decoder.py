@@ -98,7 +98,7 @@ class DeepseekDecoder:
         if isinstance(self.lm_head, PackedLinear):
             return self.lm_head(hidden, torch.float32)
         logits = self.lm_head(hidden)
-        # GPUs sample from logits of 16 bits, too
+        # GPUs sample from logits of 16 bits, too.
         return logits if logits.is_cuda else logits.float()
 
     def _scaled(self, branch: torch.Tensor) -> torch.Tensor:

@@ -237,7 +237,9 @@ def test_dtype_of_the_checkpoint(tmp_path, field):
 
 def test_an_unknown_dtype_is_refused(tmp_path):
     config = read(write(tmp_path))
-    with pytest.raises(ModelError, match=r"dtype is 'int3'; it must be auto, float32, float16"):
+    with pytest.raises(
+        ModelError, match=r"dtype is 'int3'; it must be one of auto, float32, float16"
+    ):
         resolve_dtype("int3", config)
 
 
@@ -249,7 +251,7 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         ({"hidden_size": 0}, "hidden_size is 0; it must be a positive integer"),
         ({"vocab_size": True}, "vocab_size is True; it must be a positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads, 4"),
-        ({"head_dim": 15}, "head_dim is 15; rotary embedding needs it even"),
+        ({"head_dim": 15}, "head_dim is 15; it must be even for rotary embedding"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a positive number"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id is ['</s>']; it must be token ids"),

@@ -184,7 +184,7 @@ def test_another_device_is_refused(model_dirs):
 
 def test_models_of_transformers_are_refused(model_dirs):
     for family, model_class in (("gpt2", ""), ("llama", "transformers")):
-        with pytest.raises(ModelError, match=r"quantization is int4; .* run by transformers"):
+        with pytest.raises(ModelError, match=r"quantization is int4, .* run by transformers"):
             open_model(model_dirs.get(family), model_class, INT4)
 
 
