@@ -269,8 +269,7 @@ def _import_family(path: str) -> _Family:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ModelError(
-            f"model-class is {path!r}; it must be package.module:Class, and cannot be imported:"
-            f" {error}"
+            f"model-class is {path!r}, read as package.module:Class; it cannot be imported: {error}"
         ) from error
     lacking = [name for name in ("read_config", "forward", "logits") if not hasattr(found, name)]
     if not isinstance(found, type) or lacking:

@@ -177,7 +177,7 @@ def test_four_bits_need_whole_groups(model_dirs):
 def test_another_device_is_refused(model_dirs):
     source = open_model(model_dirs.get("llama"), quantization=INT8)
     with pytest.raises(
-        ModelError, match=r"quantization is int8; the device is xpu:1, .* cpu and cuda"
+        ModelError, match=r"quantization is int8, .* cpu and cuda; the device is xpu:1"
     ):
         source.load(torch.float32, torch.device("xpu:1"), lambda _: None)
 
