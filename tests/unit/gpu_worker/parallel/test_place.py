@@ -67,7 +67,7 @@ def model(tmp_path_factory):
     ("sizes", "problem"),
     [
         ((4, 1), "tensor-parallel-size is 4; it must divide num_attention_heads, 6"),
-        ((1, 3), "pipeline-parallel-size is 3; the model has 2 layers, and a stage needs one"),
+        ((1, 3), "pipeline-parallel-size is 3; the model has 2 layers, and each stage needs one"),
         ((6, 1), "tensor-parallel-size is 6; it must divide intermediate_size, 112"),
     ],
 )
