@@ -145,7 +145,7 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
     cursor.at = len(_MAGIC)
     version = cursor.number("I")
     if version not in _VERSIONS:
-        raise ValueError(f"its version is {version}; supported are 2 and 3")
+        raise ValueError(f"its version is {version}; supported: 2 and 3")
     num_tensors, num_values = cursor.count(), cursor.count()
     metadata = {cursor.string(): cursor.value(cursor.number("I")) for _ in range(num_values)}
     found = [_tensor(cursor) for _ in range(num_tensors)]
@@ -155,7 +155,7 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
     for name, type_number, shape, offset in found:
         if type_number not in TENSOR_TYPES:
             known = ", ".join(each.name for each in TENSOR_TYPES.values())
-            raise ValueError(f"{name} is of type {type_number}; supported are {known}")
+            raise ValueError(f"{name} is of type {type_number}; supported: {known}")
         kind = TENSOR_TYPES[type_number]
         tensor = tensors[name] = GgufTensor(kind, shape, start + offset)
         if shape[-1] % kind.block_size:

@@ -160,16 +160,15 @@ def _adapted_modules(
     known = {_PREFIX + module + part: module for module in modules for part in (_A, _B)}
     if unknown := sorted(names - known.keys()):
         raise ModelError(
-            f"{path} has {_some(unknown)}; supported are matrices for {_last_names(modules)} of the"
-            " model's layers"
+            f"{path} has {_some(unknown)}; only matrices for {_last_names(modules)} of the model's"
+            " layers are supported"
         )
     wanted = {known[name] for name in names}
     for target in config.target_modules or ():
         matched = {m for m in modules if m == target or m.endswith(f".{target}")}
         if not matched:
             raise ModelError(
-                f"{config.path}: target_modules has {target!r}; supported are"
-                f" {_last_names(modules)}"
+                f"{config.path}: target_modules has {target!r}; supported: {_last_names(modules)}"
             )
         wanted |= matched
     if missing := sorted({_PREFIX + m + part for m in wanted for part in (_A, _B)} - names):

@@ -48,7 +48,7 @@ def _read_pooling(directory: Path, default: Pooling) -> Pooling:
     names = [str(module.get("type")).rpartition(".")[2] for module in modules]
     for module, name in zip(modules, names, strict=True):
         if name not in _MODULES:
-            raise module.error("type", f"is {name}; supported are {', '.join(_MODULES)}")
+            raise module.error("type", f"is {name}; supported: {', '.join(_MODULES)}")
     kind = default.kind
     if "Pooling" in names:
         pooling = read_json(

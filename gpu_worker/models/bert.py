@@ -74,12 +74,10 @@ def read_bert_config(fields: JsonFields) -> BertConfig:
         raise fields.error("num_attention_heads", f"must divide hidden_size, {hidden}")
     activation = fields.get("hidden_act", default="gelu")
     if activation not in _ACTIVATIONS:
-        raise fields.error(
-            "hidden_act", f"is {activation!r}; supported are {', '.join(_ACTIVATIONS)}"
-        )
+        raise fields.error("hidden_act", f"is {activation!r}; supported: {', '.join(_ACTIVATIONS)}")
     positions = fields.get("position_embedding_type", default="absolute")
     if positions != "absolute":
-        raise fields.error("position_embedding_type", f"is {positions!r}; supported is absolute")
+        raise fields.error("position_embedding_type", f"is {positions!r}; supported: absolute")
     if fields.boolean("is_decoder", default=False):
         raise fields.error("is_decoder", "is true; only encoders are supported")
     num_labels = len(fields.nested("id2label").values) or 2

@@ -110,5 +110,5 @@ def read_dtype(fields: JsonFields) -> str:
     # transformers 5 writes `dtype`, older versions write `torch_dtype`.
     name = fields.get("dtype", default=fields.get("torch_dtype", default="float32"))
     if not isinstance(name, str) or name not in DTYPES:
-        raise fields.error("dtype", f"is {name!r}; supported are {', '.join(DTYPES)}")
+        raise fields.error("dtype", f"is {name!r}; supported: {', '.join(DTYPES)}")
     return name

@@ -61,7 +61,7 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
     activation = fields.get("hidden_act", default="gelu")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise fields.unsupported(
-            "hidden_act", f"is {activation!r}; supported are {', '.join(ACTIVATIONS)}"
+            "hidden_act", f"is {activation!r}; supported: {', '.join(ACTIVATIONS)}"
         )
     rope = rope_from_fields(
         fields,

@@ -123,7 +123,7 @@ def rope_from_fields(
             scaling = _longrope_scaling(fields, rope)
         case _:
             supported = "default, dynamic, linear, llama3, longrope, yarn"
-            raise rope.unsupported("rope_type", f"is {kind!r}; supported are {supported}")
+            raise rope.unsupported("rope_type", f"is {kind!r}; supported: {supported}")
     unknown = sorted(rope.values.keys() - _KNOWN_FIELDS)
     if unknown:
         raise rope.error(unknown[0], f"is unknown; known are {', '.join(sorted(_KNOWN_FIELDS))}")

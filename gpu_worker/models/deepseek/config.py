@@ -228,7 +228,7 @@ def _experts(fields: JsonFields, routing: Routing) -> DeepseekExpertsConfig:
             num_groups = num_chosen_groups = 1
         elif method != "group_limited_greedy":
             supported = "greedy, group_limited_greedy"
-            raise fields.unsupported("topk_method", f"is {method!r}; supported are {supported}")
+            raise fields.unsupported("topk_method", f"is {method!r}; supported: {supported}")
     if num_experts % num_groups:
         raise fields.error("n_group", f"is {num_groups}; it must divide the {num_experts} experts")
     if num_chosen_groups > num_groups:

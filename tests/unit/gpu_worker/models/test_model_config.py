@@ -187,7 +187,7 @@ NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (NEOX | {"hidden_act": "mish"}, "hidden_act is 'mish'; supported are gelu"),
+        (NEOX | {"hidden_act": "mish"}, "hidden_act is 'mish'; supported: gelu"),
         (NEOX | {"rotary_pct": 0.2}, "rotary_pct is 0.2; it must rotate an even number of"),
         (NEOX | {"num_attention_heads": 6}, "num_attention_heads must divide hidden_size, 64"),
         (
@@ -257,11 +257,11 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         ({"eos_token_id": ["</s>"]}, "eos_token_id is ['</s>']; it must be token ids"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None"),
-        ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; supported are float32"),
-        ({"dtype": ["float32"]}, "dtype is ['float32']; supported are float32"),
+        ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; supported: float32"),
+        ({"dtype": ["float32"]}, "dtype is ['float32']; supported: float32"),
         (
             {"rope_scaling": {"type": "ntk", "factor": 4.0}},
-            "rope_scaling.rope_type is 'ntk'; supported are",
+            "rope_scaling.rope_type is 'ntk'; supported:",
         ),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 0.0]}},

@@ -125,7 +125,7 @@ def test_a_native_family_runs_on_transformers_if_asked(model_dirs):
     ("family", "overrides", "reason"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
-        ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish'; supported are gelu"),
+        ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish'; supported: gelu"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is true; only false is supported"),
     ],
 )

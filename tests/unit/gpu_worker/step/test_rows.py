@@ -173,7 +173,7 @@ def test_a_wrong_number_of_decodes_breaks_an_invariant(rows):
         ({"appended_rows": [3], "appended_block_ids": [1]}, "appended_rows has 3, which is free"),
         ({"chunk_rows": [1], "chunk_lens": [1]}, "chunk_rows has 1, which is free"),
         ({"chunk_rows": [0], "chunk_lens": [1]}, "chunk_rows has 0, which decodes"),
-        ({"chunk_rows": [2], "chunk_lens": [4]}, "chunk_lens has 4, more than"),
+        ({"chunk_rows": [2], "chunk_lens": [4]}, "chunk_lens has 4, more tokens than"),
         ({}, "appended_rows lacks 0: its block table is too short"),
         (
             {
