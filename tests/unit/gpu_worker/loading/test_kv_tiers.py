@@ -216,7 +216,7 @@ def test_room_that_is_not_there_is_refused(open_tiers, changes, problem):
         ),
         (
             ["--kv-cache-dtype=int8", "--kv-cache-dtype-skip-layers=0,-1"],
-            "must be numbers of layers, as in 0,1,23; '-1' is no number",
+            "must be numbers of layers, such as 0,1,23; '-1' is not a number",
         ),
         (
             ["--host-kv-memory-gb=0", "--disk-kv-memory-gb=1"],

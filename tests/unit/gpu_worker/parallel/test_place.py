@@ -86,5 +86,5 @@ def test_kv_heads_that_fit_neither_way_are_refused(tmp_path):
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
 def test_models_of_transformers_are_refused(model, sizes):
-    with pytest.raises(ModelError, match=r"size is 2; Llama.* runs on one device alone"):
+    with pytest.raises(ModelError, match=r"size is 2; Llama.* runs on one device only"):
         open_model(model, "transformers", place=Place(0, *sizes))

@@ -167,7 +167,7 @@ def test_four_bits_need_whole_groups(model_dirs):
     assert not can_quantize(112, INT4)
     message = (
         r"quantization is int4; model\.layers\.0\.mlp\.down_proj has 112 input features, "
-        r"must be a multiple of 32"
+        r"which must be a multiple of 32"
     )
     with pytest.raises(ModelError, match=message):
         load(model_dirs.get("llama"), INT4)
