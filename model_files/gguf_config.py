@@ -34,7 +34,7 @@ def to_config(header: GgufHeader) -> dict[str, Any]:
     if fields.get("attention.value_length", head_dim) != head_dim:
         raise ModelError(
             f"{header.path}: attention.value_length is {fields['attention.value_length']}; it must"
-            f" be that of keys, {head_dim}"
+            f" be attention.key_length, {head_dim}"
         )
     config = {
         "architectures": [_ARCHITECTURES[fields.architecture]],

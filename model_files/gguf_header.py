@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: its metadata, and where each tensor lies.
+"""Reads the header of a GGUF file: its metadata, and where each tensor is.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` reads it
 as well, but takes four seconds for a vocabulary of 49,152 tokens.
@@ -16,8 +16,8 @@ from model_files.errors import ModelError
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _MAX_ITEMS: Final = 2**24
-"""Most entries of the metadata, the tensors or an array: a damaged file must not cause a loop of
-hours."""
+"""The largest accepted number of metadata entries, tensors, or items of an array. Without a limit,
+a damaged file could cause a loop of hours."""
 
 _NUMBERS: Final = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING: Final = 8
@@ -88,7 +88,7 @@ def read_header(path: Path) -> GgufHeader:
 
     Raises:
         ModelError: The file is not GGUF, is damaged or cut off, or has a tensor of an unsupported
-        type.
+            type.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -159,11 +159,14 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
         kind = TENSOR_TYPES[type_number]
         tensor = tensors[name] = GgufTensor(kind, shape, start + offset)
         if shape[-1] % kind.block_size:
-            raise ValueError(f"{name} has rows of {shape[-1]} in blocks of {kind.block_size}")
+            raise ValueError(
+                f"{name} has rows of {shape[-1]} numbers; they must be whole blocks of"
+                f" {kind.block_size}"
+            )
         if tensor.start + tensor.num_bytes > len(data):
             raise ValueError(
-                f"{name} ends at byte {tensor.start + tensor.num_bytes}, and the file at"
-                f" {len(data)}: it is cut off"
+                f"{name} ends at byte {tensor.start + tensor.num_bytes}, but the file is cut off at"
+                f" {len(data)}"
             )
     return GgufHeader(path, metadata, tensors)
 

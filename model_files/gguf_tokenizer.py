@@ -185,7 +185,7 @@ def _sentence_piece(metadata: _Metadata) -> Tokenizer:
 
 
 def _merges_by_score(number_of: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that merge to a token, the token with the best score first."""
+    """Return all pairs of tokens that merge to a token, best score of that token first."""
     merges = []
     for token, number in number_of.items():
         for at in range(1, len(token)):

@@ -1,6 +1,7 @@
 """Orders copies between device and host against computation on a GPU, and counts them.
 
-Events keep the order: the host never waits for a copy, and computation waits only if it needs one.
+Events keep the order. The host never waits for a copy, and computation waits only for the copies
+that it needs.
 """
 
 import time

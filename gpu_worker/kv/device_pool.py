@@ -1,4 +1,4 @@
-"""The KV memory of one device: blocks, each one contiguous run of bytes over all layers.
+"""The KV memory of one device: blocks, each of which is a contiguous run of bytes for all layers.
 
 Symbols: `B` blocks of the largest size that the pool can grow to, `P` block size (token
 slots), `HKV` kv heads, `D` head dim, `Y` bytes of a block.
@@ -57,7 +57,7 @@ class KvPool:
             device: Where the memory is.
             memory: Elastic memory for `num_blocks` blocks, on that device; None: the size is fixed.
             groups: The KV groups of the model's layers; None: one.
-            attention: What attends to the blocks.
+            attention: The code that attends to the blocks.
         """
         self.attention = attention
         self.groups = groups or one_group(config.num_layers)
@@ -111,7 +111,7 @@ class KvPool:
         return self._blocks
 
     def resize(self, num_blocks: int) -> None:
-        """Resize to `num_blocks` blocks, at least 1. New ones are zero; contents beyond are lost.
+        """Resize to `num_blocks` blocks, at least 1. New blocks are zero; removed ones are lost.
 
         Raises:
             OutOfMemoryError: There is no room. Nothing has changed.

@@ -16,7 +16,7 @@ _CRITICAL_SHARE = 0.01
 
 
 class WatchedMemory(Protocol):
-    """Reports the level; from any thread."""
+    """Reports the level. Any thread may read it."""
 
     @property
     def level(self) -> MemoryLevel | None:
@@ -31,7 +31,7 @@ class Thresholds:
     critical: float
 
     def level(self, available: int, total: int) -> MemoryLevel:
-        """The level if `available` of `total` bytes are available."""
+        """Return the level if `available` of `total` bytes are available."""
         if available < self.critical * total:
             return MemoryLevel.CRITICAL
         return MemoryLevel.WARNING if available < self.warning * total else MemoryLevel.OK

@@ -71,7 +71,7 @@ class QuantizedWeight:
     def fits_half_precision(self) -> bool:
         """Whether float16 represents scales and offsets well enough for products in float32.
 
-        At 4 bits, this is about the offsets for values that begin at 0.
+        At 4 bits, the offsets tested are those for values that begin at 0.
         """
         numbers = [self.scales]
         if self.offsets is not None:

@@ -158,7 +158,7 @@ def test_damaged_files_are_refused(llama, tmp_path):
         (b"GGML" + whole[4:], "does not begin with GGUF"),
         (whole[:4] + struct.pack("<I", 1) + whole[8:], "version is 1; supported: 2 and 3"),
         (whole[:8] + b"\xff" * 8 + whole[16:], "it counts 18446744073709551615 items"),
-        (whole[:-100], "and the file at .*: it is cut off"),
+        (whole[:-100], "but the file is cut off at"),
         *((whole[:length], "cannot be read as GGUF") for length in (10, 30, 200, 9000)),
     ):
         file.write_bytes(content)

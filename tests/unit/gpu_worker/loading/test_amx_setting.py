@@ -58,4 +58,4 @@ def test_off_is_said(monkeypatch):
     choice = AmxChoice((), findings=None)
     uses, (line,) = set_amx(monkeypatch, choice, "off")
     assert not uses
-    assert line["event"] == "linear maps without AMX, as the setting amx says"
+    assert line["event"] == "linear maps do not use AMX: the setting amx is off"
