@@ -106,7 +106,7 @@ class TransferMeter:
     def count_ended(self) -> None:
         """Count the copies that a GPU has finished."""
         waiting = len(self._under_way)
-        for _ in range(waiting):  # two streams: they may finish out of order
+        for _ in range(waiting):  # the two streams may finish out of order
             move = self._under_way.popleft()
             if not move.end.query():  # type: ignore[no-untyped-call]
                 self._under_way.append(move)

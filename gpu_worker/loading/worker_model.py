@@ -224,7 +224,7 @@ def load_rank(member: Member, welcome: dict[str, int]) -> tuple[Executor, Limits
     """Load the part of a rank other than 0, after rank 0 has sent `welcome`.
 
     Raises:
-        ModelError: As `load`.
+        ModelError: See `load`.
     """
     address = member.settings.master_addr
 

@@ -29,7 +29,7 @@ def device_available_bytes(device: torch.device) -> int:
 
 
 def device_total_bytes(device: torch.device) -> int:
-    """Return the bytes of the device; for a CPU, as many as machine and control group allow."""
+    """Return the device's total bytes; for a CPU, what machine and control group allow."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     bounds = []

@@ -58,7 +58,7 @@ class AttentionMetadata:
     separate sequence. This object has the slots and tables of the first group. Empty: there is one
     group."""
     shared: SharedPrefixes | None = None
-    """The beginnings that decodes share; None: each attends to its own."""
+    """The prefixes that decodes share; None: each decode attends to its own."""
     attend_between: AttendBetween | None = None
     """Called in place of each layer's attention while graphs without attention are captured. Then
     only `slot_mapping` is valid, because the steps that replay the graphs have other sequences."""

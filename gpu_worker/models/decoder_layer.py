@@ -24,7 +24,7 @@ int64 `[T, N]`."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedMlp:
-    """A gated feed-forward part; also one expert of several."""
+    """A gated feed-forward part, or one of several experts."""
 
     gate_up: Linear
     """E to 2 * I: gate, then up."""

@@ -280,7 +280,7 @@ def _experts(
     config: LlamaConfig, experts: ExpertsConfig, module: str, weights: Weights
 ) -> FeedForward:
     names = "w1", "w3", "w2"
-    # Never quantized: it is small, and a rounded router would choose other experts.
+    # The router is never quantized: it is small, and a rounded one would choose other experts.
     router = weights.tensor(f"{module}.gate.weight", experts.num_experts, config.hidden_size)
     return make_experts(
         LikeliestExperts(make_linear(router, None), experts.num_per_token),

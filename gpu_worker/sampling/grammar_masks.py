@@ -173,7 +173,7 @@ class StructuredOutput:
         """Jobs that advance grammars by the tokens of steps since masks were last needed."""
         self._compiler = DaemonThread("grammar compiler")
         self._thread = DaemonThread("grammars") if is_beside else None
-        # Not with a GPU: computing runs takes Python's lock, and a GPU draws for all rows at once.
+        # Runs are not used on a GPU: they take Python's lock, and a GPU draws all rows at once.
         self._asks_for_runs = not is_beside and self._tokenizer.is_canonical
         # The executor computes masks without Python's lock, for which the step would otherwise wait
         # once per row. It has one thread, so that it does not compete with the step for the host.
@@ -262,7 +262,7 @@ class StructuredOutput:
             # consuming a token.
             self._look([entry for entry, token_id in taken if entry.take(token_id)])
 
-        # One job for all rows: handing over a job costs more than computing a mask.
+        # One job advances all rows, because handing over a job costs more than computing a mask.
         self._moves.append(_AtNeed(move) if self._thread is None else self._thread.submit(move))
 
     def close(self) -> None:

@@ -154,7 +154,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Check that the caller is the newest scheduler.
 
         Raises:
-            InvalidArgumentError, StaleEpochError: As `Attachments.of`.
+            InvalidArgumentError, StaleEpochError: See `Attachments.of`.
             UnavailableError: The model is not loaded, or the worker drains.
         """
         self._loaded()
@@ -167,7 +167,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             The worker's name.
 
         Raises:
-            InvalidArgumentError, StaleEpochError: As `Attachments.of`.
+            InvalidArgumentError, StaleEpochError: See `Attachments.of`.
             UnavailableError: The worker drains, or its first model is not loaded yet.
         """
         if self._is_draining or not (self._is_unloaded or self._info is not None):
@@ -299,8 +299,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         info, steps = self._loaded()
         _require_whole_blocks(info)
-        # Checked first: another worker may run at this address by now. Epoch and format would
-        # match, because they are the same at all workers of a scheduler.
+        # This is checked first, because another worker may run at this address by now. Its epoch
+        # and format would match, because they are the same at all workers of a scheduler.
         if request.instance_id != info.instance_id:
             raise FailedPreconditionError(
                 f"KV is requested from worker instance {request.instance_id:#x}; "

@@ -29,7 +29,7 @@ async def store_far(
     `check` is called after each copy; it raises if the block may have had other contents.
 
     Raises:
-        QuireError: As `read_host_blocks`.
+        QuireError: See `read_host_blocks`.
     """
     for number, label in enumerate(labels):
         content = await blocks.read_host_blocks(block_ids[number : number + 1])

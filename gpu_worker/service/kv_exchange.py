@@ -25,7 +25,8 @@ from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 
 _PIECE_BYTES: Final = 4 * 1024**2
-"""Bytes of one message, unless one block is larger: copying it delays a step by about 1 ms."""
+"""Size of a message in bytes, unless one block is larger. Copying it delays a step by about 1 ms.
+"""
 _PULL_TIMEOUT_S: Final = 120.0
 """A source that takes longer counts as hung. The scheduler waits for the target without limit."""
 
@@ -65,7 +66,7 @@ async def read_kv(
         transfer: The engine with which the caller reads the contents; None: send them in messages.
 
     Raises:
-        QuireError: As `read_host_blocks`.
+        QuireError: See `read_host_blocks`.
     """
     if transfer is None:
         num_blocks = max(1, _PIECE_BYTES // block_bytes)

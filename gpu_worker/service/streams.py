@@ -10,7 +10,7 @@ from contract.step import Result
 from gpu_worker.service.attachments import Attachment, Attachments
 
 _MAX_OWED = 4
-"""Batches accepted before their results are sent; a scheduler sends two ahead."""
+"""Number of batches accepted before their results are sent; a scheduler sends two ahead."""
 
 
 class ResultStream:

@@ -246,7 +246,7 @@ class Executor:
         and `collect` reads them.
 
         Raises:
-            InvalidArgumentError, InconsistentPlanError: As `Rows.apply`. Only `reset` may follow.
+            InvalidArgumentError, InconsistentPlanError: See `Rows.apply`. Only `reset` may follow.
         """
         start_s = time.monotonic()
         with timeline.span("change the rows"):

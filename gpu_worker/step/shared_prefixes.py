@@ -11,7 +11,7 @@ from contract.arrays import Int32Array, Int64Array
 from kernels.sequences import MAX_SHARED
 
 LEAST_TOKENS: Final = 512
-"""A shorter beginning is not worth another launch. Not measured."""
+"""A shorter prefix is not worth another launch. Not measured."""
 
 
 def find_shared(

@@ -157,7 +157,7 @@ def open_gguf_files(directory: Path) -> list[GgufFile]:
     """Return the GGUF files of a directory that `model_files` made; may be empty.
 
     Raises:
-        ModelError: As `GgufFile`.
+        ModelError: See `GgufFile`.
     """
     paths = sorted(directory.glob("*.gguf"))
     if not paths:

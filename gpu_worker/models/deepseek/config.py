@@ -53,9 +53,9 @@ class Routing(Enum):
     """How experts are scored and chosen."""
 
     SOFTMAX = "softmax"
-    """As DeepSeek V2: a group's score is its best expert's."""
+    """As in DeepSeek V2: a group's score is its best expert's."""
     SIGMOID = "sigmoid"
-    """As DeepSeek V3: experts are chosen with a bias, and a group's score is the sum of its two
+    """As in DeepSeek V3: experts are chosen with a bias, and a group's score is the sum of its two
     best experts' scores."""
 
 
@@ -244,7 +244,7 @@ def _experts(fields: JsonFields, routing: Routing) -> DeepseekExpertsConfig:
         num_per_token=num_per_token,
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
-        # V2: transformers ignores the field, and the shares need not sum to 1.
+        # For V2, transformers ignores the field, and the shares need not sum to 1.
         has_shares_of_one=routing is Routing.SIGMOID
         and fields.boolean("norm_topk_prob", default=True),
         share_factor=fields.number("routed_scaling_factor", default=1.0),

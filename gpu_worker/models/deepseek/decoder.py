@@ -147,7 +147,7 @@ def _layer(config: DeepseekConfig, index: int, weights: Weights) -> DeepseekLaye
 def _experts(
     experts: DeepseekExpertsConfig, hidden: int, module: str, weights: Weights
 ) -> ExpertsAndShared:
-    # Never quantized, and in float32: a rounded router would choose other experts.
+    # The router is in float32 and never quantized: a rounded one would choose other experts.
     router = weights.tensor(
         f"{module}.gate.weight", experts.num_experts, hidden, dtype=torch.float32
     )

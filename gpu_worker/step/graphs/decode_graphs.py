@@ -1,4 +1,4 @@
-"""Decode steps captured as CUDA graphs, one per batch size, and replayed.
+"""Captures decode steps as CUDA graphs, one per batch size, and replays them.
 
 A graph runs the same kernels on the same addresses. So a step's inputs are copied to fixed
 addresses, in one copy; its logits, and the likeliest tokens, appear at fixed addresses; and kernels
