@@ -28,9 +28,9 @@ class _Cache:
 class KvPool:
     """Keys and values of `num_blocks` blocks, numbered [0, num_blocks).
 
-    Block-major, so that moving a block is one contiguous transfer; `layout.py` defines the inside
-    of a block. The scheduler allocates blocks and knows their owners; the pool does not. Only
-    `store_kv`, through the views, and `copy` change its contents.
+    The memory is block-major, so that moving a block is one contiguous transfer; `layout.py`
+    defines the inside of a block. The scheduler allocates blocks and knows their owners; the pool
+    does not. Only `store_kv`, through the views, and `copy` change its contents.
 
     Over elastic memory it can be resized. The views cover all blocks that may ever exist, so they
     never change; blocks from `num_blocks` on must not be read or written.
@@ -84,25 +84,25 @@ class KvPool:
             self._values = tuple(map(self._cache, self.layout.values, shapes))
 
     def key_cache(self, layer: int) -> torch.Tensor:
-        """Keys of one layer: a strided view `[B, P, HKV, D]`.
+        """Return the keys of one layer, a strided view `[B, P, HKV, D]`.
 
-        For the layers of each KV group, different blocks are valid.
+        The layers of a KV group may read only the blocks of that group.
         """
         return self._keys[layer].numbers
 
     def value_cache(self, layer: int) -> torch.Tensor:
-        """Values of one layer: a strided view `[B, P, HKV, D]`.
+        """Return the values of one layer, a strided view `[B, P, HKV, D]`.
 
-        With a latent it is a part of the keys, `[B, P, HKV, latent_dim]`.
+        With a latent, they are a part of the keys, `[B, P, HKV, latent_dim]`.
         """
         return self._values[layer].numbers
 
     def key_scales(self, layer: int) -> torch.Tensor | None:
-        """Scales of one layer's keys: a strided view `[B, P, HKV]`; None if not quantized."""
+        """Return the scales of one layer's keys, a view `[B, P, HKV]`; None: not quantized."""
         return self._keys[layer].scales
 
     def value_scales(self, layer: int) -> torch.Tensor | None:
-        """Scales of one layer's values: see `key_scales`."""
+        """Return the scales of one layer's values; see `key_scales`."""
         return self._values[layer].scales
 
     @property

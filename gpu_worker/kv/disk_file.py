@@ -71,7 +71,7 @@ class DiskFile:
 
     @staticmethod
     def extent_bytes(block_bytes: int, codec: RecordCodec | None) -> int:
-        """Bytes reserved per disk block: whole pages, so that writes do not share a page."""
+        """Return the bytes reserved per disk block: whole pages, so writes do not share a page."""
         record_bytes = block_bytes if codec is None else codec.record_bytes
         return -(-record_bytes // PAGE_BYTES) * PAGE_BYTES
 

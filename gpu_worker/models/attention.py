@@ -64,7 +64,7 @@ class AttentionMetadata:
     only `slot_mapping` is valid, because the steps that replay the graphs have other sequences."""
 
     def in_layer(self, pool: KvPool, layer: int) -> "AttentionMetadata":
-        """The metadata with the slots and block tables of a layer."""
+        """Return the metadata with the slots and block tables of a layer."""
         return self.by_group[pool.groups.group_of[layer]] if self.by_group else self
 
     @property

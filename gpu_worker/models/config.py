@@ -97,7 +97,7 @@ def read_model_config(fields: JsonFields) -> ModelConfig:
 
 
 def read_eos_token_ids(fields: JsonFields) -> tuple[int, ...]:
-    """The end tokens of config.json, and of generation_config.json beside it."""
+    """Read the end tokens of config.json, and of generation_config.json beside it."""
     ids = fields.int_list("eos_token_id")
     generation_config = fields.path.with_name("generation_config.json")
     if generation_config.exists():
@@ -106,7 +106,7 @@ def read_eos_token_ids(fields: JsonFields) -> tuple[int, ...]:
 
 
 def read_dtype(fields: JsonFields) -> str:
-    """The checkpoint's number format."""
+    """Read the checkpoint's number format."""
     # transformers 5 writes `dtype`, older versions write `torch_dtype`.
     name = fields.get("dtype", default=fields.get("torch_dtype", default="float32"))
     if not isinstance(name, str) or name not in DTYPES:

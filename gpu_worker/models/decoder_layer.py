@@ -32,7 +32,7 @@ class GatedMlp:
     """I to E."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`down(silu(gate(x)) * up(x))`: `[T, E]` to `[T, E]`."""
+        """Compute `down(silu(gate(x)) * up(x))`: `[T, E]` to `[T, E]`."""
         return self.down(ops.silu_mul(self.gate_up(x)))
 
 
@@ -72,7 +72,7 @@ class Experts:
     experts: tuple[FeedForward, ...]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`sum_n share_n expert_n(x)` over the N experts of each token.
+        """Compute `sum_n share_n expert_n(x)` over the N experts of each token.
 
         Tokens are grouped by expert, so that each expert in use runs once. A row's result does not
         depend on other rows: the sum is in the order of the row's own experts. The call waits for

@@ -128,7 +128,7 @@ class LlamaDecoder:
         return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token: final hidden states `[S, E]` to `[S, V]`.
+        """Compute the logits of the next token from final hidden states: `[S, E]` to `[S, V]`.
 
         A stage before the last returns `[S, 0]`.
         """
@@ -226,7 +226,7 @@ def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
 
 
 def _head(config: LlamaConfig, embedding: torch.Tensor | None, weights: Weights) -> Linear:
-    """This rank's part of the map to the vocabulary."""
+    """Build this rank's part of the map to the vocabulary."""
     rows = weights.place.vocabulary(config.vocab_size)
     if config.tie_word_embeddings and embedding is not None:
         return weights.head(embedding[rows.start : rows.stop])
@@ -269,7 +269,7 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
 
 
 def _feed_forward(config: LlamaConfig, layer: str, weights: Weights) -> FeedForward:
-    """This rank's part; the ranks' results are summed."""
+    """Build this rank's part, whose result is summed with those of other ranks."""
     if config.experts is None:
         names = "gate_proj", "up_proj", "down_proj"
         return _gated_mlp(config, f"{layer}.mlp", names, weights)

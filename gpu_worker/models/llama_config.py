@@ -125,7 +125,7 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
 
 
 def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
-    """The part of one rank: its layers and heads; `windows` still covers all layers.
+    """Return the config of one rank's layers and heads; `windows` still covers all layers.
 
     Raises:
         ModelError: The layers or heads cannot be split among the ranks.

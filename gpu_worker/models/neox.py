@@ -180,7 +180,7 @@ def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:
 
 
 def _head(config: NeoxConfig, embedding: torch.Tensor | None, weights: Weights) -> Linear:
-    """This rank's part of the map to the vocabulary."""
+    """Build this rank's part of the map to the vocabulary."""
     rows = weights.place.vocabulary(config.vocab_size)
     if config.tie_word_embeddings:
         if embedding is not None:

@@ -98,7 +98,7 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
 
 
 def split_neox_config(config: NeoxConfig, place: Place) -> NeoxConfig:
-    """The part of one rank: its layers and heads.
+    """Return the config of one rank's layers and heads.
 
     Raises:
         ModelError: The layers or heads cannot be split among the ranks.

@@ -18,9 +18,9 @@ from gpu_worker.weights.json_fields import ModelError
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Cosines, then sines, of every position's angles: float32 `[num_positions, D]`.
+    """Return cosines, then sines, of every position's angles: float32 `[num_positions, D]`.
 
-    With some scalings they are multiplied by the attention factor. `head_dim` is the number of
+    With some scalings, they are multiplied by the attention factor. `head_dim` is the number of
     rotated dimensions; `rotated_share` is ignored.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [D / 2]

@@ -233,7 +233,7 @@ class DraftModel:
     _device: torch.device
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of a block in the small model's pool."""
+        """Return the bytes of a block in the small model's pool."""
         return block_bytes(self.config, block_size, self.kv_dtypes)
 
     def drafter(self, num_draft_tokens: int, limits: Limits) -> ModelDrafter:

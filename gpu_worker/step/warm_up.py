@@ -81,7 +81,7 @@ def _run(executor: Executor, plans: Iterator[Plan]) -> None:
 def _one_then_two(
     limits: Limits, most_tokens: int, first: SamplingParams, second: SamplingParams, adapter: int
 ) -> Iterator[Plan]:
-    """A prompt in two chunks, decodes, a prompt beside the decodes, and decodes of both."""
+    """Plan a prompt in two chunks, decodes, a prompt beside the decodes, and decodes of both."""
     num_first = _PROMPT_TOKENS // 2
     new = [
         _new(limits, row, sampling, adapter, _PROMPT_TOKENS, most_tokens)
@@ -97,7 +97,7 @@ def _one_then_two(
 
 
 def _behind_many(limits: Limits, most_tokens: int) -> Iterator[Plan]:
-    """The end of the longest prompt, and a decode: attention splits the positions before them."""
+    """Plan the end of the longest prompt and a decode: attention splits the tokens before them."""
     num_tokens = limits.max_model_len - (most_tokens - _PROMPT_TOKENS)
     new = _new(limits, 0, _GREEDY, 0, num_tokens, limits.max_model_len)
     yield _plan(
@@ -110,7 +110,7 @@ def _behind_many(limits: Limits, most_tokens: int) -> Iterator[Plan]:
 
 
 def _moves(limits: Limits) -> Iterator[Plan]:
-    """Block copies, and swaps if there is a host tier; first of one block, then of two."""
+    """Plan block copies, and swaps if there is a host tier; first of one block, then of two."""
     for num in (1, 2):
         ids, others = range(num), range(num, 2 * num)
         if 2 * num <= limits.num_blocks:
@@ -121,7 +121,7 @@ def _moves(limits: Limits) -> Iterator[Plan]:
 
 
 def _many(limits: Limits, num_seqs: int) -> Iterator[Plan]:
-    """Prompts of one token, their decodes, and a prompt beside them."""
+    """Plan prompts of one token, their decodes, and a prompt beside them."""
     rows = list(range(num_seqs - 1))
     new = [_new(limits, row, _GREEDY, 0, 1, _PROMPT_TOKENS) for row in (*rows, num_seqs - 1)]
     yield _plan(1, *new[:-1], chunk_rows=rows, chunk_lens=[1] * len(rows))

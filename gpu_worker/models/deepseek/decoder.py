@@ -92,7 +92,7 @@ class DeepseekDecoder:
         return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token: final hidden states `[S, E]` to `[S, V]`."""
+        """Compute the logits of the next token from final hidden states: `[S, E]` to `[S, V]`."""
         if self.config.logits_scale != 1:
             hidden = hidden * self.config.logits_scale
         if isinstance(self.lm_head, PackedLinear):

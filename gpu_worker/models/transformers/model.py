@@ -114,7 +114,7 @@ class TransformersModel:
         return metadata.select(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token: final hidden states `[S, E]` to float32 `[S, V]`."""
+        """Compute the next token's logits, float32 `[S, V]`, from final hidden states `[S, E]`."""
         logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0)).logits[0]
         return logits.float()
 

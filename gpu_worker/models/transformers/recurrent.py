@@ -279,7 +279,7 @@ class _State:
             start += size
 
     def packed(self, num_numbers: int) -> torch.Tensor:
-        """The states as they are stored: float32[S, N]."""
+        """Return the states as they are stored: float32[S, N]."""
         parts = [self._values[key].flatten(1).to(_STORED) for key in self._tensors]
         packed = torch.cat(parts, dim=1)
         return nn.functional.pad(packed, (0, num_numbers - packed.shape[1]))

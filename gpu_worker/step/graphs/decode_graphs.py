@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The batch sizes that get a graph, ascending; the last is `max_num_seqs`.
+    """Return the batch sizes that get a graph, ascending; the last is `max_num_seqs`.
 
     They double up to 8, then grow by 8, and from 128 on by an eighth, which keeps both the padding
     and the number of captures low.

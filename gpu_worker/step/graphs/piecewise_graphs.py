@@ -40,7 +40,7 @@ _PER_DOUBLING: Final = 4
 
 
 def piece_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """The numbers of tokens that get graphs, ascending.
+    """Return the numbers of tokens that get graphs, ascending.
 
     They are 8, the multiples of 16 up to 128, then four for each doubling. So from 64 tokens on,
     less than a fifth is padding.
