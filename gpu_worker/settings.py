@@ -85,7 +85,7 @@ class WorkerSettings(ProcessSettings):
     kv_cache_dtype_skip_layers: str = ""
     """Layers whose KV is not quantized, numbered from 0, such as 0,1,23."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of the GPU's memory that weights, work space and KV may use together."""
+    """Share of the GPU's memory that weights, temporary tensors and KV may use together."""
     memory_warning_share: Annotated[float, Field(ge=0, le=1)] | None = None
     """If less than this share of the device's memory is available, the number of running sequences
     may not grow, and prompts are computed in smaller parts. On a CPU, the device's memory is what
@@ -122,9 +122,10 @@ class WorkerSettings(ProcessSettings):
     """Check each block that comes back from host memory; if it has changed, its tokens are
     recomputed."""
     kv_transfer: Literal["grpc", "nixl"] = "grpc"
-    """How KV is read from other workers. nixl: directly from the memory of workers that also use
-    nixl, by RDMA or between processes, and over gRPC from all others. Any process that can connect
-    to NIXL's ports can read the host memory for KV, regardless of TLS. Needs quire[nixl]."""
+    """How KV is read from other workers. grpc: in messages. nixl: directly from the memory of
+    workers that also use nixl, by RDMA or between processes, and over gRPC from all others; needs
+    quire[nixl]. With nixl, any process that can connect to NIXL's ports can read the host memory
+    for KV, regardless of TLS."""
     speculative: Literal["ngram", "draft"] | None = None
     """How to guess the next tokens, which the model verifies several at a time; the output does not
     change. ngram: guess the tokens that followed an earlier occurrence of the last few tokens.
@@ -143,9 +144,9 @@ class WorkerSettings(ProcessSettings):
     graphs, but small models run more slowly. Models that cannot be captured never use graphs."""
     attention_backend: Literal["triton", "flash-attention-3"] = "triton"
     """The implementation of attention on a GPU: Quire's Triton kernels, or FlashAttention-3, which
-    must be installed and needs compute capability 9.0. Layers that it does not support (fp32,
-    quantized KV, latents, sinks, head dims above 256) keep our kernels. Its speed here is not
-    measured."""
+    must be installed and needs compute capability 9.0. Layers that FlashAttention-3 does not
+    support (fp32, quantized KV, latents, sinks, head dims above 256) use Quire's kernels. Its speed
+    here is not measured."""
     shared_prefix_attention: bool = False
     """Attend only once to the blocks with which several sequences begin, if they have at least 512
     tokens. This works in decode steps that CUDA graphs replay, and for models whose layers all see
@@ -157,8 +158,8 @@ class WorkerSettings(ProcessSettings):
     without LoRA adapters. Not measured yet. On a CPU, Quire's compiled kernels always compute each
     row independently."""
     num_threads: PositiveInt | None = None
-    """Threads that compute on a CPU, shared by the ranks on this machine; unset: one per physical
-    core that this process may use."""
+    """Number of threads that compute on a CPU, shared by the ranks on this machine; unset: one per
+    physical core that this process may use."""
     amx: Literal["auto", "on", "off"] = "auto"
     """Whether linear maps in bfloat16 use Intel's AMX, on a CPU that has it. auto: for the weight
     formats for which it is faster, if its results are right; the worker's first start on a machine

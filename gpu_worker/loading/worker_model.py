@@ -95,7 +95,9 @@ def load(
 def _open_far(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> FarStore:
     host_pool = loaded.tiers.host_pool
     if loaded.identity is None or host_pool is None or not info.has_far_kv:
-        lacks = "host memory for KV (host_kv_memory_gb)" if host_pool is None else "plain KV"
+        lacks = "KV of real weights, in one group without a window"
+        if host_pool is None:
+            lacks = "host memory for KV (host_kv_memory_gb)"
         raise ModelError(
             f"far_kv_url is {settings.far_kv_url}; it must be empty: the worker has no {lacks}"
         )
