@@ -2,8 +2,8 @@
 
 Symbols: `P` block size (token slots), `HKV` kv heads, `D` head dim.
 
-Layer after layer of its group, a block holds the keys, then the values, each `[P][HKV][D]`, each
-followed by its scales `[P][HKV]` if the layer is quantized. Quantized numbers and scales take
+For each layer of its group in turn, a block holds the keys, then the values, each `[P][HKV][D]`. If
+the layer is quantized, each is followed by its scales `[P][HKV]`. Quantized numbers and scales take
 multiples of 16 bytes, so that the next part is aligned for any dtype and for wide reads. Blocks of
 all groups are as large as those of the largest group.
 

@@ -103,8 +103,8 @@ class CpuChunks:
     The initial chunks get pages when they are first used. Chunks mapped later are touched at once,
     so that other workers do not count that memory as free.
 
-    Mapped chunks are on huge pages if the system has them: attention reads blocks from everywhere
-    in the pool, and would spend a tenth of its time looking up small pages.
+    Mapped chunks are on huge pages if the system has them. Attention reads blocks from everywhere
+    in the pool, and would spend a tenth of its time on looking up small pages.
     """
 
     chunk_bytes = mmap.PAGESIZE

@@ -1,7 +1,7 @@
 """Memory pressure: derives a level from how much memory is available. Needs no torch.
 
-A worse level takes effect at once, a better one only after several better readings in a row: the
-reaction to a level improves the readings, and the first better reading must not end the reaction.
+A worse level takes effect at once. A better one takes effect only after several better readings in
+a row: the reaction to a level improves the readings, and the first better one must not end it.
 """
 
 from dataclasses import dataclass

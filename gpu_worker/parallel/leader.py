@@ -2,7 +2,7 @@
 
 When a rank has died, a collective never returns, and the thread that waits in it hangs, on a GPU
 perhaps inside the driver. So when a rank is lost, or fails at a step that others have begun, this
-process ends at once, and all other ranks with it: the scheduler sees one lost worker.
+process ends at once, and all other ranks end with it. The scheduler sees one lost worker.
 """
 
 import json

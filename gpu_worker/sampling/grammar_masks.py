@@ -1,12 +1,12 @@
 """Structured output: computes which tokens each row's grammar allows next.
 
 A row's grammar advances with each token that the row samples. On a GPU, a thread advances the
-grammar and computes the next mask as soon as the token is known, while the next step computes; the
-sampler waits only if the thread is late. On a CPU no core is free during a step, and two threads
-that compete for the GIL cost more than the masks, so the sampler computes masks when it needs them.
+grammar and computes the next mask as soon as the token is known, while the next step computes. The
+sampler waits only if the thread is late. On a CPU, the sampler computes masks when it needs them:
+no core is free during a step, and two threads that compete for the GIL cost more than the masks.
 Also on a CPU, a row whose grammar forces a *run* of tokens, such as the rest of a key, needs no
 masks for the run, and usually no logits. Grammars are compiled on another thread while the prompt
-is computed; if that takes longer than the prompt, the step in which the row first samples waits.
+is computed. If that takes longer than the prompt, the step in which the row first samples waits.
 
 Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit a token.
 """

@@ -12,12 +12,12 @@ that the next step would sample; and so on::
 The KV of a wrong guess stays until the token at its position is computed. It does no harm, because
 no row reads a slot past its own known tokens, and the scheduler publishes no such slot.
 
-This is exact for any sampling. A draw is a function of seed, position and logits alone (`draw.py`),
-so the token at a position is the same whether its context was guessed or not, up to the last bits
-of logits, which may differ between a chunk and a single token. How guesses are made does not
-matter. If each draw had fresh random numbers, the rejection rule of Leviathan et al. (Fast
-Inference from Transformers via Speculative Decoding, 2023) would be needed to keep the
-distribution. Here even the output stays the same.
+This is exact for any sampling. A draw depends only on seed, position and logits (`draw.py`). So the
+token at a position is the same whether or not its context was guessed, except that the last bits of
+logits may differ between a chunk and a single token. How guesses are made does not matter. If each
+draw had fresh random numbers, the rejection rule of Leviathan et al. (Fast Inference from
+Transformers via Speculative Decoding, 2023) would be needed to keep the distribution. Here even the
+output stays the same.
 
 Rows with penalties or a grammar get no guesses, because their logits depend on every token sampled
 before.

@@ -1,7 +1,7 @@
 """Executes steps on one device: applies row changes, moves blocks, runs the model, returns results.
 
 A step is launched, then collected. On CUDA the next step may be launched before this one is
-collected: launching never waits for the device, and a decode's input token goes from the sampler to
+collected. Launching never waits for the device, and a decode's input token goes from the sampler to
 the next step without leaving the device. On a CPU a launched step is already done. One thread makes
 all calls.
 """

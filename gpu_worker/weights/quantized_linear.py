@@ -20,8 +20,8 @@ _INT4_KERNEL_GROUPS: Final = (32, 64, 128)
 _INT4_RANGES: Final = (1.0, 0.85)
 """Candidate grids, as shares of a group's range. The whole range keeps weights that are already on
 a grid; a smaller range is finer, which suits all weights except outliers. Each group takes the grid
-with less error. In the shipped model, these shares make the error 0.6 % less than the whole range
-alone; four shares would make it 1.3 % less."""
+with less error. In the shipped model, these shares reduce the error by 0.6 % against the whole
+range alone; four shares would reduce it by 1.3 %."""
 _INT4_FITS: Final = 2
 _FLOAT32_EPS: Final = 1e-6
 _PIECE: Final = 2**18
@@ -49,8 +49,8 @@ class QuantizedWeight:
     offsets: torch.Tensor | None
     """Shaped like the scales; None: zeros.
 
-    The kernel multiplies with scales and offsets in float16; at 4 bits, with the offsets for values
-    from 0 to 15, so that GGUF's Q4_0 and Q4_1 are kept exactly.
+    The kernel multiplies with scales and offsets in float16. At 4 bits, it uses the offsets for
+    values from 0 to 15, so that GGUF's Q4_0 and Q4_1 are kept exactly.
     """
 
     def to(self, device: torch.device) -> "QuantizedWeight":

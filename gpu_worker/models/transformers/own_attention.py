@@ -35,8 +35,8 @@ def with_alibi(
     A softmax stays the same if all scores grow by the same amount, so the bias `slope * (key -
     query)` may be `slope * key`, which depends on the key alone. It is stored as the sum of two
     numbers, because one number of 16 bits would be wrong by half a position from position 256 on.
-    Queries get a power of two, which 16 bits represent exactly, unlike `1 / scale`; the bias in
-    the keys is multiplied by the rest of that factor.
+    Queries get a power of two near `1 / scale`, which 16 bits represent exactly; the bias in the
+    keys is multiplied by the rest of that factor.
     """
     one = 2.0 ** round(-math.log2(scale))
     bias = slopes.unsqueeze(1) * positions  # [H, T], in the slopes' dtype, as in transformers

@@ -1,8 +1,8 @@
 """Captures decode steps as CUDA graphs, one per batch size, and replays them.
 
 A graph runs the same kernels on the same addresses. So a step's inputs are copied to fixed
-addresses, in one copy; its logits, and the likeliest tokens, appear at fixed addresses; and kernels
-read the amount of work from the device. A step with fewer sequences than its graph is filled up
+addresses, in one copy, and its logits and likeliest tokens appear at fixed addresses. Kernels read
+the amount of work from the device. A step with fewer sequences than its graph is filled up
 with *padding rows*: length 0, stored nowhere, results ignored.
 
 Symbols: `S` sequences of a graph, `N` of a step, `M` blocks of the longest block table, `E` hidden
