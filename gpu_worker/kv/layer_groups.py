@@ -1,4 +1,4 @@
-"""Divides a model's layers into KV groups: layers with the same window, as many as fit a block.
+"""Divides a model's layers into KV groups: layers with the same window, as many as fit in a block.
 
 All groups allocate blocks from one pool, so a block has the same size in each. It holds the KV of
 some tokens in the layers of one group, which may differ in kv heads and head dim. If the layers of

@@ -1,4 +1,4 @@
-"""Splits a step that does not fit the device's memory into parts, computed one after another.
+"""Splits a step that does not fit in the device's memory into parts, computed one after another.
 
 `model_runner.py` catches the error and computes the parts.
 
