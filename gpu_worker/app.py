@@ -28,7 +28,7 @@ async def run_worker(
     worker is ready.
 
     Raises:
-        ModelError: The model cannot be served as the settings ask, or not one KV block fits.
+        ModelError: The model cannot be served as the settings ask, or not even one KV block fits.
         StepsFailedError: The device failed. The worker has drained first, so the scheduler knows.
     """
     stop = stop if stop is not None else asyncio.Event()

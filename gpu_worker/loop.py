@@ -90,7 +90,7 @@ class StepLoop:
 
     @property
     def num_rows_used(self) -> int:
-        """Rows that hold a sequence, as of the last step."""
+        """Number of rows that hold a sequence, as of the last step."""
         return 0 if self._is_stopped else self._executor.rows.num_used
 
     async def attach(self, attachment: int) -> Holdings:
@@ -130,7 +130,7 @@ class StepLoop:
         """Resize the device pool, after the steps and attachments queued so far.
 
         Returns:
-        A future; raises FailedPreconditionError as `Executor.resize_pool`.
+            A future, which raises FailedPreconditionError as `Executor.resize_pool` does.
         """
         return self._queue_call(
             lambda executor: executor.resize_pool(num_blocks), is_between_steps=True
@@ -173,7 +173,7 @@ class StepLoop:
         return self._failure
 
     def problem(self) -> str | None:
-        """A liveness check: what is wrong, or None."""
+        """Return what is wrong, for a liveness check; None if nothing is."""
         if self._failure is not None:
             return self._failure
         if not self._thread.is_alive():
@@ -202,7 +202,7 @@ class StepLoop:
                 case _Step():
                     self._launch(job)
                     is_full = len(self._pending) >= self._executor.max_in_flight
-                    # a step that only waits for the disk may wait
+                    # A step that only waits for the disk is collected later.
                     if is_full and not self._is_idle():
                         self._collect()
                 case _Attach():
@@ -233,7 +233,7 @@ class StepLoop:
                     self._deliver(job.result, error)
 
     def _next_job(self) -> _Job | None:
-        """The next job; None as soon as the oldest launched step is done."""
+        """Return the next job, or None as soon as the oldest launched step is done."""
         _, oldest = self._pending[0]
         while not _is_done(oldest):
             try:
@@ -322,7 +322,7 @@ class StepLoop:
         self._is_trusted = False
 
     def _record_device_failure(self, error: Exception) -> None:
-        """After a device error no call to the device succeeds.
+        """Give up after a device error, because then no call to the device succeeds.
 
         Torch raises AcceleratorError; Triton's launches raise Triton's own RuntimeError.
         """
@@ -337,7 +337,7 @@ class StepLoop:
         self._call(lambda: _set_outcome(future, outcome))
 
     def _call(self, callback: Callable[[], object]) -> None:
-        # the event loop is closed: this thread was abandoned
+        # If the event loop is closed, this thread was abandoned.
         with contextlib.suppress(RuntimeError):
             self._event_loop.call_soon_threadsafe(callback)
 

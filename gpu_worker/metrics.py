@@ -13,7 +13,7 @@ DEVICE_BUSY_SECONDS = Counter(
 )
 OUT_OF_MEMORY = Counter(
     "quire_worker_out_of_memory",
-    "Steps, or parts of steps, that did not fit the device's memory and were split.",
+    "Steps, or parts of steps, that did not fit in the device's memory and were split.",
 )
 COMPUTED_TOKENS = Counter("quire_worker_computed_tokens", "Tokens that went through the model.")
 SAMPLED_TOKENS = Counter("quire_worker_sampled_tokens", "Tokens sampled and reported.")
@@ -25,14 +25,14 @@ UNLOADED = Gauge(
 KV_BYTES = Gauge("quire_worker_kv_bytes", "Size of the KV pool.")
 SPEC_DECODE_DRAFTS = Counter(
     "quire_worker_spec_decode_num_drafts",
-    "Times that tokens were guessed for a row; 1 + accepted / drafts is the mean gain in tokens.",
+    "How often tokens were guessed for a row; 1 + accepted / drafts is the mean gain in tokens.",
 )
 SPEC_DECODE_DRAFT_TOKENS = Counter(
     "quire_worker_spec_decode_num_draft_tokens", "Tokens that were guessed and verified."
 )
 SPEC_DECODE_ACCEPTED_TOKENS = Counter(
     "quire_worker_spec_decode_num_accepted_tokens",
-    "Guessed tokens that were right; divided by all guessed tokens: the acceptance rate.",
+    "Guessed tokens that were right; their share of all guessed tokens is the acceptance rate.",
 )
 DEVICE_MEMORY_BYTES = Gauge(
     "quire_worker_device_memory_bytes",
@@ -62,7 +62,7 @@ FAR_BLOCKS = Counter(
 _MOVED = ["tier", "direction"]
 KV_TRANSFER_BYTES = Counter(
     "quire_worker_kv_transfer_bytes",
-    "KV moved out to host or disk, or in from there, in bytes as encoded there.",
+    "KV moved out to host or disk, or in from there, in bytes of the encoding used there.",
     _MOVED,
 )
 KV_TRANSFER_SECONDS = Counter(
@@ -72,7 +72,7 @@ KV_TRANSFER_SECONDS = Counter(
 )
 KV_PULLED_BYTES = Counter(
     "quire_worker_kv_pulled_bytes",
-    "KV that came from other workers, by the means: grpc or nixl.",
+    "KV pulled from other workers; means is grpc or nixl.",
     ["means"],
 )
 MEMORY_AVAILABLE = Gauge(
@@ -84,7 +84,7 @@ CODEC_PLAIN_BYTES = Counter("quire_worker_kv_codec_plain_bytes", "KV before enco
 CODEC_CODED_BYTES = Counter("quire_worker_kv_codec_coded_bytes", "KV after encoding.", _CODED)
 CODEC_SECONDS = Counter(
     "quire_worker_kv_codec_seconds",
-    "Time of encoding and decoding, summed over threads; a GPU's is not counted.",
+    "Time spent encoding and decoding, summed over threads; a GPU's time is not counted.",
     _CODED,
 )
 

@@ -51,7 +51,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self._lock = asyncio.Lock()
 
     def open(self, load: AdapterLoader, steps: AdapterSteps) -> None:
-        """Start serving. The model is loaded, and `worker` is open."""
+        """Start serving. The model must be loaded, and `worker` open."""
         self._load, self._steps = load, steps
         self._num_numbered = len(self._worker.adapters)
 
@@ -145,7 +145,7 @@ def _check_name(name: str, model_id: str) -> None:
             " printable characters",
         )
     if name == model_id:
-        raise InvalidArgumentError("name", f"is {name!r}, which is what requests call the model")
+        raise InvalidArgumentError("name", f"is {name!r}, which is the model's name in requests")
 
 
 def absolute_directory(text: str) -> Path:

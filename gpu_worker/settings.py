@@ -31,8 +31,7 @@ class WorkerSettings(ProcessSettings):
     """Directory for files that are made from GGUF files or downloaded from URLs. Models from the
     hub are in the hub's own cache (HF_HOME)."""
     unloaded: bool = False
-    """Whether to start without the model, until an operator, or a router with --on-demand, loads
-    it."""
+    """Start without the model; an operator, or a router with --on-demand, loads it later."""
     model_class: str = ""
     """The implementation that runs the model: your class as package.module:Class (docs/models.md),
     or "transformers". Empty: Quire's own if it supports the architecture, else transformers'."""
@@ -42,73 +41,73 @@ class WorkerSettings(ProcessSettings):
     """This worker's name in logs and for the scheduler; unset: the machine's name."""
     role: Role = Role.BOTH
     """The part of requests that this worker computes while workers with the other role are
-    attached: prompts (prefill), decoding (decode), or both. Requests move with their KV through the
-    host memory of both workers, host-kv-memory-gb (docs/fleet.md)."""
+    attached: prompts (prefill), decoding (decode), or both. Requests move between workers with
+    their KV, through the host memory of both: host-kv-memory-gb (docs/fleet.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    """Where the model runs: cpu, cuda, cuda:N; auto is cuda if there is one."""
+    """Where the model runs: cpu, cuda or cuda:N; auto is cuda if there is a GPU, else cpu."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Number format of weights and activations; auto is the checkpoint's, or float32 if the device
-    is slow with that."""
+    is slow with the checkpoint's."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads the weights. dummy draws random weights on the device instead, to measure speed;
     the model then outputs nonsense."""
     quantization: Literal["int8", "int4"] | None = None
-    """Quantize the weights of linear maps when they are read, for less memory and faster decoding;
-    for Quire's own implementations or yours. int8: a scale per output. int4: a scale and an offset
-    per 32 inputs of an output; the map to the vocabulary stays int8. Maps that a quantized
-    checkpoint packs stay as they are. Unset: not quantized."""
+    """Quantize the weights of linear maps when they are read, for less memory and faster decoding.
+    This works with Quire's own implementations and yours. int8: a scale per output. int4: a scale
+    and an offset per 32 inputs of an output; the map to the vocabulary gets int8. Maps that are
+    quantized in the checkpoint stay as they are. Unset: not quantized."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters as NAME=DIR, in PEFT's format, separated by commas. A request whose model is
-    NAME uses that adapter. For Quire's own implementations, on one device (docs/models.md)."""
+    NAME uses that adapter. Only for Quire's own implementations, on one device (docs/models.md)."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens of a sequence, prompt and output; unset: the model's limit."""
+    """The largest number of tokens in a sequence, prompt and output together; unset: the model's
+    limit."""
     max_num_seqs: PositiveInt | None = None
-    """Most sequences that run at once; unset: 64 on a CPU, 256 on a GPU, 512 with 80 GB
-    and 1024 with 120 GiB or more."""
+    """The largest number of sequences that run at once; unset: 64 on a CPU, 256 on a GPU, 512 on a
+    GPU with 80 GB, 1024 on a GPU with 120 GiB or more."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Most tokens of one step; the scheduler may send fewer. Unset: 2048, on a GPU
-    with 80 GB or more 8192, or max-num-seqs if that is more."""
+    """The largest number of tokens in one step; the scheduler may send fewer. Unset: 2048, or 8192
+    on a GPU with 80 GB or more; but at least max-num-seqs."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Token slots of one block of KV memory."""
+    """Number of tokens whose KV one block holds."""
     num_blocks: PositiveInt | None = None
-    """Blocks of KV memory; unset: as many as fit the KV memory."""
+    """Number of blocks in KV memory; unset: as many as fit in kv-cache-memory-gb."""
     kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """KV memory in GiB; unset: on a GPU the rest of gpu-memory-utilization after the model, on a
-    CPU 1 GiB or half of the free memory, whichever is less."""
+    """KV memory in GiB; unset: on a GPU, the part of gpu-memory-utilization that the model leaves;
+    on a CPU, 1 GiB or half of the free memory, whichever is less."""
     max_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """KV memory in GiB that the pool can grow to while in use (quire resize); reserves addresses
-    only. 0: the size is fixed. Unset: on a CPU all memory of the machine; on GPUs, and with
-    draft-model, the size is fixed."""
+    """KV memory in GiB to which the pool can grow while in use (quire resize). This reserves only
+    addresses, no memory. 0: the size is fixed. Unset: on a CPU, all memory of the machine; on GPUs,
+    and with draft-model, the size is fixed."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """Number format of stored KV: auto is the model's dtype; int8 and fp8 (e4m3) take
-    about half the memory of bfloat16, so twice the tokens fit. Each slot and kv head has a scale.
-    """
+    """Number format of stored KV: auto is the model's dtype; int8 and fp8 (e4m3) take about half
+    the memory of bfloat16, so about twice as many tokens fit. Each slot and kv head has a scale."""
     kv_cache_dtype_skip_layers: str = ""
-    """Layers whose KV is not quantized, numbered from 0: 0,1,23."""
+    """Layers whose KV is not quantized, numbered from 0, such as 0,1,23."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of the GPU's memory that weights, work space and KV may use together."""
+    """Share of the GPU's memory that weights, temporary tensors and KV may use together."""
     memory_warning_share: Annotated[float, Field(ge=0, le=1)] | None = None
     """If less than this share of the device's memory is available, the number of running sequences
-    may not grow, and prompts are computed in smaller parts. For a CPU, this is the memory that the
-    machine or container allows the process. 0: never. Unset: 0.03, or half of the share available
-    when the worker is ready, if that is less."""
+    may not grow, and prompts are computed in smaller parts. On a CPU, the device's memory is what
+    the machine or container allows the process. 0: never. Unset: 0.03, or half of the share that is
+    available when the worker is ready, if that is less."""
     memory_critical_share: Annotated[float, Field(ge=0, le=1)] | None = None
     """If less than this share is available, half of the running sequences are preempted, and half
-    of the rest for every ten seconds that it lasts. 0: never. Unset: 0.01, or a quarter of the
-    share available when the worker is ready, if that is less."""
+    of the rest after every further ten seconds. 0: never. Unset: 0.01, or a quarter of the share
+    that is available when the worker is ready, if that is less."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Host memory in GiB for KV that does not fit the device; unset: with a GPU, or a role, 4 GiB
-    or a quarter of the free memory, whichever is less; else on a CPU none, because it is the same
-    memory."""
+    """Host memory in GiB for KV that does not fit on the device. Unset: with a GPU, or a role other
+    than both, 4 GiB or a quarter of the free memory, whichever is less; otherwise 0, because a
+    CPU's KV is in host memory anyway."""
     host_kv_codec: str = "none"
     """How KV is encoded in host memory: none, as on the device; int8 or fp8, in half the memory but
     less precise, so that a sequence's output after a swap may differ."""
     disk_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Disk space in GiB for KV; 0: none. Needs host memory for KV."""
     disk_kv_dir: Path | None = None
-    """Directory of the disk tier's file, on a fast disk, not in memory: the next worker with the
-    same model and KV finds it and continues with its blocks. Default: a file in /var/tmp that has
-    no name and disappears with the worker."""
+    """Directory of the disk tier's file, on a fast disk, not in memory. The next worker with the
+    same model and KV format finds the file and continues with its blocks. Unset: a file in /var/tmp
+    that has no name and disappears with the worker."""
     disk_kv_codec: str = "none"
     """How KV is encoded on the disk: none; lz4, zstd or gzip, without loss, with an optional level
     such as zstd:3; int8 or fp8, in half the space but less precise."""
@@ -117,59 +116,60 @@ class WorkerSettings(ProcessSettings):
     prefix: any URL that fsspec knows, such as file:///mnt/kv or s3://BUCKET/kv. Needs host memory
     for KV, and quire[far]. Empty: none."""
     far_kv_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 100.0
-    """Approximate limit on the KV in far-kv-url, in GiB; the oldest is deleted. Must be equal at
-    all workers that share it."""
+    """Approximate limit on the KV in far-kv-url, in GiB; beyond it, the oldest KV is deleted. Must
+    be equal on all workers that share the directory."""
     kv_checksum: bool = False
     """Check each block that comes back from host memory; if it has changed, its tokens are
     recomputed."""
     kv_transfer: Literal["grpc", "nixl"] = "grpc"
-    """How KV is read from other workers. nixl: directly from the memory of workers that also use
-    nixl, by RDMA or from process to process; over gRPC from all others. Any process that can
-    connect to NIXL's ports can read the host memory for KV, regardless of TLS. Needs
-    quire[nixl]."""
+    """How KV is read from other workers. grpc: in messages. nixl: directly from the memory of
+    workers that also use nixl, by RDMA or between processes, and over gRPC from all others; needs
+    quire[nixl]. With nixl, any process that can connect to NIXL's ports can read the host memory
+    for KV, regardless of TLS."""
     speculative: Literal["ngram", "draft"] | None = None
     """How to guess the next tokens, which the model verifies several at a time; the output does not
-    change. ngram: the tokens that followed an earlier occurrence of the last few. draft: the output
-    of draft-model. Unset: no guesses. Tokens are guessed only while that saves time."""
+    change. ngram: guess the tokens that followed an earlier occurrence of the last few tokens.
+    draft: guess the output of draft-model. Unset: no guesses. Tokens are guessed only while that
+    saves time."""
     num_draft_tokens: PositiveInt = 4
-    """Most tokens guessed at a time; less than block-size."""
+    """The largest number of tokens guessed at a time; must be less than block-size."""
     draft_model: ModelName | None = None
-    """A smaller model with the same vocabulary, for guesses; named as --model."""
+    """A smaller model with the same vocabulary, for guesses; takes the same values as --model."""
     ngram_min: PositiveInt = 2
-    """The shortest end of a sequence, in tokens, that ngram looks for earlier in it."""
+    """The shortest end of a sequence, in tokens, that ngram looks for earlier in the sequence."""
     ngram_max: PositiveInt = 4
     """The longest end of a sequence, in tokens, that ngram looks for; it uses the longest match."""
     enforce_eager: bool = False
-    """Run a GPU's steps without CUDA graphs, which are captured at the start: slower for small
-    models, but starts faster. Models that cannot be captured run without graphs in any case."""
+    """Run a GPU's steps without CUDA graphs. The worker starts faster, because it captures no
+    graphs, but small models run more slowly. Models that cannot be captured never use graphs."""
     attention_backend: Literal["triton", "flash-attention-3"] = "triton"
     """The implementation of attention on a GPU: Quire's Triton kernels, or FlashAttention-3, which
-    must be installed and needs compute capability 9.0. Layers that it does not support (fp32,
-    quantized KV, latents, sinks, head dims above 256) keep our kernels. Its speed here is not
-    measured."""
+    must be installed and needs compute capability 9.0. Layers that FlashAttention-3 does not
+    support (fp32, quantized KV, latents, sinks, head dims above 256) use Quire's kernels. Its speed
+    here is not measured."""
     shared_prefix_attention: bool = False
-    """Whether sequences that begin with the same blocks, 512 tokens at least, attend to these once
-    for all of them, in decode steps that CUDA graphs replay; for models whose layers all see every
-    token. An output's last bits then depend on the sequences beside it. Not measured yet."""
+    """Attend only once to the blocks with which several sequences begin, if they have at least 512
+    tokens. This works in decode steps that CUDA graphs replay, and for models whose layers all see
+    every token. The last bits of results then depend on the sequences of a step. Not measured yet.
+    """
     batch_invariant: bool = False
-    """Whether, on a GPU, no bit of an output depends on other requests, at the price of speed
-    (docs/worker-step.md): for Quire's own decoders without experts, on one device, without LoRA
-    adapters. Not measured yet. On a CPU, Quire's compiled kernels always compute each row
-    independently."""
+    """On a GPU, make each result independent of other requests in every bit, at the price of speed
+    (docs/worker-step.md). This works with Quire's own decoders without experts, on one device,
+    without LoRA adapters. Not measured yet. On a CPU, Quire's compiled kernels always compute each
+    row independently."""
     num_threads: PositiveInt | None = None
-    """Threads that compute on a CPU, shared by the ranks on this machine; unset: one per physical
-    core that this process may use."""
+    """Number of threads that compute on a CPU, shared by the ranks on this machine; unset: one per
+    physical core that this process may use."""
     amx: Literal["auto", "on", "off"] = "auto"
-    """Whether linear maps in bfloat16 use Intel's AMX, on a CPU that has it. auto: if its results
-    are right, for the formats of weights for which it is faster; the worker's first start on a
-    machine checks and times it, and the finding is kept. on: if its results are right. off: never.
-    Results differ in their last bits, so with workers on several machines choose on or off for
-    all."""
+    """Whether linear maps in bfloat16 use Intel's AMX, on a CPU that has it. auto: for the weight
+    formats for which it is faster, if its results are right; the worker's first start on a machine
+    finds this out and keeps the finding. on: if its results are right. off: never. AMX changes the
+    last bits of results, so with workers on several machines choose on or off for all."""
     tensor_parallel_size: PositiveInt = 1
-    """Devices that split each layer of the model; together they are one worker and hold its weights
-    and KV. Must divide the model's heads (docs/parallelism.md)."""
+    """Number of devices that split each layer of the model; together they are one worker, which
+    holds its weights and KV. Must divide the model's heads (docs/parallelism.md)."""
     pipeline_parallel_size: PositiveInt = 1
-    """Pipeline stages, which work one after another; each has a part of the layers, on
+    """Number of pipeline stages, which work one after another; each has a part of the layers, on
     tensor-parallel-size separate devices."""
     rank: Annotated[int, Field(ge=0)] = 0
     """With several machines: the first rank that runs here. Rank 0 talks to the scheduler; the
@@ -178,20 +178,20 @@ class WorkerSettings(ProcessSettings):
     """How many ranks run here, from --rank on, each a process with its own device; unset: all
     remaining ranks."""
     master_addr: str = "127.0.0.1"
-    """Where rank 0 listens for the other ranks: with several machines, an address of its machine
-    that they can reach. Only the scheduler and other workers should reach it, because it trusts
+    """Where rank 0 listens for the other ranks. With several machines, this is an address of rank
+    0's machine that the others can reach. Nobody else should reach it, because rank 0 trusts
     connections."""
     master_port: Port = 0
-    """Rank 0's port; required with several machines; 0 picks a free one."""
+    """The port on which rank 0 listens; 0 picks a free one. Must be set with several machines."""
 
     @property
     def num_ranks(self) -> int:
-        """Processes that run the model together."""
+        """Number of processes that run the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_local_ranks(self) -> int:
-        """Ranks on this machine."""
+        """Number of ranks on this machine."""
         return self.local_ranks or self.num_ranks - self.rank
 
     @property
@@ -265,8 +265,8 @@ class WorkerSettings(ProcessSettings):
     def _has_a_fixed_ratio(cls, text: str) -> str:
         if parse_codec(text).is_lossless:
             raise ValueError(
-                "must be none, int8 or fp8: how much a lossless codec saves is not known in"
-                " advance, so it would add no blocks; use --disk-kv-codec for it"
+                "must be none, int8 or fp8: the space that a lossless codec saves is not known in"
+                " advance, so it would add no blocks; disk_kv_codec may be lossless"
             )
         return text
 
@@ -274,8 +274,8 @@ class WorkerSettings(ProcessSettings):
     def _can_be_loaded_later(self) -> Self:
         if self.unloaded and self.num_ranks > 1:
             raise ValueError(
-                "unloaded is true; with tensor_parallel_size or pipeline_parallel_size a worker"
-                " keeps its model"
+                "unloaded is true; it must be false with tensor_parallel_size or"
+                " pipeline_parallel_size"
             )
         return self
 
@@ -410,9 +410,9 @@ class WorkerSettings(ProcessSettings):
         if ":" in self.device and self.num_local_ranks > 1:
             raise ValueError(
                 f"device is {self.device}, which is one GPU, but {self.num_local_ranks} ranks run"
-                " here: give cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
+                " here: set it to cuda, and choose among GPUs with CUDA_VISIBLE_DEVICES"
             )
-        # Ranks would guess different numbers of tokens, because their clocks differ
+        # Ranks would guess different numbers of tokens, because their clocks differ.
         if self.speculative is not None:
             raise ValueError(
                 f"speculative is {self.speculative}; it must be unset with tensor_parallel_size or"
@@ -428,7 +428,7 @@ class WorkerSettings(ProcessSettings):
             raise ValueError(f"lora is {','.join(self.lora)}; it must be unset with {obstacle}")
         if self.model_id in dict(self.adapter_directories):
             raise ValueError(
-                f"lora has {self.model_id!r}, which is what requests call the model; names must"
+                f"lora has {self.model_id!r}, which is the model's name in requests; names must"
                 " differ"
             )
         return self
@@ -469,7 +469,7 @@ class WorkerSettings(ProcessSettings):
 def _parse_adapter(text: str) -> tuple[str, Path]:
     name, _, directory = text.partition("=")
     if not directory or not is_adapter_name(name):
-        raise ValueError(f"must be NAME=DIR, as in sql=adapters/sql; {text!r} is not")
+        raise ValueError(f"must be NAME=DIR, such as sql=adapters/sql; {text!r} is not")
     return name, Path(directory)
 
 
@@ -477,5 +477,7 @@ def _parse_layers(text: str) -> frozenset[int]:
     numbers = text.split(",") if text else []
     for number in numbers:
         if not (number.isascii() and number.isdecimal()):
-            raise ValueError(f"must be numbers of layers, as in 0,1,23; {number!r} is no number")
+            raise ValueError(
+                f"must be numbers of layers, such as 0,1,23; {number!r} is not a number"
+            )
     return frozenset(map(int, numbers))

@@ -70,7 +70,7 @@ class _Source:
     """Its path in the model's directory."""
     size: int
     version: str
-    """Its checksum, or else the time of its last change; empty if the storage tells neither."""
+    """Its checksum, or else the time of its last change; empty if the storage has neither."""
 
     def is_at(self, target: Path) -> bool:
         """Whether `target` is a complete copy of this version."""
@@ -103,7 +103,7 @@ def _sources(system: Any, root: str, *, with_weights: bool) -> Sequence[_Source]
     if any(source.path.endswith(".safetensors") for source in found):
         found = [source for source in found if not source.path.endswith(".bin")]
     if not found:
-        raise FileNotFoundError("it holds no model's files")
+        raise FileNotFoundError("it has no files of a model")
     if any(source.name == "modules.json" for source in found):
         with contextlib.suppress(FileNotFoundError):
             found.append(_source(system.info(f"{root.rstrip('/')}/{POOLING}"), POOLING))

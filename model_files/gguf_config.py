@@ -26,7 +26,7 @@ def to_config(header: GgufHeader) -> dict[str, Any]:
     fields = _Fields(header)
     if fields.architecture not in _ARCHITECTURES:
         raise ModelError(
-            f"{header.path}: general.architecture is {fields.architecture!r}; supported are"
+            f"{header.path}: general.architecture is {fields.architecture!r}; supported:"
             f" {', '.join(_ARCHITECTURES)}"
         )
     num_heads, hidden_size = fields["attention.head_count"], fields["embedding_length"]
@@ -34,7 +34,7 @@ def to_config(header: GgufHeader) -> dict[str, Any]:
     if fields.get("attention.value_length", head_dim) != head_dim:
         raise ModelError(
             f"{header.path}: attention.value_length is {fields['attention.value_length']}; it must"
-            f" be that of keys, {head_dim}"
+            f" be attention.key_length, {head_dim}"
         )
     config = {
         "architectures": [_ARCHITECTURES[fields.architecture]],
@@ -131,7 +131,7 @@ def _dtype(header: GgufHeader) -> str:
 def _rope_scaling(fields: _Fields, head_dim: int) -> dict[str, Any] | None:
     dims = fields.get("rope.dimension_count", head_dim)
     if dims != head_dim:
-        raise fields.error("rope.dimension_count", f"is {dims}; supported is {head_dim}")
+        raise fields.error("rope.dimension_count", f"is {dims}; supported: {head_dim}")
     kind = fields.get("rope.scaling.type", "none")
     original = fields.get("rope.scaling.original_context_length", fields["context_length"])
     factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear", 1.0))
@@ -157,4 +157,4 @@ def _rope_scaling(fields: _Fields, head_dim: int) -> dict[str, Any] | None:
             "factor": factor,
             "original_max_position_embeddings": original,
         }
-    raise fields.error("rope.scaling.type", f"is {kind!r}; supported are none, linear, yarn")
+    raise fields.error("rope.scaling.type", f"is {kind!r}; supported: none, linear, yarn")

@@ -1,4 +1,4 @@
-"""Makes a Hugging Face directory, which every process reads, for a GGUF file.
+"""Makes a Hugging Face directory, which every process can read, for a GGUF file.
 
 The directory has JSON files made from the metadata, and a link to the GGUF file, from which the
 worker reads the tensors.
@@ -31,7 +31,7 @@ def lay_out(path: Path, cache_dir: Path) -> Path:
 
     Raises:
         ModelError: The file cannot be read or needs something unsupported, or the cache cannot be
-        written.
+            written.
     """
     parts = parts_of(path)
     known = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
@@ -55,8 +55,8 @@ def lay_out(path: Path, cache_dir: Path) -> Path:
             _move(made, directory)
     except OSError as error:
         raise ModelError(
-            f"cache-dir is {cache_dir}, which cannot be written: {error.strerror}; a GGUF file"
-            " needs it for what is derived from its metadata"
+            f"cache-dir is {cache_dir}, which cannot be written: {error.strerror}; the files made"
+            " from a GGUF file's metadata are stored there"
         ) from error
     return directory
 

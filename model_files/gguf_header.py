@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: its metadata, and where each tensor lies.
+"""Reads the header of a GGUF file: its metadata, and where each tensor is.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` reads it
 as well, but takes four seconds for a vocabulary of 49,152 tokens.
@@ -16,8 +16,8 @@ from model_files.errors import ModelError
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _MAX_ITEMS: Final = 2**24
-"""Most entries of the metadata, the tensors or an array: a damaged file must not cause a loop of
-hours."""
+"""The largest accepted number of metadata entries, tensors, or items of an array. Without a limit,
+a damaged file could cause a loop of hours."""
 
 _NUMBERS: Final = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING: Final = 8
@@ -88,7 +88,7 @@ def read_header(path: Path) -> GgufHeader:
 
     Raises:
         ModelError: The file is not GGUF, is damaged or cut off, or has a tensor of an unsupported
-        type.
+            type.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -145,7 +145,7 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
     cursor.at = len(_MAGIC)
     version = cursor.number("I")
     if version not in _VERSIONS:
-        raise ValueError(f"its version is {version}; supported are 2 and 3")
+        raise ValueError(f"its version is {version}; supported: 2 and 3")
     num_tensors, num_values = cursor.count(), cursor.count()
     metadata = {cursor.string(): cursor.value(cursor.number("I")) for _ in range(num_values)}
     found = [_tensor(cursor) for _ in range(num_tensors)]
@@ -155,15 +155,18 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
     for name, type_number, shape, offset in found:
         if type_number not in TENSOR_TYPES:
             known = ", ".join(each.name for each in TENSOR_TYPES.values())
-            raise ValueError(f"{name} is of type {type_number}; supported are {known}")
+            raise ValueError(f"{name} is of type {type_number}; supported: {known}")
         kind = TENSOR_TYPES[type_number]
         tensor = tensors[name] = GgufTensor(kind, shape, start + offset)
         if shape[-1] % kind.block_size:
-            raise ValueError(f"{name} has rows of {shape[-1]} in blocks of {kind.block_size}")
+            raise ValueError(
+                f"{name} has rows of {shape[-1]} numbers; they must be whole blocks of"
+                f" {kind.block_size}"
+            )
         if tensor.start + tensor.num_bytes > len(data):
             raise ValueError(
-                f"{name} ends at byte {tensor.start + tensor.num_bytes}, and the file at"
-                f" {len(data)}: it is cut off"
+                f"{name} ends at byte {tensor.start + tensor.num_bytes}, but the file is cut off at"
+                f" {len(data)}"
             )
     return GgufHeader(path, metadata, tensors)
 

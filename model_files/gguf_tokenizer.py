@@ -72,7 +72,7 @@ def to_tokenizer(header: GgufHeader) -> Tokenizer:
         case "llama":
             tokenizer, default_bos = _sentence_piece(metadata), True
         case other:
-            raise metadata.error("model", f"is {other!r}; supported are 'gpt2' and 'llama'")
+            raise metadata.error("model", f"is {other!r}; supported: 'gpt2' and 'llama'")
     kinds = metadata.get("token_type", [])
     for kind, is_special in (
         (_Kind.UNKNOWN, True),
@@ -134,7 +134,7 @@ def _byte_level(metadata: _Metadata) -> tuple[Tokenizer, bool]:
     """Return a tokenizer like GPT-2's, and whether texts begin with bos by default."""
     name = metadata.get("pre", "default")
     if name not in _PRE_TOKENIZERS:
-        raise metadata.error("pre", f"is {name!r}; supported are {', '.join(_PRE_TOKENIZERS)}")
+        raise metadata.error("pre", f"is {name!r}; supported: {', '.join(_PRE_TOKENIZERS)}")
     pattern = _PRE_TOKENIZERS[name]
     ignores_merges = pattern in _IGNORING_MERGES
     tokenizer = Tokenizer(
@@ -185,7 +185,7 @@ def _sentence_piece(metadata: _Metadata) -> Tokenizer:
 
 
 def _merges_by_score(number_of: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that merge to a token, the token with the best score first."""
+    """Return all pairs of tokens that merge to a token, best score of that token first."""
     merges = []
     for token, number in number_of.items():
         for at in range(1, len(token)):

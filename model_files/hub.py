@@ -16,7 +16,7 @@ _SMALL_FILES: Final = ("*.json", "*.jinja")
 _SAFETENSORS: Final = "model*.safetensors"
 _PICKLES: Final = "pytorch_model*.bin"
 POOLING: Final = "1_Pooling/config.json"
-"""Files that describe the pooling of a sentence-transformers model; it has a `modules.json`."""
+"""Describes the pooling of a sentence-transformers model, which also has a `modules.json`."""
 _IN_FOLDERS: Final = "*/*"
 """Folders to skip: other formats, and training states."""
 
@@ -90,7 +90,7 @@ def _download(name: HubName, report: Callable[[str, float | None], None], *patte
         raise ModelError(
             f"model is {name.given!r}; there is no such directory, the hub cannot be reached, and"
             f" its cache lacks the model: {_first_line(error)} Connect this machine, or run `hf"
-            f" download {name.repository}` where there is a network and name the directory here"
+            f" download {name.repository}` where there is a network and give its directory as model"
         ) from error
     except (OSError, ValueError) as error:
         raise ModelError(

@@ -40,7 +40,7 @@ def place_of(model: str) -> ModelPlace:
     if path.is_file():
         if path.suffix == ".gguf":
             return ModelPlace.GGUF
-        raise ModelError(f"model is {model!r}, a file; of files only .gguf can be served")
+        raise ModelError(f"model is {model!r}, a file; only .gguf files can be served")
     if "://" in model:
         return ModelPlace.URL
     if _HUB_NAME.fullmatch(model):

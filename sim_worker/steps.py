@@ -106,7 +106,7 @@ class SimulatedSteps:
         row = self._rows.first_with_block_from(num_blocks)
         if row is not None:
             raise FailedPreconditionError(
-                f"num_blocks is {num_blocks}; row {row} has a block of a higher number"
+                f"num_blocks is {num_blocks}; row {row} uses a block that would be removed"
             )
         self._ledger.resize(num_blocks)
         self._labels.resize_device(num_blocks)

@@ -1,6 +1,7 @@
 """Orders copies between device and host against computation on a GPU, and counts them.
 
-Events keep the order: the host never waits for a copy, and computation waits only if it needs one.
+Events keep the order. The host never waits for a copy, and computation waits only for the copies
+that it needs.
 """
 
 import time
@@ -105,7 +106,7 @@ class TransferMeter:
     def count_ended(self) -> None:
         """Count the copies that a GPU has finished."""
         waiting = len(self._under_way)
-        for _ in range(waiting):  # two streams: they may finish out of order
+        for _ in range(waiting):  # the two streams may finish out of order
             move = self._under_way.popleft()
             if not move.end.query():  # type: ignore[no-untyped-call]
                 self._under_way.append(move)

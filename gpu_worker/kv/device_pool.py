@@ -1,4 +1,4 @@
-"""The KV memory of one device: blocks, each one contiguous run of bytes over all layers.
+"""The KV memory of one device: blocks, each of which is a contiguous run of bytes for all layers.
 
 Symbols: `B` blocks of the largest size that the pool can grow to, `P` block size (token
 slots), `HKV` kv heads, `D` head dim, `Y` bytes of a block.
@@ -28,9 +28,9 @@ class _Cache:
 class KvPool:
     """Keys and values of `num_blocks` blocks, numbered [0, num_blocks).
 
-    Block-major, so that moving a block is one contiguous transfer; `layout.py` defines the inside
-    of a block. The scheduler allocates blocks and knows their owners; the pool does not. Only
-    `store_kv`, through the views, and `copy` change its contents.
+    The memory is block-major, so that moving a block is one contiguous transfer; `layout.py`
+    defines the inside of a block. The scheduler allocates blocks and knows their owners; the pool
+    does not. Only `store_kv`, through the views, and `copy` change its contents.
 
     Over elastic memory it can be resized. The views cover all blocks that may ever exist, so they
     never change; blocks from `num_blocks` on must not be read or written.
@@ -57,7 +57,7 @@ class KvPool:
             device: Where the memory is.
             memory: Elastic memory for `num_blocks` blocks, on that device; None: the size is fixed.
             groups: The KV groups of the model's layers; None: one.
-            attention: What attends to the blocks.
+            attention: The code that attends to the blocks.
         """
         self.attention = attention
         self.groups = groups or one_group(config.num_layers)
@@ -84,25 +84,25 @@ class KvPool:
             self._values = tuple(map(self._cache, self.layout.values, shapes))
 
     def key_cache(self, layer: int) -> torch.Tensor:
-        """Keys of one layer: a strided view `[B, P, HKV, D]`.
+        """Return the keys of one layer, a strided view `[B, P, HKV, D]`.
 
-        For the layers of each KV group, different blocks are valid.
+        The layers of a KV group may read only the blocks of that group.
         """
         return self._keys[layer].numbers
 
     def value_cache(self, layer: int) -> torch.Tensor:
-        """Values of one layer: a strided view `[B, P, HKV, D]`.
+        """Return the values of one layer, a strided view `[B, P, HKV, D]`.
 
-        With a latent it is a part of the keys, `[B, P, HKV, latent_dim]`.
+        With a latent, they are a part of the keys, `[B, P, HKV, latent_dim]`.
         """
         return self._values[layer].numbers
 
     def key_scales(self, layer: int) -> torch.Tensor | None:
-        """Scales of one layer's keys: a strided view `[B, P, HKV]`; None if not quantized."""
+        """Return the scales of one layer's keys, a view `[B, P, HKV]`; None: not quantized."""
         return self._keys[layer].scales
 
     def value_scales(self, layer: int) -> torch.Tensor | None:
-        """Scales of one layer's values: see `key_scales`."""
+        """Return the scales of one layer's values; see `key_scales`."""
         return self._values[layer].scales
 
     @property
@@ -111,7 +111,7 @@ class KvPool:
         return self._blocks
 
     def resize(self, num_blocks: int) -> None:
-        """Resize to `num_blocks` blocks, at least 1. New ones are zero; contents beyond are lost.
+        """Resize to `num_blocks` blocks, at least 1. New blocks are zero; removed ones are lost.
 
         Raises:
             OutOfMemoryError: There is no room. Nothing has changed.

@@ -71,7 +71,7 @@ class DiskFile:
 
     @staticmethod
     def extent_bytes(block_bytes: int, codec: RecordCodec | None) -> int:
-        """Bytes reserved per disk block: whole pages, so that writes do not share a page."""
+        """Return the bytes reserved per disk block: whole pages, so writes do not share a page."""
         record_bytes = block_bytes if codec is None else codec.record_bytes
         return -(-record_bytes // PAGE_BYTES) * PAGE_BYTES
 
@@ -80,7 +80,7 @@ class DiskFile:
         self._record_bytes[disk_block] = 0
         self.found.pop(disk_block, None)
         if self._headers is not None:
-            # Whatever is written there later has another checksum
+            # If this fails, whatever is written there later has another checksum.
             with contextlib.suppress(OSError):
                 self._headers.erase(disk_block)
 
@@ -90,7 +90,10 @@ class DiskFile:
             self._headers.name(disk_block, label, num_bytes, int(self._checksums[disk_block]))
 
     def distrust(self, disk_blocks: Sequence[int] | None = None) -> None:
-        """Erase the labels of doubtful records, to hide them from later processes; None: all."""
+        """Erase labels of records that may be wrong, so that no later process uses them.
+
+        None erases all labels.
+        """
         if self._headers is None:
             return
         try:
@@ -100,12 +103,12 @@ class DiskFile:
                 for disk_block in disk_blocks:
                     self._headers.erase(disk_block)
                 self._headers.sync()
-        except OSError:  # no process may find the file then
+        except OSError:  # then no process may find the file
             self._headers = None
             self._path.unlink(missing_ok=True)
 
     def write(self, disk_block: int, block: Bytes) -> int:
-        """Write uint8[block_bytes] to an empty disk block; returns the record's bytes.
+        """Write uint8[block_bytes] to an empty disk block; return the record's length in bytes.
 
         Raises:
             LostRecordError, OSError: The disk block stays empty.
@@ -124,7 +127,7 @@ class DiskFile:
         return num_bytes
 
     def read(self, disk_block: int, out: Bytes) -> int:
-        """Read a disk block to uint8[block_bytes]; returns the record's bytes.
+        """Read a disk block to uint8[block_bytes]; return the record's length in bytes.
 
         Raises:
             LostRecordError, OSError, or any error of the codec: the content of `out` is undefined.

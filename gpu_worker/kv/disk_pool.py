@@ -23,8 +23,8 @@ from gpu_worker.kv.codecs.records import Bytes, RecordCodec
 from gpu_worker.kv.disk_file import DiskFile
 
 _NUM_STORING, _NUM_LOADING = 2, 4
-"""Numbers of threads. Loads have separate threads, to never wait behind stores, and more of them,
-because sequences wait for loads."""
+"""Numbers of threads. Loads have separate threads, so that they never wait behind stores, and more
+of them, because sequences wait for loads."""
 _STAGING_BYTES = 256 * 1024**2
 _MAX_WAIT_S = 0.25
 """Longest total wait of a step's stores for room in the staging area."""
@@ -143,7 +143,7 @@ class DiskPool:
                 self._warn_once(_Kind.STORE, error)
 
     def distrust(self, blocks: Int32Array | None = None) -> None:
-        """Hide blocks that may be wrong from later processes; None: all."""
+        """Hide blocks that may be wrong from later processes; None: all blocks."""
         self._file.distrust(None if blocks is None else blocks.tolist())
 
     def store(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
@@ -151,7 +151,7 @@ class DiskPool:
 
         Args:
             src: int32[N] host blocks; must not change during the call.
-            dst: int32[N] disk blocks, parallel to `src`, none in a move.
+            dst: int32[N] disk blocks, parallel to `src`; no move of them is in flight.
             step_id: Not less than in earlier calls.
         """
         deadline_s = time.monotonic() + _MAX_WAIT_S

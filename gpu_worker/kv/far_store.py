@@ -29,12 +29,12 @@ _MAGIC: Final = b"QuireFr1"
 _HEADER: Final = struct.Struct("<8s32sQI")
 """Magic, label, bytes of the content, their CRC-32."""
 _NUM_THREADS: Final = 8
-"""Threads for loads; the other calls have the same number of threads."""
+"""Number of threads for loads; the other calls have as many."""
 _LOAD_S: Final = 2.0
 _MAX_FAILURES: Final = 3
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 300.0
 _MAX_STORING_BYTES: Final = 256 * 1024**2
-"""At most this many bytes wait to be stored; beyond this, blocks are not stored."""
+"""At most this many bytes wait to be stored; further blocks are not stored."""
 _SWEEP_SHARE: Final = 1 / 16
 """After storing this share of the limit, the directory is swept."""
 _OBJECT: Final = re.compile(r"/quire-kv/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}(\.\d+-\d+)?$")
@@ -93,7 +93,7 @@ class FarStore:
                 return None
             async with asyncio.timeout(_LOAD_S):
                 content = await _call(self._loads, lambda: self._get(label))
-        except Exception as error:  # noqa: BLE001 - each storage has its own; TimeoutError, too
+        except Exception as error:  # noqa: BLE001 - each storage has its own errors
             self._on_failure("load", error)
             return None
         finally:
@@ -131,7 +131,7 @@ class FarStore:
         _count(move, "failed")
         self._num_failures += 1
         if self._num_failures >= _MAX_FAILURES and not self.is_paused:
-            _log.warning("the far store is left alone", pause_s=self._pause_s, reason=repr(error))
+            _log.warning("the far store failed: pausing", pause_s=self._pause_s, reason=repr(error))
             self._paused_until_s = monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
             self._num_failures = _MAX_FAILURES - 1  # one more failure pauses it again
@@ -183,7 +183,7 @@ class FarStore:
                 _count("sweep", "done")
             except FileNotFoundError:  # another worker may sweep at the same time
                 continue
-            except Exception as error:  # noqa: BLE001 - each storage has its own
+            except Exception as error:  # noqa: BLE001 - each storage has its own errors
                 _count("sweep", "failed")
                 failure = error
         if failure is not None:
@@ -194,7 +194,7 @@ def open_far_store(url: str, identity: bytes, max_bytes: int) -> FarStore:
     """Open a store by any URL that fsspec knows.
 
     Raises:
-        ImportError, ValueError: The package for it is missing, or there is no such storage.
+        ImportError, ValueError: The storage's package is missing, or there is no such storage.
     """
     import fsspec  # noqa: PLC0415 - an extra
 
@@ -213,17 +213,17 @@ def _run(work: _Work) -> None:
         future, function = item
         if not future.set_running_or_notify_cancel():
             continue  # it timed out before it began
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: the process ends
+        with contextlib.suppress(RuntimeError):  # the event loop is closed if the process ends
             try:
                 result = function()
-            except Exception as error:  # noqa: BLE001 - the caller's
+            except Exception as error:  # noqa: BLE001 - the caller gets it
                 future.set_exception(error)
             else:
                 future.set_result(result)
 
 
 def _write_file(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read, under its name when it is complete."""
+    """Write a file that only its owner can read; it gets its name when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -44,9 +44,9 @@ class HostRegistry(Protocol):
 
 
 def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
-    """Zeroed pinned uint8[num_bytes], at least 1; unpinned with the last tensor that views it.
+    """Allocate zeroed pinned uint8[num_bytes], at least 1; unpinned with the last view of it.
 
-    Torch's own allocator for pinned memory rounds up to a power of two: 8 GiB instead of 5. It is
+    Torch's own allocator for pinned memory rounds up to a power of two, such as 5 GiB to 8. It is
     used, with a warning, only if the memory cannot be registered.
     """
     memory = mmap.mmap(-1, num_bytes)
@@ -63,9 +63,9 @@ def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
 
 
 def _forget_error() -> None:
-    """Launch a kernel: torch raises the last error of CUDA's runtime with the next one, only once.
+    """Launch a kernel, because torch raises the last error of CUDA's runtime with the next kernel.
 
-    Otherwise the first step would fail.
+    It raises the error only once. Otherwise the first step would raise it.
     """
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
@@ -76,17 +76,18 @@ def _unpin(registry: HostRegistry, address: int, _memory: mmap.mmap) -> None:
 
 
 _CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
-"""Bytes encoded or decoded at once, by device. The work space is several times as large; on a CPU
-it should fit the caches."""
+"""Bytes encoded or decoded at once, by device. The workspace is several times as large; on a CPU it
+should fit in the caches."""
 STAGING_BYTES = 64 * 1024**2
-"""Staging area on a GPU: the link copies it in about a millisecond."""
+"""Size of the staging area on a GPU, which the link copies in about a millisecond."""
 
 
 class HostPool:
     """Host blocks [0, num_blocks), pinned if the device is a GPU. Called from one thread.
 
-    Like `KvPool`, it knows no owner. Calls take effect in order, between the computations of steps.
-    Call `begin_step` and `swap_out` before the step's computation is enqueued.
+    Like `KvPool`, it does not know the owners of blocks. Calls take effect in order, between the
+    computations of steps. Call `begin_step` and `swap_out` before the step's computation is
+    enqueued.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class HostPool:
 
         Args:
             device_blocks: uint8[B, Y], contiguous: the memory of the device blocks.
-            num_blocks: Host blocks.
+            num_blocks: Number of host blocks.
             codec: How blocks are encoded; None: bit for bit as on the device.
             has_checksums: Whether a swap-in fails if the block has changed since its swap-out.
             streams: Orders the copies; None: chosen by device.
@@ -168,8 +169,8 @@ class HostPool:
         """Copy host blocks `src` to device blocks `dst`; visible after the next `begin_step`.
 
         Args:
-            src: int32[N] host blocks, which `swap_out` has filled in earlier steps, or `accept`
-                trusts.
+            src: int32[N] host blocks that `swap_out` has filled in earlier steps, or that `accept`
+                was called for.
             dst: int32[N] device blocks, parallel to `src`, each at most once.
 
         Returns:
@@ -199,13 +200,13 @@ class HostPool:
                 self._checksums[block] = self._checksum(block)
 
     def read(self, block_ids: Int32Array) -> bytes | None:
-        """Contents of int32[N] host blocks; None if one has changed since it was written."""
+        """Return the contents of int32[N] host blocks; None if one has changed since its write."""
         if not self._are_intact(block_ids):
             return None
         return self._host_blocks.numpy()[block_ids].tobytes()
 
     def checksum(self, block_ids: Int32Array) -> int | None:
-        """CRC-32 of the contents that `read` would return, without a copy; None as `read`."""
+        """Return the CRC-32 of what `read` would return, without a copy; None if that is None."""
         if not self._are_intact(block_ids):
             return None
         checksum = 0
@@ -235,7 +236,7 @@ class HostPool:
         """Gather the blocks in the staging area, and store them while the device computes."""
         assert self._streams is not None, "only called with a staging area"
         self._streams.begin_staging()
-        order = np.argsort(dst)  # here only host blocks break runs
+        order = np.argsort(dst)  # here only gaps between host blocks break runs
         ops.gather_blocks(self._device_blocks, self._on_device(src[order]), staging)
         with (
             self._streams.storing_staged(),
@@ -306,7 +307,7 @@ def _copy_runs(
             what = source[first_src : first_src + count]
             target[first_dst : first_dst + count].copy_(what, non_blocking=True)
         return
-    # memcpy: torch's overhead per copy equals the copy of a small block.
+    # Numpy, because torch's overhead per copy is as large as the copy of a small block.
     sources, targets = source.numpy(), target.numpy()
     for first_src, first_dst, count in runs(src, dst):
         into = targets[first_dst : first_dst + count]

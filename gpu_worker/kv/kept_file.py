@@ -5,9 +5,9 @@ each block has a header: the label of its content, the length and checksum of it
 header's own checksum.
 A header is written after its record, when the step that stored the record has its result. It is
 erased before the record is overwritten, or if the content may be wrong. So if the process is
-killed, each record has the right label or none. Only erasures of wrong content are synced: after a
-power loss there may be older headers and records, but a record that does not belong to its header
-has another checksum.
+killed, each record has the right label or none. Only erasures of wrong content are synced. So after
+a power loss, there may be older headers and records; but a record that does not belong to its
+header has another checksum.
 
 A file belongs to the process that has locked it.
 """
@@ -28,9 +28,9 @@ HEADER_BYTES: Final = 64
 
 _MAGIC: Final = b"QuireKV1"
 _FIRST: Final = struct.Struct("<8s32sQI")
-"""Magic, identity, generation, and a checksum of these."""
+"""Magic, identity, generation, and a checksum of these three."""
 _HEADER: Final = struct.Struct("<32sQQQII")
-"""Label, generation, age, bytes of the record, its checksum, checksum of these."""
+"""Label, generation, age, bytes of the record, its checksum, and a checksum of these five."""
 _PREFIX: Final = "quire-kv-"
 _SUFFIX: Final = ".blocks"
 _MAX_FILES: Final = 1024
@@ -83,7 +83,7 @@ def _delete_unlocked(path: Path) -> None:
         if (fd := _lock(path, os.O_RDWR)) is not None:
             path.unlink()
             os.close(fd)
-            _log.info("KV of another model or layout is deleted", file=str(path))
+            _log.info("deleted KV of another model or layout", file=str(path))
 
 
 def _lock(path: Path, flags: int) -> int | None:
@@ -103,7 +103,7 @@ class Headers:
     """The first page of a kept file, and the header of each block after it."""
 
     def __init__(self, fd: int, identity: bytes, num_blocks: int) -> None:
-        """Headers of another identity are ignored; raises OSError."""
+        """Read the first page; raises OSError. Headers of another identity are erased."""
         self._fd = fd
         self._identity = identity
         self._num_blocks = num_blocks

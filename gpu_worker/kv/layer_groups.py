@@ -1,4 +1,4 @@
-"""Divides a model's layers into KV groups: layers with the same window, as many as fit a block.
+"""Divides a model's layers into KV groups: layers with the same window, as many as fit in a block.
 
 All groups allocate blocks from one pool, so a block has the same size in each. It holds the KV of
 some tokens in the layers of one group, which may differ in kv heads and head dim. If the layers of
@@ -26,18 +26,18 @@ class LayerGroups:
     group_of: tuple[int, ...]
     """The group of each layer, which determines the blocks of its KV."""
     num_state_groups: int = 0
-    """How many of the last groups hold states. Recurrent layers are numbered separately."""
+    """Number of last groups that hold states. Recurrent layers are numbered separately."""
     states_per_block: int = 1
-    """Recurrent layers whose states a block holds."""
+    """Number of recurrent layers whose states one block holds."""
 
     @property
     def layers_per_block(self) -> int:
-        """Layers of the largest group."""
+        """Number of layers in the largest group."""
         return max(map(self.group_of.count, self.group_of), default=0)
 
 
 def one_group(num_layers: int, window: KvWindow = None) -> LayerGroups:
-    """All layers in one group."""
+    """Put all layers in one group."""
     return LayerGroups((window,), (0,) * num_layers)
 
 

@@ -2,8 +2,8 @@
 
 Symbols: `P` block size (token slots), `HKV` kv heads, `D` head dim.
 
-Layer after layer of its group, a block holds the keys, then the values, each `[P][HKV][D]`, each
-followed by its scales `[P][HKV]` if the layer is quantized. Quantized numbers and scales take
+For each layer of its group in turn, a block holds the keys, then the values, each `[P][HKV][D]`. If
+the layer is quantized, each is followed by its scales `[P][HKV]`. Quantized numbers and scales take
 multiples of 16 bytes, so that the next part is aligned for any dtype and for wide reads. Blocks of
 all groups are as large as those of the largest group.
 
@@ -35,8 +35,8 @@ KvDtypes: TypeAlias = torch.dtype | tuple[torch.dtype, ...]
 _QUANTIZED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _ALIGNMENT: Final = 16
 _CHECKPOINT_BYTES: Final = 64 * 1024
-"""A model without attention has blocks of so many tokens that a checkpoint of all its states takes
-at most this many bytes per token: half of what the KV of Llama 3 8B takes. Chosen, not measured."""
+"""A model without attention has blocks long enough that a checkpoint of all its states takes at
+most this many bytes per token, half as many as the KV of Llama 3 8B. Chosen, not measured."""
 _MAX_BLOCK_SIZE: Final = 8192
 """With larger blocks the prefix cache would find little. Chosen, not measured."""
 
@@ -44,7 +44,7 @@ _MAX_BLOCK_SIZE: Final = 8192
 def kv_dtypes(
     kv_cache_dtype: str, skip_layers: AbstractSet[int], dtype: torch.dtype, num_layers: int
 ) -> tuple[torch.dtype, ...]:
-    """The storage dtype of each layer of a model that computes in `dtype`.
+    """Return the storage dtype of each layer of a model that computes in `dtype`.
 
     `kv_cache_dtype` is "auto", "int8" or "fp8"; the layers in `skip_layers` store `dtype`.
     """
@@ -72,7 +72,7 @@ class BlockLayout:
     values: tuple[Side, ...] | None
     """The values of each layer; None: they are a part of the keys."""
     num_sides: int
-    """Parts of the fullest block, each the keys or the values of a layer."""
+    """Number of parts of the fullest block; a part is the keys or the values of a layer."""
     block_bytes: int
 
     @property
@@ -108,12 +108,12 @@ def block_layout(
         groups: The KV groups of the layers; None: one.
 
     Raises:
-        ValueError: `dtypes` has not one dtype for each layer.
+        ValueError: `dtypes` does not have one dtype for each layer.
     """
     if isinstance(dtypes, torch.dtype):
         dtypes = (dtypes,) * config.num_layers
     if len(dtypes) != config.num_layers:
-        raise ValueError(f"dtypes has {len(dtypes)}, required are {config.num_layers}, by layer")
+        raise ValueError(f"dtypes has {len(dtypes)} entries; there are {config.num_layers} layers")
     groups = groups or one_group(config.num_layers)
     keys: list[Side] = []
     values: list[Side] = []
@@ -135,7 +135,7 @@ def block_layout(
 def block_bytes(
     config: ModelConfig, block_size: int, dtypes: KvDtypes, groups: LayerGroups | None = None
 ) -> int:
-    """Bytes of one block of `block_size` token slots; see `block_layout`."""
+    """Return the bytes of one block of `block_size` token slots; see `block_layout`."""
     return block_layout(config, block_size, dtypes, groups).block_bytes
 
 
@@ -144,7 +144,7 @@ def group_attention(config: ModelConfig, dtypes: KvDtypes, max_model_len: int) -
 
     Args:
         config: The model's config.
-        dtypes: In which K and V are stored.
+        dtypes: The dtypes in which K and V are stored.
         max_model_len: A window at least as long counts as none.
     """
     if config.num_layers == 0:
@@ -162,14 +162,14 @@ def place_states(
 ) -> tuple[LayerGroups, int]:
     """Add the groups of recurrent layers to the groups of attention; find a block size for both.
 
-    Beside attention, blocks grow until `MAX_GROUPS` groups hold all states. Without, one group
-    does.
+    If there is attention, blocks grow until `MAX_GROUPS` groups hold all states. Otherwise one
+    group holds all states.
 
     Args:
         config: The model's config; it has states.
-        block_size: The least block size; the one found is a multiple.
-        dtypes: In which K and V are stored.
-        groups: The groups of attention; none without.
+        block_size: The least block size; the result is a multiple of it.
+        dtypes: The dtypes in which K and V are stored.
+        groups: The groups of layers with attention; empty if there are none.
 
     Raises:
         ModelError: Blocks would be too large.

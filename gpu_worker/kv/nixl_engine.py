@@ -102,9 +102,9 @@ class NixlEngine:
     async def read(
         self, metadata: bytes, address: int, block_ids: Int32Array, checksum: int
     ) -> AsyncIterator[Bytes]:
-        """Read int32[N] host blocks of another worker; yields their contents.
+        """Read int32[N] host blocks of another worker, and yield their contents.
 
-        They are valid only within the context.
+        The contents are valid only within the context.
 
         Args:
             metadata: The other worker's `agent_metadata`.
@@ -149,7 +149,7 @@ class NixlEngine:
         self._server.shutdown(wait=False)
 
     def _read(self, metadata: bytes, address: int, block_ids: Int32Array, checksum: int) -> Bytes:
-        from isal import isal_zlib  # noqa: PLC0415 - a simulated worker does without
+        from isal import isal_zlib  # noqa: PLC0415 - a simulated worker does not need it
 
         try:
             state = self._transfer(metadata, address, block_ids)
@@ -165,7 +165,7 @@ class NixlEngine:
         raise TransferFailedError(f"NIXL cannot read {len(block_ids)} blocks: {reason}")
 
     def _transfer(self, metadata: bytes, address: int, block_ids: Int32Array) -> str:
-        """Read blocks to the staging buffer; returns the last state of the transfer."""
+        """Read blocks to the staging buffer; return the last state of the transfer."""
         numbers = np.arange(len(block_ids), dtype=np.uint64)
         local = self._places(self._staging.ctypes.data, numbers)
         remote = self._places(address, block_ids.astype(np.uint64))
@@ -190,12 +190,12 @@ class NixlEngine:
         while self._num_serving and not self._is_closed:
             with self._calling:
                 if self._agent is not None:
-                    # the call advances NIXL; there are no notifications
+                    # The call advances NIXL; there are no notifications.
                     self._agent.get_new_notifs()
             time.sleep(_POLL_S)
 
     def _places(self, address: int, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """Return uint64[N, 3]: address, length and device of blocks."""
+        """Return uint64[N, 3]: address, length and device number of each block."""
         size = np.uint64(self._block_bytes)
         places = np.zeros((len(numbers), 3), np.uint64)
         places[:, 0] = np.uint64(address) + numbers * size

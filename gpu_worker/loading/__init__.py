@@ -1,1 +1,1 @@
-"""Loads a model onto a device, and builds what executes its steps."""
+"""Loads a model onto a device, and builds the executor of its steps."""

@@ -19,14 +19,14 @@ from kernels.ops import AttentionBackend
 
 _FLASH_ATTENTION = (9, 0)
 _ROUNDING_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
-"""Products of bfloat16, as torch names them, of x86 and Arm."""
+"""CPU features for products of bfloat16, by torch's names, on x86 and Arm."""
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 _log = structlog.get_logger()
 
 
 def pick_device(name: str, number: int = 0) -> torch.device:
-    """The device that a flag names; "auto" is a GPU, or the CPU if there is none.
+    """Return the device that a flag names; "auto" is a GPU, or the CPU if there is none.
 
     Args:
         name: The setting `device`.
@@ -51,12 +51,12 @@ def pick_device(name: str, number: int = 0) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """A readable name: "cpu", "NVIDIA H200"."""
+    """Return a readable name, such as "cpu" or "NVIDIA H200"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The number format to run in; "auto" is the checkpoint's, or float32 if that one is slow here.
+    """Return the number format to run in; "auto": the checkpoint's, or float32 if that is slow.
 
     CPUs have no arithmetic for float16, and only some have it for bfloat16.
     """
@@ -69,17 +69,17 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
 
 
 def pick_attention(name: str, device: torch.device) -> AttentionBackend:
-    """The code that attends to the KV pool, by the setting `attention_backend`.
+    """Return the code that attends to the KV pool, by the setting `attention_backend`.
 
     Raises:
-        ModelError: It is not installed, or does not run on this device.
+        ModelError: The code is not installed, or does not run on this device.
     """
     if name == "triton":
         return ops
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_ATTENTION:
         raise ModelError(
-            f"attention_backend is {name}; {device_name(device)} needs triton:"
-            " FlashAttention-3 requires a GPU of compute capability 9.0"
+            f"attention_backend is {name}; it must be triton on {device_name(device)}:"
+            " FlashAttention-3 needs a GPU with compute capability 9.0"
         )
     try:
         module = importlib.import_module("flash_attn_interface")
@@ -92,9 +92,9 @@ def pick_attention(name: str, device: torch.device) -> AttentionBackend:
 
 
 def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
-    """Set torch's number of threads, by default `num_physical_cores`.
+    """Set torch's number of threads, by default `num_physical_cores`, and return it.
 
-    Returns the number. If `num_sharing` processes share the cores, each gets an equal share.
+    If `num_sharing` processes share the cores, each gets an equal share.
     """
     count = max(1, (num_threads or num_physical_cores()) // num_sharing)
     torch.set_num_threads(count)
@@ -102,23 +102,24 @@ def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
 
 
 def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
-    """Decide which of the CPU's linear maps use Intel's AMX, as the setting `amx` says; log why.
+    """Decide by the setting `amx` which of the CPU's linear maps use Intel's AMX, and log why.
 
-    Returns their formats of weights. Call it after `set_num_threads`, which its times depend on.
+    Returns the weight formats of these maps. Call this after `set_num_threads`, because it measures
+    times, which depend on the number of threads.
     """
     choice = choose_amx(wanted) if device.type == "cpu" else None
     if choice is None:
         if wanted == "on":
-            _log.warning("no AMX, which the setting amx asks for", device=device.type)
+            _log.warning("the setting amx is on, but there is no AMX", device=device.type)
         return ()
     found = choice.findings
     if found is None:
-        _log.info("linear maps without AMX, as the setting amx says")
+        _log.info("linear maps do not use AMX: the setting amx is off")
     elif found.failure is not None:
-        _log.warning("linear maps without AMX: its check failed", failure=found.failure)
+        _log.warning("linear maps do not use AMX: its check failed", failure=found.failure)
     else:
         _log.info(
-            f"linear maps {'with' if choice.formats else 'without'} AMX",
+            f"linear maps {'use' if choice.formats else 'do not use'} AMX",
             weights=choice.formats,
             amx=wanted,
             measured=found.date,
@@ -130,9 +131,10 @@ def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
 def name_arithmetic(device: torch.device, amx_formats: Sequence[str]) -> str:
     """Name the properties of this device, besides versions, that decide the last bits of results.
 
-    On a GPU that is its kind, by which libraries choose kernels, and we choose tiles and products
-    of fp8. On a CPU that is its instruction sets, by which torch, oneDNN and our kernels choose how
-    to add, whether our kernels could be compiled, and the formats for which maps use AMX.
+    On a GPU, this is its model, by which libraries choose kernels, and we choose tiles and products
+    of fp8. On a CPU, these are its instruction sets, by which torch, oneDNN and our kernels choose
+    the order of sums; whether our kernels could be compiled; and the weight formats for which maps
+    use AMX.
     """
     if device.type != "cpu":
         return repr((device.type, device_name(device)))
@@ -144,7 +146,7 @@ def name_arithmetic(device: torch.device, amx_formats: Sequence[str]) -> str:
 
 
 def num_physical_cores() -> int:
-    """Physical cores that this process may use; logical ones if the system does not report them."""
+    """Return how many physical cores this process may use, or logical ones if that is unknown."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)

@@ -52,10 +52,10 @@ class NoRoomError(ModelError):
 
 
 def blocks_in(num_bytes: float, bytes_per_block: int) -> int:
-    """How many blocks fit `num_bytes`.
+    """Return how many blocks fit in `num_bytes`.
 
     Raises:
-        NoRoomError: Not even one fits.
+        NoRoomError: Not even one block fits.
     """
     if num_bytes < bytes_per_block:
         raise NoRoomError(
@@ -83,16 +83,16 @@ def check_size(settings: WorkerSettings, bytes_per_block: int, device: torch.dev
 
 
 def free_cpu_kv_bytes() -> int:
-    """Default KV memory on a CPU: 1 GiB, or half of the free memory if that is less."""
+    """Return the default KV memory on a CPU: 1 GiB, or half of the free memory if that is less."""
     return min(_DEFAULT_CPU_BYTES, int(available_bytes() * _CPU_SHARE))
 
 
 def free_host_kv_bytes(device: torch.device, role: Role = Role.BOTH) -> int:
-    """Default host memory for KV.
+    """Return the default host memory for KV, in bytes.
 
-    With a GPU 4 GiB, or a quarter of the free memory if that is less, because no other process can
-    use pinned memory. None on a CPU, because the pool could hold the same KV in the same memory.
-    But prefill and decode workers need host memory, through which requests move.
+    With a GPU it is 4 GiB, or a quarter of the free memory if that is less, because no other
+    process can use pinned memory. On a CPU it is 0, because the device pool is in the same memory.
+    But prefill and decode workers always need host memory, through which requests move.
     """
     if device.type != "cuda" and role is Role.BOTH:
         return 0
@@ -110,11 +110,11 @@ def free_gpu_kv_bytes(
     *,
     num_graph_sets: int,
 ) -> int:
-    """KV memory on a GPU: `utilization` of its memory, less the need of the largest step.
+    """Return the KV memory on a GPU: `utilization` of its memory, less what the largest step needs.
 
-    Runs that step, with all `ranks` if the model is on several devices. `limits.num_blocks` is
-    ignored. It also leaves room for sets of CUDA graphs, whose memory other steps cannot use: see
-    `graph_bytes`.
+    This runs that step, with all `ranks` if the model is on several devices. `limits.num_blocks` is
+    ignored. The result also leaves room for sets of CUDA graphs, whose memory other steps cannot
+    use: see `graph_bytes`.
     """
     profiled = _run_largest_step(model, config, limits, dtypes, device, ranks)
     if num_graph_sets:
@@ -135,7 +135,7 @@ def _run_largest_step(
     device: torch.device,
     ranks: Ranks | None,
 ) -> int:
-    """Peak bytes that torch reserves in the largest step, weights and fragmentation included."""
+    """Run the largest step; return torch's peak of reserved bytes, with weights."""
     step = largest_step(limits)
     num_blocks = sum(len(new.block_ids) for new in step.new_sequences)
     limits = replace(limits, num_blocks=num_blocks)
@@ -159,7 +159,7 @@ def graph_bytes(
     *,
     num_sets: int = 1,
 ) -> int:
-    """Bytes that all graphs hold, if there are `num_sets` graphs of each size.
+    """Return the bytes that all graphs hold, if there are `num_sets` graphs of each size.
 
     All `ranks` call this together.
 
@@ -173,8 +173,8 @@ def graph_bytes(
     torch.cuda.reset_peak_memory_stats(device)
     decodes = DecodeGraphs(model, pool, limits, last_token_ids)
     pieces = PiecewiseGraphs(model.forward, pool, limits, last_token_ids)
-    # A model that cannot be captured in pieces may raise anything, then and now. But a rank that
-    # went on after an error of its own would leave the others waiting in the middle of a run.
+    # A model that cannot be captured in pieces may raise anything, here as in a capture. But a rank
+    # that continued after an error of its own would leave the others waiting in mid-run.
     tolerated = Exception if ranks is None else PiecesError
     with torch.inference_mode():
         decodes.rehearse()
@@ -189,7 +189,7 @@ def graph_bytes(
 
 
 def _driver_bytes(pieces: PiecewiseGraphs, device: torch.device, ranks: Ranks | None) -> int:
-    """Bytes of the driver for the pieces of one size; 0 if they cannot be captured."""
+    """Return the driver's bytes for the pieces of one size; 0 if they cannot be captured."""
     backend: GraphBackend = CudaGraphs(device)
     if ranks is not None:
         backend = GraphsOfAll(backend, ranks)
@@ -199,7 +199,7 @@ def _driver_bytes(pieces: PiecewiseGraphs, device: torch.device, ranks: Ranks | 
             pieces.capture_size(size, backend)
         except LostRankError:
             raise
-        except Exception:  # noqa: BLE001 - as above; the captures that serve will tell
+        except Exception:  # noqa: BLE001 - as above; the real captures report it
             return 0
         free, total = torch.cuda.mem_get_info(device)
         used.append(total - free - torch.cuda.memory_reserved(device))
@@ -239,7 +239,7 @@ def largest_step(limits: Limits) -> Plan:
 
 _GIB = 1024**3
 _MAX_BLOCKS = 2**24
-"""Schedulers accept no more."""
+"""The largest number of blocks that schedulers accept."""
 
 _log = structlog.get_logger()
 
@@ -266,7 +266,7 @@ def open_pool_memory(
         max_bytes = max(num_bytes, device_total_bytes(device))
     elif (max_bytes := int(max_gb * _GIB)) < num_bytes:
         raise ModelError(
-            f"max-kv-memory-gb is {max_gb}; the KV memory has {num_bytes / _GIB:.3f} GiB at first"
+            f"max-kv-memory-gb is {max_gb}; the KV memory starts with {num_bytes / _GIB:.3f} GiB"
         )
     max_bytes = min(max_bytes, max(num_blocks, _MAX_BLOCKS) * block_bytes)
     try:

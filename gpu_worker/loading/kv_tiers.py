@@ -55,8 +55,9 @@ def kv_identity(
 ) -> bytes:
     """Return a hash of everything, except earlier tokens, that determines the KV of a token.
 
-    `arithmetic` names what computes it (`gpu_worker.loading.device.name_arithmetic`): with another
-    one, KV has other last bits, and a request's tokens would depend on whether it was found.
+    `arithmetic` names the hardware and kernels that compute the KV
+    (`gpu_worker.loading.device.name_arithmetic`). With others, the KV has other last bits, and a
+    request's tokens would depend on whether its KV was found.
     With a far tier, which other machines share, the model's files are hashed by name and content.
     Otherwise they are hashed by name, size and time of change, so copies count as different.
     """
@@ -93,7 +94,7 @@ def open_lower_tiers(
     """Allocate the tiers. With `identity`, the disk's blocks outlive the process.
 
     Raises:
-        ModelError: The disk has not enough room, or there is a disk tier without a host tier.
+        ModelError: The disk lacks room, or there is a disk tier without a host tier.
     """
     host_codec = _quantized(settings.host_codec, pool.block_bytes, config, pool.layout.dtype)
     host_block_bytes = pool.block_bytes if host_codec is None else host_codec.record_bytes
@@ -111,7 +112,7 @@ def open_lower_tiers(
     if settings.disk_kv_memory_gb:
         raise ModelError(
             f"disk-kv-memory-gb is {settings.disk_kv_memory_gb}, but KV reaches the disk through"
-            " host blocks, and there are none: set host-kv-memory-gb"
+            " host blocks, of which there are none: set host-kv-memory-gb"
         )
     return LowerTiers()
 
@@ -173,12 +174,12 @@ def _quantized(
         return None
     if config.has_exact_keys:
         raise ModelError(
-            f"host-codec or disk-codec is {spec}; {config.architecture} has ALiBi, whose keys hold"
-            " positions that 8 bits would round"
+            f"host-kv-codec or disk-kv-codec is {spec}; {config.architecture} has ALiBi, whose keys"
+            " hold positions that 8 bits would round"
         )
     if config.kv_shapes:
         raise ModelError(
-            f"host-codec or disk-codec is {spec}; {config.architecture} has layers of different kv"
-            " heads or head dim, and their KV is rounded by --kv-cache-dtype alone"
+            f"host-kv-codec or disk-kv-codec is {spec}; {config.architecture} has layers that"
+            " differ in kv heads or head dim, whose KV only kv-cache-dtype can quantize"
         )
     return QuantizedCodec(spec, block_bytes, config.head_dim, dtype)

@@ -31,7 +31,7 @@ _NUM_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """See `WorkerInfo`; 0: not measured."""
+    """The rates in `WorkerInfo`; 0: not measured."""
 
     swap_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
@@ -71,7 +71,10 @@ def rates_of_all(own: Rates, block_bytes: int, ranks: Ranks) -> tuple[Rates, int
 
 
 def swap_bytes_per_s(host_pool: HostPool, pool: KvPool) -> float:
-    """Bytes per second between device and host, in the slower direction. Contents are lost."""
+    """Measure bytes per second between device and host, in the slower direction.
+
+    Contents of host and device blocks are lost.
+    """
     num_blocks = min(pool.num_blocks, host_pool.num_blocks)
     num_blocks = min(num_blocks, max(1, _SWAP_BYTES // pool.block_bytes))
     blocks = np.arange(num_blocks, dtype=np.int32)
@@ -90,7 +93,7 @@ def swap_bytes_per_s(host_pool: HostPool, pool: KvPool) -> float:
 
 
 def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> float:
-    """Bytes of KV per second read from the disk itself, not from the page cache.
+    """Measure bytes of KV per second, read from the disk itself, not from the page cache.
 
     Contents of host and device blocks are lost.
 
@@ -119,7 +122,7 @@ def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> 
 
 
 def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
-    """Tokens per second when computing one prompt. All rows are free before and after."""
+    """Measure tokens per second in one prompt. All rows are free before and after."""
     num_groups = len(limits.kv_windows)
     num_slots = limits.num_blocks // num_groups * limits.block_size
     room = min(limits.max_num_batched_tokens, num_slots)
@@ -150,7 +153,7 @@ def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
 
 
 def _random_blocks(num_blocks: int, pool: KvPool) -> torch.Tensor:
-    """uint8[num_blocks, block_bytes] that compress about as well as KV.
+    """Make uint8[num_blocks, block_bytes] that compress about as well as KV.
 
     Zeros would compress far better. Quantized KV hardly compresses at all.
     """
@@ -163,7 +166,7 @@ def _random_blocks(num_blocks: int, pool: KvPool) -> torch.Tensor:
 
 
 def least_s(work: Callable[[], object], num_rounds: int = _NUM_ROUNDS) -> float:
-    """Seconds of the fastest of several rounds."""
+    """Return the seconds of the fastest of several rounds."""
     durations_s = []
     for _ in range(num_rounds):
         start_s = time.perf_counter()

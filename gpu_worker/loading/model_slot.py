@@ -53,7 +53,7 @@ class OngoingLoad:
     task: "asyncio.Task[None] | None" = None
 
     async def wait(self, within_s: float) -> bool:
-        """Wait at most `within_s` for the model; returns whether it is loaded.
+        """Wait at most `within_s` for the model; return whether it is loaded.
 
         Raises:
             QuireError, ModelError: The load failed; no model is loaded.
@@ -101,11 +101,11 @@ class ModelSlot:
         self._gave_up = threading.Event()
 
     def problem(self) -> str | None:
-        """A liveness check: the problem, or None."""
+        """Return what is wrong, for a liveness check; None if nothing is."""
         return None if self._model is None else self._model.steps.problem()
 
     async def load_first(self) -> None:
-        """Load the model of the settings at the start of the process, unless that says otherwise.
+        """Load the model at the start of the process, unless `settings.unloaded` is true.
 
         Raises:
             ModelError: The model cannot be served.
@@ -151,7 +151,7 @@ class ModelSlot:
         return load
 
     async def unload(self) -> bool:
-        """Unload the model, even if the caller leaves; returns whether one was loaded.
+        """Unload the model, even if the caller leaves; return whether one was loaded.
 
         Raises:
             UnimplementedError: The model is on several devices.
@@ -172,7 +172,7 @@ class ModelSlot:
         return was_loaded
 
     async def close(self) -> None:
-        """Stop everything: the process ends."""
+        """Stop everything before the process ends."""
         self._gave_up.set()
         if self._watch is not None:
             self._watch.cancel()
@@ -218,7 +218,7 @@ class ModelSlot:
             if self._unloading is not None:
                 await asyncio.shield(self._unloading)
             await self._load(self._settings_of(load.directory), report)
-        except Exception as error:  # noqa: BLE001 - it is the caller's
+        except Exception as error:  # noqa: BLE001 - the caller gets it
             problem = _explain(error, load.directory)
             _log.warning("loading a model failed", reason=str(problem))
             await asyncio.to_thread(_begin_release)
@@ -255,7 +255,7 @@ class ModelSlot:
         _log.info("unloaded the model")
 
     def _settings_of(self, directory: Path) -> WorkerSettings:
-        """Return the settings for another model, without those about the flags' model only."""
+        """Return the settings for a model, without those that concern only the flags' model."""
         if _is_same(directory, Path(self._settings.model)):
             return self._settings
         other = {"model": str(directory), "served_model_name": "", "lora": ()}
@@ -302,7 +302,7 @@ def _release() -> None:
 
 
 def _explain(error: Exception, directory: Path) -> Exception:
-    """The error for the caller: why the model is not loaded."""
+    """Return the error for the caller, which says why the model is not loaded."""
     from gpu_worker.loading.kv_memory import NoRoomError  # noqa: PLC0415 - torch, as above
 
     is_memory = isinstance(error, NoRoomError | MemoryError)

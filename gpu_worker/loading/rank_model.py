@@ -59,10 +59,10 @@ _LARGEST_GPU_BYTES = 120 * 2**30
 _CPU_SATURATING_TOKENS = 512
 """From this many tokens per step on, a CPU is bound by arithmetic."""
 _GPU_SATURATING_TOKENS = 2048
-"""The same for a GPU. Not measured; larger steps are for prompts without streams beside them."""
+"""The same for a GPU. Not measured. Larger steps are for prompts while no sequence decodes."""
 _GPU_MIN_PROMPT_TOKENS = 256
-"""Derived: a GPU multiplies about as many 16-bit numbers by a weight as it needs time to read it.
-Not measured."""
+"""About the number of tokens by which a GPU multiplies a 16-bit weight in the time that it needs to
+read the weight. Derived, not measured."""
 
 _log = structlog.get_logger()
 
@@ -105,11 +105,11 @@ def load_rank_model(
     Args:
         member: Which rank this is, and its settings.
         report: Called with status and progress; an error that it raises ends the load.
-        meet: Connects the ranks, called when this rank knows that it can serve the settings;
-            returns None if there are no other ranks.
+        meet: Connects the ranks, and returns None if there are no other ranks. Called when this
+            rank knows that it can serve the settings.
 
     Raises:
-        ModelError: the model cannot be served as the settings ask, or not one KV block fits.
+        ModelError: The model cannot be served as the settings ask, or not even one KV block fits.
     """
     with ExitStack() as undo:
         part = _load_rank_model(member, report, meet, undo)
@@ -123,7 +123,7 @@ def _load_rank_model(
     meet: Callable[[Place, torch.device], Ranks | None],
     undo: ExitStack,
 ) -> RankModel:
-    """As `load_rank_model`; `undo` collects the resources to release if a later step fails.
+    """Do as `load_rank_model` does; `undo` collects the resources to release after a failure.
 
     First it checks everything that needs no weights: device, config, dtypes, adapters. Then the
     ranks connect, before any of them loads gigabytes. Weights are loaded before KV memory is
@@ -151,7 +151,7 @@ def _load_rank_model(
     abilities = read_abilities(directory, config, place.num_ranks)
     dtype = pick_dtype(settings.dtype, config, device)
     if dtype is not torch.bfloat16:
-        amx_formats = ()  # other maps never use it
+        amx_formats = ()  # maps in other dtypes never use AMX
     limits = _limits(settings, config, device)
     has_kv = not config.is_encoder
     dtypes = _kv_dtypes(settings, config, dtype, place) if has_kv else ()
@@ -247,8 +247,9 @@ def _load_rank_model(
         drafter=drafter,
         adapters=adapters,
         slots=slots,
-        # No step halving for an encoder: without KV, the parts of a prompt would not see each
-        # other. None for recurrent layers: an interrupted step has already advanced some states.
+        # Steps of an encoder are not split, because without KV the parts of a prompt would not see
+        # each other. Nor are steps of recurrent layers, because a failed step has already advanced
+        # some states.
         takes_parts=abilities.generates and not config.num_states,
     )
     if has_kv and _has_graphs(settings, device):
@@ -280,7 +281,7 @@ def _load_rank_model(
     if tiers.disk_pool is not None:
         blocks, labels = tiers.disk_pool.take_found()
         executor.labels.restore_disk(blocks, labels)
-        _log.info("KV of an earlier process", num_disk_blocks=len(blocks))
+        _log.info("found KV of an earlier process", num_disk_blocks=len(blocks))
     if ranks is not None:
         measured, bytes_per_block = rates_of_all(measured, bytes_per_block, ranks)
     return RankModel(
@@ -307,8 +308,8 @@ def _check_without_kv(settings: WorkerSettings, config: ModelConfig) -> None:
     for name in ("host_kv_memory_gb", "disk_kv_memory_gb", "kv_cache_memory_gb", "speculative"):
         if value := getattr(settings, name):
             raise ModelError(
-                f"{name.replace('_', '-')} is {value}; {config.architecture} keeps no KV and"
-                " generates nothing: leave it out"
+                f"{name.replace('_', '-')} is {value}; it must be unset for {config.architecture},"
+                " which keeps no KV and generates nothing"
             )
 
 
@@ -336,15 +337,15 @@ def _check_batch_invariant(config: ModelConfig, device: torch.device) -> None:
     is_llama = isinstance(config, LlamaConfig) and config.experts is None
     if not is_llama and not isinstance(config, NeoxConfig):
         raise ModelError(
-            f"batch_invariant is true; it must be false for {config.architecture}: supported are"
-            " Quire's own decoders, without experts or latent attention"
+            f"batch_invariant is true; it must be false for {config.architecture}: only Quire's own"
+            " decoders without experts or latent attention are supported"
         )
 
 
 def _drafter(
     settings: WorkerSettings, limits: Limits, draft_model: DraftModel | None
 ) -> Drafter | None:
-    """The drafter that guesses tokens, if any."""
+    """Make the drafter that guesses tokens, if any."""
     if draft_model is not None:
         return draft_model.drafter(settings.num_draft_tokens, limits)
     if settings.speculative == "ngram":
@@ -355,7 +356,7 @@ def _drafter(
 def _structured_output(
     directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
 ) -> StructuredOutput | None:
-    """The grammar compiler for the model; None, with a warning, if it supports no grammars."""
+    """Make the grammar compiler for the model; None, with a warning, if it supports no grammars."""
     if not eos_token_ids:
         _log.warning("no structured output: the model has no end-of-sequence token")
         return None
@@ -375,7 +376,7 @@ def _structured_output(
 def _adapter_slots(
     config: ModelConfig, adapters: Mapping[int, Adapter], device: torch.device, dtype: torch.dtype
 ) -> AdapterSlots | None:
-    """The slots of a GPU's adapters; None if the worker starts without adapters.
+    """Make the slots of a GPU's adapters; None if the worker starts without adapters.
 
     Slots double the number of graphs; without slots, steps with adapters run eagerly.
     """
@@ -392,7 +393,11 @@ def _has_graphs(settings: WorkerSettings, device: torch.device) -> bool:
 
 
 def _num_graph_sets(settings: WorkerSettings, device: torch.device) -> int:
-    """Graphs with adapters launch about twice the kernels of others, and take twice the memory."""
+    """Return how many sets of graphs to leave room for.
+
+    A set with adapters counts twice: its graphs launch about twice as many kernels, and take twice
+    the memory.
+    """
     if not _has_graphs(settings, device):
         return 0
     return 3 if settings.lora else 1
@@ -409,7 +414,7 @@ def _capture_graphs(
 ) -> None:
     """Capture graphs for each kind of step; if a capture fails, log a warning and continue.
 
-    With a drafter, all steps use the second kind of graphs, because their tokens come from the
+    With a drafter, all steps use the graphs of `capture_pieces`, because their tokens come from the
     host.
     """
     kinds: list[tuple[str, Callable[..., None]]] = [("steps with prompts", executor.capture_pieces)]
@@ -431,18 +436,18 @@ def _capture_graphs(
         except LostRankError:
             raise
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
-            report("going on without CUDA graphs", None)  # raises if reporting has failed
+            report("continuing without CUDA graphs", None)  # raises if reporting has failed
             _log.warning(f"{steps} run without CUDA graphs", exc_info=error)
         else:
             seconds = round(time.monotonic() - start_s, 1)
             _log.info("captured CUDA graphs", steps=steps, seconds=seconds)
-    torch.cuda.empty_cache()  # memory that the runs before the captures have cached
+    torch.cuda.empty_cache()  # releases memory that the runs before the captures have cached
 
 
 def _kv_dtypes(
     settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, place: Place
 ) -> tuple[torch.dtype, ...]:
-    """Storage dtypes of KV, for each of this rank's layers."""
+    """Return the storage dtype of KV in each of this rank's layers."""
     skip_layers = settings.kv_skip_layers
     if skip_layers and max(skip_layers) >= config.num_layers:
         raise ModelError(
@@ -466,7 +471,7 @@ def _layer_groups(
     place: Place,
     dtypes: tuple[torch.dtype, ...],
 ) -> LayerGroups:
-    """The KV groups of the model's layers.
+    """Return the KV groups of the model's layers.
 
     All layers are in one group without a window if a draft model uses the same block numbers, or if
     layers are on several devices.
@@ -476,8 +481,8 @@ def _layer_groups(
     if settings.draft_model is not None or not is_whole:
         if any(isinstance(window, Chunk) for window in config.windows):
             raise ModelError(
-                f"draft-model is {settings.draft_model}; {config.architecture}'s attention has"
-                " chunks, and is supported without a draft model alone"
+                f"draft-model is {settings.draft_model}; it must be unset for"
+                f" {config.architecture}, whose attention has chunks"
             )
         return one_group(num_layers)
     groups = group_attention(config, dtypes, limits.max_model_len)
@@ -538,18 +543,18 @@ def _with_states(
     """Add the groups of recurrent layers, and make blocks large enough for their states.
 
     Raises:
-        ModelError: A setting does not go with recurrent layers.
+        ModelError: A setting does not work with recurrent layers.
     """
     if settings.speculative is not None:
         raise ModelError(
             f"speculative is {settings.speculative}; {config.architecture} has recurrent layers,"
-            " whose states cannot go back behind a wrong guess"
+            " whose states cannot be rewound after a wrong guess"
         )
     for name in ("host_codec", "disk_codec"):
         if (codec := getattr(settings, name)).is_quantized:
             raise ModelError(
-                f"{name.replace('_', '-')} is {codec}; {config.architecture} has recurrent layers,"
-                " whose states must not be rounded"
+                f"{name.replace('_codec', '-kv-codec')} is {codec}; {config.architecture} has"
+                " recurrent layers, whose states must not be rounded"
             )
     groups, size = place_states(config, settings.block_size, dtypes, groups)
     _log.info(
@@ -562,12 +567,12 @@ def _with_states(
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
-    """The limits, except `num_blocks`, which is computed from them.
+    """Return the limits, except `num_blocks`, which is computed from them.
 
-    On a CPU, up to about 64 rows, reading the weights bounds a decode step of a 125M model; more
-    rows would only slow each other down. A step has 2048 prompt tokens or more, so that short
-    prompts that arrive together begin to decode together; if that takes too long, the scheduler
-    sends fewer. From 512 tokens on, a CPU is bound by arithmetic.
+    On a CPU, a decode step of a 125M model is bound by reading the weights up to about 64 rows;
+    more rows would only slow each other down. A step takes 2048 prompt tokens or more, so that
+    short prompts that arrive together begin to decode together. If such a step takes too long, the
+    scheduler sends fewer tokens. From 512 tokens on, a CPU is bound by arithmetic.
     """
     is_gpu = device.type == "cuda"
     max_model_len = settings.max_model_len or config.max_model_len
@@ -620,7 +625,7 @@ def _num_blocks(
 ) -> int:
     if settings.num_blocks is not None:
         return settings.num_blocks
-    if config.is_encoder:  # blocks have no bytes
+    if config.is_encoder:  # its blocks have no bytes
         return limits.max_num_seqs * limits.max_blocks_per_row
     if settings.kv_cache_memory_gb is not None:
         num_bytes = int(settings.kv_cache_memory_gb * _GIB)

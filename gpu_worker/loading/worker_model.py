@@ -55,13 +55,13 @@ def load(
     event_loop: asyncio.AbstractEventLoop,
     leader: Leader | None = None,
 ) -> LoadedModel:
-    """Load the model of `settings`; calls `report` with status and progress.
+    """Load the model of `settings`, and call `report` with status and progress.
 
     An error raised by `report` ends the load. `leader` connects to the other ranks if the model is
     on several devices.
 
     Raises:
-        ModelError: The model cannot be served as the settings ask, or not one KV block fits.
+        ModelError: The model cannot be served as the settings ask, or not even one KV block fits.
     """
 
     def meet(place: Place, device: torch.device) -> Ranks | None:
@@ -87,7 +87,7 @@ def load(
             undo.callback(far.close)
         transfer = _open_transfer(settings, loaded, info)
         undo.pop_all()
-    # Last, because its thread keeps the model.
+    # The loop starts last, because its thread keeps the model alive.
     steps = StepLoop(executor if leader is None else LeadingExecutor(executor, leader), event_loop)
     return LoadedModel(info, steps, memory_monitor, load_adapter, transfer, far)
 
@@ -95,7 +95,9 @@ def load(
 def _open_far(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> FarStore:
     host_pool = loaded.tiers.host_pool
     if loaded.identity is None or host_pool is None or not info.has_far_kv:
-        lacks = "host memory for KV (host_kv_memory_gb)" if host_pool is None else "plain KV"
+        lacks = "KV of real weights, in one group without a window"
+        if host_pool is None:
+            lacks = "host memory for KV (host_kv_memory_gb)"
         raise ModelError(
             f"far_kv_url is {settings.far_kv_url}; it must be empty: the worker has no {lacks}"
         )
@@ -214,7 +216,7 @@ def _publish(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> N
     )
     if not limits.has_windows and limits.num_blocks < limits.max_blocks_per_row:
         _log.warning(
-            "a sequence of max_model_len does not fit the KV memory",
+            "a sequence of max_model_len does not fit in the KV memory",
             max_model_len=limits.max_model_len,
             kv_tokens=limits.num_blocks * limits.block_size,
         )
@@ -224,7 +226,7 @@ def load_rank(member: Member, welcome: dict[str, int]) -> tuple[Executor, Limits
     """Load the part of a rank other than 0, after rank 0 has sent `welcome`.
 
     Raises:
-        ModelError: As `load`.
+        ModelError: See `load`.
     """
     address = member.settings.master_addr
 

@@ -33,7 +33,7 @@ class AdaptedMap:
 
 
 def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
-    """The maps of a layer that adapters may change; with a mixture of experts, attention only."""
+    """Yield the maps of a layer that adapters may change; with experts, only those of attention."""
     prefix = f"model.layers.{layer}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     hidden, intermediate = config.hidden_size, config.intermediate_size
@@ -75,7 +75,7 @@ class LowRankMap:
 
 
 def with_maps(layer: DecoderLayer, change: Callable[[MapName, Linear], Linear]) -> DecoderLayer:
-    """The layer with its maps changed; experts stay as they are."""
+    """Return the layer with its maps changed; experts stay as they are."""
     mlp = layer.feed_forward
     if isinstance(mlp, GatedMlp):
         mlp = GatedMlp(change(GATE_UP, mlp.gate_up), change(DOWN, mlp.down))
@@ -99,7 +99,7 @@ class Adapter:
 
 
 def native_adapter(layers: Sequence[Mapping[MapName, LowRankMap]]) -> NativeAdapter | None:
-    """The layers' additions for native code; None if it does not support one of them."""
+    """Make the layers' additions for native code; None if it does not support one of them."""
     packed: list[dict[str, PackedPair]] = []
     for layer in layers:
         pairs: dict[str, PackedPair] = {}

@@ -1,7 +1,7 @@
 """Loads LoRA adapters that PEFT has written; an unsupported field is refused by name.
 
 Symbols: `K` input features of a map, `N` its output features, `r` the rank of an adapter, `R` the
-ranks of maps that are fused into one, together.
+sum of the ranks of maps that are fused into one.
 """
 
 import hashlib
@@ -63,16 +63,16 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     """
     fields = read_json(directory / CONFIG_FILE)
     if (kind := fields.get("peft_type")) != "LORA":
-        raise fields.error("peft_type", f"is {kind!r}; supported is LORA")
+        raise fields.error("peft_type", f"is {kind!r}; only LORA is supported")
     if (task := fields.get("task_type")) not in {None, "CAUSAL_LM"}:
-        raise fields.error("task_type", f"is {task!r}; supported is CAUSAL_LM")
+        raise fields.error("task_type", f"is {task!r}; only CAUSAL_LM is supported")
     for name, value in fields.values.items():
         if name not in _HONOURED | _OF_TRAINING and value not in _NEUTRAL:
             raise fields.error(name, f"is {value!r}, which is not supported")
     if (start := fields.get("init_lora_weights")) not in _HARMLESS_STARTS:
         raise fields.error(
             "init_lora_weights",
-            f"is {start!r}, which has changed the model's own weights, too: that is not supported",
+            f"is {start!r}; adapters that also change the model's own weights are not supported",
         )
     rank = fields.positive_int("r")
     divisor = math.sqrt(rank) if fields.boolean("use_rslora", default=False) else rank
@@ -121,7 +121,7 @@ def load_adapter(
     """
     if not isinstance(model, LlamaConfig):
         raise ModelError(
-            f"{model.architecture} runs without LoRA adapters; they are supported for"
+            f"{model.architecture} does not support LoRA adapters; they are supported for"
             f" {', '.join(LLAMA_ARCHITECTURES)} in our own implementation"
         )
     digest = _digest(directory)
@@ -143,8 +143,8 @@ def load_adapter(
     except (OSError, SafetensorError) as error:
         if (directory / _PICKLED).exists() and not path.exists():
             raise ModelError(
-                f"{directory / _PICKLED} is a pickle, which can run code as it loads; only"
-                " safetensors is read: convert it"
+                f"{directory / _PICKLED} is a pickle, which can run code when it is loaded; convert"
+                " it to safetensors"
             ) from error
         raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
     if digest is None or _digest(directory) != digest:
@@ -156,20 +156,19 @@ def load_adapter(
 def _adapted_modules(
     path: Path, names: frozenset[str], config: AdapterConfig, modules: Sequence[str]
 ) -> frozenset[str]:
-    """The modules that have matrices in the file; raises if the config names others."""
+    """Return the modules that have matrices in the file; raise if the config names others."""
     known = {_PREFIX + module + part: module for module in modules for part in (_A, _B)}
     if unknown := sorted(names - known.keys()):
         raise ModelError(
-            f"{path} has {_some(unknown)}; supported are matrices for {_last_names(modules)} of the"
-            " model's layers"
+            f"{path} has {_some(unknown)}; only matrices for {_last_names(modules)} of the model's"
+            " layers are supported"
         )
     wanted = {known[name] for name in names}
     for target in config.target_modules or ():
         matched = {m for m in modules if m == target or m.endswith(f".{target}")}
         if not matched:
             raise ModelError(
-                f"{config.path}: target_modules has {target!r}; supported are"
-                f" {_last_names(modules)}"
+                f"{config.path}: target_modules has {target!r}; supported: {_last_names(modules)}"
             )
         wanted |= matched
     if missing := sorted({_PREFIX + m + part for m in wanted for part in (_A, _B)} - names):
@@ -188,9 +187,9 @@ def _low_rank_map(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LowRankMap:
-    """One pair for a fused map: all A stacked, `[R, K]`; all B on a diagonal, `[N, R]`.
+    """Make one pair for a fused map: all A stacked, `[R, K]`; all B on a diagonal, `[N, R]`.
 
-    A rank of zeros makes R even, because our own kernel computes ranks in pairs.
+    If R is odd, a rank of zeros is added, because our own kernel computes ranks in pairs.
     """
     rank = config.rank
     num_ranks = rank * sum(module in adapted for module, _ in of.modules)
@@ -207,7 +206,7 @@ def _low_rank_map(
             first_rank += rank
         first_out += num_out
     up = up.to(device, dtype)
-    if device.type == "cuda":  # where kernels read it by its inputs
+    if device.type == "cuda":  # GPU kernels read B by its inputs
         up = up.t().contiguous().t()
     return LowRankMap(
         make_linear(down.to(device, dtype), None, is_low_rank=True),
@@ -220,19 +219,19 @@ def _tensor(path: Path, file: Any, name: str, shape: tuple[int, int]) -> torch.T
     tensor: torch.Tensor = file.get_tensor(_PREFIX + name)
     if tuple(tensor.shape) != shape:
         raise ModelError(
-            f"{path}: {_PREFIX}{name} has shape {list(tensor.shape)}; {CONFIG_FILE} and the model"
-            f" make it {list(shape)}"
+            f"{path}: {_PREFIX}{name} has shape {list(tensor.shape)}; by {CONFIG_FILE} and the"
+            f" model, it must be {list(shape)}"
         )
     if not tensor.is_floating_point() or tensor.element_size() < torch.bfloat16.itemsize:
         raise ModelError(
-            f"{path}: {_PREFIX}{name} has dtype {tensor.dtype}; it must be a floating point of 16"
-            " bits or more"
+            f"{path}: {_PREFIX}{name} has dtype {tensor.dtype}; it must be floating point with at"
+            " least 16 bits"
         )
     return tensor
 
 
 def _digest(directory: Path) -> bytes | None:
-    """SHA-256 of both files; None if one cannot be read: loading then raises the error."""
+    """Return the SHA-256 of both files; None if one cannot be read (loading raises the error)."""
     digest = hashlib.sha256()
     try:
         for name in (CONFIG_FILE, _WEIGHTS_FILE):

@@ -1,4 +1,4 @@
-"""Adapters that kernels find by their addresses, so that one graph serves rows of any of them.
+"""Keeps adapters in slots, where kernels find them, so that one graph works with any adapters.
 
 Symbols: `T` tokens, `R` the largest number of ranks of a map.
 """
@@ -29,7 +29,8 @@ from kernels.grouped_maps import GroupedMaps
 NUM_SLOTS: Final = 64
 """Each slot holds one adapter. A step with an adapter that has no slot runs without graphs."""
 MAX_RANKS: Final = 192
-"""R: rank 64 of q, k and v, whose maps are one. Maps of more ranks have no slot."""
+"""R: enough for rank 64 in q, k and v, which are one fused map. An adapter with a map of more ranks
+gets no slot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +77,7 @@ class AdapterSlots:
         self._maps: _Maps = tuple({of.name: halves(of) for of in maps} for maps in by_layer)
 
     def add(self, number: int, adapter: Adapter) -> None:
-        """Give an adapter a slot, unless all are taken, or it has too many ranks for one."""
+        """Give an adapter a slot, unless all slots are taken or the adapter has too many ranks."""
         free = set(range(NUM_SLOTS)) - set(self._slot_of.values())
         if free and all(_fits(each) for maps in adapter.layers for each in maps.values()):
             self._slot_of[number] = slot = min(free)
@@ -109,7 +110,7 @@ class AdapterSlots:
         return slots.argsort(kind="stable"), counts.cumsum().astype(np.int32)
 
     def onto_tokens(self, order: torch.Tensor, ends: torch.Tensor) -> "SlottedAdapters":
-        """The adapters of tokens that are grouped on the device as `group` does."""
+        """Return the adapters of tokens, whose groups are on the device as `group` made them."""
         return SlottedAdapters(self._maps, order, ends)
 
     def compile(self, dtype: torch.dtype) -> None:
@@ -152,10 +153,10 @@ class SlottedAdapters:
 
     @property
     def native(self) -> None:
-        """The native decoder has no code for these."""
+        """None: the native decoder has no code for these."""
 
     def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
-        """The layer at this index, with the adapters' additions to its maps."""
+        """Return the layer at this index, with the adapters' additions to its maps."""
         maps = self._maps[index]
 
         def adapted(name: MapName, base: Linear) -> Linear:
@@ -175,7 +176,7 @@ def _fits(low_rank: LowRankMap) -> bool:
 
 
 def _pair(low_rank: LowRankMap | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """A, `[ranks, K]`, and B by its inputs, `[ranks, N]`."""
+    """Return A, `[ranks, K]`, and B by its inputs, `[ranks, N]`."""
     if low_rank is None:
         return None, None
     down, up = low_rank.down, low_rank.up

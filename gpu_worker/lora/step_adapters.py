@@ -26,7 +26,7 @@ NO_ADAPTERS: Final[Mapping[int, Adapter]] = MappingProxyType({})
 class AdapterTable:
     """A worker's adapters, by number. Changed between steps, by the thread that runs them.
 
-    A removed adapter is kept until no row uses it: a cancelled row decodes until a step releases
+    A removed adapter is kept until no row uses it. A cancelled row decodes until a step releases
     it, so only the rows show when an adapter is unused.
     """
 

@@ -11,7 +11,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Memory that this process may still allocate, by the limits of machine and control group."""
+    """Return the bytes that this process may still allocate, by machine and control group."""
     bounds = []
     if (available := _meminfo().get("MemAvailable")) is not None:
         bounds.append(available)
@@ -22,14 +22,14 @@ def available_bytes() -> int:
 
 
 def device_available_bytes(device: torch.device) -> int:
-    """Free memory of the device; for a CPU, `available_bytes`."""
+    """Return the free bytes of the device; for a CPU, `available_bytes`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_bytes()
 
 
 def device_total_bytes(device: torch.device) -> int:
-    """Total memory of the device; for a CPU, as much as machine and control group allow."""
+    """Return the device's total bytes; for a CPU, what machine and control group allow."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     bounds = []
@@ -42,10 +42,10 @@ def device_total_bytes(device: torch.device) -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Page cache that counts as used but is dropped when memory is needed.
+    """Return the bytes of page cache that count as used but are dropped when memory is needed.
 
-    Includes recently used pages that are not mapped: otherwise a growing page cache would look like
-    a memory shortage.
+    They include recently used pages that are not mapped; otherwise a growing page cache would look
+    like a memory shortage.
     """
     stat = _CGROUP / "memory.stat"
     lines = stat.read_text().splitlines() if stat.exists() else []
@@ -55,7 +55,7 @@ def _reclaimable_bytes() -> int:
 
 
 def _meminfo() -> dict[str, int]:
-    """The fields of /proc/meminfo, in bytes; empty if there is none."""
+    """Read the fields of /proc/meminfo, in bytes; empty if there is no such file."""
     if not _MEMINFO.exists():
         return {}
     fields = (line.split(":") for line in _MEMINFO.read_text().splitlines())

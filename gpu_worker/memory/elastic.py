@@ -101,10 +101,10 @@ class CpuChunks:
     must not write to it, because writing would allocate pages again.
 
     The initial chunks get pages when they are first used. Chunks mapped later are touched at once,
-    so that other workers that read the free memory do not count theirs.
+    so that other workers do not count that memory as free.
 
-    Mapped chunks are on huge pages if the system has them: attention reads blocks from everywhere
-    in the pool, and would spend a tenth of its time looking up small pages.
+    Mapped chunks are on huge pages if the system has them. Attention reads blocks from everywhere
+    in the pool, and would spend a tenth of its time on looking up small pages.
     """
 
     chunk_bytes = mmap.PAGESIZE
@@ -158,11 +158,12 @@ class CpuChunks:
         return torch.from_numpy(np.frombuffer(self._memory, np.uint8))
 
     def close(self) -> None:
-        """The map is freed with the last view of it."""
+        """Do nothing: the map is freed with the last view of it."""
 
 
 _CHUNK_BYTES = 32 * 1024**2
-"""Smallest chunk: mapping a whole GPU takes thousands of calls, and finer steps are not needed."""
+"""The smallest chunk. Even so, mapping a whole GPU takes thousands of calls, and finer steps are
+not needed."""
 
 
 class VirtualMemoryError(Exception):
@@ -170,7 +171,7 @@ class VirtualMemoryError(Exception):
 
 
 def load_driver() -> Any:
-    """Import `cuda.bindings.driver` of cuda-bindings, which torch for CUDA brings along.
+    """Import `cuda.bindings.driver` of cuda-bindings, which is installed with torch for CUDA.
 
     Raises:
         VirtualMemoryError: The package is not installed.
@@ -186,8 +187,8 @@ def load_driver() -> Any:
 class CudaChunks:
     """GPU memory, by the driver's calls for virtual memory.
 
-    A chunk's memory is created, mapped, made accessible and zeroed; its handle is released at once,
-    because the mapping keeps the memory: unmapping frees it. The device's context must be current
+    A chunk's memory is created, mapped, made accessible and zeroed. Its handle is released at once,
+    because the mapping keeps the memory; unmapping frees it. The device's context must be current
     on every calling thread.
     """
 
@@ -290,7 +291,7 @@ class CudaChunks:
         return at
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Call the driver; returns its first value, if any."""
+        """Call the driver; return its first value, if any."""
         error, *values = getattr(self._driver, name)(*args)
         self._check(name, error)
         return values[0] if values else None

@@ -1,7 +1,7 @@
 """Memory pressure: derives a level from how much memory is available. Needs no torch.
 
-A worse level takes effect at once, a better one only after several better readings in a row: the
-reaction to a level improves the readings, and the first better reading must not end the reaction.
+A worse level takes effect at once. A better one takes effect only after several better readings in
+a row: the reaction to a level improves the readings, and the first better one must not end it.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _CRITICAL_SHARE = 0.01
 
 
 class WatchedMemory(Protocol):
-    """Reports the level; from any thread."""
+    """Reports the level. Any thread may read it."""
 
     @property
     def level(self) -> MemoryLevel | None:
@@ -31,7 +31,7 @@ class Thresholds:
     critical: float
 
     def level(self, available: int, total: int) -> MemoryLevel:
-        """The level if `available` of `total` bytes are available."""
+        """Return the level if `available` of `total` bytes are available."""
         if available < self.critical * total:
             return MemoryLevel.CRITICAL
         return MemoryLevel.WARNING if available < self.warning * total else MemoryLevel.OK

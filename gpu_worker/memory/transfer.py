@@ -23,7 +23,7 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[tor
 
 
 def upload_into(buffer: torch.Tensor, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-    """Like `upload`, but to the beginning of `buffer`, uint8[*] on a device; returns views of it.
+    """Upload to the beginning of `buffer`, uint8[*] on a device, and return views of it.
 
     An array's address depends only on its own shape and dtype and those of the arrays before it.
     """
@@ -34,7 +34,7 @@ def upload_into(buffer: torch.Tensor, arrays: Sequence[npt.NDArray[Any]]) -> lis
 
 
 def packed_bytes(arrays: Sequence[npt.NDArray[Any]]) -> int:
-    """Bytes of a buffer that `upload_into` needs."""
+    """Return the bytes of a buffer that `upload_into` needs."""
     return _starts(arrays)[-1]
 
 
@@ -48,7 +48,7 @@ def _pack(arrays: Sequence[npt.NDArray[Any]], *, pin: bool) -> tuple[torch.Tenso
 
 
 def _starts(arrays: Sequence[npt.NDArray[Any]]) -> list[int]:
-    """Byte offsets of the arrays, then the total size."""
+    """Return the byte offsets of the arrays, then the total size."""
     starts = [0]
     for array in arrays:
         starts.append(starts[-1] + -(-array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
@@ -84,7 +84,7 @@ class Download:
         return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[npt.NDArray[Any]]:
-        """The tensors' values, once all have arrived; any thread may call it."""
+        """Wait for the tensors' values and return them; any thread may call this."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return [tensor.numpy() for tensor in self._tensors]

@@ -11,8 +11,8 @@ from rpc.malloc import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, set_malloc, trim_mall
 _TRIM_AT_ONCE: Final = 128 * 1024
 _MOST_KEPT: Final = 64 * 1024**2
 _MAX_HEAP_BYTES: Final = 32 * 1024**2
-"""glibc raises its thresholds up to these values itself when large tensors are freed:
-`M_TRIM_THRESHOLD` to `_MOST_KEPT`, and `M_MMAP_THRESHOLD` to `_MAX_HEAP_BYTES`."""
+"""When large tensors are freed, glibc itself raises `M_TRIM_THRESHOLD` up to `_MOST_KEPT`, and
+`M_MMAP_THRESHOLD` up to `_MAX_HEAP_BYTES`."""
 
 
 def begin_release() -> None:
@@ -26,7 +26,7 @@ def begin_release() -> None:
 def release_memory() -> None:
     """Collect garbage, then make the allocators release their free memory.
 
-    It first unfreezes the objects that `gc.freeze` exempted at the start, which may be garbage now.
+    Objects that `gc.freeze` exempted at the start may be garbage now, so they are collected, too.
     """
     WEIGHT_MEMORY.begin_region()
     gc.unfreeze()

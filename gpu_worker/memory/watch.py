@@ -50,7 +50,7 @@ class Driver(Protocol):
     """Reads a device's memory."""
 
     def read(self) -> DeviceMemory:
-        """A reading. Thread-safe."""
+        """Take a reading. Thread-safe."""
 
 
 class CudaDriver:
@@ -96,7 +96,7 @@ def watch_device(
 
 
 class MemoryMonitor:
-    """Keeps the level; writes metrics, and logs changes of the level."""
+    """Keeps the level, writes metrics, and logs changes of the level."""
 
     def __init__(
         self,

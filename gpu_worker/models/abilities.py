@@ -48,7 +48,7 @@ def _read_pooling(directory: Path, default: Pooling) -> Pooling:
     names = [str(module.get("type")).rpartition(".")[2] for module in modules]
     for module, name in zip(modules, names, strict=True):
         if name not in _MODULES:
-            raise module.error("type", f"is {name}; supported are {', '.join(_MODULES)}")
+            raise module.error("type", f"is {name}; supported: {', '.join(_MODULES)}")
     kind = default.kind
     if "Pooling" in names:
         pooling = read_json(
@@ -58,7 +58,9 @@ def _read_pooling(directory: Path, default: Pooling) -> Pooling:
         given = [name for name in given if name.startswith("pooling_mode_")]
         if len(given) != 1 or given[0] not in _MODES:
             raise pooling.error(
-                ", ".join(given) or "pooling_mode_*", f"is set; one of {', '.join(_MODES)} must be"
+                "pooling_mode_*",
+                f"selects {', '.join(given) or 'nothing'}; it must select one of"
+                f" {', '.join(_MODES)}",
             )
         kind = _MODES[given[0]]
     return Pooling(kind, normalize="Normalize" in names)

@@ -58,18 +58,18 @@ class AttentionMetadata:
     separate sequence. This object has the slots and tables of the first group. Empty: there is one
     group."""
     shared: SharedPrefixes | None = None
-    """The beginnings that decodes share; None: each attends to its own."""
+    """The prefixes that decodes share; None: each decode attends to its own."""
     attend_between: AttendBetween | None = None
-    """Takes the attention of each layer while graphs without attention are captured. Then only
-    `slot_mapping` is valid, because the steps that replay the graphs have other sequences."""
+    """Called in place of each layer's attention while graphs without attention are captured. Then
+    only `slot_mapping` is valid, because the steps that replay the graphs have other sequences."""
 
     def in_layer(self, pool: KvPool, layer: int) -> "AttentionMetadata":
-        """The metadata with the slots and block tables of a layer."""
+        """Return the metadata with the slots and block tables of a layer."""
         return self.by_group[pool.groups.group_of[layer]] if self.by_group else self
 
     @property
     def num_wanted(self) -> int:
-        """N."""
+        """N, the number of wanted tokens."""
         return len(self.slot_mapping if self.wanted is None else self.wanted.places)
 
     def select(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -121,10 +121,10 @@ class Decoder(Protocol):
         pool: Any,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Hidden states `[N, E]` of the N wanted tokens; stores all tokens' K and V in the pool."""
+        """Return the wanted tokens' hidden states `[N, E]`; store all tokens' K and V in `pool`."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[S, V]` from hidden states `[S, E]`: float32, or on a GPU 16 bits."""
+        """Map hidden states `[S, E]` to logits `[S, V]`, in float32 or, on a GPU, in 16 bits."""
 
 
 def paged_attention(
@@ -213,7 +213,7 @@ def attend(
 
         def attend_to(step: AttentionMetadata) -> None:
             step = step.in_layer(pool, layer)
-            # Chunks first, because this may overwrite the rows of the decodes.
+            # Chunks come first, because attending to them may overwrite the decodes' rows.
             # If no token of a chunk is wanted, the query has only the decodes' rows.
             if step.chunks is not None and len(query) > step.num_decodes:
                 attend_chunks(step.chunks)

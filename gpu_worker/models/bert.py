@@ -1,6 +1,7 @@
 """Encoders of BERT's shape: BERT, RoBERTa, XLM-RoBERTa; alone, or with a classification head.
 
-A token attends to all tokens of its sequence, so a prompt is computed as a whole, and keeps no KV.
+A token attends to all tokens of its sequence, so a prompt is computed as a whole, and its KV is not
+kept.
 
 Symbols: `T` tokens, `N` tokens whose final hidden states are wanted, `P` sequences to score, `H`
 heads, `D` head dim, `E` hidden size.
@@ -73,14 +74,12 @@ def read_bert_config(fields: JsonFields) -> BertConfig:
         raise fields.error("num_attention_heads", f"must divide hidden_size, {hidden}")
     activation = fields.get("hidden_act", default="gelu")
     if activation not in _ACTIVATIONS:
-        raise fields.error(
-            "hidden_act", f"is {activation!r}; supported are {', '.join(_ACTIVATIONS)}"
-        )
+        raise fields.error("hidden_act", f"is {activation!r}; supported: {', '.join(_ACTIVATIONS)}")
     positions = fields.get("position_embedding_type", default="absolute")
     if positions != "absolute":
-        raise fields.error("position_embedding_type", f"is {positions!r}; supported is absolute")
+        raise fields.error("position_embedding_type", f"is {positions!r}; supported: absolute")
     if fields.boolean("is_decoder", default=False):
-        raise fields.error("is_decoder", "is true; supported are encoders")
+        raise fields.error("is_decoder", "is true; only encoders are supported")
     num_labels = len(fields.nested("id2label").values) or 2
     if architecture.endswith(_SCORES) and num_labels != 1:
         raise fields.error("id2label", f"has {num_labels} labels; a model that scores must have 1")
@@ -142,7 +141,7 @@ class Bert:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        pool: Any,  # noqa: ARG002 - it keeps no KV
+        pool: Any,  # noqa: ARG002 - an encoder keeps no KV
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Compute whole sequences: the final hidden states `[N, E]` of the wanted tokens."""

@@ -30,7 +30,7 @@ class ModelConfig:
     """With multi-head latent attention: a value is the first `latent_dim` numbers of its key, so it
     is not stored; None: values are stored."""
     has_exact_keys: bool = False
-    """Its keys hold positions, as with ALiBi, so KV must not be rounded to 8 bits."""
+    """Whether keys hold positions, as with ALiBi; such KV must not be rounded to 8 bits."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json; may be empty."""
     windows: tuple[KvWindow, ...] = ()
@@ -48,7 +48,7 @@ class ModelConfig:
         return self.num_layers == self.num_states == 0
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
-        """Kv heads and head dim of a layer."""
+        """KV heads and head dim of a layer."""
         return self.kv_shapes[layer] if self.kv_shapes else (self.num_kv_heads, self.head_dim)
 
 
@@ -57,16 +57,16 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def resolve_dtype(name: str, config: ModelConfig) -> str:
-    """The number format of a flag: one of `DTYPES`, or "auto" for the checkpoint's."""
+    """Return the dtype for a flag's value: one of `DTYPES`, or "auto" for the checkpoint's."""
     if name == "auto":
         return config.dtype
     if name not in DTYPES:
-        raise ModelError(f"dtype is {name!r}; it must be auto, {', '.join(DTYPES)}")
+        raise ModelError(f"dtype is {name!r}; it must be one of auto, {', '.join(DTYPES)}")
     return name
 
 
 def read_architecture(fields: JsonFields) -> str:
-    """The only name in `architectures`."""
+    """Return the only name in `architectures`."""
     names = fields.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.error("architectures", "must be a list of one name")
@@ -97,7 +97,7 @@ def read_model_config(fields: JsonFields) -> ModelConfig:
 
 
 def read_eos_token_ids(fields: JsonFields) -> tuple[int, ...]:
-    """The end tokens of config.json, and of generation_config.json beside it."""
+    """Read the end tokens of config.json, and of generation_config.json beside it."""
     ids = fields.int_list("eos_token_id")
     generation_config = fields.path.with_name("generation_config.json")
     if generation_config.exists():
@@ -106,9 +106,9 @@ def read_eos_token_ids(fields: JsonFields) -> tuple[int, ...]:
 
 
 def read_dtype(fields: JsonFields) -> str:
-    """The checkpoint's number format."""
-    # transformers 5 writes `dtype`, older ones `torch_dtype`.
+    """Read the checkpoint's number format."""
+    # transformers 5 writes `dtype`, older versions write `torch_dtype`.
     name = fields.get("dtype", default=fields.get("torch_dtype", default="float32"))
     if not isinstance(name, str) or name not in DTYPES:
-        raise fields.error("dtype", f"is {name!r}; supported are {', '.join(DTYPES)}")
+        raise fields.error("dtype", f"is {name!r}; supported: {', '.join(DTYPES)}")
     return name

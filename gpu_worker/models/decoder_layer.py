@@ -24,7 +24,7 @@ int64 `[T, N]`."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedMlp:
-    """A gated feed-forward part; also one expert of several."""
+    """A gated feed-forward part, or one of several experts."""
 
     gate_up: Linear
     """E to 2 * I: gate, then up."""
@@ -32,7 +32,7 @@ class GatedMlp:
     """I to E."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`down(silu(gate(x)) * up(x))`: `[T, E]` to `[T, E]`."""
+        """Compute `down(silu(gate(x)) * up(x))`: `[T, E]` to `[T, E]`."""
         return self.down(ops.silu_mul(self.gate_up(x)))
 
 
@@ -72,11 +72,11 @@ class Experts:
     experts: tuple[FeedForward, ...]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`sum_n share_n expert_n(x)` over the N experts of each token.
+        """Compute `sum_n share_n expert_n(x)` over the N experts of each token.
 
         Tokens are grouped by expert, so that each expert in use runs once. A row's result does not
-        depend on other rows: the sum is in the order of the row's own experts. Waits for the
-        device, to learn the number of tokens per expert.
+        depend on other rows: the sum is in the order of the row's own experts. The call waits for
+        the device, to learn the number of tokens per expert.
 
         Args:
             x: `[T, E]`.
@@ -104,9 +104,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedExperts:
-    """As `Experts`, by two products over all experts; never waits for the device.
+    """Computes the same as `Experts` with two products over all experts.
 
-    Only the device knows where each expert's tokens end, so a graph serves any tokens.
+    It never waits for the device: the number of tokens per expert stays there, so one graph works
+    for any choice of experts.
     """
 
     route: Route
@@ -145,7 +146,7 @@ class GroupedExperts:
 
 
 def make_experts(route: Route, experts: Sequence[GatedMlp]) -> Experts | GroupedExperts:
-    """The experts in the device's fastest form: on a GPU grouped, unless they are quantized."""
+    """Return the device's fastest form: `GroupedExperts` on a GPU, unless they are quantized."""
     gate_up = [each.gate_up.weight for each in experts if _is_plain(each.gate_up)]
     down = [each.down.weight for each in experts if _is_plain(each.down)]
     device = gate_up[0].device if gate_up else None

@@ -68,8 +68,8 @@ class LlamaDecoder:
             metadata: The batch.
 
         Returns:
-            The final, normalized hidden states of `metadata.wanted`, `[N, E]`; before the last
-            stage, the unnormalized ones of this stage.
+            The final, normalized hidden states of `metadata.wanted`, `[N, E]`. A stage before the
+            last returns its own hidden states, not normalized.
         """
         if self.embedding is None:
             residual = self._others.receive(len(token_ids), self.layers[0].input_norm)
@@ -77,7 +77,7 @@ class LlamaDecoder:
             residual = functional.embedding(token_ids, self.embedding)
         adapters = metadata.adapters
         native = None
-        # Native code has the same slots and block tables in each layer.
+        # Native code uses the same slots and block tables in each layer.
         is_one_group = not metadata.by_group
         if (
             is_one_group
@@ -128,16 +128,17 @@ class LlamaDecoder:
         return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token: final hidden states `[S, E]` to `[S, V]`.
+        """Compute the logits of the next token from final hidden states: `[S, E]` to `[S, V]`.
 
-        Before the last stage: `[S, 0]`.
+        A stage before the last returns `[S, 0]`.
         """
         if self.lm_head is None:
             return hidden[:, :0].float()
         if isinstance(self.lm_head, PackedLinear):
             return self.lm_head(hidden, torch.float32)
         logits = self.lm_head(hidden)
-        return logits if logits.is_cuda else logits.float()  # a GPU samples from 16 bits as well
+        # GPUs sample from logits of 16 bits, too.
+        return logits if logits.is_cuda else logits.float()
 
     @cached_property
     def _native(self) -> NativeLayers | None:
@@ -159,7 +160,7 @@ class LlamaDecoder:
         pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Store the tokens' K and V; returns their rotated queries, `[T, H, D]`."""
+        """Store the tokens' K and V; return their rotated queries, `[T, H, D]`."""
         config = self.config
         heads = layer.qkv(normed).view(
             -1, config.num_heads + 2 * config.num_kv_heads, config.head_dim
@@ -225,7 +226,7 @@ def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
 
 
 def _head(config: LlamaConfig, embedding: torch.Tensor | None, weights: Weights) -> Linear:
-    """This rank's part of the map to the vocabulary."""
+    """Build this rank's part of the map to the vocabulary."""
     rows = weights.place.vocabulary(config.vocab_size)
     if config.tie_word_embeddings and embedding is not None:
         return weights.head(embedding[rows.start : rows.stop])
@@ -268,7 +269,7 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
 
 
 def _feed_forward(config: LlamaConfig, layer: str, weights: Weights) -> FeedForward:
-    """This rank's part; the ranks' results are summed."""
+    """Build this rank's part, whose result is summed with those of other ranks."""
     if config.experts is None:
         names = "gate_proj", "up_proj", "down_proj"
         return _gated_mlp(config, f"{layer}.mlp", names, weights)
@@ -279,7 +280,7 @@ def _experts(
     config: LlamaConfig, experts: ExpertsConfig, module: str, weights: Weights
 ) -> FeedForward:
     names = "w1", "w3", "w2"
-    # Never quantized: it is small, and a rounded router would choose other experts.
+    # The router is never quantized: it is small, and a rounded one would choose other experts.
     router = weights.tensor(f"{module}.gate.weight", experts.num_experts, config.hidden_size)
     return make_experts(
         LikeliestExperts(make_linear(router, None), experts.num_per_token),

@@ -16,7 +16,7 @@ class LlamaConfig(ModelConfig):
     num_heads: int
     """A multiple of `num_kv_heads`."""
     intermediate_size: int
-    """MLP size; of each expert, if there are experts."""
+    """Size of the MLP, or of each expert."""
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
@@ -97,7 +97,7 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
     common = read_model_config(fields)
     head_dim = fields.positive_int("head_dim", default=family.head_dim or common.head_dim)
     if head_dim % 2:
-        raise fields.unsupported("head_dim", f"is {head_dim}; rotary embedding needs it even")
+        raise fields.unsupported("head_dim", f"is {head_dim}; it must be even for rotary embedding")
     attention_bias = family.reads_attention_bias and fields.boolean("attention_bias", default=False)
     rope = _rope(fields, family)
     return LlamaConfig(
@@ -125,10 +125,10 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
 
 
 def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
-    """The part of one rank: its layers and heads; `windows` still covers all layers.
+    """Return the config of one rank's layers and heads; `windows` still covers all layers.
 
     Raises:
-        ModelError: Layers or heads cannot be split so.
+        ModelError: The layers or heads cannot be split among the ranks.
     """
     heads = place.share("num_attention_heads", config.num_heads)
     kv_heads = place.share_or_repeat("num_key_value_heads", config.num_kv_heads)

@@ -14,7 +14,7 @@ from kernels.kv_formats import LARGEST
 
 
 class NativeLayers:
-    """A decoder's layers in the form of native code, if it supports them."""
+    """A decoder's layers as native code runs them, if it supports all of them."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class NativeLayers:
         self._decoder: NativeDecoder | None = None
 
     def over(self, pool: KvPool) -> NativeDecoder | None:
-        """The layers bound to this pool's memory; None: run them op by op."""
+        """Return the layers bound to this pool's memory; None: run them op by op."""
         if not self._is_whole:
             return None
         if self._key_cache is not pool.key_cache(0):

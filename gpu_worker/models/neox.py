@@ -137,7 +137,7 @@ class NeoxDecoder:
         pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Store the tokens' K and V; returns their rotated queries, `[T, H, D]`."""
+        """Store the tokens' K and V; return their rotated queries, `[T, H, D]`."""
         config = self.config
         heads = layer.qkv(layer.attention_norm(x)).view(-1, config.num_kv_heads, 3, config.head_dim)
         query, key, value = heads.unbind(2)  # [T, H, D] each
@@ -180,14 +180,14 @@ def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:
 
 
 def _head(config: NeoxConfig, embedding: torch.Tensor | None, weights: Weights) -> Linear:
-    """This rank's part of the map to the vocabulary."""
+    """Build this rank's part of the map to the vocabulary."""
     rows = weights.place.vocabulary(config.vocab_size)
     if config.tie_word_embeddings:
         if embedding is not None:
             return weights.head(embedding[rows.start : rows.stop])
         name = _EMBEDDING
     else:
-        # Before transformers 5 it was called embed_out.
+        # Versions before transformers 5 call it embed_out.
         name = "lm_head.weight" if "lm_head.weight" in weights.names else "embed_out.weight"
     return weights.head(weights.rows(name, rows, config.vocab_size, config.hidden_size))
 

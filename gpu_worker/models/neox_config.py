@@ -14,7 +14,7 @@ from gpu_worker.parallel.shards import Place
 from gpu_worker.weights.json_fields import JsonFields
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Element by element; keeps shape and dtype."""
+"""Maps each element of a tensor; keeps its shape and dtype."""
 
 _TANH_GELU: Final = partial(functional.gelu, approximate="tanh")
 
@@ -61,11 +61,11 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
     activation = fields.get("hidden_act", default="gelu")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise fields.unsupported(
-            "hidden_act", f"is {activation!r}; supported are {', '.join(ACTIVATIONS)}"
+            "hidden_act", f"is {activation!r}; supported: {', '.join(ACTIVATIONS)}"
         )
     rope = rope_from_fields(
         fields,
-        # transformers 5 uses the names that all families share, older versions use these.
+        # transformers 5 uses the names that all families share; older versions use these.
         default_theta=fields.number("rotary_emb_base", default=10000.0),
         default_share=fields.number("rotary_pct", default=0.25),
     )
@@ -98,7 +98,7 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
 
 
 def split_neox_config(config: NeoxConfig, place: Place) -> NeoxConfig:
-    """The part of one rank: its layers and heads.
+    """Return the config of one rank's layers and heads.
 
     Raises:
         ModelError: The layers or heads cannot be split among the ranks.

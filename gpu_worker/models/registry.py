@@ -106,7 +106,7 @@ class _CheckpointSource:
         elif place.num_ranks > 1:
             what = self.config.architecture
             if what not in _NATIVE:
-                what = f"a model-class of yours, {what},"
+                what = f"your model-class, {what},"
             raise _not_shared(what, place)
         self._stored = read_stored_format(fields)
         self._is_part = has_text_part(read_json(directory / "config.json"))
@@ -125,8 +125,8 @@ class _CheckpointSource:
     ) -> Decoder:
         if self._quantization is not None and device.type not in ("cpu", "cuda"):
             raise ModelError(
-                f"quantization is {self._quantization.value}; the device is {device}, and it is"
-                " supported on cpu and cuda alone"
+                f"quantization is {self._quantization.value}, which is supported only on cpu and"
+                f" cuda; the device is {device}"
             )
 
         def build(weights: Weights) -> Decoder:
@@ -169,7 +169,8 @@ def open_model(
         quantization: How to quantize the weights; None: not at all.
         place: Which part of the model to load.
         is_dummy: Whether to draw random weights instead of reading them.
-        is_batch_invariant: Whether no bit of a row may depend on other rows, on a GPU.
+        is_batch_invariant: Whether, on a GPU, a row must be the same in every bit whatever the
+            other rows are.
 
     Raises:
         ModelError: A file or field is missing, malformed, or asks for something unsupported, or
@@ -178,7 +179,7 @@ def open_model(
     whole = read_json(directory / "config.json")
     fields = text_part(whole)
     if fields is not whole:
-        _log.info("the model's text part is served alone", architecture=read_architecture(whole))
+        _log.info("serving only the model's text part", architecture=read_architecture(whole))
     if model_class and model_class != _TRANSFORMERS:
         family = _import_family(model_class)
         return _CheckpointSource(
@@ -203,7 +204,9 @@ def open_model(
     except ModelError as error:
         raise lacking or error from None
     if lacking is not None:
-        _log.warning("transformers runs the model, slower than ours would", reason=str(lacking))
+        _log.warning(
+            "transformers runs the model, which is slower than our own code", reason=str(lacking)
+        )
     return source
 
 
@@ -215,36 +218,37 @@ def _of_transformers(
     *,
     is_dummy: bool,
 ) -> ModelSource:
-    """As `open_model`, with the implementation of transformers."""
+    """Do as `open_model` does, with the implementation of transformers."""
     architecture = read_architecture(fields)
     if is_dummy:
         raise ModelError(
-            f"load-format is dummy; {architecture} is run by transformers' model, and it is"
-            f" supported for {', '.join(_NATIVE)}"
+            f"load-format is dummy, which is supported only for {', '.join(_NATIVE)};"
+            f" {architecture} is run by transformers"
         )
     if fields.get("quantization_config") is not None:
         raise fields.error(
             "quantization_config",
-            f"is set; {architecture} is run by transformers' model, and quantized checkpoints are"
-            f" supported for {', '.join(_NATIVE)}",
+            f"is set; {architecture} is run by transformers, and quantized checkpoints are"
+            f" supported only for {', '.join(_NATIVE)}",
         )
     if quantization is not None:
         raise ModelError(
-            f"quantization is {quantization.value}; {architecture} is run by transformers' model,"
-            f" and it is supported for {', '.join(_NATIVE)}"
+            f"quantization is {quantization.value}, which is supported only for"
+            f" {', '.join(_NATIVE)}; {architecture} is run by transformers"
         )
     if place.num_ranks > 1:
-        raise _not_shared(f"{architecture}, which is run by transformers' model,", place)
+        raise _not_shared(f"{architecture}, which is run by transformers,", place)
     try:
-        # Imported here, because it takes seconds and few workers need it.
+        # Imported here, because the import takes seconds and few workers need it.
         from gpu_worker.models.transformers.model import TransformersSource  # noqa: PLC0415
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
         raise fields.error(
             "architectures",
-            f"names {architecture}; without the package transformers supported are"
-            f" {', '.join(_NATIVE)}; with it (pip install 'quire[transformers]') most decoders",
+            f"names {architecture}; without the package transformers, only"
+            f" {', '.join(_NATIVE)} are supported; with it, most decoders are"
+            " (pip install 'quire[transformers]')",
         ) from error
     return TransformersSource(directory, fields)
 
@@ -254,7 +258,7 @@ def _not_shared(what: str, place: Place) -> ModelError:
     if size == 1:
         flag, size = "pipeline-parallel-size", place.pipeline_size
     return ModelError(
-        f"{flag} is {size}; {what} runs on one device alone, and several are supported for"
+        f"{flag} is {size}; {what} runs on one device only; several are supported for"
         f" {', '.join(name for name, family in _NATIVE.items() if family.split_config)}"
     )
 
@@ -265,11 +269,10 @@ def _import_family(path: str) -> _Family:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ModelError(
-            f"model-class is {path!r}, which is to be package.module:Class; it cannot be"
-            f" imported: {error}"
+            f"model-class is {path!r}, read as package.module:Class; it cannot be imported: {error}"
         ) from error
     lacking = [name for name in ("read_config", "forward", "logits") if not hasattr(found, name)]
     if not isinstance(found, type) or lacking:
-        what = f"has no {', '.join(lacking)}" if lacking else "is no class"
+        what = f"has no {', '.join(lacking)}" if lacking else "is not a class"
         raise ModelError(f"model-class is {path!r}; it {what}")
     return _Family(found.read_config, found)  # type: ignore[attr-defined]

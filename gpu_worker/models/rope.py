@@ -51,8 +51,8 @@ class YarnScaling:
     attention_factor: float
     """Multiplies rotated queries and keys."""
     score_factor: float
-    """Multiplies the scores of multi-head latent attention, by `mscale_all_dim`; other attention
-    ignores it."""
+    """Multiplies the scores of multi-head latent attention. It is computed from `mscale_all_dim`;
+    other attention ignores it."""
     beta_fast: float
     """Frequencies that turn more often than this in the original context are kept."""
     beta_slow: float
@@ -87,20 +87,20 @@ class RopeConfig:
 
     @property
     def max_model_len(self) -> int | None:
-        """The longest sequence that it is right for; None: any."""
+        """The longest sequence that the embedding supports; None: any length."""
         return self.scaling.max_model_len if isinstance(self.scaling, LongRopeScaling) else None
 
 
 def rope_from_fields(
     fields: JsonFields, *, default_theta: float = 10000.0, default_share: float = 1.0
 ) -> RopeConfig:
-    """Parse config.json.
+    """Parse the rotary position embedding of config.json.
 
     Raises:
         UnsupportedError: `rotary_table` does not support it.
         ModelError: A field is missing or malformed.
     """
-    # transformers 5 writes one dictionary, older versions a number and a dictionary for the
+    # transformers 5 writes one dictionary; older versions write a number, and a dictionary for the
     # scaling.
     name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
     rope = fields.nested(name)
@@ -123,7 +123,7 @@ def rope_from_fields(
             scaling = _longrope_scaling(fields, rope)
         case _:
             supported = "default, dynamic, linear, llama3, longrope, yarn"
-            raise rope.unsupported("rope_type", f"is {kind!r}; supported are {supported}")
+            raise rope.unsupported("rope_type", f"is {kind!r}; supported: {supported}")
     unknown = sorted(rope.values.keys() - _KNOWN_FIELDS)
     if unknown:
         raise rope.error(unknown[0], f"is unknown; known are {', '.join(sorted(_KNOWN_FIELDS))}")

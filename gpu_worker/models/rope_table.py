@@ -18,9 +18,9 @@ from gpu_worker.weights.json_fields import ModelError
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Cosines, then sines, of every position's angles: float32 `[num_positions, D]`.
+    """Return cosines, then sines, of every position's angles: float32 `[num_positions, D]`.
 
-    With some scalings they are multiplied by the attention factor. `head_dim` is the number of
+    With some scalings, they are multiplied by the attention factor. `head_dim` is the number of
     rotated dimensions; `rotated_share` is ignored.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [D / 2]
@@ -38,8 +38,8 @@ def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.T
         case LongRopeScaling(factors):
             if len(factors) != len(wavelengths):
                 raise ModelError(
-                    f"short_factor has {len(factors)} numbers; the rotated pairs of a head are"
-                    f" {len(wavelengths)}"
+                    f"short_factor has {len(factors)} numbers; a head has {len(wavelengths)}"
+                    " rotated pairs"
                 )
             frequencies = 1.0 / (torch.tensor(factors) * wavelengths)
             strength = rope.scaling.attention_factor
@@ -53,8 +53,8 @@ def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.T
 def _stretch_as_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     """Divide low frequencies by `factor`, and keep high ones, as Llama 3.1.
 
-    Frequencies with fewer than `low_freq_factor` turns per original context are divided, those with
-    more than `high_freq_factor` kept, and those between interpolated.
+    Frequencies with fewer than `low_freq_factor` turns per original context are divided; those with
+    more than `high_freq_factor` are kept; those between are interpolated.
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -63,7 +63,7 @@ def _stretch_as_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> tor
 
 
 def _stretch_as_yarn(wavelengths: torch.Tensor, theta: float, scaling: YarnScaling) -> torch.Tensor:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate by dimension between."""
+    """Divide low frequencies by `factor`, keep high ones, interpolate the dimensions between."""
     head_dim = 2 * len(wavelengths)
 
     def dimension(turns: float) -> float:

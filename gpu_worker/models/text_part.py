@@ -15,7 +15,7 @@ _TEXT_PARTS: Final[Mapping[str, tuple[str, str]]] = {
 }
 """By architecture: the `model_type` of its text part, and the text part's own architecture."""
 _OF_THE_WHOLE: Final = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
-"""Fields that a text part may leave to the whole."""
+"""Fields that a text part takes from the whole model's config if it lacks them."""
 _ROPES: Final = ("rope_parameters", "rope_scaling")
 _OTHER_PARTS: Final = ("visual.", "vision_tower.", "multi_modal_projector.")
 
@@ -26,20 +26,20 @@ def has_text_part(fields: JsonFields) -> bool:
 
 
 def text_part(fields: JsonFields) -> JsonFields:
-    """Return the fields of the text part; all fields, if the model has no other part.
+    """Return the fields of the text part, or all fields if the model has no other part.
 
     Raises:
-        ModelError: The text part is of another kind than this model's usual one.
+        ModelError: The text part has another `model_type` than `_TEXT_PARTS` has.
     """
     if not has_text_part(fields):
         return fields
     architecture = read_architecture(fields)
     model_type, alone = _TEXT_PARTS[architecture]
-    part = fields.nested("text_config") if fields.has("text_config") else fields  # older ones
+    part = fields.nested("text_config") if fields.has("text_config") else fields  # older configs
     if part is not fields and part.get("model_type", model_type) != model_type:
         raise part.error(
             "model_type",
-            f"is {part.get('model_type')!r}; of {architecture} only {model_type} is supported",
+            f"is {part.get('model_type')!r}; {architecture} is supported only with {model_type}",
         )
     whole = {name: fields.values[name] for name in _OF_THE_WHOLE if fields.get(name) is not None}
     ropes = {name: _plain_rope(part.nested(name).values) for name in _ROPES if part.get(name)}
@@ -48,7 +48,7 @@ def text_part(fields: JsonFields) -> JsonFields:
 
 
 def _plain_rope(rope: Mapping[str, object]) -> Mapping[str, object]:
-    """Rotary embedding with three positions for each token, which are the same for text."""
+    """Turn a rotary embedding with three positions a token, equal for text, into a plain one."""
     return {
         name: "default" if value == "mrope" else value
         for name, value in rope.items()

@@ -1,1 +1,1 @@
-"""One model on several devices: one process per device; all execute the same steps."""
+"""Runs one model on several devices, in one process per device; all execute the same steps."""

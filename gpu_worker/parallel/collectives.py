@@ -21,7 +21,7 @@ from gpu_worker.weights.linear import Linear
 
 
 def open_store(address: str) -> tuple[Store, int]:
-    """Open, at rank 0, the store by which the ranks find each other; also returns its port."""
+    """Open the store by which the ranks find each other, in rank 0; return it and its port."""
     family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((address, 0), family=family)
     port: int = listener.getsockname()[1]
@@ -104,15 +104,15 @@ class Ranks:
         dist.broadcast(values, 0)
 
     def least(self, *values: float) -> list[float]:
-        """The minimum over ranks, for each value; on the host."""
+        """Return the minimum over ranks of each value, on the host."""
         return self._reduced(values, dist.ReduceOp.MIN)
 
     def total(self, *values: float) -> list[float]:
-        """The sum over ranks, for each value; on the host."""
+        """Return the sum over ranks of each value, on the host."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def any_has(self, flags: BoolArray) -> BoolArray:
-        """bool[N]: which flags are set in any rank; on the host."""
+        """Return bool[N]: which flags are set in any rank; on the host."""
         reduced = torch.from_numpy(flags.astype(np.uint8))
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._host)
         return reduced.numpy().astype(np.bool_)

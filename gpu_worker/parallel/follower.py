@@ -46,7 +46,7 @@ class Follower:
             self._link.send(Frame(Kind.HELLO, member.hello()))
             welcome = self._link.receive()
         except OSError as error:
-            _end(f"rank 0 has not welcomed rank {member.place.rank}: {error}")
+            _end(f"rank 0 has not accepted rank {member.place.rank}: {error}")
         self.welcome: dict[str, int] = json.loads(welcome.content)
         """How the ranks find each other."""
         threading.Thread(target=self._read, name="rank 0", daemon=True).start()

@@ -2,7 +2,7 @@
 
 When a rank has died, a collective never returns, and the thread that waits in it hangs, on a GPU
 perhaps inside the driver. So when a rank is lost, or fails at a step that others have begun, this
-process ends at once, and all other ranks with it: the scheduler sees one lost worker.
+process ends at once, and all other ranks end with it. The scheduler sees one lost worker.
 """
 
 import json
@@ -63,7 +63,7 @@ class Leader:
             welcome: How the ranks find each other.
 
         Raises:
-            ModelError: A rank has other settings, or one of this machine has ended.
+            ModelError: A rank has other settings, or a rank of this machine has ended.
         """
         others = range(1, self.member.place.num_ranks)
         self._listener.settimeout(_LOOK_S)
@@ -99,9 +99,9 @@ class Leader:
         self._local.end()
 
     def give_up(self, problem: str) -> NoReturn:
-        """End this process and thereby the group. Call it only after `gather`."""
+        """End this process, and thereby the group. Call this only after `gather`."""
         if threading.current_thread() is not self._watcher:
-            self._watcher.join(_SAY_S)  # if a rank is lost, the watcher reports that
+            self._watcher.join(_SAY_S)  # if a rank is lost, the watcher reports it
         with self._lock:  # so that it does not run during `close`
             _log.error("the group of ranks ends", problem=problem)
             sys.stderr.write(f"quire-worker: {problem}\n")

@@ -31,12 +31,12 @@ class LeadingExecutor:
 
     @property
     def rows(self) -> Rows:
-        """Rank 0's; the same in all ranks."""
+        """Rank 0's rows, which are the same in all ranks."""
         return self._executor.rows
 
     @property
     def labels(self) -> BlockLabels:
-        """Rank 0's; the same in all ranks."""
+        """Rank 0's labels, which are the same in all ranks."""
         return self._executor.labels
 
     @property
@@ -45,7 +45,7 @@ class LeadingExecutor:
         return
 
     def launch(self, plan: Plan) -> LaunchedStep:
-        assert plan.serialize is not None, "a plan with its message"
+        assert plan.serialize is not None, "the plan has its message"
         self._leader.send(Frame(Kind.LAUNCH, plan.serialize()))
         with self._together():
             return self._executor.launch(plan)
@@ -85,7 +85,7 @@ class LeadingExecutor:
             yield
         except QuireError:
             raise
-        except Exception as error:  # noqa: BLE001 - the other ranks did not fail
+        except Exception as error:  # noqa: BLE001 - other ranks may still compute the step
             self._leader.give_up(f"rank 0 failed at a step: {error!r}")
 
 

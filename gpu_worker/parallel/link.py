@@ -36,7 +36,7 @@ class Kind(IntEnum):
     DISTRUST = 7
     """Forget all sequences and labels, because a step has failed."""
     CLOSE = 6
-    """End: rank 0 ends."""
+    """End, because rank 0 ends."""
     FAILED = 8
     """The other rank's last frame: why it ends, as text."""
 
@@ -75,7 +75,7 @@ class Link:
         self._socket.settimeout(seconds)
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the file descriptor, for a selector."""
         return self._socket.fileno()
 
     def close(self) -> None:

@@ -30,8 +30,8 @@ _ALIKE: Final = (
     "host_kv_codec",
     "kv_checksum",
 )
-"""Settings that must be equal on all ranks; otherwise the ranks compute nonsense or wait for
-ever."""
+"""Settings that must be equal on all ranks; otherwise the ranks compute nonsense or wait forever.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class Member:
         )
 
     def hello(self) -> bytes:
-        """Its first message to rank 0."""
+        """Return this rank's first message to rank 0."""
         alike = self.settings.model_dump(mode="json", include=set(_ALIKE))
         return json.dumps({"rank": self.place.rank, "settings": alike}).encode()
 
     def check(self, hello: bytes) -> int:
-        """Check another member's `hello`; returns its rank.
+        """Check another member's `hello`; return its rank.
 
         Raises:
             ModelError: Its settings differ from this one's.
@@ -78,7 +78,7 @@ class Member:
         return rank
 
     def to_json(self) -> bytes:
-        """The input for the process that runs it."""
+        """Return the input for the process that runs this rank."""
         settings = self.settings.model_dump(mode="json")
         return json.dumps({"settings": settings, "number": self.number}).encode()
 
@@ -90,7 +90,7 @@ def member_from_json(text: bytes) -> Member:
 
 
 def command() -> list[str]:
-    """The command that runs a rank; it reads a `Member` from its standard input.
+    """Return the command that runs a rank; it reads a `Member` from its standard input.
 
     The process ends when its standard input ends.
     """
@@ -127,7 +127,7 @@ class LocalRanks:
         """Raise ModelError if a process has ended."""
         for process in self._processes:
             if (code := process.poll()) is not None:
-                raise ModelError(f"a rank of this machine has ended with {code}; its log says why")
+                raise ModelError(f"a rank on this machine ended with status {code}; see its log")
 
     def end(self) -> None:
         """End the processes that still run."""

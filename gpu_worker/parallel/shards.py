@@ -17,13 +17,13 @@ class Place:
     rank: int = 0
     """In [0, num_ranks)."""
     tensor_size: int = 1
-    """Ranks that split each layer."""
+    """Number of ranks that split each layer."""
     pipeline_size: int = 1
-    """Stages."""
+    """Number of stages."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         return self.tensor_size * self.pipeline_size
 
     @property
@@ -57,21 +57,21 @@ class Place:
         return self.rank - self.tensor_size
 
     def layers(self, num_layers: int) -> range:
-        """Its layers; the sizes of stages differ by at most one.
+        """Return this rank's layers; the sizes of stages differ by at most one.
 
         Raises:
-            ModelError: There are several stages, and fewer layers.
+            ModelError: There are fewer layers than stages.
         """
         if self.pipeline_size > max(1, num_layers):
             raise ModelError(
                 f"pipeline-parallel-size is {self.pipeline_size}; the model has {num_layers}"
-                " layers, and a stage needs one"
+                " layers, and each stage needs one"
             )
         size = self.pipeline_size
         return range(num_layers * self.stage // size, num_layers * (self.stage + 1) // size)
 
     def share(self, name: str, count: int) -> range:
-        """This rank's share of `count` parts of a layer; `name` is their name in config.json.
+        """Return this rank's share of `count` parts of a layer, called `name` in config.json.
 
         Raises:
             ModelError: They cannot be split evenly.
@@ -83,7 +83,7 @@ class Place:
         return self.groups(count)
 
     def share_or_repeat(self, name: str, count: int) -> range:
-        """As `share`; but if there are fewer parts than ranks, several ranks hold the same part.
+        """Do as `share` does, but if there are fewer parts than ranks, several ranks hold a part.
 
         Raises:
             ModelError: Neither count divides the other.
@@ -96,12 +96,12 @@ class Place:
         return self.groups(count)
 
     def groups(self, count: int) -> range:
-        """This rank's part of `count`; `share` or `share_or_repeat` must have accepted it."""
+        """Return this rank's part of `count`, which `share` or `share_or_repeat` has accepted."""
         start = count * self.tensor_rank // self.tensor_size
         return range(start, start + max(1, count // self.tensor_size))
 
     def vocabulary(self, vocab_size: int) -> range:
-        """The tokens whose logits this rank computes; the last ranks may have fewer, or none."""
+        """Return the tokens whose logits this rank computes; the last ranks may have fewer."""
         count = -(-vocab_size // self.tensor_size)
         start = min(count * self.tensor_rank, vocab_size)
         return range(start, min(start + count, vocab_size))

@@ -47,7 +47,7 @@ class Sampling(Protocol):
 
 
 def share_sampling(sampler: Sampler, ranks: Ranks) -> Sampling:
-    """The sampling of this rank, built on its own `sampler`."""
+    """Return the sampling of this rank, which uses the rank's own `sampler`."""
     return (
         SharedSampler(sampler, ranks) if ranks.place.rank == 0 else ReceivedSamples(sampler, ranks)
     )
@@ -65,7 +65,7 @@ class SharedSampler:
         self.follow = sampler.follow
 
     def forced(self, rows: Int64Array) -> None:
-        """None: the other ranks do not know the grammars."""
+        """Return None: tokens cannot be forced, because other ranks do not know the grammars."""
 
     def sample(
         self,
@@ -101,7 +101,7 @@ class ReceivedSamples:
         self.table.set(row, params)
 
     def release(self, rows: Sequence[int]) -> None:
-        """Nothing to forget."""
+        """Do nothing: no state is kept for a row."""
 
     def sample(
         self,

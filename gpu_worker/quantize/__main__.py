@@ -37,7 +37,7 @@ def main() -> int:
 
 def _quantize(given: argparse.Namespace) -> None:
     if given.out.exists():
-        raise ModelError(f"{given.out} exists already; give a directory that does not")
+        raise ModelError(f"{given.out} exists already; give a directory that does not exist")
     directory = find_model(given.model, given.cache_dir)
     fields = read_json(directory / "config.json")
     if fields.get("quantization_config") is not None:

@@ -19,8 +19,8 @@ from gpu_worker.weights.json_fields import ModelError
 _MOST_CHARACTERS: Final = 16
 """Characters of text to read per token; few tokens have more."""
 _ROUTERS: Final = ("gate", "router")
-"""The maps that choose experts. They stay as they are: they are small, and rounding would change
-the choice."""
+"""Names of the maps that choose experts. They are not rounded: they are small, and rounding would
+change the choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _Stopped(Exception):  # noqa: N818 - not an error
 
 
 def read_samples(path: Path, tokenizer: Any, num_samples: int, length: int) -> torch.Tensor:
-    """Token ids int64[S, length] of up to `num_samples` places, spread evenly over a text.
+    """Return token ids int64[S, length] of up to `num_samples` places, spread evenly over a text.
 
     Raises:
         ModelError: The text cannot be read, or is shorter than one sample.
@@ -61,7 +61,7 @@ def read_samples(path: Path, tokenizer: Any, num_samples: int, length: int) -> t
     whole = [sample for sample in samples if len(sample) == length][:num_samples]
     if not whole:
         raise ModelError(
-            f"calibrate is {path}, a text of {len(text)} characters; required is at least one"
+            f"calibrate is {path}, a text of {len(text)} characters; it must have at least one"
             f" sample of {length} tokens"
         )
     return torch.tensor(whole)
@@ -78,10 +78,9 @@ def round_layers(
 
     Args:
         model: A causal language model of transformers, in float32.
-        samples: Token ids int64[S, T]; None: each weight is rounded to
-            the nearest integer.
+        samples: Token ids int64[S, T]; None: each weight is rounded to the nearest integer.
         rounding: The parameters of rounding.
-        progress: Called with the number of layers that are done, and the number of all.
+        progress: Called with the number of layers that are done, and the number of all layers.
 
     Raises:
         ModelError: The model has no list of layers, a layer has experts in one tensor, or a map
@@ -126,7 +125,7 @@ def _refuse(prefix: str, layers: nn.ModuleList, rounding: Rounding) -> None:
         if parameter.dim() > 2:  # noqa: PLR2004
             raise ModelError(
                 f"{prefix}.{name} has {parameter.dim()} dimensions, as experts in one tensor have;"
-                " only maps of two can be quantized"
+                " only maps with two dimensions can be quantized"
             )
     for name, found in _rounded_maps(layers):
         if found.in_features % rounding.group_size:
@@ -136,8 +135,8 @@ def _refuse(prefix: str, layers: nn.ModuleList, rounding: Rounding) -> None:
             )
         if found.out_features % rounding.per_word:
             raise ModelError(
-                f"{prefix}.{name} has {found.out_features} outputs; {rounding.bits} bits are packed"
-                f" by {rounding.per_word}, which must divide them"
+                f"{prefix}.{name} has {found.out_features} outputs; at {rounding.bits} bits their"
+                f" number must be a multiple of {rounding.per_word}"
             )
 
 
@@ -179,7 +178,7 @@ def _inputs_of_layers(
 
 @contextlib.contextmanager
 def _observed(maps: Mapping[str, nn.Linear]) -> Iterator[dict[str, torch.Tensor]]:
-    """The sum of `x @ x.T` over the inputs of each map while the block runs, float32[K, K]."""
+    """Sum `x @ x.T` over the inputs of each map while the block runs: float32[K, K] by name."""
     sums = {name: torch.zeros(2 * (each.in_features,)) for name, each in maps.items()}
 
     def add(name: str, x: torch.Tensor) -> None:

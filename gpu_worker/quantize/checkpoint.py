@@ -31,7 +31,7 @@ def pack_words(integers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def gptq_tensors(rounded: RoundedWeight, bits: int) -> dict[str, torch.Tensor]:
-    """The tensors of a map by the end of their names; the format stores each zero point minus 1."""
+    """Return a map's tensors by the ends of their names; the format stores zero points minus 1."""
     num_in, num_groups = rounded.values.shape[1], rounded.scales.shape[1]
     return {
         "qweight": pack_words(rounded.values, bits).t().contiguous(),
@@ -42,7 +42,7 @@ def gptq_tensors(rounded: RoundedWeight, bits: int) -> dict[str, torch.Tensor]:
 
 
 def gptq_config(bits: int, group_size: int) -> dict[str, Any]:
-    """The `quantization_config` of config.json."""
+    """Return the `quantization_config` of config.json."""
     return {
         "quant_method": "gptq",
         "bits": bits,
@@ -60,9 +60,9 @@ def write_checkpoint(
     maps: Iterable[tuple[str, RoundedWeight]],
     rounding: Rounding,
 ) -> None:
-    """Copy a model directory to `out` with these maps, by name, rounded; `out` appears when done.
+    """Copy a model directory to `out`, with the tensors of `maps` replaced by rounded ones.
 
-    Other tensors stay as they are.
+    `maps` has names and weights. Other tensors stay as they are. `out` appears when it is complete.
 
     Raises:
         ModelError: The checkpoint stores a map under another name, or cannot be read.

@@ -15,7 +15,7 @@ import torch
 _RANGES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Candidate grids, as shares of a group's range; a smaller grid is finer but clips outliers."""
 _DAMPING: Final = 0.01
-"""Damping: this share of the features' mean square is added to each feature."""
+"""Damping: this share of the mean of the features' squares is added to each square."""
 _PIECE: Final = 128
 """Number of features to round before passing their errors to later features."""
 _LEAST_SCALE: Final = 1e-6
@@ -23,7 +23,7 @@ _LEAST_SCALE: Final = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedWeight:
-    """A weight `[N, K]` as `(value - zero) * scale`."""
+    """A weight `[N, K]`, stored as `(value - zero) * scale`."""
 
     values: torch.Tensor
     """int32[N, K], from 0."""
@@ -33,7 +33,7 @@ class RoundedWeight:
     """float16[N, G]."""
 
     def dequantized(self) -> torch.Tensor:
-        """The weight, float32[N, K]."""
+        """Return the weight, float32[N, K]."""
         grouped = self.values.view(*self.scales.shape, -1) - self.zeros.unsqueeze(2)
         return (grouped * self.scales.float().unsqueeze(2)).flatten(1)
 
@@ -86,9 +86,9 @@ def round_for_inputs(
 
 
 def _error_shares(products: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of `products`, `[K, K]`.
+    """Return the upper Cholesky factor of the inverse of `products`, `[K, K]`.
 
-    Row k, divided by its diagonal entry, is how much the weight of each later feature changes per
+    Row k, divided by its diagonal entry, says how much the weight of each later feature changes per
     unit of feature k's error.
     """
     damped = products.double()
@@ -103,7 +103,7 @@ def _error_shares(products: torch.Tensor) -> torch.Tensor:
 def _fit_grid(
     weight: torch.Tensor, squares: torch.Tensor, bits: int, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and zeros, float32[N, G], of the least error weighted by squared inputs."""
+    """Return the scales and zeros, float32[N, G], with the least error, weighted by `squares`."""
     groups = weight.view(weight.shape[0], -1, group_size)
     importance = squares.float().view(1, -1, group_size)
     scales, zeros = _grid(groups, bits, _RANGES[0])
@@ -121,7 +121,10 @@ def _fit_grid(
 
 
 def _grid(groups: torch.Tensor, bits: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and zeros, float32[N, G, 1], over a share of each group's range of `[N, G, K / G]`."""
+    """Return scales and zeros, float32[N, G, 1], for a share of each group's range.
+
+    `groups` are the weights, `[N, G, K / G]`.
+    """
     most = 2**bits - 1
     low = share * groups.amin(2, keepdim=True).clamp(max=0)
     high = share * groups.amax(2, keepdim=True).clamp(min=0)

@@ -1,1 +1,1 @@
-"""From the logits of a step to one token per sequence."""
+"""Turns the logits of a step into one token per sequence."""

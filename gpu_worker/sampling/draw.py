@@ -18,11 +18,11 @@ _TILE = 256
 
 
 def uniforms(seeds: Uint64Array, positions: Int64Array) -> npt.NDArray[np.float64]:
-    """float64[S] in [0, 1) for each (seed, position): SplitMix64 as a counter.
+    """Return float64[S] in [0, 1), a number for each seed and position, by SplitMix64 as a counter.
 
-    For seed `s` and position `p` (the index of the token to draw; the first prompt token's is 0) it
-    is the (p + 1)-th output of a SplitMix64 generator that starts at `s`, its upper 53 bits times
-    2^-53. All arithmetic is modulo 2^64, `>>` shifts in zeros::
+    For seed `s` and position `p` (the index of the token to draw; the first prompt token's is 0),
+    take the (p + 1)-th output of a SplitMix64 generator that starts at `s`. The number is that
+    output's upper 53 bits times 2^-53. All arithmetic is modulo 2^64, and `>>` shifts in zeros::
 
         x = s + (p + 1) * 0x9E3779B97F4A7C15
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -39,10 +39,11 @@ def uniforms(seeds: Uint64Array, positions: Int64Array) -> npt.NDArray[np.float6
 
 
 def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The token at which the running sum of weights, in token order, first exceeds `uniform`.
+    """Return the token at which the running sum of weights, in token order, exceeds `uniform`.
 
-    Two levels, sums of tiles and then one tile, because a running sum over a whole vocabulary is
-    slow on every device. Sums are float64 and per row, so a row draws the same token in any batch.
+    The search has two levels, the sums of tiles and then one tile, because a running sum over a
+    whole vocabulary is slow on every device. Sums are float64 and per row, so a row draws the same
+    token in any batch.
 
     Args:
         weights: float32[S, V], not negative; unnormalized probabilities.

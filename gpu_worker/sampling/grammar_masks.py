@@ -1,12 +1,12 @@
 """Structured output: computes which tokens each row's grammar allows next.
 
 A row's grammar advances with each token that the row samples. On a GPU, a thread advances the
-grammar and computes the next mask as soon as the token is known, while the next step computes; the
-sampler waits only if the thread is late. On a CPU no core is free during a step, and two threads
-that compete for the GIL cost more than the masks, so the sampler computes masks when it needs them.
+grammar and computes the next mask as soon as the token is known, while the next step computes. The
+sampler waits only if the thread is late. On a CPU, the sampler computes masks when it needs them:
+no core is free during a step, and two threads that compete for the GIL cost more than the masks.
 Also on a CPU, a row whose grammar forces a *run* of tokens, such as the rest of a key, needs no
 masks for the run, and usually no logits. Grammars are compiled on another thread while the prompt
-is computed; if that takes longer than the prompt, the step in which the row first samples waits.
+is computed. If that takes longer than the prompt, the step in which the row first samples waits.
 
 Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit a token.
 """
@@ -66,12 +66,12 @@ class DaemonThread:
 def _settle(future: "Future[Any]", function: Callable[[], Any]) -> None:
     try:
         future.set_result(function())
-    except BaseException as error:  # noqa: BLE001 - it is the caller's who waits
+    except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
         future.set_exception(error)
 
 
 _MAX_COMPILED = 64
-"""Compiled grammars that are kept: requests often share one."""
+"""Number of compiled grammars to keep; requests often share one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,11 +86,11 @@ class ForcedTokens:
 
 class _Promise(Protocol):
     def result(self) -> None:
-        """Wait until it is done, or do it now. The work is done once."""
+        """Wait until the work is done, or do it now. The work is done once."""
 
 
 class _AtNeed:
-    """Work that the first thread to request its result does."""
+    """Work that is done when its result is first requested, by the thread that requests it."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
@@ -98,7 +98,7 @@ class _AtNeed:
     def result(self) -> None:
         if self._work is not None:
             self._work()
-            self._work = None  # frees what it refers to
+            self._work = None  # frees the objects it refers to
 
 
 class _Row:
@@ -124,7 +124,7 @@ class _Row:
         """Whether no token is allowed."""
 
     def take(self, token_id: int) -> bool:
-        """Advance by a sampled token. Returns whether the matcher has advanced, too."""
+        """Advance by a sampled token; return whether the matcher has advanced, too."""
         self.sampled.append(token_id)
         num_sampled = len(self.sampled)
         # The token differs from the run's if other parameters of the row suppress that one.
@@ -170,13 +170,13 @@ class StructuredOutput:
         self._begun: dict[int, Future[None]] = {}
         """Compilation of grammars whose rows have not sampled yet, by row."""
         self._moves: list[_Promise] = []
-        """Advances by tokens of steps since masks were last needed."""
+        """Jobs that advance grammars by the tokens of steps since masks were last needed."""
         self._compiler = DaemonThread("grammar compiler")
         self._thread = DaemonThread("grammars") if is_beside else None
-        # Not with a GPU: asking takes Python's lock, and a GPU draws for all rows at once.
+        # Runs are not used on a GPU: they take Python's lock, and a GPU draws all rows at once.
         self._asks_for_runs = not is_beside and self._tokenizer.is_canonical
-        # It computes masks without Python's lock, which the step would otherwise wait for once per
-        # row. One thread: it works beside the device, and must not compete with the host.
+        # The executor computes masks without Python's lock, for which the step would otherwise wait
+        # once per row. It has one thread, so that it does not compete with the step for the host.
         self._executor = llguidance.LLExecutor(num_threads=1) if is_beside else None
 
     @property
@@ -208,7 +208,7 @@ class StructuredOutput:
             self._moves.clear()  # after a failed step their tokens never come
 
     def forced(self, rows: Sequence[int], places: Int64Array) -> ForcedTokens | None:
-        """Rows that must sample a certain token; None if there are none.
+        """Find the rows that must sample a certain token; None if there are none.
 
         Args:
             rows: Rows that have a grammar.
@@ -226,7 +226,7 @@ class StructuredOutput:
         return ForcedTokens(places[which], np.array(token_ids, np.int64))
 
     def restrict(self, logits: torch.Tensor, rows: Sequence[int], places: Int64Array) -> Int64Array:
-        """Set the logits of tokens that the grammars do not admit to -inf.
+        """Set the logits of tokens that the grammars do not allow to -inf.
 
         Args:
             logits: float32[S, V] on the device; changed.
@@ -234,7 +234,7 @@ class StructuredOutput:
             places: int64[len(rows)], the indexes of their logits.
 
         Returns:
-            int64[F] on the host: indexes of rows whose grammar admits no token.
+            int64[F] on the host: indexes of rows whose grammar allows no token.
         """
         self._catch_up(rows)
         entries = [self._rows[row] for row in rows]
@@ -258,11 +258,11 @@ class StructuredOutput:
 
         def move() -> None:
             taken = zip(entries, token_ids()[places].tolist(), strict=True)
-            # Consumed here, because waking the executor's thread takes longer than consuming a
-            # token.
+            # Tokens are consumed here, because waking the executor's thread takes longer than
+            # consuming a token.
             self._look([entry for entry, token_id in taken if entry.take(token_id)])
 
-        # One job for all rows: handing over a job costs more than computing a mask.
+        # One job advances all rows, because handing over a job costs more than computing a mask.
         self._moves.append(_AtNeed(move) if self._thread is None else self._thread.submit(move))
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ class StructuredOutput:
             self._executor.unsafe_compute_mask_ptr(numbered, start, row_bytes, len(free))
         for entry, mask in zip(free, admitted, strict=True):
             entry.admitted = mask
-            # A grammar may turn out only now to be too complex. Otherwise a matcher admits some
+            # A grammar may turn out only now to be too complex. Otherwise a matcher allows some
             # token, or the row ends.
             if entry.matcher.is_error():
                 entry.is_stuck = True

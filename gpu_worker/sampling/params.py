@@ -60,7 +60,7 @@ class SamplingTable:
         """Maps a limited row to the only token ids that it may draw."""
 
     def set(self, row: int, params: SamplingParams) -> None:
-        """Give `row` its parameters; their seed is set."""
+        """Give `row` its parameters, which must have a seed."""
         assert params.seed is not None, "the scheduler sends a seed"
         self.seed[row] = params.seed
         self.temperature[row] = params.temperature
@@ -105,6 +105,6 @@ class SamplingTable:
             self.bias[row] = (np.array(ids, np.int64), np.array(values, np.float32))
 
     def ends(self, rows: Int64Array, token_ids: Int64Array) -> BoolArray:
-        """bool[N]: whether each of `token_ids` ends its row of `rows`, both int64[N]."""
+        """Return bool[N]: whether each of `token_ids` ends its row of `rows`, both int64[N]."""
         is_end: BoolArray = (self.end_token_ids[rows] == token_ids[:, None]).any(1)
         return is_end

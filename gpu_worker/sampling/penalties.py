@@ -9,7 +9,7 @@ import torch
 
 
 class TokenCounts:
-    """Counts each token's occurrences, for rows with penalties only.
+    """Counts each token's occurrences, only for rows with penalties.
 
     Counts are dense on the device, `V` entries per row, in slots that are allocated on demand. The
     owner calls `add` and `release` as rows come and go.
@@ -41,7 +41,7 @@ class TokenCounts:
                 self._free_slots.append(slot)
 
     def slots(self, rows: Iterable[int]) -> list[int]:
-        """The slots of rows; valid until a row is added or released."""
+        """Return the slots of rows; valid until a row is added or released."""
         return [self._row_to_slot[row] for row in rows]
 
     def record(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ class TokenCounts:
         presence: torch.Tensor,
         frequency: torch.Tensor,
     ) -> torch.Tensor:
-        """The logits after repetition, presence and frequency penalties, in this order.
+        """Return the logits after repetition, presence and frequency penalties, in this order.
 
         Args:
             logits: float32[S, V]; not changed.

@@ -15,7 +15,7 @@ from contract.step import StepLogprob
 from gpu_worker.memory.transfer import Download
 
 _LEAST_NORM = 1e-12
-"""As in torch's `normalize`: a vector of zeros stays zero."""
+"""The same bound as in torch's `normalize`; a vector of zeros stays zero."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +56,7 @@ class Sampled:
     """bool[S]: whether all of the sequence's logits were finite."""
     logprobs: SampledLogprobs | None
     stuck: Int64Array
-    """int64[*] on the host: sequences whose grammar admits no token."""
+    """int64[*] on the host: sequences whose grammar allows no token."""
     vectors: Vectors | None = None
     """The vectors of sequences that pool; the tokens of these sequences mean nothing."""
 
@@ -125,9 +125,9 @@ class HostSampled:
     token_ids: Int64Array
     """int64[S]."""
     is_finite: BoolArray
-    """bool[S]: whether the logits were; if not, the token is invalid."""
+    """bool[S]: whether all logits were finite; if not, the token is invalid."""
     stuck: Int64Array
-    """int64[*]: sequences whose grammar admits no token."""
+    """int64[*]: sequences whose grammar allows no token."""
     logprobs: tuple[StepLogprob, ...]
     """`index` refers to `token_ids`; ascending."""
     vectors: tuple[tuple[int, bytes], ...]
@@ -141,7 +141,7 @@ NOTHING_SAMPLED = HostSampled(
 
 
 class Readback:
-    """A step's sampled tokens, on their way to the host."""
+    """A step's sampled tokens, while they are copied to the host."""
 
     def __init__(self, sampled: Sampled) -> None:
         """Start the copies, after all earlier work."""
@@ -155,11 +155,11 @@ class Readback:
         self.is_done = self._download.is_done
 
     def token_ids(self) -> Int64Array:
-        """int64[S]: the tokens, once they have arrived; any thread may call it."""
+        """Wait for the tokens, int64[S]; any thread may call this."""
         return self._download.wait()[0]
 
     def wait(self) -> HostSampled:
-        """All values, once they have arrived."""
+        """Wait for all values and return them."""
         token_ids, is_finite, *others = self._download.wait()
         logprobs: tuple[StepLogprob, ...] = ()
         vectors: tuple[tuple[int, bytes], ...] = ()

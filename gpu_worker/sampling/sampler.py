@@ -4,7 +4,7 @@ Symbols: `S` sequences, `V` vocabulary, `L` sequences that want log-probabilitie
 
 The order of operations is as in `quire.v1.SamplingParams`: log-probabilities of the raw logits,
 penalties, bias, suppressed tokens, grammar, then a draw or an argmax. Each part touches only
-the sequences that need it: a batch of greedy ones costs a check for non-finite values and an
+the sequences that need it: a batch of greedy sequences costs a check for non-finite values and an
 argmax.
 """
 
@@ -66,7 +66,7 @@ class Sampler:
             (known,) = upload([token_ids.astype(np.int64)], self._device)
             self._counts.add(row, known[:num_prompt_tokens], known[num_prompt_tokens:])
         if (grammar := params.grammar) is not None:
-            assert self._structured is not None, "the worker says that it takes no grammar"
+            assert self._structured is not None, "a row has a grammar only if the worker takes them"
             self._structured.add(row, grammar, token_ids[num_prompt_tokens:].tolist())
 
     def release(self, rows: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class Sampler:
         """Sample the next token of each sequence, and count it where penalties need that.
 
         Args:
-            logits: float32[S, V] on the device; changed. On a GPU also of 16 bits.
+            logits: float32[S, V] on the device; changed. On a GPU they may have 16 bits.
             rows: int64[S]. A row may occur several times, at ascending positions, if it has neither
                 penalties nor a grammar.
             positions: int64[S], the new token's index in its sequence.
@@ -120,7 +120,7 @@ class Sampler:
         return Sampled(token_ids, is_finite, logprobs, stuck)
 
     def forced(self, rows: Int64Array) -> ForcedTokens | None:
-        """Tokens forced by grammars, which need no logits; None if there are none."""
+        """Return the tokens that grammars force, which need no logits; None if there are none."""
         if self._structured is None or not self._structured.may_force:
             return None
         (places,) = (self.table.has_grammar[rows] & self.table.is_plain[rows]).nonzero()
@@ -140,7 +140,7 @@ class Sampler:
             self._structured.expect(rows[places].tolist(), places, token_ids)
 
     def _penalize(self, logits: torch.Tensor, rows: Int64Array, places: Int64Array) -> torch.Tensor:
-        """Penalize the logits of the sequences at `places`. Returns their count slots, int64[*]."""
+        """Penalize the logits of the sequences at `places`; return their count slots, int64[*]."""
         table, penalized = self.table, rows[places]
         index, slots, *factors = upload(
             [
@@ -197,9 +197,9 @@ class Sampler:
         logits.index_put_((index, token_ids), kept)
 
     def _likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The tokens of the maxima, int64[S]; and bool[S], which rows are finite.
+        """Return the tokens of the maxima, int64[S], and which rows are finite, bool[S].
 
-        On a GPU one pass computes both. On a CPU the first is None: another pass is cheap.
+        On a GPU one pass computes both. On a CPU the first is None, because another pass is cheap.
         """
         return ops.greedy(logits) if logits.is_cuda else (None, finite_rows(logits))
 
@@ -210,7 +210,7 @@ class Sampler:
         positions: Int64Array,
         likeliest: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Int64Array]:
-        """As `_choose`, within the grammars; also returns the indexes of stuck sequences."""
+        """Do as `_choose` does, within the grammars; also return the indexes of stuck sequences."""
         if self._structured is not None and self._structured.has_any:
             (places,) = self.table.has_grammar[rows].nonzero()
             if len(places):
@@ -231,7 +231,7 @@ class Sampler:
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
-        """int64[S]: the most likely token or a draw, by the final logits.
+        """Return int64[S]: the most likely token or a draw, by the final logits.
 
         `likeliest`: the most likely tokens, if they are known. `is_suppressed`: whether many logits
         may be -inf.
@@ -260,7 +260,7 @@ class Sampler:
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
-        """int64[len(rows)]: a draw for each of `rows`, by the logits at `places`."""
+        """Draw a token for each of `rows` by the logits at `places`: int64[len(rows)]."""
         table = self.table
         temperature = np.maximum(table.temperature[rows], _MIN_TEMPERATURE)  # [len(rows)]
         uniform = uniforms(table.seed[rows], positions)  # [len(rows)]
@@ -289,10 +289,10 @@ class Sampler:
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
-        """As `_draw`, for rows with top_k, top_p or min_p."""
+        """Do as `_draw` does, for rows with top_k, top_p or min_p."""
         table = self.table
-        # Subtracting the maximum first keeps every temperature from overflowing. It is -inf if all
-        # tokens are suppressed.
+        # Subtracting the maximum first prevents an overflow at any temperature. The maximum is -inf
+        # if all tokens are suppressed.
         scaled = logits.index_select(0, places)  # [len(places), V]
         maximum = scaled.amax(1, keepdim=True).clamp_(min=_LEAST)  # [len(places), 1]
         scaled = scaled.sub_(maximum).div_(temperature.unsqueeze(1))
@@ -303,7 +303,7 @@ class Sampler:
     def _draw_by_kernel(
         self, logits: torch.Tensor, places: Int64Array, rows: Int64Array, positions: Int64Array
     ) -> torch.Tensor:
-        """As `_draw`, for a GPU: without sorting, and without waiting for the device."""
+        """Do as `_draw` does, on a GPU: without sorting, and without waiting for the device."""
         table = self.table
         index, *given = upload(
             [
@@ -340,11 +340,11 @@ def sample_others(
     hidden: torch.Tensor,
     sample: Callable[[torch.Tensor, Int64Array], Sampled],
 ) -> Sampled:
-    """Sample a step in which grammars force some tokens: those need no logits. CPU only.
+    """Sample a step in which grammars force some tokens, which need no logits. CPU only.
 
     Args:
         forced: The forced tokens.
-        hidden: Hidden states `[S, E]`; also checked for being finite.
+        hidden: Hidden states `[S, E]`; of forced tokens, these are checked for being finite.
         sample: Samples the other sequences, given their hidden states and their indexes, int64[*].
     """
     has_choice = np.ones(len(hidden), np.bool_)
@@ -365,17 +365,17 @@ def sample_others(
 
 
 def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
-    """`scaled.exp()` for numbers up to 0, many of them -inf: twice as fast as torch's.
+    """Compute `scaled.exp()` for numbers up to 0, many of them -inf, twice as fast as torch.
 
-    Weights below `_LEAST_WEIGHT` become 0. The sum of weights is at least 1, so only a uniform
-    number of exactly 0 could have drawn one; the next is 2^-53.
+    Weights below `_LEAST_WEIGHT` become 0. The sum of weights is at least 1, so only a random
+    number of exactly 0 could draw such a token; the next random number is 2^-53.
     """
     weights = torch.threshold(scaled, _LEAST_LOG, _LEAST_LOG).exp_()
     return torch.threshold_(weights, _LEAST_WEIGHT, 0.0)
 
 
 def finite_rows(values: torch.Tensor) -> torch.Tensor:
-    """bool[S]: whether all numbers of each row are finite."""
+    """Return bool[S]: whether all numbers of each row are finite."""
     # A non-finite number makes the sum non-finite; finite numbers below about 1e33 do not.
     if values.device.type == "cpu":  # torch's sum would wait for a thread that has lost its core
         with np.errstate(invalid="ignore", over="ignore"):
@@ -384,7 +384,7 @@ def finite_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """int64[S]: the first maximum. On a CPU numpy takes a tenth of torch's time."""
+    """Return int64[S]: each row's first maximum. On a CPU numpy takes a tenth of torch's time."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=1))
     return logits.argmax(1)

@@ -11,8 +11,8 @@ from contract.arrays import Float32Array, Int64Array
 from gpu_worker.memory.transfer import upload
 
 _FEW = (64, 1024)
-"""Number of candidates that a CPU tries first; sorting a whole vocabulary takes milliseconds per
-row."""
+"""Numbers of candidates that a CPU tries first, because sorting a whole vocabulary takes
+milliseconds per row."""
 
 
 def truncate(
@@ -50,10 +50,10 @@ def truncate(
 def _boundaries(
     logits: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, p: torch.Tensor, max_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest kept logit, float32[S, 1], and the number kept, int64[S, 1].
+    """Return the smallest kept logit, float32[S, 1], and the number kept, int64[S, 1].
 
-    A CPU looks at few candidates first, and at more only for rows that need them. On a GPU,
-    learning which rows those are would mean waiting for it, and sorting is fast.
+    A CPU looks at few candidates first, and at more only for rows that need them. A GPU looks at
+    all at once: to learn which rows need more, the host would wait for it, and sorting is fast.
     """
     if logits.device.type != "cpu":
         return _boundaries_among(logits, weights, k, p, max_k)
@@ -78,7 +78,7 @@ def _boundaries_among(
     p: torch.Tensor,
     num_candidates: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_boundaries`; a count above `num_candidates` means that these were too few."""
+    """Do as `_boundaries` does; a count above `num_candidates` means that these were too few."""
     num_tokens = logits.shape[1]
     if num_candidates < num_tokens:
         candidates = logits.topk(num_candidates, dim=1).values  # [S, C], descending
@@ -92,7 +92,7 @@ def _boundaries_among(
         weights.sum(1, keepdim=True, dtype=torch.float64),
     )
     reaching_p = 1 + (sums < p * total).sum(1, keepdim=True)
-    # Where k exceeds the candidates, the total is wrong, and so is the number that reaches p.
+    # Where k exceeds the number of candidates, `total` and `reaching_p` are wrong.
     count = torch.where((p < 1) & ((k <= num_candidates) | (k == num_tokens)), reaching_p, k)
     count = torch.minimum(count, k)
     return candidates.gather(1, count.clamp(max=num_candidates) - 1), count
@@ -106,7 +106,7 @@ def _sorted(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _is_top(logits: torch.Tensor, threshold: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """bool[S, V]: the `count` largest, all at least `threshold`; among equals the first ones."""
+    """Return bool[S, V]: the `count` largest, all at least `threshold`; of equals, the first."""
     above, ties = logits > threshold, logits == threshold
     num_ties = count - above.sum(1, keepdim=True)
     # The running count is slow and rarely needed; only a CPU can check beforehand.

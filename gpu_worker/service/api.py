@@ -61,7 +61,7 @@ class Steps(HostBlocks, Protocol):
     def num_rows_used(self) -> int: ...
 
     async def attach(self, attachment: int) -> Holdings:
-        """Forget all rows; then obey only `attachment`. Returns what the worker held."""
+        """Forget all rows, then obey only `attachment`; return what the worker held."""
 
     def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
         """Queue a step; the future gets its result or error."""
@@ -116,15 +116,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         metrics.UNLOADED.set(0)
 
     def begin_unloaded(self, worker_id: str) -> None:
-        """Wait for a model: schedulers may attach, and get the error that it is unloaded."""
+        """Wait for a model. Schedulers may attach, and learn that the model is unloaded."""
         self._worker_id = worker_id
         self._is_unloaded = True
         metrics.UNLOADED.set(1)
 
     async def close(self) -> None:
-        """Stop serving: the model is about to be unloaded. Returns when all steps have ended.
+        """Stop serving before the model is unloaded; return when all steps have ended.
 
-        A scheduler may still attach, and gets the error that the model is unloaded.
+        A scheduler may still attach, and learns that the model is unloaded.
         """
         self._is_unloaded = True
         metrics.UNLOADED.set(1)
@@ -154,20 +154,20 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Check that the caller is the newest scheduler.
 
         Raises:
-            InvalidArgumentError, StaleEpochError: As `Attachments.of`.
+            InvalidArgumentError, StaleEpochError: See `Attachments.of`.
             UnavailableError: The model is not loaded, or the worker drains.
         """
         self._loaded()
         self._attachments.of(epoch)
 
     def check_claim(self, epoch: int) -> str:
-        """Check that the caller is the newest scheduler, whether a model is loaded or not.
+        """Check that the caller is the newest scheduler, whether or not a model is loaded.
 
         Returns:
             The worker's name.
 
         Raises:
-            InvalidArgumentError, StaleEpochError: As `Attachments.of`.
+            InvalidArgumentError, StaleEpochError: See `Attachments.of`.
             UnavailableError: The worker drains, or its first model is not loaded yet.
         """
         if self._is_draining or not (self._is_unloaded or self._info is not None):
@@ -177,13 +177,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def num_live_seqs(self) -> int:
-        """Rows that hold a sequence, while a scheduler is connected."""
+        """Number of rows that hold a sequence; 0 while no scheduler is connected."""
         return self._steps.num_rows_used if self._steps is not None and self._executions else 0
 
     async def drain(self, hand_over_s: float) -> None:
         """Refuse new steps; wait until each stream has sent its results and ended.
 
-        First, a scheduler that has called `AwaitDrain` gets `hand_over_s` to end its stream itself.
+        First, a scheduler that has called `AwaitDrain` gets `hand_over_s` seconds to end its stream
+        itself.
         """
         if self._num_awaiting_drain:
             self._is_leaving.set()
@@ -194,7 +195,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         await self._executions.end_all(UnavailableError("the worker is draining"))
 
     def service(self) -> Service:
-        """The service, as `rpc.server.serve` takes it."""
+        """Return the service in the form that `rpc.server.serve` takes."""
         return service_of(worker_pb2, worker_pb2_grpc, "WorkerService", self)
 
     async def Attach(  # noqa: N802 - the proto's name
@@ -238,15 +239,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if attachment.holdings is None:
             raise FailedPreconditionError(
                 f"epoch {request.epoch} has sent a step, or has not finished attaching;"
-                " ReadHoldings must come in between"
+                " ReadHoldings must come between the two"
             )
         for part in holdings_to_parts(attachment.holdings):
             self._attachments.require_newest(attachment)
             await context.write(part)
 
-    # Writes instead of yielding. If the scheduler leaves while a generator waits at a `yield`, the
-    # generator is closed only when it is garbage-collected; until then its stream would count as
-    # open.
+    # This method writes instead of yielding. If the scheduler leaves while a generator waits at a
+    # `yield`, the generator is closed only when it is garbage-collected; until then its stream
+    # would count as open.
     async def Execute(  # noqa: N802 - the proto's name
         self,
         request_iterator: AsyncIterator[worker_pb2.StepBatch],
@@ -298,8 +299,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         info, steps = self._loaded()
         _require_whole_blocks(info)
-        # Checked first: another worker may run at this address by now. Epoch and format would
-        # match, because they are the same at all workers of a scheduler.
+        # This is checked first, because another worker may run at this address by now. Its epoch
+        # and format would match, because they are the same at all workers of a scheduler.
         if request.instance_id != info.instance_id:
             raise FailedPreconditionError(
                 f"KV is requested from worker instance {request.instance_id:#x}; "

@@ -58,7 +58,7 @@ class Attachments:
             self.is_cut_off = is_cut_off
 
     def of(self, epoch: int) -> Attachment:
-        """The newest attachment, which must be of `epoch`.
+        """Return the newest attachment, which must be that of `epoch`.
 
         Raises:
             InvalidArgumentError: That epoch has not attached.
@@ -86,7 +86,7 @@ class Attachments:
             raise self.superseded(attachment)
 
     def superseded(self, attachment: Attachment | None) -> QuireError:
-        """The error that ends a stream after a new attachment. `attachment` is None if unknown."""
+        """Make the error that ends a stream after a new attachment; `attachment` may be unknown."""
         assert self.newest is not None, "a scheduler has attached"
         newest = self.newest.epoch
         if attachment is not None and attachment.epoch < newest:

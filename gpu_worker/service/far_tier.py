@@ -24,12 +24,12 @@ async def store_far(
     labels: Sequence[BlockHash],
     check: Callable[[], None],
 ) -> int:
-    """Copy int32[N] blocks and begin to store them; return how many fit the queue.
+    """Copy int32[N] blocks and begin to store them; return how many fit into the queue.
 
-    `check` is called after each copy; it raises if the block may have had another content.
+    `check` is called after each copy; it raises if the block may have had other contents.
 
     Raises:
-        QuireError: As `read_host_blocks`.
+        QuireError: See `read_host_blocks`.
     """
     for number, label in enumerate(labels):
         content = await blocks.read_host_blocks(block_ids[number : number + 1])
@@ -47,9 +47,9 @@ async def fetch_far(
     block_bytes: int,
     check: Callable[[], None],
 ) -> int:
-    """Fill int32[N] blocks; return how many of the first ones have arrived.
+    """Fill int32[N] blocks, in order, up to the first that is missing; return how many were filled.
 
-    The first block is requested alone: if it is missing, so are the others.
+    The first block is requested alone, because the others are useless without it.
 
     Args:
         blocks: This worker's host blocks.

@@ -1,8 +1,8 @@
 """Moves KV between two workers: sends host blocks, and fills host blocks from another worker.
 
 The scheduler names the blocks, and ensures that nothing else reads or writes them at the same time.
-Contents are sent in the host's encoding and in pieces, between which steps run. They are sent in
-messages or, if both workers have NIXL, read directly from the source's memory; then messages
+Contents are sent in the host's encoding and in pieces; steps run between two pieces. The contents
+are in messages or, if both workers have NIXL, read directly from the source's memory. Then messages
 contain only addresses and checksums.
 """
 
@@ -25,7 +25,8 @@ from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 
 _PIECE_BYTES: Final = 4 * 1024**2
-"""Bytes of one message, unless one block is larger: copying it delays a step by about 1 ms."""
+"""Size of a message in bytes, unless one block is larger. Copying it delays a step by about 1 ms.
+"""
 _PULL_TIMEOUT_S: Final = 120.0
 """A source that takes longer counts as hung. The scheduler waits for the target without limit."""
 
@@ -36,7 +37,7 @@ class HostBlocks(Protocol):
     """A worker's host blocks, [0, num_host_blocks). Calls take effect between two steps."""
 
     async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
-        """The contents of int32[N] blocks, concatenated.
+        """Return the contents of int32[N] blocks, concatenated.
 
         Raises:
             UnavailableError: A block has changed since it was written.
@@ -44,7 +45,7 @@ class HostBlocks(Protocol):
         """
 
     async def checksum_host_blocks(self, block_ids: Int32Array) -> int:
-        """CRC-32 of the result of `read_host_blocks`; raises the same errors."""
+        """Return the CRC-32 of the result of `read_host_blocks`; raises the same errors."""
 
     async def write_host_blocks(self, block_ids: Int32Array, content: bytes | Bytes) -> None:
         """Fill int32[N] distinct blocks; `content` as `read_host_blocks` returns it."""
@@ -56,16 +57,16 @@ async def read_kv(
     block_bytes: int,
     transfer: NixlEngine | None = None,
 ) -> AsyncGenerator[worker_pb2.ReadKvResponse]:
-    """Yield int32[N] blocks in pieces, in order: their contents, or where to read these.
+    """Yield int32[N] blocks in pieces, in order: their contents, or where to read the contents.
 
     Args:
         blocks: This worker's host blocks.
         block_ids: The blocks to read.
         block_bytes: Bytes of a block in the host.
-        transfer: The engine by which the caller reads them; None: send the contents.
+        transfer: The engine with which the caller reads the contents; None: send them in messages.
 
     Raises:
-        QuireError: As `read_host_blocks`.
+        QuireError: See `read_host_blocks`.
     """
     if transfer is None:
         num_blocks = max(1, _PIECE_BYTES // block_bytes)
@@ -82,7 +83,7 @@ async def read_kv(
             checksum = await blocks.checksum_host_blocks(part)
             yield worker_pb2.ReadKvResponse(memory=memory, crc32=checksum, num_blocks=len(part))
             memory = None
-        await asyncio.sleep(_PULL_TIMEOUT_S)  # the caller ends the call after reading them
+        await asyncio.sleep(_PULL_TIMEOUT_S)  # the caller ends the call when it has read all blocks
 
 
 async def pull_kv(
@@ -97,8 +98,8 @@ async def pull_kv(
 ) -> None:
     """Fill int32[N] blocks with the result of `request` at the worker at `source_target`.
 
-    If `transfer` fails, the contents come in messages, and that worker is not read by the engine
-    for some time.
+    If `transfer` fails, the contents come in messages, and the engine avoids that worker for some
+    time.
 
     Args:
         blocks: This worker's host blocks.
@@ -122,7 +123,11 @@ async def pull_kv(
             try:
                 await pull.run(stub, request, transfer)
             except TransferFailedError as error:
-                _log.warning("KV comes over gRPC", source=source_target, reason=str(error))
+                _log.warning(
+                    "pulling KV over gRPC, because NIXL failed",
+                    source=source_target,
+                    reason=str(error),
+                )
                 transfer.avoid(request.instance_id)
                 request.transfer = worker_pb2.KV_TRANSFER_UNSPECIFIED
             else:
@@ -192,7 +197,7 @@ class _Pull:
     def _num_blocks(
         self, piece: worker_pb2.ReadKvResponse, max_blocks: int, transfer: NixlEngine | None
     ) -> int:
-        """Return how many blocks a response is about; raises UnavailableError if that is wrong."""
+        """Return how many blocks a response has; raise UnavailableError if that is wrong."""
         num_bytes = len(piece.content)
         if transfer is not None and not num_bytes:
             max_blocks = min(max_blocks, transfer.num_staged)
@@ -214,7 +219,7 @@ class _Pull:
 def read_request(
     epoch: int, instance_id: int, block_ids: Int32Array, kv_format: str
 ) -> worker_pb2.ReadKvRequest:
-    """A request to worker `instance_id` for blocks in `kv_format`."""
+    """Make a request to worker `instance_id` for blocks in `kv_format`."""
     return worker_pb2.ReadKvRequest(
         epoch=epoch,
         host_block_ids=pack_int32(block_ids),

@@ -10,7 +10,7 @@ from contract.step import Result
 from gpu_worker.service.attachments import Attachment, Attachments
 
 _MAX_OWED = 4
-"""Batches accepted before their results are sent; a scheduler sends two ahead."""
+"""Number of batches accepted before their results are sent; a scheduler sends two ahead."""
 
 
 class ResultStream:
@@ -24,11 +24,11 @@ class ResultStream:
         self._is_over = False
 
     async def wait_for_room(self) -> None:
-        """Wait for room for one more result; before each `owe`."""
+        """Wait for room for one more result. Call this before each `owe`."""
         await self._room.acquire()
 
     def owe(self, result: "asyncio.Future[Result]") -> None:
-        """Queue one more result to send; after the end it is cancelled."""
+        """Queue one more result to send, or cancel it if the queue has ended."""
         if self._is_over:
             result.cancel()
             return
@@ -57,7 +57,7 @@ class ResultStream:
         self._owed.clear()
 
     async def results(self) -> AsyncIterator[Result]:
-        """Yield results in order; raises a step's error, or the error of `end`."""
+        """Yield results in order; raise a step's error, or the error of `end`."""
         while True:
             while not self._owed and not self._is_over:
                 self._changed.clear()
@@ -108,7 +108,7 @@ class Executions:
         execution.ended.set()
 
     def supersede(self, attachments: Attachments) -> None:
-        """End all streams at once: a scheduler has attached."""
+        """End all streams at once, because a scheduler has attached."""
         for execution in self._open:
             execution.results.abandon(attachments.superseded(execution.attachment))
 

@@ -1,4 +1,4 @@
-"""Guesses with a smaller model of the same vocabulary, which has separate KV memory.
+"""Guesses tokens with a smaller model of the same vocabulary, which has separate KV memory.
 
 Its pool has as many blocks as the model's, and a row uses the same block numbers in both, so the
 scheduler needs no second allocation. This module tracks which of its KV is valid:
@@ -8,10 +8,10 @@ scheduler needs no second allocation. This module tracks which of its KV is vali
 
 The small model lags behind after steps without guesses, after swap-ins (the host holds none of its
 KV), and for blocks of ended rows that the prefix cache still has. Before the next guess it computes
-these tokens, which is cheap. An error here may lower the acceptance rate, but the output stays
-right.
+the missing tokens, which is cheap. An error here may lower the acceptance rate, but the output
+stays right.
 
-Symbols: `N` rows that guess, `K` the most tokens guessed.
+Symbols: `N` rows that guess, `K` the largest number of tokens guessed.
 """
 
 from collections.abc import Callable
@@ -90,7 +90,7 @@ class ModelDrafter:
         return self._num_draft_tokens
 
     def prepare(self, plan: Plan, rows: Rows) -> None:
-        """Follow moved, new and swapped-in blocks."""
+        """Update which KV is valid after a step's swap-ins, copies and new blocks."""
         block_size = self._limits.block_size
         self._is_valid[plan.swap_in_dst_block_ids] = False
         src, dst = plan.copy_src_block_ids, plan.copy_dst_block_ids
@@ -129,7 +129,7 @@ class ModelDrafter:
     def guess(
         self, rows: Rows, drafting: Int64Array, most: Int64Array, sampler: Sampler
     ) -> Guesses:
-        """See `Drafter`. Computes every guess of a row but the last, to sample the next one."""
+        """See `Drafter`. All guesses of a row but the last are computed, to sample the next one."""
         ends = rows.num_tokens[drafting]
         starts = self._num_computed[drafting]
         drawn = []  # by distance: int64[rows that guess so far], on the device
@@ -175,7 +175,7 @@ class ModelDrafter:
             self._is_valid[rows.block_tables[which[i], first[i] : end[i]]] = True
 
     def _forward(self, rows: Rows, scheduled: ScheduledRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states `[N, E]` to sample from, and their rows."""
+        """Return the hidden states `[N, E]` to sample from, and their rows."""
         is_all_known = scheduled.num_decodes == 0
         if self._pieces is not None and self._pieces.takes(scheduled):
             replayed = self._pieces.replay(rows, scheduled, is_all_known=is_all_known)
@@ -191,7 +191,7 @@ class ModelDrafter:
         return hidden, batch.sampling_rows
 
     def _draw(self, rows: Rows, scheduled: ScheduledRows, sampler: Sampler) -> torch.Tensor:
-        """int64[S] on the device: the token that the sampler draws for each scheduled row."""
+        """Draw a token for each scheduled row: int64[S] on the device."""
         positions = scheduled.positions
         num_outputs = positions - rows.num_prompt[scheduled.rows]
         likeliest = None
@@ -202,7 +202,7 @@ class ModelDrafter:
             hidden, sampling_rows = self._forward(rows, scheduled)
             logits = self._model.logits(hidden)
         sampled = sampler.sample(logits, scheduled.rows, positions, num_outputs, likeliest)
-        token_ids = sampled.token_ids.clone()  # later guesses overwrite a graph's
+        token_ids = sampled.token_ids.clone()  # a graph's next replay overwrites its results
         self._last_token_ids.index_copy_(0, sampling_rows, token_ids)
         return token_ids
 
@@ -210,7 +210,7 @@ class ModelDrafter:
 def _scheduled(
     rows: Rows, which: Int64Array, starts: Int64Array, lens: Int64Array, *, samples: bool
 ) -> ScheduledRows:
-    """Chunks of the rows `which`, int64[N]; either all of them sample at their end, or none."""
+    """Schedule chunks of the rows `which`, int64[N]; either all sample at their end, or none."""
     sampling = np.arange(len(which) if samples else 0)
     return ScheduledRows(
         rows=which,
@@ -233,7 +233,7 @@ class DraftModel:
     _device: torch.device
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of a block in the small model's pool."""
+        """Return the bytes of a block in the small model's pool."""
         return block_bytes(self.config, block_size, self.kv_dtypes)
 
     def drafter(self, num_draft_tokens: int, limits: Limits) -> ModelDrafter:
@@ -261,8 +261,7 @@ def load_draft_model(
     config = source.config
     if config.num_states or any(isinstance(window, Chunk) for window in config.windows):
         raise ModelError(
-            f"draft-model is {directory}; models with recurrent layers or chunked attention cannot"
-            " guess"
+            f"draft-model is {directory}; it must not have recurrent layers or chunked attention"
         )
     if config.vocab_size != limits.vocab_size or _vocabulary(directory) != _vocabulary(
         model_directory

@@ -17,10 +17,10 @@ Guesses: TypeAlias = list[Int32Array]
 class Drafter(Protocol):
     @property
     def num_draft_tokens(self) -> int:
-        """`guess` may be asked for up to this many tokens; at least 1."""
+        """The largest number of tokens that `guess` returns for a row; at least 1."""
 
     def prepare(self, plan: Plan, rows: Rows) -> None:
-        """Follow a step's changes. Called for each step, after the plan was applied to `rows`."""
+        """Process a step's changes. Called for each step, after the plan was applied to `rows`."""
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
         """Catch up with the known tokens of decoding rows, as far as this step's limit allows.
@@ -41,8 +41,8 @@ class Drafter(Protocol):
         Args:
             rows: See `catch_up`.
             drafting: int64[N], rows for which `catch_up` returned true in this step.
-            most: int64[N] in [1, num_draft_tokens], the most tokens for each; the block table has
-                room for them.
+            most: int64[N] in [1, num_draft_tokens], the largest number of tokens for each row; the
+                row's block table has room for them.
             sampler: The sampler that will verify the guesses; it draws the same tokens both times.
 
         Returns:

@@ -29,12 +29,14 @@ _STEP_MEMORY = 0.99
 _TRIAL_STEPS = 32
 """One step in this many does the opposite of the better choice."""
 _MAX_SLOWNESS = 3.0
-"""A slower step counts as this many times the mean, because something else interfered."""
+"""A step counts as at most this many times the mean duration; if it was slower, something else
+interfered."""
 _PRIOR_TRIED, _PRIOR_KEPT = 2.0, 1.4
 """A row's prior, as numbers of guesses tried and kept."""
 _MAX_CHANCE = 0.999
 _MIN_SPREAD = 1e-3
-"""Least variance of tokens per step for a fit, relative to the squared mean."""
+"""The least variance of tokens per step with which the line is fitted, relative to the squared
+mean."""
 
 
 class DraftLengths:
@@ -52,7 +54,7 @@ class DraftLengths:
         self._seen[:, rows] = 0
 
     def choose(self, rows: Int64Array) -> Int64Array:
-        """int64[N]: how many tokens to guess for each of `rows`, int64[N]. Called once per step."""
+        """Choose how many tokens to guess for each row, int64[N] each. Called once per step."""
         self._num_choices += 1
         cost = self.cost
         pays, is_trial = cost < 1, self._num_choices % _TRIAL_STEPS == 1
@@ -79,7 +81,7 @@ class DraftLengths:
         self, rows: Int64Array, num_guessed: Int64Array, num_kept: Int64Array
     ) -> None:
         """Learn how many guesses were made and how many kept, int64[N] each."""
-        # guesses after a wrong one give no information
+        # Guesses after a wrong one give no information.
         num_tried = np.minimum(num_kept + 1, num_guessed)
         memory = np.where(num_guessed > 0, _ROW_MEMORY, _IDLE_MEMORY)
         self._seen[:, rows] = self._seen[:, rows] * memory + (num_tried, num_kept)
@@ -115,7 +117,7 @@ class _StepCosts:
     """Tokens that rows gained."""
     guessed: float = 0.0
     guessing: float = 0.0
-    """Seconds."""
+    """Seconds of guessing."""
     total: float = 0.0
     """Seconds, with guessing."""
 

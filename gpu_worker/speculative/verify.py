@@ -9,18 +9,18 @@ that the next step would sample; and so on::
     kept      the tokens sampled up to the first that differs from its guess, or that ends the row
     dropped   the rest: sampled after tokens that the row does not have
 
-KV of a wrong guess is overwritten when the token at its position is computed: no row reads a slot
-past its own known tokens, and the scheduler publishes none.
+The KV of a wrong guess stays until the token at its position is computed. It does no harm, because
+no row reads a slot past its own known tokens, and the scheduler publishes no such slot.
 
-This is exact for any sampling. A draw is a function of seed, position and logits alone (`draw.py`),
-so the token at a position is the same whether its context was guessed or not, up to the last bits
-of logits, which may differ between a chunk and a single token. How guesses are made does not
-matter. If each draw had fresh random numbers, the rejection rule of Leviathan et al. (Fast
-Inference from Transformers via Speculative Decoding, 2023) would be needed to keep the
-distribution. Here even the output stays the same.
+This is exact for any sampling. A draw depends only on seed, position and logits (`draw.py`). So the
+token at a position is the same whether or not its context was guessed, except that the last bits of
+logits may differ between a chunk and a single token. How guesses are made does not matter. If each
+draw had fresh random numbers, the rejection rule of Leviathan et al. (Fast Inference from
+Transformers via Speculative Decoding, 2023) would be needed to keep the distribution. Here even the
+output stays the same.
 
-Rows with penalties or a grammar get no guesses: their logits depend on earlier tokens, one at a
-time.
+Rows with penalties or a grammar get no guesses, because their logits depend on every token sampled
+before.
 """
 
 import time
@@ -39,7 +39,8 @@ from gpu_worker.speculative.lengths import DraftLengths
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _MIN_SAMPLES = 64
-"""Most tokens that a step samples, or one per row if there are more rows. It bounds the logits."""
+"""Limit of the tokens that a step samples, or the number of rows if that is larger. It bounds the
+memory of the logits."""
 
 
 class Speculation:
@@ -82,10 +83,10 @@ class Speculation:
     def keep(
         self, scheduled: ScheduledRows, token_ids: Int64Array, is_finite: BoolArray
     ) -> BoolArray:
-        """bool[N]: which of the sampled tokens, int64[N], rows keep.
+        """Return bool[N]: which of the sampled tokens, int64[N], the rows keep.
 
-        The first token that was sampled from logits that are not finite is kept, too: its row fails
-            there.
+        A row's first token that was sampled from non-finite logits is kept, too, because the row
+        fails there.
         """
         if scheduled.guesses is None:
             return np.ones(len(token_ids), np.bool_)
@@ -133,7 +134,7 @@ class Speculation:
             )
 
     def _most(self, decoding: Int64Array, scheduled: ScheduledRows) -> Int64Array:
-        """int64[num_decodes]: most tokens to guess for each decoding row."""
+        """Return how many tokens to guess at most for each decoding row: int64[num_decodes]."""
         rows, table = self._rows, self._sampler.table
         most = self._lengths.choose(decoding)
         if not most.any():

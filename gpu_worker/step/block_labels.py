@@ -5,7 +5,7 @@ so it stays correct if the scheduler assigned it correctly. A device block with 
 to be wrong is *void*: it gets no label until a step overwrites it from its first slot, or a copy
 replaces it.
 
-No method waits for copies: one that a GPU makes later, in stream order, counts as made.
+No method waits for copies: a copy that a GPU makes later, in stream order, counts as made.
 """
 
 import time
@@ -24,7 +24,7 @@ from gpu_worker.step.rows import Rows, ScheduledRows
 
 
 class LabelPins:
-    """Stores the labels that the scheduler has pinned, with their ends, for the next scheduler.
+    """Stores the labels that the scheduler has pinned, and until when, for the next scheduler.
 
     A worker never evicts, so a pin has no effect here. A pin belongs to a label and not to a block,
     so it stays valid when the block moves. If there are too many pins, those that expire first are
@@ -33,8 +33,8 @@ class LabelPins:
 
     def __init__(self, max_pins: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_pins = max_pins
-        """Equal to the number of blocks. There must be a limit, because the scheduler reports no
-        unpinning."""
+        """The number of blocks. A limit is needed, because the scheduler does not tell the worker
+        when it unpins a label."""
         self._clock = clock
         self._ends: dict[BlockHash, float] = {}  # in the order of pinning
 
@@ -54,7 +54,7 @@ class LabelPins:
                 del self._ends[label]
 
     def held(self) -> Pins:
-        """The labels that are still pinned, and for how many seconds."""
+        """Return the labels that are still pinned, each with its remaining seconds."""
         now = self._clock()
         return tuple((label, end - now) for label, end in self._ends.items() if end > now)
 
@@ -110,7 +110,7 @@ class TierLabels:
         self._ages[:] = 0
 
     def held(self) -> HeldBlocks:
-        """The labelled blocks, oldest label first."""
+        """Return the labelled blocks, oldest label first."""
         named = np.flatnonzero(self._ages)
         blocks = named[np.argsort(self._ages[named], kind="stable")].astype(np.int32)
         return HeldBlocks(blocks, self._labels[blocks])
@@ -152,7 +152,7 @@ class BlockLabels:
         self._write(rows, scheduled)
 
     def holdings(self, rows: Rows) -> Holdings:
-        """The report to the next scheduler. All results must have arrived."""
+        """Make the report for the next scheduler. All results must have arrived."""
         return Holdings(
             rows.held(self.has_void),
             self.device.held(),
@@ -162,7 +162,7 @@ class BlockLabels:
         )
 
     def fail_swap_ins(self, plan: Plan, failed: Int32Array) -> None:
-        """Follow failed swap-ins: their sources lose their labels, their targets become void.
+        """Handle failed swap-ins: their sources lose their labels, their targets become void.
 
         Args:
             plan: The step that was applied last.
@@ -195,7 +195,7 @@ class BlockLabels:
         return np.concatenate(on_disk)
 
     def end_stores(self, stored: Int32Array, failed: Int32Array) -> tuple[Int32Array, Labels]:
-        """Label the stored disk blocks; blocks whose store failed are empty.
+        """Label the stored disk blocks; blocks whose store failed stay without a label.
 
         Returns:
             int32[N] and uint8[N, 32]: those of `stored` that got a label, and the labels.
@@ -213,7 +213,7 @@ class BlockLabels:
         self._num_given = max(self._num_given, len(blocks))
 
     def end_loads(self, loaded: Int32Array, failed: Int32Array) -> None:
-        """Label the host blocks that were loaded; after a failed load the disk block is bad."""
+        """Label the loaded host blocks; a disk block whose load failed loses its label."""
         for block in loaded.tolist():
             source = np.array([self._loads.pop(block)], np.int32)
             self.host.assign(np.array([block], np.int32), *self.disk.of(source))
@@ -290,7 +290,7 @@ class BlockLabels:
 
 
 def _resized(values: npt.NDArray[_T], length: int) -> npt.NDArray[_T]:
-    """The first `length` values, padded with zeros."""
+    """Return the first `length` values, padded with zeros."""
     resized = np.zeros((length, *values.shape[1:]), values.dtype)
     num_kept = min(length, len(values))
     resized[:num_kept] = values[:num_kept]

@@ -94,7 +94,7 @@ class BlockMoves:
         self.take_ended(sys.maxsize)
 
     def forget(self) -> None:
-        """Drop the disk moves in flight, after none touches a block any more."""
+        """Drop the disk moves in flight; afterwards none of them touches a block."""
         if self.disk_pool is not None:
             self.disk_pool.drain()
         self._labels.forget_disk_moves()

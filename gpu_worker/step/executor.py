@@ -1,7 +1,7 @@
 """Executes steps on one device: applies row changes, moves blocks, runs the model, returns results.
 
 A step is launched, then collected. On CUDA the next step may be launched before this one is
-collected: launching never waits for the device, and a decode's input token goes from the sampler to
+collected. Launching never waits for the device, and a decode's input token goes from the sampler to
 the next step without leaving the device. On a CPU a launched step is already done. One thread makes
 all calls.
 """
@@ -101,7 +101,7 @@ class Executor:
         `host_pool` is for swaps, `disk_pool` for stores and loads, `structured` for grammars,
         `ranks` are the other devices of the model, `drafter` guesses tokens (on one device only).
         `slots` let steps with `adapters`, or with those added later, run as graphs.
-        `takes_parts`: whether the model can compute a step in parts, where memory is short.
+        `takes_parts`: whether the model can compute a step in parts when memory is short.
         """
         self._pool = pool
         self._limits = limits
@@ -198,7 +198,7 @@ class Executor:
         row = self.rows.first_with_block_from(num_blocks)
         if row is not None:
             raise FailedPreconditionError(
-                f"num_blocks is {num_blocks}; row {row} has a block of a higher number"
+                f"num_blocks is {num_blocks}; row {row} uses a block that would be removed"
             )
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # copies may still read the removed blocks
@@ -246,7 +246,7 @@ class Executor:
         and `collect` reads them.
 
         Raises:
-            InvalidArgumentError, InconsistentPlanError: As `Rows.apply`. Only `reset` may follow.
+            InvalidArgumentError, InconsistentPlanError: See `Rows.apply`. Only `reset` may follow.
         """
         start_s = time.monotonic()
         with timeline.span("change the rows"):
@@ -275,8 +275,8 @@ class Executor:
     def collect(self, launched: LaunchedStep) -> Result:
         """Wait for the oldest launched step and return its result.
 
-        Rows may have ended after the step was launched, or have another sequence now (an
-        *incarnation* is a row's time with one sequence), so each sampled token is judged first:
+        A row may have ended since the step was launched, or have another sequence now (an
+        *incarnation* is a row's time with one sequence). So each sampled token is checked first:
 
         1. Tokens of ended rows are dropped, and so are tokens after a wrong guess.
         2. A row fails if its logits were not finite, and is stuck if its grammar allows no token.

@@ -76,7 +76,7 @@ class Pieces:
     """int64[C]: the index of the chunk's first block."""
 
     def tables(self, tables: Int32Array, block_size: int) -> Int32Array:
-        """Block tables, int32[C, M], that begin with the chunk; from those of the sequences."""
+        """Cut the sequences' block tables into the pieces': int32[C, M], from each chunk on."""
         width = -(-int(self.seq_lens.max()) // block_size)
         indices = self.first_blocks[:, None] + np.arange(width)
         # Entries beyond a sequence's end are not read.
@@ -158,13 +158,13 @@ def build_input_batch(
 
     Args:
         rows: The rows, after `apply`.
-        scheduled: What `apply` returned; at least one token.
+        scheduled: The result of `apply`; has at least one token.
         last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
         block_size: Token slots of a block.
         is_all_known: Whether `rows` has the values of all tokens; `last_token_ids` is then not
             read.
         adapters: The worker's adapters, by number.
-        slots: Those that they have on a GPU.
+        slots: The adapters' slots on a GPU.
     """
     host = gather(rows, scheduled, block_size)
     num_groups, positions = rows.num_groups, host.positions
@@ -255,7 +255,7 @@ def with_groups(
     *,
     has_chunks: bool = False,
 ) -> AttentionMetadata:
-    """Add the slots and block tables of each KV group, if there are several, or chunks."""
+    """Add the slots and block tables of each KV group, if there are several groups or chunks."""
     if len(slots) == 1 and not has_chunks:
         return metadata
     by_group = tuple(
@@ -280,7 +280,7 @@ def _num_decodes(starts: Int32Array | Int64Array) -> int:
 
 
 def known_token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> Int64Array:
-    """int64[len(positions)]: tokens whose values the rows have."""
+    """Look up tokens whose values the rows have: int64[len(positions)]."""
     if not len(positions):
         return _NONE
     return rows.token_ids[row_of_token, positions].astype(np.int64)
@@ -317,8 +317,8 @@ def places_before_sampled(
         starts: int32[S + 1], where each sequence's tokens start in the batch.
 
     Returns:
-        int64[N], their indexes in the batch; and int32[S + 1], where each sequence's start among
-        them.
+        int64[N], their indexes in the batch; and int32[S + 1], where each sequence's tokens start
+        among them.
     """
     firsts = (starts[:-1] - scheduled.starts)[scheduled.sampling]  # [N]: of position 0
     lens = np.bincount(scheduled.sampling, minlength=len(scheduled.rows))

@@ -35,7 +35,7 @@ _G = TypeVar("_G", DecodeGraphs, PiecewiseGraphs)
 def forward(
     model: Decoder, batch: InputBatch, pool: Any, metadata: AttentionMetadata
 ) -> torch.Tensor:
-    """Compute a batch: the final hidden states `[N, E]` that `metadata` wants.
+    """Compute a batch; return the final hidden states `[N, E]` that `metadata` wants.
 
     Raises:
         ModelError: The model's class, perhaps a user's, returned a wrong number of hidden states.
@@ -87,7 +87,7 @@ class ModelRunner:
         self._slots = slots
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._pooler = Pooler(sampler.table, model)
-        # By whether a row has an adapter.
+        # By whether rows have adapters.
         self._decodes: dict[bool, DecodeGraphs] = {}
         self._pieces: dict[bool, PiecewiseGraphs] = {}
         self._token_limit = TokenLimit()
@@ -102,9 +102,9 @@ class ModelRunner:
     ) -> None:
         """Capture graphs for steps of decodes only. Called before the first step.
 
-        Without `has_adapters`, no row of such a step may have an adapter. `report` gets the
-        fraction done. Errors of the backend pass through; such steps then run without these graphs.
-        For `shares_prefixes` see `DecodeGraphs`.
+        Without `has_adapters`, the graphs are only for steps in which no row has an adapter.
+        `report` gets the fraction done. Errors of the backend pass through; such steps then run
+        without these graphs. For `shares_prefixes` see `DecodeGraphs`.
         """
         captured = self._captured(has_adapters=has_adapters)
         graphs = DecodeGraphs(self._model, *captured, shares_prefixes=shares_prefixes)
@@ -114,7 +114,7 @@ class ModelRunner:
     def capture_pieces(
         self, backend: GraphBackend, report: Callable[[float], None], *, has_adapters: bool = False
     ) -> None:
-        """Capture graphs for steps of few tokens, as `capture_decodes`."""
+        """Capture graphs for steps of few tokens; see `capture_decodes`."""
         pieces = PiecewiseGraphs(self._model.forward, *self._captured(has_adapters=has_adapters))
         pieces.capture(backend, report)
         self._pieces[has_adapters] = pieces
@@ -139,7 +139,7 @@ class ModelRunner:
     def _run(
         self, scheduled: ScheduledRows
     ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
-        """As `run`; if memory is short, compute the step in parts, one after another."""
+        """Do as `run` does; if memory is short, compute the step in parts, one after another."""
         is_graph = self._decode_graphs(scheduled) is not None
         if is_graph or self._token_limit.allows(scheduled.num_tokens):
             try:
@@ -148,7 +148,7 @@ class ModelRunner:
                 if not self._takes_parts or halves(scheduled) is None:
                     raise
                 _log.warning(
-                    "a step does not fit the memory: computing it in parts",
+                    "a step does not fit in memory: computing it in parts",
                     num_tokens=scheduled.num_tokens,
                     error=str(error),
                 )
@@ -167,12 +167,12 @@ class ModelRunner:
         return tuple(sampled), tuple(scores)
 
     def _decode_graphs(self, scheduled: ScheduledRows) -> DecodeGraphs | None:
-        """The graphs that compute the whole step, if any."""
+        """Return the graphs that can compute the whole step, if any."""
         graphs = self._of_adapters(self._decodes, scheduled)
         return graphs if graphs is not None and graphs.takes(scheduled) else None
 
     def _of_adapters(self, graphs: Mapping[bool, _G], scheduled: ScheduledRows) -> _G | None:
-        """The graphs for a step whose rows have adapters, or for one without any."""
+        """Return the graphs for a step, with or without adapters as its rows need."""
         if not self._adapters:
             return graphs.get(False)
         numbers = self._rows.adapter[scheduled.rows]
@@ -198,7 +198,7 @@ class ModelRunner:
     def _forward(
         self, scheduled: ScheduledRows
     ) -> tuple[torch.Tensor, torch.Tensor, PromptScores | None]:
-        """Run the model: hidden states `[N, E]` to sample from, their rows, prompt scores."""
+        """Return the hidden states `[N, E]` to sample from, their rows, and prompt scores."""
         table = self._sampler.table
         is_scored = table.wants_prompt_logprobs[scheduled.rows].any()
         wants_all = is_scored or table.pools_all[scheduled.rows].any()
@@ -295,6 +295,6 @@ class ModelRunner:
 
 
 def _kept(sampled: Sampled) -> Sampled:
-    """A copy in separate memory, because a graph's next replay overwrites the results."""
+    """Copy to separate memory, because a graph's next replay overwrites the results."""
     token_ids, is_finite = sampled.token_ids.clone(), sampled.is_finite.clone()
     return replace(sampled, token_ids=token_ids, is_finite=is_finite)

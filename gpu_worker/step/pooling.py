@@ -74,7 +74,7 @@ class Pooler:
             self._kept[row] = _Kept(start + num_tokens, before, value)
 
     def token_types(self, scheduled: ScheduledRows, device: torch.device) -> torch.Tensor | None:
-        """int64[T]: 1 for tokens of the second text of a pair; None if there are no pairs."""
+        """Return int64[T]: 1 for tokens of a pair's second text; None if there are no pairs."""
         rows = scheduled.rows.tolist()
         pooling = self._table.pooling
         firsts = [pooling[row].num_first_tokens if row in pooling else 0 for row in rows]

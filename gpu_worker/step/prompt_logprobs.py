@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, each predicted from the tokens before it.
 
 Symbols: `T` tokens of a step, `N` tokens whose next token in the prompt is scored, `V` vocabulary,
-`K` the most top tokens that any row asks for.
+`K` the largest number of top tokens that a row asks for.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _MAX_LOGITS_BYTES = 32 * 1024**2
-"""Most bytes of float32 logits at once, because the logits of a whole prompt may be larger than the
-model."""
+"""Limit of the float32 logits that are in memory at once, in bytes. The logits of a whole prompt
+may be larger than the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class PromptScores:
         self.is_done = self._download.is_done
 
     def wait(self) -> tuple[PromptLogprobs, ...]:
-        """The scores, once they have arrived."""
+        """Wait for the scores and return them."""
         chosen, top_ids, top = self._download.wait()
         scores, start = [], 0
         for part in self._parts:

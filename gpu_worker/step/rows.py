@@ -3,8 +3,8 @@
 A row is free, has known tokens left to compute, or *decodes*: it computes its last sampled token in
 every step. `apply` knows at once whether a row samples a token; the token's value arrives later
 (`store_sampled`), perhaps after the next step was started. So only `end` depends on the
-value of a token. With guessed tokens (`speculative/verify.py`) their number depends on values, too:
-before the next step, `advance` then sets how many tokens each decoding row gained.
+value of a token. With guessed tokens (`speculative/verify.py`), the number of tokens that a row
+gains depends on values, too: `advance` sets it before the next step.
 
 Each row's tokens, by position::
 
@@ -25,8 +25,8 @@ from contract.step import NewSequence, Plan, StepLogprob
 from contract.worker_limits import Limits, first_seen
 
 _NUM_LOGPROBS = 32
-"""For how many of its last tokens each row keeps log-probabilities. When a scheduler dies, fewer
-tokens than this are in flight in steps and messages."""
+"""Number of last tokens for which each row keeps log-probabilities. When a scheduler dies, fewer
+tokens of a row than this are in flight in steps and messages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,14 +91,13 @@ class Rows:
         self.incarnation = np.zeros(num_rows, np.int64)
         """Incremented when a row gets a sequence; identifies results for earlier sequences."""
         self.ended_incarnation = np.full(num_rows, -1, np.int64)
-        """The last incarnation that sampled an end token, or could not sample; it computes no more.
-        """
+        """The last incarnation for which `end` was called; it computes no more."""
         self._ended_len = np.zeros(num_rows, np.int64)
-        """Tokens of the ended sequence, while `num_tokens` keeps counting as the scheduler does."""
+        """Length of the ended sequence; `num_tokens` goes on counting as the scheduler does."""
         self._has_stopped = np.zeros(num_rows, np.bool_)
         """Whether its last token is an end token."""
         self._new: list[NewSequence | None] = [None] * num_rows
-        """The announcement of each row's sequence."""
+        """The sequence of each row, as the plan described it."""
         self._logprobs: dict[int, deque[StepLogprob]] = {}
         """By row: the log-probabilities of its last tokens, if requested."""
 
@@ -136,14 +135,14 @@ class Rows:
         self.end(full, self.incarnation[full], self.num_tokens[full], no_stops)
 
     def is_current(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
-        """bool[N]: whether each row still belongs to that incarnation."""
+        """Return bool[N]: whether each row still belongs to that incarnation."""
         current: BoolArray = self.incarnation[rows] == incarnations
         return current
 
     def store_sampled(
         self, rows: Int64Array, incarnations: Int64Array, positions: Int64Array, values: Int64Array
     ) -> None:
-        """Store sampled tokens that have arrived; drops tokens of sequences that lost their row."""
+        """Store sampled tokens that have arrived; drop tokens of sequences that lost their row."""
         current = self.is_current(rows, incarnations)
         self.token_ids[rows[current], positions[current]] = values[current]
 
@@ -186,9 +185,9 @@ class Rows:
         return ended
 
     def block_table(self, row: int, num_computed: int | None = None) -> Int32Array:
-        """int32[N * G]: a copy of the row's block table; entries behind a window are 0.
+        """Copy the row's block table, int32[N * G]; entries behind a window are 0.
 
-        `num_computed` is the number of tokens with KV; None: by the row's state.
+        `num_computed` is the number of tokens with KV; None: the number that the row has.
         """
         table = self.block_tables[row, : self.num_blocks[row] * self.num_groups].copy()
         if self._limits.has_windows:
@@ -197,7 +196,7 @@ class Rows:
         return table
 
     def blocks_of(self, rows: Int64Array, indices: Int64Array) -> Int32Array:
-        """int32[N * G]: the blocks of all groups for N indices of int64[N] rows."""
+        """Return int32[N * G]: the blocks of all groups for N indices of int64[N] rows."""
         if self.num_groups == 1:
             return self.block_tables[rows, indices]
         entries = indices[:, None] * self.num_groups + np.arange(self.num_groups)
@@ -236,11 +235,11 @@ class Rows:
         return tuple(held)
 
     def adapters_in_use(self) -> set[int]:
-        """Numbers of the adapters that rows have; 0 if a row has none."""
+        """Return the numbers of the adapters that rows have; 0 if a row has none."""
         return set(self.adapter[self.is_used].tolist())
 
     def first_with_block_from(self, block: int) -> int | None:
-        """The first row that uses block number `block` or a higher one; None if there is none."""
+        """Return the first row that uses block number `block` or a higher one, if any."""
         num_entries = self.num_blocks[:, None] * self.num_groups
         is_own = np.arange(self.block_tables.shape[1]) < num_entries
         if self._limits.has_windows:
@@ -296,7 +295,7 @@ class Rows:
         self.block_tables[rows, entries] = block_ids
 
     def _is_behind(self, num_computed: Int64Array) -> BoolArray:
-        """bool[N, M * G]: whether no token from int64[N] `num_computed` on sees an entry."""
+        """Return bool[N, M * G]: whether no token from int64[N] `num_computed` on sees an entry."""
         groups, size = self.num_groups, self._limits.block_size
         firsts = np.zeros((len(num_computed), groups), np.int64)
         for group, window in enumerate(self._limits.kv_windows):
@@ -336,9 +335,12 @@ class Rows:
             )
         starts = self.num_computed[rows]
         room = self.num_blocks[rows] * self._limits.block_size  # [S], tokens
-        _require(
-            starts + lens <= room, "appended_rows", rows, "missing: its block table is too short"
-        )
+        has_room = starts + lens <= room
+        if not has_room.all():
+            row = rows[np.argmin(has_room)]
+            raise InvalidArgumentError(
+                "appended_rows", f"lacks {row}: its block table is too short"
+            )
 
         # Ended rows count as well: the scheduler counts them until it releases them.
         self.num_computed[chunk_rows] += chunk_lens
@@ -364,9 +366,11 @@ class Rows:
         _require(self.is_used[rows], "chunk_rows", rows, "which is free")
         _require(~self.is_decoding[rows], "chunk_rows", rows, "which decodes")
         has_room = self.num_tokens[rows] < self.max_total[rows]
-        _require(has_room, "chunk_rows", rows, "which has its max_total_tokens")
+        _require(has_room, "chunk_rows", rows, "which already has its max_total_tokens")
         num_left = self.num_tokens[rows] - self.num_computed[rows]
-        _require(lens <= num_left, "chunk_lens", lens, "more than the row's tokens to compute")
+        _require(
+            lens <= num_left, "chunk_lens", lens, "more tokens than the row has left to compute"
+        )
 
 
 def _require(holds: BoolArray, field: str, values: Int32Array | Int64Array, problem: str) -> None:

@@ -11,7 +11,7 @@ from contract.arrays import Int32Array, Int64Array
 from kernels.sequences import MAX_SHARED
 
 LEAST_TOKENS: Final = 512
-"""A shorter beginning is not worth another launch. Not measured."""
+"""A shorter prefix is not worth another launch. Not measured."""
 
 
 def find_shared(
@@ -19,11 +19,11 @@ def find_shared(
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
     """Return `kernels.sequences.SharedPrefixes`, as arrays.
 
-    A group has the same blocks at least up to `LEAST_TOKENS`, and shares as many as all its
-    sequences have in common. If there are too many groups, those that save most count.
+    The sequences of a group have the same blocks at least up to `LEAST_TOKENS`. They share all
+    blocks that they have in common. If there are too many groups, those that save most are kept.
 
     Args:
-        tables: int32[S, M]; what is beyond a sequence's end may be anything.
+        tables: int32[S, M]; entries beyond a sequence's end may have any value.
         seq_lens: int32[S]: tokens of each sequence, with this step's; 0: padding.
         block_size: P.
     """
@@ -31,7 +31,7 @@ def find_shared(
     seqs, len_of_seq = np.zeros(num_seqs, np.int32), np.zeros(num_seqs, np.int32)
     starts, lens = np.zeros(MAX_SHARED + 1, np.int32), np.zeros(MAX_SHARED, np.int32)
     least = -(-LEAST_TOKENS // block_size)
-    # At least the newest token is a sequence's own.
+    # A sequence never shares its newest token.
     long = np.flatnonzero(seq_lens > least * block_size)
     if len(long) > 1 and width > least:
         found = _groups(tables, seq_lens, long, least, block_size)
@@ -48,7 +48,7 @@ def find_shared(
 def _groups(
     tables: Int32Array, seq_lens: Int32Array, long: Int64Array, least: int, block_size: int
 ) -> list[tuple[Int64Array, int]]:
-    """Groups of sequences, each with the number of tokens that it shares."""
+    """Return groups of sequences, each with the number of tokens that it shares."""
     last = tables[long, least - 1]
     order = np.argsort(last, kind="stable")
     cuts = np.flatnonzero(np.diff(last[order])) + 1

@@ -46,7 +46,7 @@ class SampledContext(Protocol):
     """`rpc.observe.telemetry.sampled_context`."""
 
     def __call__(self, traceparent: str) -> Context | None:
-        """The parent context; None if the trace is not recorded."""
+        """Return the parent context; None if the trace is not recorded."""
 
 
 @dataclass(frozen=True, slots=True)

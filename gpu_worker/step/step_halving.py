@@ -1,4 +1,4 @@
-"""Splits a step that does not fit the device's memory into parts, computed one after another.
+"""Splits a step that does not fit in the device's memory into parts, computed one after another.
 
 `model_runner.py` catches the error and computes the parts.
 
@@ -17,8 +17,8 @@ _STEPS_UNTIL_MORE = 64
 def halves(scheduled: ScheduledRows) -> tuple[ScheduledRows, ScheduledRows] | None:
     """Split a step into two parts of about equal size; a chunk may be cut in two.
 
-    Within a step a sequence reads only KV of sequences before it, so the second part can read the
-    KV that the first part has stored.
+    Within a step, a sequence reads only its own KV and that of sequences before it. So the second
+    part can read the KV that the first part has stored.
 
     Returns:
         None if the step cannot be split, because it has only one token, or one row with its
@@ -70,7 +70,10 @@ def _part(scheduled: ScheduledRows, begin: int, end: int) -> ScheduledRows:
 
 
 class TokenLimit:
-    """Most tokens to compute at once: halved when memory is short, doubled after 64 steps."""
+    """The largest number of tokens to compute at once.
+
+    It becomes half the size of a step that did not fit in memory, and doubles every 64 steps.
+    """
 
     def __init__(self) -> None:
         self._most: int | None = None

@@ -35,7 +35,7 @@ class BusyClock:
         self._begun = None
 
     def take_s(self) -> float:
-        """Seconds of all spans that have ended since the last call."""
+        """Return the seconds of all spans that have ended since the last call."""
         while self._spans and self._spans[0][1].query():  # type: ignore[no-untyped-call]
             begun, ended = self._spans.popleft()
             self._busy_s += begun.elapsed_time(ended) / 1e3

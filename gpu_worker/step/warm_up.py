@@ -1,7 +1,7 @@
 """Executes every kind of step once before the worker serves.
 
 Triton compiles a kernel when it is first launched with new types, options or strides. That takes
-seconds, in which all streams would stall. So a worker on a GPU launches each variant at its start;
+seconds, during which all streams would stall. So a worker on a GPU launches each variant at start;
 `tests/kernels/test_compile_keys.py` checks that random steps afterwards need no other.
 """
 
@@ -17,6 +17,7 @@ from contract.step import NewSequence, Plan, StepId
 from contract.worker_limits import Limits
 from gpu_worker.step.executor import Executor
 
+# One kind of sampling for each set of kernels.
 _GREEDY = SamplingParams(seed=0, temperature=0.0, ignore_eos=True)
 _DRAWN = SamplingParams(seed=0, temperature=1.0, ignore_eos=True)
 _CUT = SamplingParams(seed=0, temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, ignore_eos=True)
@@ -36,7 +37,7 @@ _IN_A_FORM = SamplingParams(
 )
 _PROMPT_TOKENS = 4
 _NUM_DECODES = 3
-"""Most steps in which one of these rows decodes."""
+"""The largest number of steps in which a row of `warm_up` decodes."""
 _SEQS_OF_ONE_VARIANT = 256
 """The decode kernel has a variant for each power of two from this number of sequences on."""
 
@@ -80,7 +81,7 @@ def _run(executor: Executor, plans: Iterator[Plan]) -> None:
 def _one_then_two(
     limits: Limits, most_tokens: int, first: SamplingParams, second: SamplingParams, adapter: int
 ) -> Iterator[Plan]:
-    """A prompt in two chunks, decodes, a prompt beside the decodes, and decodes of both."""
+    """Plan a prompt in two chunks, decodes, a prompt beside the decodes, and decodes of both."""
     num_first = _PROMPT_TOKENS // 2
     new = [
         _new(limits, row, sampling, adapter, _PROMPT_TOKENS, most_tokens)
@@ -96,7 +97,7 @@ def _one_then_two(
 
 
 def _behind_many(limits: Limits, most_tokens: int) -> Iterator[Plan]:
-    """The end of the longest prompt, and a decode: attention splits the positions before them."""
+    """Plan the end of the longest prompt and a decode: attention splits the tokens before them."""
     num_tokens = limits.max_model_len - (most_tokens - _PROMPT_TOKENS)
     new = _new(limits, 0, _GREEDY, 0, num_tokens, limits.max_model_len)
     yield _plan(
@@ -109,7 +110,7 @@ def _behind_many(limits: Limits, most_tokens: int) -> Iterator[Plan]:
 
 
 def _moves(limits: Limits) -> Iterator[Plan]:
-    """Block copies, and swaps if there is a host tier; of one block and of several."""
+    """Plan block copies, and swaps if there is a host tier; first of one block, then of two."""
     for num in (1, 2):
         ids, others = range(num), range(num, 2 * num)
         if 2 * num <= limits.num_blocks:
@@ -120,7 +121,7 @@ def _moves(limits: Limits) -> Iterator[Plan]:
 
 
 def _many(limits: Limits, num_seqs: int) -> Iterator[Plan]:
-    """Prompts of one token, their decodes, and a prompt beside them."""
+    """Plan prompts of one token, their decodes, and a prompt beside them."""
     rows = list(range(num_seqs - 1))
     new = [_new(limits, row, _GREEDY, 0, 1, _PROMPT_TOKENS) for row in (*rows, num_seqs - 1)]
     yield _plan(1, *new[:-1], chunk_rows=rows, chunk_lens=[1] * len(rows))
@@ -152,6 +153,6 @@ def _new(
 
 
 def _plan(step_id: int, *new: NewSequence, **arrays: Sequence[int]) -> Plan:
-    """A plan whose `num_decodes` is not known yet."""
+    """Make a plan without `num_decodes`, which `_run` fills in."""
     named: dict[str, Any] = {name: ints(values) for name, values in arrays.items()}
     return Plan(StepId(step_id), 0, new_sequences=new, **named)

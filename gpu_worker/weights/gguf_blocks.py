@@ -17,7 +17,7 @@ Parts: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def unpack_blocks(kind: str, rows: torch.Tensor) -> QuantizedWeight:
-    """The weight of some rows.
+    """Return the weight of some rows.
 
     Args:
         kind: A type of `BLOCK_SIZES`.
@@ -55,7 +55,7 @@ def _float16(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
-    """The bits of each byte, lowest first: `[..., n]` to `[..., n, 8]`."""
+    """Return the bits of each byte, lowest first: `[..., n]` to `[..., n, 8]`."""
     return (numbers.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
 
 
@@ -86,7 +86,7 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and offsets of the eight groups of a block: 6-bit numbers in 12 bytes."""
+    """Unpack scales and offsets of the eight groups of a block: 6-bit numbers in 12 bytes."""
     first, second, third = _split(blocks[..., 4:16], 3, 4).unbind(2)  # [N, B, 4]
     scales = torch.cat((first & 63, (third & 15) | (first >> 6) << 4), dim=-1)
     minima = torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), dim=-1)

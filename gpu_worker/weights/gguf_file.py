@@ -50,7 +50,8 @@ class _Rows:
     tensor: GgufTensor
     expert: int | None = None
     num_rotated_heads: int | None = None
-    """Number of heads whose rows are in the order of Llama's own rotation, pair by pair."""
+    """Number of heads, if their rows are in the order of Llama's own rotation, pair by pair; None:
+    they are in the usual order."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,12 +65,12 @@ class GgufFile:
         """Map the file.
 
         Args:
-            path: Of the file.
-            heads: Numbers of heads of "attn_q" and "attn_k" if their rows are to be put in
-                another order: see `rotated_heads`.
+            path: The file.
+            heads: Numbers of heads of "attn_q" and "attn_k", if their rows must be reordered: see
+                `_Rows.num_rotated_heads`.
 
         Raises:
-            ModelError: It is damaged, or has a tensor that no supported architecture has.
+            ModelError: The file is damaged, or has a tensor that no supported architecture has.
         """
         self.path = path.resolve()
         self._bytes = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
@@ -110,13 +111,13 @@ class GgufFile:
         if rows.expert is not None:
             num_bytes = len(tensor) // rows.tensor.shape[0]
             tensor = tensor[rows.expert * num_bytes : (rows.expert + 1) * num_bytes]
-        # Rows in another order: a part may need any
+        # If rows are reordered, a part may need any of them.
         return self._file.extent(
             tensor, piece if rows.num_rotated_heads is None else replace(piece, where=())
         )
 
     def _raw(self, rows: _Rows) -> torch.Tensor:
-        """uint8 `[N, bytes]`; a tensor of one dimension is one row."""
+        """Return uint8 `[N, bytes]`; a tensor of one dimension is one row."""
         tensor = rows.tensor
         raw = self._bytes[tensor.start : tensor.start + tensor.num_bytes].view(-1, tensor.row_bytes)
         if rows.expert is not None:
@@ -156,7 +157,7 @@ def open_gguf_files(directory: Path) -> list[GgufFile]:
     """Return the GGUF files of a directory that `model_files` made; may be empty.
 
     Raises:
-        ModelError: As `GgufFile`.
+        ModelError: See `GgufFile`.
     """
     paths = sorted(directory.glob("*.gguf"))
     if not paths:
@@ -164,7 +165,7 @@ def open_gguf_files(directory: Path) -> list[GgufFile]:
     metadata = read_header(paths[0].resolve()).metadata
     heads = {}
     if metadata.get("general.architecture") == "llama":
-        # Its converter permutes rows for a rotation of neighbouring pairs.
+        # The converter permutes rows for a rotation of neighbouring pairs.
         num_heads = metadata["llama.attention.head_count"]
         num_kv_heads = metadata.get("llama.attention.head_count_kv", num_heads)
         heads = {"attn_q": num_heads, "attn_k": num_kv_heads}

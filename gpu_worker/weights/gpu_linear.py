@@ -20,7 +20,7 @@ _FP8_LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 _FP8_MULTIPLE: Final = 16
 """`torch._scaled_mm` takes numbers of features that are multiples of this."""
 _FP8_CAPABILITY: Final = (9, 0)
-"""The least for products of fp8 numbers with a scale for each row."""
+"""The least compute capability for products of fp8 numbers with a scale for each row."""
 
 _log = structlog.get_logger()
 
@@ -32,7 +32,7 @@ def is_here(device: torch.device) -> bool:
 
 def can_pack(num_in: int, num_groups: int, dtype: torch.dtype, *, is_int4: bool = False) -> bool:
     """Whether the kernel takes K features in G groups, for activations of `dtype`."""
-    # In float32 a weight is multiplied exactly as it is.
+    # For float32 activations, weights are dequantized, so that products are exact.
     is_whole = num_groups == 1 and not is_int4
     return dtype is not torch.float32 and (is_whole or num_in // num_groups % _RUN == 0)
 
@@ -75,7 +75,7 @@ def pack_fp8(
 
 
 def batch_invariant(linear: Linear, dtype: torch.dtype) -> Linear:
-    """The same map of activations of `dtype`, in which no bit of a row depends on other rows.
+    """Return the same map for activations of `dtype`, but rows do not depend on other rows.
 
     Libraries choose kernels by the number of rows. So 16-bit weights get a kernel of ours, and fp8
     weights are multiplied as 16-bit numbers.
@@ -86,7 +86,7 @@ def batch_invariant(linear: Linear, dtype: torch.dtype) -> Linear:
         linear = _packed(linear.weight.t(), linear.scales, None, linear.bias, dtype)
     if isinstance(linear, PackedLinear):
         return replace(linear, has_one_tile=True)
-    return linear  # of a CPU
+    return linear  # a CPU's map
 
 
 def _packed(
@@ -103,17 +103,17 @@ def _packed(
 
 
 def _why_not_scaled(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Why `ScaledLinear` does not take a weight; None: it does."""
+    """Return why `ScaledLinear` does not take a weight; None: it does."""
     capability = _capability(values.device)
     if capability < _FP8_CAPABILITY:
-        return f"the device has compute capability {capability}, required is {_FP8_CAPABILITY}"
+        return f"the device has compute capability {capability}; it must be {_FP8_CAPABILITY}"
     if scales.shape[1] != 1:
-        return f"an output has {scales.shape[1]} scales, required is 1"
+        return f"an output has {scales.shape[1]} scales; it must have 1"
     if dtype is not torch.bfloat16:
-        return f"the dtype is {dtype}, required is {torch.bfloat16}"
+        return f"the dtype is {dtype}; it must be {torch.bfloat16}"
     if any(size % _FP8_MULTIPLE for size in values.shape):
         shape = tuple(values.shape)
-        return f"a weight has shape {shape}, required are multiples of {_FP8_MULTIPLE}"
+        return f"a weight has shape {shape}; its sizes must be multiples of {_FP8_MULTIPLE}"
     return None
 
 
@@ -181,7 +181,7 @@ class ScaledLinear:
         if not len(x):
             return x.new_empty(0, len(self.weight))
         largest = x.abs().amax(1, keepdim=True).float()  # [T, 1]
-        # For a row of zeros any scale is right; a row that is not finite stays so.
+        # For a row of zeros any scale is right; a row with non-finite numbers keeps them.
         x_scales = (largest / _FP8_LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
         numbers = (x / x_scales).clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
         return torch._scaled_mm(  # noqa: SLF001  there is no public name

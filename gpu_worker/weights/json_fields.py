@@ -24,11 +24,11 @@ class JsonFields:
     values: Mapping[str, object]
 
     def error(self, name: str, problem: str) -> ModelError:
-        """An error to raise; `problem` follows the field's name."""
+        """Make an error to raise; `problem` follows the field's name."""
         return ModelError(f"{self.path}: {self.prefix}{name} {problem}")
 
     def unsupported(self, name: str, problem: str) -> UnsupportedError:
-        """An error for a feature that another implementation may support."""
+        """Make an error for a feature that another implementation may support."""
         return UnsupportedError(str(self.error(name, problem)))
 
     def has(self, name: str) -> bool:
@@ -36,19 +36,19 @@ class JsonFields:
         return name in self.values
 
     def get(self, name: str, default: object = None) -> object:
-        """The field, unchecked."""
+        """Return the field, unchecked."""
         value = self.values.get(name)
         return default if value is None else value
 
     def positive_int(self, name: str, default: int | None = None) -> int:
-        """An integer, at least 1."""
+        """Return an integer, at least 1."""
         value = self._required(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(name, f"is {value!r}; it must be a positive integer")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number above 0."""
+        """Return a number above 0."""
         value = self._required(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise self.error(name, f"is {value!r}; it must be a positive number")
@@ -61,15 +61,15 @@ class JsonFields:
         return value
 
     def int_list(self, name: str) -> list[int]:
-        """Integers from 0. A single integer becomes a list, an absent field an empty list."""
+        """Return integers from 0. A single integer becomes a list, an absent field an empty one."""
         value = self.get(name, default=[])
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in items):
-            raise self.error(name, f"is {value!r}; it must be token ids, from 0")
+            raise self.error(name, f"is {value!r}; it must be token ids, which are 0 or more")
         return list(items)
 
     def nested(self, name: str) -> "JsonFields":
-        """A nested object; empty if absent."""
+        """Return a nested object; empty if absent."""
         value = self.get(name, default={})
         if not isinstance(value, dict):
             raise self.error(name, f"is {value!r}; it must be an object")
@@ -83,7 +83,7 @@ class JsonFields:
 
 
 def read_json(path: Path) -> JsonFields:
-    """The object in a JSON file; raises ModelError if there is none."""
+    """Return the object in a JSON file; raises ModelError if there is none."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

@@ -22,16 +22,16 @@ HeadMaps: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 def make_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, *, is_low_rank: bool = False
 ) -> Linear:
-    """The map `x @ weight.T + bias` in the device's fastest form.
+    """Make the map `x @ weight.T + bias` in the device's fastest form.
 
-    On a CPU the weight is packed once, here, for our own kernel: few rows then cost only reading
-    the weight, and a row's result does not depend on the number of rows. Torch multiplies the other
-    weights; all weights, if the C code could not be compiled.
+    On a CPU the weight is packed once, here, for our own kernel. Then few rows cost only the
+    reading of the weight, and a row's result does not depend on the number of rows. Torch
+    multiplies weights that cannot be packed, which is all of them if the C code was not compiled.
 
     Args:
         weight: `[N, K]`; the caller need not keep it.
         bias: `[N]`, of the weight's dtype.
-        is_low_rank: Whether it is a factor of a LoRA adapter's addition.
+        is_low_rank: Whether the map is a factor of a LoRA adapter's addition.
     """
     if native.can_pack(weight):
         return native.pack(weight, bias, is_low_rank=is_low_rank)
@@ -52,7 +52,7 @@ class PlainLinear:
 
 
 def make_head_maps(weight: torch.Tensor) -> HeadMaps:
-    """The maps `x[:, h] @ weight[h].T` in the device's fastest form; see `make_linear`.
+    """Make the maps `x[:, h] @ weight[h].T` in the device's fastest form; see `make_linear`.
 
     Args:
         weight: `[H, N, K]`; the caller need not keep it.

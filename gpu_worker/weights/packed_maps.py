@@ -45,7 +45,7 @@ TensorSpec = tuple[tuple[int, ...], torch.dtype]
 
 
 def integer_tensors(stored: IntegerFormat, num_out: int, num_in: int) -> dict[str, TensorSpec]:
-    """The tensors of a map `[N, K]`, by the end of their names, without GPTQ's `g_idx`."""
+    """Return the tensors of a map `[N, K]`, by the ends of their names, without GPTQ's `g_idx`."""
     per_word = 32 // stored.bits
     num_groups = num_in // (stored.group_size or num_in)
     weight = (num_in // per_word, num_out)
@@ -59,7 +59,7 @@ def integer_tensors(stored: IntegerFormat, num_out: int, num_in: int) -> dict[st
 
 
 def unpack_integers(stored: IntegerFormat, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-    """The weight `(q - zero) * scale` of a map; exact, with scales and offsets in float32.
+    """Return the weight `(q - zero) * scale` of a map; exact, with scales and offsets in float32.
 
     Args:
         stored: How it is packed.
@@ -125,7 +125,7 @@ def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> Quantize
 
 
 def fp8_tensors(stored: Fp8Format, num_out: int, num_in: int) -> dict[str, TensorSpec]:
-    """The tensors of a map `[N, K]`, by the end of their names."""
+    """Return the tensors of a map `[N, K]`, by the ends of their names."""
     if stored.scale_shape is ScaleShape.TENSOR:
         shape: tuple[int, ...] = (1,)
     elif stored.scale_shape is ScaleShape.CHANNEL:
@@ -149,11 +149,11 @@ class Fp8Weight:
     """float32 `[N, G]`, each for K / G values of a row."""
 
     def to(self, device: torch.device) -> "Fp8Weight":
-        """The same on `device`."""
+        """Return the same weight on `device`."""
         return Fp8Weight(self.values.to(device), self.scales.to(device))
 
     def dequantized(self) -> torch.Tensor:
-        """The weight: float32 `[N, K]`."""
+        """Return the weight, float32 `[N, K]`."""
         by_group = self.values.float().view(*self.scales.shape, -1)
         return (by_group * self.scales.unsqueeze(2)).view(self.values.shape)
 
@@ -179,7 +179,7 @@ def unpack_fp8(
 
 
 def _join(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Join along N."""
+    """Join weights along N."""
     offsets = None
     if any(part.offsets is not None for part in parts):
         each = (torch.zeros_like(p.scales) if p.offsets is None else p.offsets for p in parts)
@@ -205,8 +205,8 @@ _log = structlog.get_logger()
 class PackedMaps:
     """Makes linear maps from packed tensors, and counts how many stay packed.
 
-    Integers stay integers where a kernel can multiply them, fp8 numbers on a GPU; other weights
-    become `dtype`.
+    Integers stay integers where a kernel can multiply them, and fp8 numbers stay fp8 on a GPU.
+    Other weights become `dtype`.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class PackedMaps:
         device: torch.device,
         fill: Callable[[Piece, torch.Tensor], None],
     ) -> None:
-        """Arguments as for `Weights`. On the meta device it only requests tensors."""
+        """Take the arguments of `Weights`. On the meta device, tensors are only requested."""
         self._stored = stored
         self._names = names
         self._dtype = dtype
@@ -237,7 +237,7 @@ class PackedMaps:
 
     @property
     def unused(self) -> str:
-        """Matches names of tensors for quantized activations, which are not used."""
+        """A pattern for names of tensors for quantized activations, which are not used."""
         return r".*\.input_scale"
 
     def has(self, name: str) -> bool:
@@ -245,7 +245,7 @@ class PackedMaps:
         return any(f"{name}.{mark}" in self._names for mark in self._marks)
 
     def linear(self, pieces: Sequence[Piece], bias: torch.Tensor | None) -> Linear:
-        """The fused map of several weights with the same input: their outputs joined.
+        """Make the fused map of several weights with the same input, whose outputs are joined.
 
         Args:
             pieces: Weights `[N, K]`, or some of their rows or columns; some may not be packed.
@@ -267,7 +267,7 @@ class PackedMaps:
         return make_linear(weight, bias)
 
     def _of_integers(self, parts: Sequence[_Part], bias: torch.Tensor | None) -> Linear | None:
-        """The map, if all parts are integers of one kind, and a kernel takes them; else None."""
+        """Make the map if all parts are integers of one kind and a kernel takes them; else None."""
         integers = [part for part in parts if isinstance(part, QuantizedWeight)]
         kinds = {(part.quantization, part.scales.shape[1]) for part in integers}
         if len(integers) < len(parts) or len(kinds) > 1:
@@ -278,7 +278,7 @@ class PackedMaps:
         return make_quantized_linear(joined, bias, self._dtype)
 
     def _of_fp8(self, parts: Sequence[_Part], bias: torch.Tensor | None) -> Linear | None:
-        """The map, if all parts are fp8 numbers, and the GPU's kernels take them; else None."""
+        """Make the map if all parts are fp8 numbers and the GPU's kernels take them; else None."""
         parts_fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
         if len(parts_fp8) < len(parts) or not gpu_linear.is_here(self._device):
             return None
@@ -292,7 +292,7 @@ class PackedMaps:
         return gpu_linear.pack_fp8(values, scales, bias, self._dtype)
 
     def dense(self, piece: Piece) -> torch.Tensor:
-        """The weight `[N, K]` of a piece, dequantized.
+        """Return the weight `[N, K]` of a piece, dequantized.
 
         Raises:
             ModelError: A tensor contradicts the format.
@@ -314,10 +314,10 @@ class PackedMaps:
         )
 
     def _part(self, piece: Piece, *, has_bias: bool) -> _Part:
-        """The weight of a piece: quantized if its groups can be kept, else in float32.
+        """Return the weight of a piece: quantized if its groups can be kept, else in float32.
 
         Tensors of AWQ, GPTQ and fp8 are read whole even for one rank's part, because the cut may
-        divide a group or a block. Of GGUF's, only the part's rows are read.
+        divide a group or a block. From GGUF tensors, only the part's rows are read.
         """
         name = piece.name.removesuffix(".weight")
         if not self.has(name):
@@ -381,8 +381,8 @@ class PackedMaps:
         for what, size in (("input", num_in), ("output", num_out)):
             if size % per_word:
                 raise ModelError(
-                    f"{name} has {size} {what} features; {stored.bits} bits are packed by"
-                    f" {per_word}, which must divide them"
+                    f"{name} has {size} {what} features; at {stored.bits} bits their number must"
+                    f" be a multiple of {per_word}"
                 )
 
     def _refuse_order(self, stored: IntegerFormat, name: str, num_in: int) -> None:
@@ -393,8 +393,8 @@ class PackedMaps:
         expected = torch.arange(num_in, dtype=torch.int32) // (stored.group_size or num_in)
         if not found.is_meta and not torch.equal(found, expected):
             raise ModelError(
-                f"{name}.g_idx puts input features out of order, as desc_act does; supported is"
-                " that they are in order"
+                f"{name}.g_idx puts input features out of order, as desc_act does, which is not"
+                " supported"
             )
 
     def _refuse_bias(self, name: str, num_out: int) -> None:

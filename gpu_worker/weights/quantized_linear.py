@@ -15,13 +15,13 @@ from gpu_worker.weights.linear import Linear, make_linear
 from kernels.cpu import linear as native
 
 _INT4_GROUP_SIZE: Final = 32
-"""5 bits per weight, with scales and offsets of 16 bits."""
+"""Makes 5 bits per weight, with scales and offsets of 16 bits."""
 _INT4_KERNEL_GROUPS: Final = (32, 64, 128)
 _INT4_RANGES: Final = (1.0, 0.85)
 """Candidate grids, as shares of a group's range. The whole range keeps weights that are already on
 a grid; a smaller range is finer, which suits all weights except outliers. Each group takes the grid
-with less error. In the shipped model, these shares make the error 0.6 % less than the whole range
-alone; four shares would make it 1.3 % less."""
+with less error. In the shipped model, these shares reduce the error by 0.6 % against the whole
+range alone; four shares would reduce it by 1.3 %."""
 _INT4_FITS: Final = 2
 _FLOAT32_EPS: Final = 1e-6
 _PIECE: Final = 2**18
@@ -49,19 +49,19 @@ class QuantizedWeight:
     offsets: torch.Tensor | None
     """Shaped like the scales; None: zeros.
 
-    The kernel multiplies with scales and offsets in float16; at 4 bits, with the offsets for values
-    from 0 to 15, so that GGUF's Q4_0 and Q4_1 are kept exactly.
+    The kernel multiplies with scales and offsets in float16. At 4 bits, it uses the offsets for
+    values from 0 to 15, so that GGUF's Q4_0 and Q4_1 are kept exactly.
     """
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """The same on `device`."""
+        """Return the same weight on `device`."""
         offsets = None if self.offsets is None else self.offsets.to(device)
         return replace(
             self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets
         )
 
     def dequantized(self) -> torch.Tensor:
-        """The weight, unrounded: float32 `[N, K]`."""
+        """Return the weight, unrounded: float32 `[N, K]`."""
         by_group = self.values.float().view(*self.scales.shape, -1)
         weight = by_group * self.scales.unsqueeze(2)
         if self.offsets is not None:
@@ -71,7 +71,7 @@ class QuantizedWeight:
     def fits_half_precision(self) -> bool:
         """Whether float16 represents scales and offsets well enough for products in float32.
 
-        Offsets are those for values that begin at 0, at 4 bits.
+        At 4 bits, the offsets tested are those for values that begin at 0.
         """
         numbers = [self.scales]
         if self.offsets is not None:
@@ -83,7 +83,7 @@ class QuantizedWeight:
         )
 
     def without_zero_offsets(self) -> "QuantizedWeight":
-        """The same with all-zero offsets replaced by None; only 8-bit weights can do without."""
+        """Replace all-zero offsets by None; only 8-bit weights can have no offsets."""
         if self.quantization is Quantization.INT4 or self.offsets is None or self.offsets.any():
             return self
         return replace(self, offsets=None)
@@ -107,7 +107,7 @@ def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
 
 
 def _quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, scales and offsets of some rows."""
+    """Return values, scales and offsets of some rows."""
     groups = weight.float().view(weight.shape[0], -1, _INT4_GROUP_SIZE)  # [N, G, 32]
     scales, lows, errors = _fit_int4(groups, _INT4_RANGES[0])
     for share in _INT4_RANGES[1:]:
@@ -123,10 +123,10 @@ def _quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
 def _fit_int4(
     groups: torch.Tensor, range_share: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scale, lowest weight and squared error of each group of `[N, G, 32]`.
+    """Return scale, lowest weight and squared error of each group of `[N, G, 32]`.
 
-    All are float32 `[N, G, 1]`, the first two rounded as they are multiplied. Starts with a grid
-    over a share of the values' range, then fits values to integers by least squares.
+    All are float32 `[N, G, 1]`, the first two rounded to the float16 that the kernel multiplies.
+    The fit starts with a grid over a share of the values' range, and improves it by least squares.
     """
     low, high = (range_share * bound for bound in groups.aminmax(dim=2, keepdim=True))
     scales = _no_zeros((high - low) / 15)
@@ -147,7 +147,7 @@ def _round_int4(groups: torch.Tensor, scales: torch.Tensor, low: torch.Tensor) -
 
 
 def _rounded(numbers: torch.Tensor) -> torch.Tensor:
-    """To float16, in which scales and offsets are multiplied, and back."""
+    """Round to float16, in which scales and offsets are multiplied."""
     return numbers.half().float()
 
 
@@ -176,9 +176,9 @@ def can_multiply(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
 def make_quantized_linear(
     weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> Linear:
-    """The map `x @ weight.T + bias`, of integers where our own kernel takes them.
+    """Make the map `x @ weight.T + bias`, with integers if our own kernel takes them.
 
-    Otherwise the weight is dequantized: the same map in more memory.
+    Otherwise the weight is dequantized, which makes the same map in more memory.
 
     Args:
         weight: The caller need not keep it.

@@ -1,8 +1,8 @@
-"""Reads tensors' bytes into the page cache, in parallel, ahead of those that are converted.
+"""Reads tensors' bytes into the page cache, in parallel, before the tensors are converted.
 
-A mapped file is read by one stream: each access waits for the pages around it. Disks, above all
-those behind a network, are faster with several large requests at once. What these return is thrown
-away: the page cache has it, and can drop it. vLLM's strategy "prefetch" does the same.
+A mapped file is read sequentially: each access waits for the pages around it. Disks, above all
+those behind a network, are faster with several large requests at once. The bytes read are thrown
+away, because the page cache has them, and can drop them. vLLM's strategy "prefetch" does the same.
 """
 
 import os
@@ -21,7 +21,7 @@ NUM_THREADS: Final = 8
 REQUEST_BYTES: Final = 4 * 2**20
 AHEAD_BYTES: Final = 512 * 2**20
 _PROBE_BYTES: Final = 2**20
-"""If the pages at this distance are cached, all between are taken to be cached."""
+"""If the pages at this distance are cached, the pages between are assumed to be cached, too."""
 
 
 def read_to_cache(extent: Extent) -> None:
@@ -38,16 +38,16 @@ def read_to_cache(extent: Extent) -> None:
     while start < stop:
         num_bytes = os.preadv(file, [buffer[: stop - start]], start)
         if num_bytes == 0:
-            raise OSError(f"it ends at byte {start}, it had {stop} or more")
+            raise OSError(f"it ends at byte {start}; it had at least {stop}")
         start += num_bytes
 
 
 class ReadAhead:
     """Reads extents of files, in the order in which they are needed.
 
-    It reads up to `AHEAD_BYTES` after the extent in use, and one extent more; less if that is over
-    a quarter of the free memory. Extents of more than half of it are left out: their beginning
-    would be dropped before their end is read.
+    It starts extents after the one in use until they have `AHEAD_BYTES`, or a quarter of the free
+    memory if that is less. An extent larger than half of the free memory is left out, because its
+    beginning would be dropped before its end is read.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class ReadAhead:
         """Read nothing yet.
 
         Args:
-            extents: Their files must stay open. None: it is unknown, and left out.
+            extents: Their files must stay open. None is an unknown extent, which is left out.
             read: Reads a request of `REQUEST_BYTES` or less; called on `NUM_THREADS` threads.
-            available: Tells the bytes of memory that are free.
+            available: Returns the bytes of free memory.
         """
         self._waiting = deque(extents)
         self._started: deque[list[tuple[Extent, Future[None]]]] = deque()
@@ -82,7 +82,7 @@ class ReadAhead:
         """Begin to use the next extent: wait until it has been read, and start those after it.
 
         Raises:
-            ModelError: It could not be read twice; a mapped access would end the process.
+            ModelError: Reading failed twice. A mapped access would end the process.
         """
         if not self._started and self._waiting:
             self._start(self._waiting.popleft())
@@ -107,7 +107,7 @@ class ReadAhead:
         requests = [replace(extent, bytes=range(*cut)) for cut in pairwise(cuts)]
         try:
             futures = [self._pool.submit(self._read, request) for request in requests]
-        except RuntimeError:  # no thread can be started: all that follows is only mapped
+        except RuntimeError:  # no thread can be started, so later extents are only mapped
             self._waiting.clear()
             return
         self._started.append(list(zip(requests, futures, strict=True)))
@@ -121,7 +121,7 @@ class ReadAhead:
 
 
 def _is_cached(file: int, position: int) -> bool:
-    """Whether reading would not wait for the disk; False if the system does not tell."""
+    """Whether a byte is in the page cache; False if the system does not say."""
     try:
         return os.preadv(file, [bytearray(1)], position, os.RWF_NOWAIT) == 1
     except (OSError, AttributeError):

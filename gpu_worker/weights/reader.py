@@ -35,7 +35,7 @@ MapT = TypeVar("MapT", bound=Callable[[torch.Tensor], torch.Tensor])
 _META = torch.device("meta")
 _MAX_NAMES_SHOWN = 5
 _DUMMY_STD = 0.02
-"""A usual initialization: activations stay in range."""
+"""A usual initialization, with which activations stay in range."""
 
 
 class Weights:
@@ -64,7 +64,7 @@ class Weights:
         self.place = Place() if ranks is None else ranks.place
         """Which part of the model to build."""
         self.dtype = dtype
-        """Of all weights and activations."""
+        """The dtype of all weights and activations."""
         self.device = device
         self.num_quantized = 0
         """Linear maps quantized so far."""
@@ -79,18 +79,18 @@ class Weights:
             self.ignore(self.packed.unused)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor of this shape; in the dtype of all weights, unless `dtype` is given."""
+        """Return a tensor of this shape, in the dtype of all weights unless `dtype` is given."""
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self._fill(Piece(name, shape), out)
         return out
 
     def dense(self, name: str, num_out: int, num_in: int) -> torch.Tensor:
-        """The weight of a linear map, `[N, K]`, for a model that multiplies parts of it.
+        """Return the weight of a linear map, `[N, K]`, for a model that multiplies parts of it.
 
         It is dequantized if the checkpoint packs it, and never quantized.
 
         Args:
-            name: Without ".weight".
+            name: The map's name, without ".weight".
             num_out: N.
             num_in: K.
         """
@@ -99,31 +99,31 @@ class Weights:
         return self.tensor(f"{name}.weight", num_out, num_in)
 
     def rows(self, name: str, rows: range, *shape: int) -> torch.Tensor:
-        """Some rows of a tensor of this shape."""
+        """Return some rows of a tensor of this shape."""
         return self._joined([Piece(name, shape, (slice(rows.start, rows.stop),))])
 
     def linear(self, num_in: int, *parts: tuple[str, int], bias: bool = False) -> Linear:
-        """A linear map; or several with the same input, fused: their outputs joined.
+        """Make a linear map, or fuse several with the same input by joining their outputs.
 
-        It is quantized if the worker's settings ask for it.
+        The map is quantized if the worker's settings ask for it.
 
         Args:
             num_in: K.
             parts: Name (without ".weight" or ".bias") and N of each map.
-            bias: Whether they have one.
+            bias: Whether the maps have biases.
         """
         return self._linear([(name, (num_out, num_in), ()) for name, num_out in parts], bias=bias)
 
     def split_outputs(
         self, num_in: int, *parts: tuple[str, int, int], bias: bool = False
     ) -> Linear:
-        """As `linear`, with only this rank's share of each map's outputs.
+        """Do as `linear` does, with only this rank's share of each map's outputs.
 
         Args:
             num_in: K.
             parts: For each map: the name; the number of groups of its outputs, such as heads, of
-            which this rank takes `Place.groups`; and the size of a group.
-            bias: Whether they have one.
+                which this rank takes `Place.groups`; and the size of a group.
+            bias: Whether the maps have biases.
         """
         shares = []
         for name, num_groups, size in parts:
@@ -135,13 +135,13 @@ class Weights:
     def split_inputs(
         self, num_groups: int, size: int, part: tuple[str, int], *, bias: bool = False
     ) -> Linear:
-        """As `linear`, with only this rank's share of the inputs: a partial sum, for `summed`.
+        """Do as `linear` does, with only this rank's share of the inputs: a part for `summed`.
 
         Args:
             num_groups: Number of groups of inputs.
-            size: Of a group.
+            size: Size of a group.
             part: Name and N of the map.
-            bias: Whether it has one; one rank adds it.
+            bias: Whether the map has a bias; one rank adds it.
         """
         name, num_out = part
         groups = self.place.groups(num_groups)
@@ -162,11 +162,12 @@ class Weights:
         return self.ranks.joined(part, num_out)
 
     def head(self, weight: torch.Tensor) -> Linear:
-        """The map to the vocabulary, from its weight `[V, E]`, which may be the embedding.
+        """Make the map to the vocabulary from its weight `[V, E]`, which may be the embedding.
 
-        If other maps are quantized, it has 8 bits, without measurable loss: 4 bits cost the shipped
-        model 1.3 % of perplexity, and 16 bits would be a large part of the bytes that a small model
-        reads per step. The embedding itself is looked up, not multiplied, and stays as it is.
+        If other maps are quantized, this map gets 8 bits, which has no measurable loss; 4 bits cost
+        the shipped model 1.3 % of perplexity. 16 bits would be a large part of the bytes that a
+        small model reads per step. The embedding itself is looked up, not multiplied, and stays as
+        it is.
         """
         return self._map(weight, None, Quantization.INT8 if self._quantization else None)
 
@@ -176,7 +177,7 @@ class Weights:
         *,
         bias: bool,
     ) -> Linear:
-        """One fused map; of each part its name, its weight's shape, and which part of that."""
+        """Make one fused map. A part is a name, its weight's shape, and the slices to use."""
         joined_bias = None
         if bias:
             joined_bias = self._joined(
@@ -190,7 +191,7 @@ class Weights:
         if self._quantization is not None and not can_quantize(num_in, self._quantization):
             raise ModelError(
                 f"quantization is {self._quantization.value}; {parts[0][0]} has {num_in} input"
-                " features, required is a multiple of 32"
+                " features, which must be a multiple of 32"
             )
         return self._map(weight, joined_bias, self._quantization)
 
@@ -219,7 +220,7 @@ class Weights:
         return any(pattern.fullmatch(name) for pattern in self._ignored)
 
     def _joined(self, parts: Sequence[Piece]) -> torch.Tensor:
-        """Pieces joined along their first dimension, in one allocation."""
+        """Join pieces along their first dimension, in one allocation."""
         shapes = [part.piece_shape for part in parts]
         rows = [shape[0] for shape in shapes]
         out = torch.empty(sum(rows), *shapes[0][1:], dtype=self.dtype, device=self.device)
@@ -244,22 +245,22 @@ def load_weights(
 ) -> ModelT:
     """Build a model with weights read from disk, converted to `dtype`, on `device`.
 
-    It is built twice. The first time its tensors are empty, on the meta device: this shows which it
-    needs, so that a wrong checkpoint is refused before gigabytes are read. Building it needs memory
-    for the weights and for one more linear map.
+    The model is built twice. The first time, its tensors are empty, on the meta device. This shows
+    which tensors it needs, so a wrong checkpoint is refused before gigabytes are read. The second
+    time needs memory for the weights and for one more linear map.
 
     Args:
-        directory: Has what `Checkpoint` reads.
+        directory: Has the files that `Checkpoint` reads.
         architecture: The model's name in errors.
         build: Makes the model; must not look into the tensors.
-        dtype: Of weights and activations.
+        dtype: The dtype of weights and activations.
         device: Where to put them.
         progress: Called with the fraction of weights read, up to 1.
-        quantization: Of the linear maps; None: they stay in `dtype`.
+        quantization: How to quantize linear maps; None: they stay in `dtype`.
         ranks: The devices that share the model; each reads its part.
         stored: How the checkpoint packs its linear maps; None: not at all.
-        rename: As of `Checkpoint`.
-        is_batch_invariant: As of `Weights`.
+        rename: See `Checkpoint`.
+        is_batch_invariant: See `Weights`.
 
     Raises:
         ModelError: A file is missing or damaged; tensors are missing, unexpected or of wrong shape;
@@ -275,7 +276,7 @@ def load_weights(
     build(plan)
     if quantization is not None and not plan.num_quantized:
         raise ModelError(
-            f"quantization is {quantization.value}; {architecture} makes no map by Weights.linear"
+            f"quantization is {quantization.value}; {architecture} makes no map with Weights.linear"
             " or Weights.head"
         )
     needed = {piece.name for piece in planned}
@@ -286,7 +287,7 @@ def load_weights(
     unexpected = [name for name in unused if not plan.ignores(name)]
     if unexpected:
         raise ModelError(f"{directory} has {_some(unexpected)}, unknown to {architecture}")
-    # The first plan covers the whole model, so all ranks refuse in the same cases
+    # The first plan covers the whole model, so all ranks refuse the same checkpoints.
     if ranks is not None:
         planned.clear()
         build(Weights(checkpoint.names, dtype, _META, note, quantization, ranks, stored))
@@ -332,7 +333,7 @@ def draw_weights(
     *,
     is_batch_invariant: bool = False,
 ) -> ModelT:
-    """Build a model with random weights, drawn on the device; as `load_weights`, without files.
+    """Do as `load_weights` does, without files: with random weights, drawn on the device.
 
     One-dimensional tensors, such as norms, are filled with ones.
     """

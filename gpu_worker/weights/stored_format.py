@@ -33,9 +33,9 @@ class IntegerFormat:
     bits: int
     """4; GPTQ also has 8."""
     group_size: int | None
-    """Input features of a group; None: all."""
+    """Input features of a group; None: one group has all."""
     zero_shift: int
-    """To be added to stored zero points: 1 in GPTQ's first format, else 0."""
+    """Added to stored zero points: 1 in GPTQ's first format, else 0."""
 
     @property
     def title(self) -> str:
@@ -69,7 +69,7 @@ class Fp8Format:
 
 @dataclass(frozen=True, slots=True)
 class GgufFormat:
-    """Blocks of a GGUF file. A map's tensor is named after its type of blocks."""
+    """Blocks of a GGUF file. The name of a map's tensor ends with the type of its blocks."""
 
     title = "gguf"
     """Its name in the log."""
@@ -79,20 +79,20 @@ StoredFormat: TypeAlias = IntegerFormat | Fp8Format | GgufFormat
 
 
 def read_stored_format(fields: JsonFields) -> StoredFormat | None:
-    """How a checkpoint stores its maps, by its config.json; None: as plain numbers.
+    """Read from config.json how a checkpoint stores its maps; None: as plain numbers.
 
     The tensors show which maps are packed. Lists such as `modules_to_not_convert` and `ignore` have
     the same information, in a different form for each method, and are not read.
 
     Raises:
-        ModelError: The format is not supported; the message names what.
+        ModelError: The format is not supported; the message names the field.
     """
     if fields.get("quantization_config") is None:
         return None
     config = fields.nested("quantization_config")
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
-        raise config.error("quant_method", f"is {method!r}; supported are {', '.join(_METHODS)}")
+        raise config.error("quant_method", f"is {method!r}; supported: {', '.join(_METHODS)}")
     return _METHODS[method](config)
 
 
@@ -101,7 +101,7 @@ def _awq(config: JsonFields) -> StoredFormat:
     _require(config, "zero_point", True)
     version = config.get("version", default="gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise config.error("version", f"is {version!r}; supported is 'gemm'")
+        raise config.error("version", f"is {version!r}; supported: 'gemm'")
     _require(config, "backend", "autoawq", default="autoawq")
     return IntegerFormat(Packing.AWQ, 4, _group_size(config), zero_shift=0)
 
@@ -110,7 +110,7 @@ def _gptq(config: JsonFields) -> StoredFormat:
     bits = _require(config, "bits", 4, 8)
     for name in ("desc_act", "lm_head", "is_marlin_format"):
         if config.boolean(name, default=False):
-            raise config.error(name, "is true; supported is false")
+            raise config.error(name, "is true; supported: false")
     _require(config, "pack_dtype", "int32", default="int32")
     if config.get("dynamic"):
         raise config.error("dynamic", "is set; maps that differ in bits or groups cannot be read")
@@ -144,10 +144,10 @@ def _compressed_tensors(config: JsonFields) -> StoredFormat:
         raise config.error("sparsity_config", "is set; only dense weights are supported")
     groups = config.nested("config_groups")
     if len(groups.values) != 1:
-        raise config.error("config_groups", f"has {len(groups.values)} groups; supported is 1")
+        raise config.error("config_groups", f"has {len(groups.values)} groups; supported: 1")
     group = groups.nested(next(iter(groups.values)))
     if group.get("targets") != ["Linear"]:
-        raise group.error("targets", f"is {group.get('targets')!r}; supported is ['Linear']")
+        raise group.error("targets", f"is {group.get('targets')!r}; supported: ['Linear']")
     weights = group.nested("weights")
     _require(weights, "type", "float")
     _require(weights, "num_bits", 8)
@@ -165,11 +165,11 @@ _METHODS: Final[dict[str, Callable[[JsonFields], StoredFormat]]] = {
 
 
 def _require(config: JsonFields, name: str, *supported: object, default: object = None) -> object:
-    """A field that must have one of the `supported` values."""
+    """Return a field, which must have one of the `supported` values."""
     value = config.get(name, default)
     if value not in supported:
         choices = ", ".join(map(repr, supported))
-        raise config.error(name, f"is {value!r}; supported is {choices}")
+        raise config.error(name, f"is {value!r}; supported: {choices}")
     return value
 
 

@@ -16,7 +16,7 @@ class Piece:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     where: tuple[slice, ...] = ()
     """Which part, by dimension; dimensions not listed are whole."""
 
@@ -45,15 +45,15 @@ class OpenFile:
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
         except OSError:
-            return  # such as too many open files; it can be mapped all the same
+            return  # perhaps too many files are open; this one can still be mapped
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Some bytes; none if it is not open."""
+        """Read some bytes; none if the file is not open."""
         return b"" if self._descriptor is None else os.pread(self._descriptor, num_bytes, start)
 
     def extent(self, tensor: range, piece: Piece) -> Extent | None:
-        """The rows that a piece needs of a tensor, whose bytes are given; None: it is not open."""
+        """Return where a piece's rows are, in its tensor's bytes; None: the file is not open."""
         if self._descriptor is None:
             return None
         if piece.where and piece.shape[0]:
@@ -75,13 +75,13 @@ class TensorFile(Protocol):
         """The names of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor."""
 
     def tensor(self, piece: Piece) -> torch.Tensor:
-        """Return a piece, `[*piece.piece_shape]`; reads little more than it.
+        """Return a piece, `[*piece.piece_shape]`, and read little more than it.
 
         The tensor must have the shape `piece.shape`.
         """
 
     def extent(self, piece: Piece) -> Extent | None:
-        """Where the piece's bytes are, and few others; None: unknown."""
+        """Return where the piece's bytes are, with few others; None: unknown."""

@@ -36,7 +36,7 @@ async def test_a_sequence_goes_on_while_the_pool_grows_and_shrinks(worker):
         if step_id == 3:  # its second block is the 19th
             code, details = await refusal(resize(worker, 18, epoch=2))
             assert code is grpc.StatusCode.FAILED_PRECONDITION
-            assert details == "num_blocks is 18; row 0 has a block of a higher number"
+            assert details == "num_blocks is 18; row 0 uses a block that would be removed"
     assert tokens == expected
     await ask(call, batch(9, epoch=2, released_rows=[0]))
     await resize(worker, 3, epoch=2)

@@ -2,8 +2,8 @@
 
 Only the exponents of floating-point KV repeat; the other bits are noise. So each number is rotated
 left by one bit, which puts its exponent into the highest byte and its sign into the lowest bit. The
-highest bytes of all numbers are compressed, the rest is kept as it is. On bfloat16 KV of a small
-trained model zstd reaches a ratio of 1.47 this way, close to the limit set by the exponents'
+highest bytes of all numbers are compressed; the rest is kept as it is. On bfloat16 KV of a small
+trained model, zstd reaches a ratio of 1.47 this way, close to the limit set by the exponents'
 entropy; on the plain bytes it reaches 1.27, at half the speed (`bench/swap.py`).
 """
 
@@ -26,7 +26,7 @@ class LosslessCodec:
     """Encodes one block at a time. Thread-safe."""
 
     def __init__(self, spec: CodecSpec, block_bytes: int, itemsize: int) -> None:
-        """Set up for blocks of `block_bytes` bytes, numbers of `itemsize` bytes.
+        """Set up for blocks of `block_bytes` bytes and numbers of `itemsize` bytes.
 
         Args:
             spec: A lossless codec.
@@ -41,7 +41,7 @@ class LosslessCodec:
         self._compress, self._decompress = _functions(spec, self._num_numbers)
 
     def encode(self, block: Bytes) -> Record:
-        """Encode uint8[block_bytes]; the block itself if compression does not help."""
+        """Encode uint8[block_bytes]; return the block itself if compression does not help."""
         rest, exponents = self._split(block)
         compressed = self._compress(exponents.data)
         if len(compressed) >= self._num_numbers:
@@ -70,7 +70,7 @@ class LosslessCodec:
         numbers |= signs
 
     def _split(self, block: Bytes) -> tuple[Bytes, Bytes]:
-        """The lower bytes, and the highest byte, of each number rotated left by one."""
+        """Return the lower bytes, and the highest byte, of each number rotated left by one bit."""
         if self._itemsize == 1:
             return block[:0], block
         numbers = block.view(self._number)
@@ -82,7 +82,7 @@ class LosslessCodec:
 
 
 def _functions(spec: CodecSpec, num_bytes: int) -> tuple[_Function, _Function]:
-    """Functions that compress and decompress `num_bytes` bytes."""
+    """Make functions that compress and decompress `num_bytes` bytes."""
     match spec.codec:
         case Codec.LZ4:
             mode: dict[str, Any] = {"mode": "default"}
@@ -111,7 +111,7 @@ class _Zstd(threading.local):
     def __init__(self, level: int | None, num_bytes: int) -> None:
         if level is None:
             # Exponents match only by chance. Searching for few, long matches leaves the work to
-            # the entropy coder: twice as fast as level 1, and slightly smaller.
+            # the entropy coder, which is twice as fast as level 1, and compresses slightly better.
             parameters = zstandard.ZstdCompressionParameters.from_level(
                 1, min_match=7, hash_log=6, strategy=zstandard.STRATEGY_FAST
             )

@@ -38,7 +38,7 @@ class CodecSpec:
         return self.codec in (Codec.INT8, Codec.FP8)
 
     def __str__(self) -> str:
-        """The form that `parse_codec` takes."""
+        """Return the form that `parse_codec` takes."""
         return self.codec.value if self.level is None else f"{self.codec.value}:{self.level}"
 
 
@@ -46,7 +46,7 @@ def parse_codec(text: str) -> CodecSpec:
     """Parse a codec's name, with an optional level: `zstd:3`.
 
     Raises:
-        ValueError: No such codec or level; the message names the valid ones.
+        ValueError: There is no such codec or level; the message names the valid ones.
     """
     name, has_level, level = text.partition(":")
     try:

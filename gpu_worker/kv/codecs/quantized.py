@@ -1,4 +1,4 @@
-"""Quantizes KV to eight bits per number, with a scale per slot and kv head: half the size.
+"""Quantizes KV to eight bits per number, with a scale per slot and kv head.
 
 Symbols: `N` blocks, `Y` bytes of a block, `R` rows of a block (layers x 2 x slots x kv heads), `D`
 head dim, `E` bytes of an encoded block: R scales in bfloat16, then R x D numbers.
@@ -19,8 +19,9 @@ _LARGEST = {Codec.INT8: 127.0, Codec.FP8: 448.0}
 class QuantizedCodec:
     """Encodes blocks on the device that holds them.
 
-    A number's error is at most 1/120 (int8) or 1/25 (fp8) of the largest in its row; less for small
-    numbers in fp8. A row that contains an infinity or NaN decodes to infinities or NaNs.
+    A number's error is at most 1/120 (int8) or 1/25 (fp8) of the largest number in its row; in fp8,
+    small numbers have smaller errors. A row that contains an infinity or NaN decodes to infinities
+    or NaNs.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class QuantizedCodec:
         self._num_rows = block_bytes // (dtype.itemsize * head_dim)
         self._scales_bytes = self._num_rows * _SCALE.itemsize
         self.record_bytes = self._scales_bytes + self._num_rows * head_dim
-        """E."""
+        """E, the bytes of an encoded block."""
 
     def encode(self, blocks: torch.Tensor) -> torch.Tensor:
         """Encode uint8[N, Y], contiguous, as uint8[N, E]."""

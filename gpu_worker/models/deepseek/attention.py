@@ -1,8 +1,9 @@
 """Multi-head latent attention (https://arxiv.org/abs/2405.04434): the pool stores only latents.
 
-A head's key is a map of the latent, so `q . (U c) = (U^T q) . c`: queries are mapped to the
-latent's space, attend to latents as keys and values of one kv head, and the result is mapped to the
-head's values. Prompts and decodes compute the same, in the same order, so chunks change no result.
+A head's key is a map of the latent, so `q . (U c) = (U^T q) . c`. Queries are mapped to the
+latent's space and attend to latents, which are the keys and values of one kv head. The result is
+mapped to the head's values. Prompts and decodes compute the same, in the same order, so chunks
+change no result.
 
 Symbols: `T` tokens, `N` wanted tokens, `H` heads, `E` hidden size, `Q` query rank, `L` latent dim,
 `D` plain dim, `R` rotary dim, `V` value dim.
@@ -67,7 +68,7 @@ class LatentAttention:
         layer: int,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Store the tokens' latents; returns their queries in the latent's space, `[T, H, L + R]`.
+        """Store the tokens' latents; return their queries in the latent's space, `[T, H, L + R]`.
 
         A stored row is the normalized latent, then the rotated key.
         """

@@ -53,9 +53,9 @@ class Routing(Enum):
     """How experts are scored and chosen."""
 
     SOFTMAX = "softmax"
-    """As DeepSeek V2: a group's score is its best expert's."""
+    """As in DeepSeek V2: a group's score is its best expert's."""
     SIGMOID = "sigmoid"
-    """As DeepSeek V3: experts are chosen with a bias, and a group's score is the sum of its two
+    """As in DeepSeek V3: experts are chosen with a bias, and a group's score is the sum of its two
     best experts' scores."""
 
 
@@ -71,7 +71,8 @@ class DeepseekExpertsConfig:
     num_chosen_groups: int
     """Number of groups from which the experts of one token come."""
     has_shares_of_one: bool
-    """Whether the shares of a token's experts are made to sum to 1, before `share_factor`."""
+    """Whether the shares of a token's experts are made to sum to 1, before `share_factor` applies.
+    """
     share_factor: float
     intermediate_size: int
     """MLP size of each expert."""
@@ -86,7 +87,7 @@ class _Family:
     routing: Routing | None
     """None: no experts."""
     num_dense: int = 0
-    """Layers without experts before those with them."""
+    """Number of layers without experts, before those with experts."""
     reads_layer_types: bool = False
     """Whether `mlp_layer_types`, if set, names the layers with experts."""
     reads_interleave: bool = True
@@ -140,7 +141,9 @@ def read_deepseek_config(fields: JsonFields) -> DeepseekConfig:
     plain_dim = fields.positive_int("qk_nope_head_dim")
     rotary_dim = fields.positive_int("qk_rope_head_dim")
     if rotary_dim % 2:
-        raise fields.error("qk_rope_head_dim", f"is {rotary_dim}; rotation needs it even")
+        raise fields.error(
+            "qk_rope_head_dim", f"is {rotary_dim}; it must be even for rotary embedding"
+        )
     has_experts = _has_experts(fields, family, common.num_layers)
     is_interleaved = family.is_interleaved
     if family.reads_interleave:
@@ -188,7 +191,7 @@ def _attention_scale(query_dim: int, rope: RopeConfig) -> float:
 
 
 def _has_experts(fields: JsonFields, family: _Family, num_layers: int) -> tuple[bool, ...]:
-    """By layer: from the config's list of kinds, or all layers after the first dense ones."""
+    """Read which layers have experts: those the config lists, or all after the first dense ones."""
     if family.routing is None:
         return (False,) * num_layers
     if fields.get("moe_layer_freq", default=1) != 1:
@@ -205,7 +208,7 @@ def _has_experts(fields: JsonFields, family: _Family, num_layers: int) -> tuple[
         return tuple(kind == "sparse" for kind in kinds)
     num_dense = fields.get("first_k_dense_replace", default=family.num_dense)
     if not isinstance(num_dense, int) or num_dense < 0:
-        raise fields.error("first_k_dense_replace", f"is {num_dense!r}; it must be from 0")
+        raise fields.error("first_k_dense_replace", f"is {num_dense!r}; it must be 0 or more")
     return tuple(layer >= num_dense for layer in range(num_layers))
 
 
@@ -225,7 +228,7 @@ def _experts(fields: JsonFields, routing: Routing) -> DeepseekExpertsConfig:
             num_groups = num_chosen_groups = 1
         elif method != "group_limited_greedy":
             supported = "greedy, group_limited_greedy"
-            raise fields.unsupported("topk_method", f"is {method!r}; supported are {supported}")
+            raise fields.unsupported("topk_method", f"is {method!r}; supported: {supported}")
     if num_experts % num_groups:
         raise fields.error("n_group", f"is {num_groups}; it must divide the {num_experts} experts")
     if num_chosen_groups > num_groups:
@@ -241,7 +244,7 @@ def _experts(fields: JsonFields, routing: Routing) -> DeepseekExpertsConfig:
         num_per_token=num_per_token,
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
-        # V2: transformers ignores the field, and the shares need not sum to 1.
+        # For V2, transformers ignores the field, and the shares need not sum to 1.
         has_shares_of_one=routing is Routing.SIGMOID
         and fields.boolean("norm_topk_prob", default=True),
         share_factor=fields.number("routed_scaling_factor", default=1.0),

@@ -92,13 +92,13 @@ class DeepseekDecoder:
         return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token: final hidden states `[S, E]` to `[S, V]`."""
+        """Compute the logits of the next token from final hidden states: `[S, E]` to `[S, V]`."""
         if self.config.logits_scale != 1:
             hidden = hidden * self.config.logits_scale
         if isinstance(self.lm_head, PackedLinear):
             return self.lm_head(hidden, torch.float32)
         logits = self.lm_head(hidden)
-        # GPUs sample from logits of 16 bits, too
+        # GPUs sample from logits of 16 bits, too.
         return logits if logits.is_cuda else logits.float()
 
     def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ def _layer(config: DeepseekConfig, index: int, weights: Weights) -> DeepseekLaye
 def _experts(
     experts: DeepseekExpertsConfig, hidden: int, module: str, weights: Weights
 ) -> ExpertsAndShared:
-    # Never quantized, and in float32: a rounded router would choose other experts.
+    # The router is in float32 and never quantized: a rounded one would choose other experts.
     router = weights.tensor(
         f"{module}.gate.weight", experts.num_experts, hidden, dtype=torch.float32
     )

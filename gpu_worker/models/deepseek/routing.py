@@ -19,7 +19,7 @@ class GroupedRoute:
     router: Linear
     """E to X, in float32."""
     bias: torch.Tensor | None
-    """float32[X], added to scores only for the choice; None: softmax."""
+    """float32[X], added to scores only to choose experts; None with softmax scores."""
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Route`."""

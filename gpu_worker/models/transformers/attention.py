@@ -34,11 +34,12 @@ from gpu_worker.weights.json_fields import ModelError
 MaskFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | bool
 ]
-"""Whether the query sees the key, by index of batch, head, query and key; elementwise."""
+"""Tells, from indexes of batch, head, query and key, whether the query sees the key; elementwise.
+"""
 
 
 def read_window(sees: MaskFunction, num_positions: int) -> int | None:
-    """How many tokens a token sees under this mask, itself included; None: all before it.
+    """Find out how many tokens a token sees under a mask, itself included; None: all before it.
 
     Computes only a few rows of the mask, so `num_positions` may be large.
 
@@ -99,9 +100,9 @@ class AttentionCall:
     window: KvWindow
     """None if the window is as long as the context."""
     source: int
-    """The layer whose keys and values it reads: itself, or one before."""
+    """The layer whose keys and values it reads: itself, or an earlier one."""
     has_alibi: bool = False
-    """Its keys hold ALiBi's biases."""
+    """Whether its keys hold ALiBi's biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +120,11 @@ class AttentionOptions:
 
 
 def register_attention(function: Any) -> str:
-    """Register `function` as an attention of transformers; returns the name that selects it.
+    """Register `function` as an attention of transformers; return the name that selects it.
 
-    It is called with the attention module, query `[1, H, T, D]`, key and value `[1, HKV, T, D]`,
-    the mask (None, because transformers makes none for an attention that it does not know), and
-    options by name. It returns `[1, T, H, D]` and None.
+    `function` takes the attention module, query `[1, H, T, D]`, key and value `[1, HKV, T, D]`, the
+    mask (None, because transformers makes none for an attention that it does not know), and options
+    by name. It returns `[1, T, H, D]` and None.
     """
     name = f"quire_{next(_numbers)}"
     AttentionInterface.register(name, function)
@@ -131,12 +132,12 @@ def register_attention(function: Any) -> str:
 
 
 def forget_attention(name: str) -> None:
-    """Unregister an attention; this frees its model."""
+    """Unregister an attention."""
     AttentionInterface._global_mapping.pop(name, None)  # noqa: SLF001 - it has no method for that
 
 
 def read_options(query: torch.Tensor, given: dict[str, Any]) -> AttentionOptions:
-    """The options among the keyword arguments that a model passes to attention."""
+    """Read the options from the keyword arguments that a model passes to attention."""
     scale, sinks = given.get("scaling"), given.get("s_aux")
     return AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -149,10 +150,10 @@ def read_options(query: torch.Tensor, given: dict[str, Any]) -> AttentionOptions
 
 
 def base_name(causal: Any) -> str:
-    """The attribute of a causal language model that holds the model without its head.
+    """Return the attribute of a causal language model that holds the model without its head.
 
     Raises:
-        ModelError: There is none.
+        ModelError: There is no such attribute.
     """
     prefix = causal.base_model_prefix
     if isinstance(getattr(causal, prefix, None), PreTrainedModel):
@@ -179,9 +180,9 @@ _EXPERTS_TAKE: Final = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
 def _skip_experts(model: nn.Module) -> None:
-    """Let modules of experts return what has the shape of their result.
+    """Replace modules of experts by functions that return zeros of the right shape.
 
-    Some read which experts the tokens chose (LongCat), which has no values here.
+    Some modules (LongCat's) read which experts the tokens chose; here that tensor has no values.
     """
     for module in model.modules():
         if list(inspect.signature(module.forward).parameters) == _EXPERTS_TAKE:
@@ -198,8 +199,8 @@ def record_calls(
 
     Args:
         config: The model's config.
-        max_model_len: Its longest sequence.
-        is_recurrent: Whether some layers keep a state; then not every layer must attend.
+        max_model_len: The longest sequence, in tokens.
+        is_recurrent: Whether some layers keep a state; then some layers need not attend.
 
     Raises:
         ModelError: The model attends in a way that paged attention does not support, or not once
@@ -210,11 +211,11 @@ def record_calls(
     for rope in batch_dependent_ropes(config):
         rope["rope_type"] = "default"  # other types read positions, which have no values here
     name = register_attention(recorder.attend)
-    # In bfloat16 it shows which states are float32 in any case.
+    # In a bfloat16 model, the states in float32 are those that are always in float32.
     dtype = {"dtype": torch.bfloat16} if is_recurrent else {}
     states: StateRecorder | None = None
     has_own = has_own_attention(config)
-    if not has_own:  # their windows are not in masks
+    if not has_own:  # models with their own attention have no windows in masks
         AttentionMaskInterface.register(name, recorder.mask)
     try:
         with torch.device("meta"), torch.inference_mode(), _unchecked_distributions():
@@ -243,13 +244,13 @@ def record_calls(
                 )
     except ModelError:
         raise
-    except Exception as error:  # any error of its code
-        if error.args == (name,):  # it has its own table of attentions
+    except Exception as error:  # the model's code may raise anything
+        if error.args == (name,):  # the model has its own table of attentions
             raise ModelError(_OWN_ATTENTION) from error
         why = str(error)
         if "meta" in why:  # torch's message does not mention the model
-            why = "its code looks at the contents of tensors, or makes tensors in a way of its own"
-        raise ModelError(f"its shapes cannot be found out without weights: {why}") from error
+            why = "its code reads the contents of tensors, or chooses their device"
+        raise ModelError(f"its shapes cannot be determined without weights: {why}") from error
     layers = sorted(call.layer for call in recorder.calls)
     if not layers and not (states and states.layers_by_module):
         raise ModelError(_OWN_ATTENTION)
@@ -258,7 +259,8 @@ def record_calls(
             raise ModelError(_OWN_ATTENTION)
     elif layers != list(range(config.num_hidden_layers)):
         raise ModelError(
-            f"of its {config.num_hidden_layers} layers these attend: {layers}; each must, once"
+            f"it has {config.num_hidden_layers} layers, of which these attend: {layers}; each layer"
+            " must attend once"
         )
     calls = tuple(sorted(recorder.calls, key=lambda call: call.layer))
     calls = _with_windows_of_masks(config, calls, recorder.mask_windows)
@@ -294,7 +296,7 @@ def _with_windows_of_masks(
     A model may make masks for kinds of layers that it does not have, so unused masks are allowed.
 
     Raises:
-        ModelError: It is not clear which mask a layer has.
+        ModelError: It is not clear which mask a layer uses.
     """
     layer_types = getattr(config, "layer_types", None)
     windows = mask_windows - {None}
@@ -332,7 +334,7 @@ class _Recorder:
         self, *_: Any, mask_function: MaskFunction, local_size: int | None = None, **__: Any
     ) -> None:
         if self._chunk is not None and local_size == self._chunk:
-            return  # it depends on padding, and Quire's batches have no padding
+            return  # this mask depends on padding, and Quire's batches have none
         self.mask_windows.add(read_window(mask_function, self._max_model_len))
 
     def attend(
@@ -417,7 +419,7 @@ def _refuse_other_attention(
 
 
 def batch_dependent_ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Rotary embeddings of a config that depend on the longest sequence of a batch."""
+    """Return a config's rotary embeddings that depend on the longest sequence of a batch."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return []

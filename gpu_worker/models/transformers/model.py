@@ -84,8 +84,7 @@ class TransformersModel:
             if module not in kept:
                 _replace_linear(module)
         self._counts_tokens = getattr(causal.config, "attn_temperature_tuning", False)
-        # `head` is the rest of the causal model after its base: the map to logits, scales, caps,
-        # biases.
+        # The head is the causal model without its base: the map to logits, scales, caps, biases.
         setattr(causal, name, _Given(self._base))
         self._head = causal
 
@@ -115,7 +114,7 @@ class TransformersModel:
         return metadata.select(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token: final hidden states `[S, E]` to float32 `[S, V]`."""
+        """Compute the next token's logits, float32 `[S, V]`, from final hidden states `[S, E]`."""
         logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0)).logits[0]
         return logits.float()
 
@@ -125,7 +124,7 @@ class TransformersModel:
         query: torch.Tensor,  # [1, H, T, D]
         key: torch.Tensor,  # [1, HKV, T, D]
         value: torch.Tensor,  # [1, HKV, T, D]
-        attention_mask: None = None,  # noqa: ARG002  by place or by name
+        attention_mask: None = None,  # noqa: ARG002  models pass it by position or by name
         **given: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attend for one layer of the current step; see `register_attention`."""
@@ -167,10 +166,10 @@ class TransformersModel:
 
 
 class _Seen:
-    """The cache of a model that asks it for the number of earlier tokens (Llama 4).
+    """A cache for models that ask their cache for the number of earlier tokens (Llama 4).
 
-    A step has tokens of several sequences, so the answer differs by token: a token's index in the
-    step plus its answer is its position.
+    The model adds that number to a token's index in the step, to get the token's position. A step
+    has tokens of several sequences, so the number differs by token.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:
@@ -184,7 +183,7 @@ class _Seen:
 
 
 class _Given(nn.Module):
-    """Replaces a causal model's base: returns its input as hidden states."""
+    """Replaces a causal model's base, and returns its input as hidden states."""
 
     def __init__(self, base: nn.Module) -> None:
         """Keep the numbers that causal models read from their base, such as a scale of logits."""
@@ -195,7 +194,7 @@ class _Given(nn.Module):
 
     def forward(
         self,
-        input_ids: None = None,  # noqa: ARG002  some pass it by place
+        input_ids: None = None,  # noqa: ARG002  some models pass it by position
         *,
         inputs_embeds: torch.Tensor,
         **_: Any,
@@ -218,11 +217,11 @@ class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
 
 
 _READING_WEIGHTS: Final = {"LongcatFlashTopkRouter"}
-"""Modules that read the weights of their linear maps instead of calling these."""
+"""Modules that read the weights of their linear maps instead of calling the maps."""
 
 
 def _replace_linear(module: nn.Module) -> None:
-    """Make a linear map of transformers compute with our code: faster, and row by row.
+    """Make a linear map of transformers compute with our code, which is faster and row by row.
 
     The weight moves to our map, which may change its layout; the module's own weight is emptied.
     """
@@ -242,7 +241,7 @@ def _replace_linear(module: nn.Module) -> None:
 
 
 _NAMES_ALONE: Final = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
-"""As `name_alone`."""
+"""Renames tensors as `name_alone` does."""
 _LAYER_TYPES: Final = {"full_attention", "sliding_attention", CHUNKED}
 _RECURRENT_TYPES: Final = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 _RECURRENT_FAMILIES: Final = {
@@ -262,8 +261,8 @@ _RECURRENT_FAMILIES: Final = {
 }
 """Model types with recurrent layers that the tests compare with transformers."""
 _LONGEST_BY_STATE: Final = 131_072
-"""Most tokens of a sequence, if all layers are recurrent and the config has no limit. Chosen:
-states have no limit, but the worker keeps the tokens of a row."""
+"""The longest sequence, in tokens, of a recurrent model whose config has no limit. The value is a
+choice: states have no limit, but the worker stores the tokens of each row."""
 
 
 class TransformersSource:
@@ -282,7 +281,7 @@ class TransformersSource:
             config = AutoConfig.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # any error of the config's code
+        except Exception as error:  # the config's code may raise anything
             raise fields.error("cannot be read", f"by transformers: {error}") from error
         self._is_part = has_text_part(read_json(directory / "config.json"))
         self._hf_config = config.get_text_config() if self._is_part else config
@@ -324,11 +323,11 @@ class TransformersSource:
         ranks: Ranks | None = None,
     ) -> TransformersModel:
         """Let transformers read the weights, memory-mapped; see `ModelSource.load`."""
-        assert ranks is None, "its models are on one device"
+        assert ranks is None, "models of transformers run on one device"
         if self._recording.recurrent and device.type != "cpu":
             raise ModelError(
                 f"the device is {device}; {self.config.architecture} has recurrent layers, which"
-                " are supported on cpu alone"
+                " are supported only on cpu"
             )
         Checkpoint(self._directory)  # its errors name the file
         model = TransformersModel()
@@ -385,14 +384,14 @@ def _register_weakly(model: TransformersModel) -> str:
 def _refuse_config(config: PreTrainedConfig) -> None:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
-        raise ModelError("it is no causal language model of transformers")
+        raise ModelError("it is not a causal language model of transformers")
     if config.get_text_config() is not config:
         raise ModelError("it has inputs other than text")
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise ModelError("it has an encoder")
     if _is_recurrent(config) and config.model_type not in _RECURRENT_FAMILIES:
         raise ModelError(
-            "it has state other than keys and values; such models are supported of the types"
+            "it has state other than keys and values; of such models, these types are supported:"
             f" {', '.join(sorted(_RECURRENT_FAMILIES))}"
         )
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES - _RECURRENT_TYPES
@@ -410,7 +409,7 @@ def _is_recurrent(config: PreTrainedConfig) -> bool:
 
 
 def _storing(calls: Sequence[AttentionCall]) -> list[AttentionCall]:
-    """Return the layers that store keys and values."""
+    """Return the calls whose layers store keys and values."""
     return [call for call in calls if call.source == call.layer]
 
 

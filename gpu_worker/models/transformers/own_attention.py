@@ -1,6 +1,6 @@
 """Routes families with their own attention code through the attention interface.
 
-Symbols: `B` 1, the batch of a step, `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
+Symbols: `B` the batch size, always 1, `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
 """
 
 import math
@@ -33,13 +33,13 @@ def with_alibi(
     """Append dimensions in which a query's product with a key is ALiBi's bias, before the scale.
 
     A softmax stays the same if all scores grow by the same amount, so the bias `slope * (key -
-    query)` may be `slope * key`, which depends on the key alone. In 16 bits it is the sum of two
-    numbers, because a single number would be wrong by half a position from position 256 on. Queries
-    are multiplied by a power of two, which 16 bits represent exactly, unlike `1 / scale`; keys are
-    multiplied by the rest of that factor.
+    query)` may be `slope * key`, which depends on the key alone. It is stored as the sum of two
+    numbers, because one number of 16 bits would be wrong by half a position from position 256 on.
+    Queries get a power of two near `1 / scale`, which 16 bits represent exactly; the bias in the
+    keys is multiplied by the rest of that factor.
     """
     one = 2.0 ** round(-math.log2(scale))
-    bias = slopes.unsqueeze(1) * positions  # [H, T], of the slopes' precision, as transformers does
+    bias = slopes.unsqueeze(1) * positions  # [H, T], in the slopes' dtype, as in transformers
     bias = bias.float() * (weight / (scale * one))
     high = bias.to(key.dtype)
     low = (bias - high).to(key.dtype)
@@ -56,7 +56,7 @@ def has_own_attention(config: PreTrainedConfig) -> bool:
 
 
 def use_interface(causal: Any, name: str) -> None:
-    """Make a model that was built with "eager" attend by the attention registered as `name`."""
+    """Make a model that was built with "eager" use the attention registered as `name`."""
     causal.config._attn_implementation = name  # noqa: SLF001 - else it makes masks of T x T
     attend = AttentionInterface._global_mapping[name]  # noqa: SLF001 - as it was registered
     class_name, method, replace = _FAMILIES[causal.config.model_type]
@@ -71,7 +71,7 @@ def use_interface(causal: Any, name: str) -> None:
         forward, mask = base.forward, torch.zeros(1, 1, 1, 1)
         base.forward = lambda **given: forward(**{**given, "attention_mask": mask})
     for module in causal.modules():
-        if type(module).__name__ == "FalconLinear":  # the same map with another order of rounding
+        if type(module).__name__ == "FalconLinear":  # the same map, but it rounds differently
             module.__class__ = nn.Linear
 
 
@@ -84,7 +84,7 @@ def _by_heads(
     *_: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`_attn` of GPT-J and CodeGen: `[B, H, T, D]`, and no weights."""
+    """Replace `_attn` of GPT-J and CodeGen; return `[B, H, T, D]`, and no weights."""
     attended, _weights = attend(module, query, key, value, None, **options)
     return attended.transpose(1, 2), None
 

@@ -1,11 +1,11 @@
 """Runs the recurrent layers of a `transformers` model on states in blocks of the KV pool.
 
 In the block space, a recurrent layer has a window of two tokens. The state after a token is in the
-block of that token's position: each token overwrites the state in its block, and a full block is a
-checkpoint, the state after its last token. A state cannot be rewound. A sequence that must compute
+block of that token's position. Each token overwrites the state in its block, so a full block is a
+checkpoint: the state after its last token. A state cannot be rewound. A sequence that must compute
 a token again starts from a full block or from its beginning.
 
-A module of `transformers` takes sequences of one length. So a prompt's chunk is computed
+A module of `transformers` takes sequences of equal length. So a prompt's chunk is computed
 separately, piece by piece between block boundaries; decodes are computed together.
 
 Symbols: `T` tokens, `S` sequences, `E` hidden size.
@@ -217,15 +217,16 @@ class _Pieces:
     together_reads: list[int]
     together_writes: list[int]
     apart: list[tuple[int, int, int | None, int]]
-    """In order: `[start, stop)` in the batch, the block with the state before, or None at a
-    sequence's beginning, and the block that gets the state after."""
+    """In order: start and stop in the batch, the block with the state before (None at a sequence's
+    beginning), and the block for the state after."""
 
 
 def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size: int) -> _Pieces:
     """Split a step at block boundaries.
 
     Args:
-        spans: By sequence: its first position in the step, the end, and its place in the batch.
+        spans: By sequence: its first position in the step, the end of its positions, and the index
+            of its first token in the batch.
         tables: By sequence: its blocks in one group.
         block_size: Token slots of a block.
     """
@@ -238,9 +239,8 @@ def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size:
             at = place + position - begin
             cut.append((at, at + stop - position, read, table[position // block_size]))
             position = stop
-    # A piece may read the writes of an earlier piece of this step: a piece of its own sequence, or
-    # a checkpoint of another sequence, which plans name first. So these pieces are computed in
-    # order.
+    # A piece may read what an earlier piece of this step writes: a piece of its own sequence, or a
+    # checkpoint of another sequence, which plans put first. Such pieces are computed in order.
     num_writes = Counter(write for *_, write in cut)
     together: list[tuple[int, int, int | None, int]] = []
     apart: list[tuple[int, int, int | None, int]] = []
@@ -259,7 +259,8 @@ def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size:
 class _State:
     """The cache that a module of `transformers` sees: the states of its layer, in one batch.
 
-    As in `transformers.cache_utils.LinearAttentionLayer`; a module may change the tensors in place.
+    It works as `transformers.cache_utils.LinearAttentionLayer` does. A module may change the
+    tensors in place.
     """
 
     def __init__(
@@ -278,7 +279,7 @@ class _State:
             start += size
 
     def packed(self, num_numbers: int) -> torch.Tensor:
-        """The states as they are stored: float32[S, N]."""
+        """Return the states as they are stored: float32[S, N]."""
         parts = [self._values[key].flatten(1).to(_STORED) for key in self._tensors]
         packed = torch.cat(parts, dim=1)
         return nn.functional.pad(packed, (0, num_numbers - packed.shape[1]))
@@ -317,6 +318,6 @@ class _State:
 
 
 def cache_name(module: nn.Module) -> str | None:
-    """The parameter that takes the cache of a module's forward pass, if it has one."""
+    """Return the parameter through which a module's forward pass takes a cache, if any."""
     names = inspect.signature(module.forward).parameters
     return next((name for name in _CACHE_NAMES if name in names), None)

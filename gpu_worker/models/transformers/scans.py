@@ -1,9 +1,9 @@
 """Computes recurrent layers of `transformers` token by token, in float32, with our own scans.
 
-The library has one algorithm for prompts and another for decodes, which round differently: in
-bfloat16 a token would depend on whether it was computed in a prompt, in parts of one, or as a
-decode. Here a token's arithmetic is always the same. And the library's scan of Mamba 1 begins
-without a state, so that prompts could not be continued.
+The library has one algorithm for prompts and another for decodes, and they round differently. So in
+bfloat16 a token would depend on whether it was computed in a whole prompt, in a chunk, or as a
+decode. Here a token's arithmetic is always the same. Also, the library's scan of Mamba 1 begins
+without a state, so it cannot continue a prompt after its first chunk.
 
 Symbols: `S` sequences, `T` tokens of each, `E` hidden size, `C` channels, `I` inner size, `H`
 heads, `P` head dim, `G` groups of heads, `N` numbers of a state for each of `P`, `HK` heads of
@@ -34,7 +34,7 @@ def token_by_token(module: nn.Module) -> Callable[..., torch.Tensor]:
     names = forward.__globals__
     ours = {name: operation for name, operation in _OPERATIONS.items() if name in names}
     dt_limit: Any = getattr(module, "time_step_limit", None)
-    if dt_limit is not None:  # the library limits prompts alone
+    if dt_limit is not None:  # the library applies the limit only to prompts
         ours["mamba2_selective_state_update"] = partial(_scan_one, dt_limit=dt_limit)
     copied = FunctionType(
         forward.__code__, names | ours, forward.__name__, forward.__defaults__, forward.__closure__
@@ -44,7 +44,7 @@ def token_by_token(module: nn.Module) -> Callable[..., torch.Tensor]:
 
 
 def _mamba(module: Any, hidden_states: torch.Tensor, cache_params: Any, **_: Any) -> torch.Tensor:
-    """A layer of Mamba 1, Falcon Mamba or Jamba: `[S, T, E]` to `[S, T, E]`."""
+    """Compute a layer of Mamba 1, Falcon Mamba or Jamba: `[S, T, E]` to `[S, T, E]`."""
     num_tokens, width = hidden_states.shape[1], module.ssm_state_size
     inner, gate = module.in_proj(hidden_states).chunk(2, dim=2)  # [S, T, I]
     inner = cache_params.update_conv_state(inner.transpose(1, 2), module.layer_idx)
@@ -83,7 +83,7 @@ def _scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of `mamba2_chunk_scan`."""
+    """Replace `mamba2_chunk_scan`."""
     step = _softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
     return selective_scan(
         hidden_states, step, A.float().unsqueeze(1), B, C, D.float(), initial_states
@@ -104,7 +104,7 @@ def _scan_one(
     z: torch.Tensor | None = None,  # [S, H, P]
     **_: Any,
 ) -> torch.Tensor:
-    """In place of `mamba2_selective_state_update`: changes `state`."""
+    """Replace `mamba2_selective_state_update`; changes `state` in place."""
     out, after = _scan(
         hidden_states.unsqueeze(1),
         dt[:, None, :, 0],
@@ -131,7 +131,7 @@ def _delta(
     initial_state: torch.Tensor | None = None,  # [S, H, K, P]
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of `torch_chunk_gated_delta_rule` and `torch_recurrent_gated_delta_rule`."""
+    """Replace `torch_chunk_gated_delta_rule` and `torch_recurrent_gated_delta_rule`."""
     return delta_scan(query, key, value, g.float(), beta.float(), initial_state)
 
 
@@ -142,7 +142,7 @@ def _convolve(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Replaces `causal_conv1d_fn`: the order of each token's sum does not depend on `T`."""
+    """Replace `causal_conv1d_fn`; the order of each token's sum does not depend on `T`."""
     num_taps = weight.shape[1]
     padded = nn.functional.pad(hidden_states.float(), (num_taps - 1, 0))
     out = padded.new_zeros(()) if bias is None else bias.float().unsqueeze(1)
@@ -162,20 +162,20 @@ def _convolve_next(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """In place of `causal_conv1d_update`: changes `conv_state`."""
+    """Replace `causal_conv1d_update`; changes `conv_state` in place."""
     both = torch.cat([conv_state, hidden_states], dim=2)
     conv_state.copy_(both[:, :, -conv_state.shape[2] :])
     return _convolve(both, weight, bias, activation)[:, :, -hidden_states.shape[2] :]
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
-    # torch's own rounds the last elements of a vector, or of a thread's part, otherwise.
+    # torch's own function rounds the last elements of a vector, or of a thread's part, differently.
     wide = x.float()
     return (wide / (1 + torch.exp(-wide))).to(x.dtype)
 
 
 def _softplus(x: torch.Tensor) -> torch.Tensor:
-    # torch's own rounds the last elements of a vector otherwise.
+    # torch's own function rounds the last elements of a vector differently.
     return torch.where(x > _LINEAR_SOFTPLUS, x, torch.log1p(torch.exp(x)))
 
 

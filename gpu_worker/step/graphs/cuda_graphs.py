@@ -24,7 +24,7 @@ class Forward(Protocol):
         pool: Any,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Hidden states `[T, E]`; a graph's metadata wants all tokens."""
+        """Return hidden states `[T, E]`; a graph's metadata wants all tokens."""
 
 
 class PiecesError(Exception):
@@ -32,7 +32,7 @@ class PiecesError(Exception):
 
 
 class LostRankError(Exception):
-    """A rank failed where the others wait for it: its process must end, which ends theirs."""
+    """A rank failed while the others wait for it. Its process must end, so that theirs end, too."""
 
 
 class GraphBackend(Protocol):
@@ -41,16 +41,16 @@ class GraphBackend(Protocol):
     def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
         """Capture the device work of `compute`; the returned function replays it.
 
-        `compute` gets a function; work that it passes to this function is not captured, but called
-        by a replay between two graphs. `compute` is called more than once. Any exception means that
-        the computation cannot be captured.
+        `compute` gets a function. Work that it passes to this function is not captured; a replay
+        calls the work between two graphs. `compute` is called more than once. Any exception means
+        that the computation cannot be captured.
         """
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor at the same address that does not keep the memory.
+        """Return a tensor at the same address that does not keep the memory allocated.
 
-        Work between graphs needs this: the tensors of graphs are allocated during the capture, and
-        a tensor that the work keeps would block its memory for later tensors.
+        Work between graphs needs this. The tensors of graphs are allocated during the capture, and
+        the memory of a tensor that the work keeps could not be reused for later tensors.
         """
 
 
@@ -62,7 +62,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
-        """See `GraphBackend`. `compute` runs once before, on the capturing stream.
+        """See `GraphBackend`. `compute` runs once before the capture, on the capturing stream.
 
         The first run compiles kernels and sets up libraries, which would break a capture.
         """
@@ -90,9 +90,8 @@ class GraphsOfAll:
     """The `GraphBackend` of one of several ranks: a capture that fails in one fails in all.
 
     Ranks communicate within a step, so either all of them replay it, with the same padding, or none
-    does. They decide from the same StepBatch, and have the same graphs. In the run before a capture
-    they communicate, too.
-    Not run on hardware yet.
+    does. They decide from the same StepBatch, and have the same graphs. They also communicate in
+    the run before a capture. This class has not run on hardware yet.
     """
 
     def __init__(self, backend: GraphBackend, ranks: Ranks) -> None:
@@ -104,7 +103,7 @@ class GraphsOfAll:
         """See `GraphBackend`; all ranks call this with the same computation.
 
         Raises:
-            LostRankError: The run before the capture failed, perhaps in this rank alone.
+            LostRankError: The run before the capture failed, perhaps only in this rank.
         """
         has_run = False
 
@@ -112,7 +111,7 @@ class GraphsOfAll:
             nonlocal has_run
             try:
                 compute(between)
-            except PiecesError:  # by the model alone, so all ranks raise it
+            except PiecesError:  # depends only on the model, so all ranks raise it
                 raise
             except Exception as raised:
                 if has_run:  # the others do not wait during a capture
@@ -150,7 +149,7 @@ class _Capture:
             part()
 
     def between(self, work: Callable[[], object]) -> None:
-        """See `Between`. The work is not called: nothing has been computed."""
+        """See `Between`. The work is not called, because a capture computes nothing."""
         self._end()
         self._parts.append(work)
         self._begin()
@@ -175,7 +174,7 @@ class _Capture:
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA during a capture: "thread_local".
+        # With "thread_local", other threads may call CUDA during a capture.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _end(self) -> None:

@@ -1,8 +1,8 @@
-"""Decode steps captured as CUDA graphs, one per batch size, and replayed.
+"""Captures decode steps as CUDA graphs, one per batch size, and replays them.
 
 A graph runs the same kernels on the same addresses. So a step's inputs are copied to fixed
-addresses, in one copy; its logits, and the likeliest tokens, appear at fixed addresses; and kernels
-read the amount of work from the device. A step with fewer sequences than its graph is filled up
+addresses, in one copy, and its logits and likeliest tokens appear at fixed addresses. Kernels read
+the amount of work from the device. A step with fewer sequences than its graph is filled up
 with *padding rows*: length 0, stored nowhere, results ignored.
 
 Symbols: `S` sequences of a graph, `N` of a step, `M` blocks of the longest block table, `E` hidden
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The batch sizes that get a graph, ascending; the last is `max_num_seqs`.
+    """Return the batch sizes that get a graph, ascending; the last is `max_num_seqs`.
 
     They double up to 8, then grow by 8, and from 128 on by an eighth, which keeps both the padding
     and the number of captures low.
@@ -47,12 +47,12 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoded:
-    """What a graph computed."""
+    """The results of a graph."""
 
     hidden: torch.Tensor
-    """`[N, E]`, final."""
+    """`[N, E]`: the final hidden states."""
     rows: torch.Tensor
-    """int64[N]: the row of each."""
+    """int64[N]: the row of each sequence."""
     logits: torch.Tensor
     """`[N, V]`."""
     likeliest: tuple[torch.Tensor, torch.Tensor] | None
@@ -104,15 +104,15 @@ class DecodeGraphs:
             self._num_groups, num_rows, limits.max_blocks_per_row, dtype=torch.int32, device=device
         )
         self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        # After the first run, which has the largest size: hidden states, and the findings in their
-        # logits.
+        # Hidden states, and what `ops.greedy` found in their logits. Empty before the first run,
+        # which has the largest size.
         self._results: tuple[torch.Tensor, ...] = ()
         self._logits: dict[int, torch.Tensor] = {}  # by size, in the graphs' own memory
 
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture all sizes, and report the fraction done; errors of the backend pass through.
 
-        The largest is captured first, because its memory is enough for all others.
+        The largest size is captured first, because its memory is enough for all others.
         """
         for done, size in enumerate(reversed(self.sizes)):
             report(done / len(self.sizes))
@@ -131,10 +131,10 @@ class DecodeGraphs:
 
         Args:
             rows: The rows, after `apply`.
-            scheduled: What `apply` returned.
+            scheduled: The result of `apply`.
 
         Returns:
-            What was computed, on the device; valid until the next step.
+            The results, on the device; valid until the next step.
         """
         num_seqs = len(scheduled.rows)
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
@@ -168,14 +168,14 @@ class DecodeGraphs:
         return Decoded(hidden, on_device[0][:num_seqs], self._logits[size][:num_seqs], likeliest)
 
     def _computation(self, size: int, backend: GraphBackend | None) -> Callable[[Between], None]:
-        """The computation of a graph of S = `size`, from the inputs to the hidden states."""
+        """Return the computation of a graph with S = `size`, from inputs to likeliest tokens."""
         rows, positions, seq_lens, *rest = upload_into(self._inputs, self._padding(size))
         slots, shared, grouping = self._parted(rest)
         adapters = None if self._adapters is None else self._adapters.onto_tokens(*grouping)
         tables = [of_group[:size] for of_group in self._block_tables]
 
         def compute(_: Between) -> None:
-            # Made within the capture, like the work space that its kernels share.
+            # The metadata is made within the capture, and so is the workspace of its kernels.
             metadata = AttentionMetadata(
                 slot_mapping=slots[0],
                 block_tables=tables[0],
@@ -203,15 +203,15 @@ class DecodeGraphs:
         return compute
 
     def _parted(self, rest: list[_T]) -> tuple[list[_T], list[_T], list[_T]]:
-        """Divide `_padding`'s result behind the lengths: slots, shared prefixes, adapters."""
+        """Split what follows the lengths in `_padding`: slots, shared prefixes, adapters."""
         end = len(rest) - (0 if self._adapters is None else 2)
         return rest[: self._num_groups], rest[self._num_groups : end], rest[end:]
 
     def _padding(self, size: int) -> list[np.ndarray[Any, np.dtype[Any]]]:
-        """Inputs of padding rows: rows, positions int64[S], lengths int32[S], slots int64[S]...
+        """Make the inputs of padding rows: rows and positions int64[S], lengths int32[S], slots.
 
-        Then the fields of `SharedPrefixes`, if prefixes are shared; and with adapters the results
-        of `AdapterSlots.group`.
+        The slots are one int64[S] per KV group. The fields of `SharedPrefixes` follow if prefixes
+        are shared; with adapters, the results of `AdapterSlots.group` come last.
         """
         shared: list[np.ndarray[Any, np.dtype[Any]]] = []
         if self._shares_prefixes:

@@ -40,10 +40,10 @@ _PER_DOUBLING: Final = 4
 
 
 def piece_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """The numbers of tokens that get graphs, ascending.
+    """Return the numbers of tokens that get graphs, ascending.
 
-    After 8 multiples of 16 up to 128, then four for each doubling: from 64 tokens on less than a
-    fifth is padding.
+    They are 8, the multiples of 16 up to 128, then four for each doubling. So from 64 tokens on,
+    less than a fifth is padding.
     """
     most = min(max_num_batched_tokens, _MAX_TOKENS)
     sizes, size = [_LEAST // 2], _LEAST
@@ -60,13 +60,13 @@ class Replayed:
     hidden: torch.Tensor
     """`[N, E]`: of all tokens."""
     places: torch.Tensor
-    """int64[*]: the tokens before the sampled ones."""
+    """int64[*]: indexes of the tokens before the sampled ones."""
     sampling_rows: torch.Tensor
     """int64[*]: the row of each sampled token."""
 
 
 class PiecewiseGraphs:
-    """Computes steps of few tokens. Called as `DecodeGraphs`."""
+    """Computes steps of few tokens. Callers use it as they use `DecodeGraphs`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class PiecewiseGraphs:
         )
         self._hidden: torch.Tensor | None = None  # [the largest T, E], after the first run
         self._step: AttentionMetadata | None = None
-        """The metadata of the step that replays. None before the first step: then no attention
+        """The metadata of the step that is replayed. None before the first step; then no attention
         runs."""
 
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
@@ -130,7 +130,7 @@ class PiecewiseGraphs:
 
         Args:
             rows: The rows, after `apply`.
-            scheduled: What `apply` returned.
+            scheduled: The result of `apply`.
             is_all_known: Whether `rows` has the values of all tokens.
         """
         host = gather(rows, scheduled, self._limits.block_size)
@@ -175,7 +175,7 @@ class PiecewiseGraphs:
         return Replayed(self._hidden[:num_tokens], places_t, sampling_rows_t)
 
     def _computation(self, size: int, backend: GraphBackend | None) -> Callable[[Between], None]:
-        """The computation of T = `size` tokens, from the inputs to the hidden states."""
+        """Return the computation of T = `size` tokens, from inputs to hidden states."""
         sources, given, positions, *others = upload_into(self._inputs, self._padding(size))
         slots, grouping = others[: self._num_groups], others[self._num_groups :]
         adapters = None if self._adapters is None else self._adapters.onto_tokens(*grouping)
@@ -213,8 +213,8 @@ class PiecewiseGraphs:
             num_layers = len(self._pool.groups.group_of)
             if len(attended) != num_layers or len(hidden) != size:
                 raise PiecesError(
-                    f"the forward pass of {size} tokens attends in {len(attended)} layers of"
-                    f" {num_layers}, and returns hidden states of {len(hidden)} tokens"
+                    f"the forward pass of {size} tokens attends in {len(attended)} of"
+                    f" {num_layers} layers, and returns hidden states of {len(hidden)} tokens"
                 )
             if self._hidden is None:
                 self._hidden = hidden.new_empty(self.sizes[-1], hidden.shape[1])
@@ -223,10 +223,11 @@ class PiecewiseGraphs:
         return compute
 
     def _padding(self, size: int) -> list[npt.NDArray[Any]]:
-        """Inputs of padding tokens, int64[T]: sources, token ids, positions, and slots by group.
+        """Make the inputs of padding tokens, int64[T]: sources, token ids, positions, slots.
 
-        A source is a row, whose newest sampled token it is, or R + i for the i-th token id. With
-        adapters, the results of `AdapterSlots.group` follow.
+        A source is a row, for that row's newest sampled token, or R + i, for the i-th token id.
+        There are slots for each KV group. With adapters, the results of `AdapterSlots.group`
+        follow.
         """
         nothing = np.empty(0, np.int64)
         grouping = () if self._adapters is None else self._adapters.group(nothing, size)

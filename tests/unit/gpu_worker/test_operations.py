@@ -137,7 +137,7 @@ async def test_the_same_again_is_there_and_another_of_the_name_is_refused(worker
         ("", A, "name is ''; it must be 1 to 128 printable characters"),
         ("x" * 129, A, "name is .*; it must be 1 to 128"),
         ("a\nb", A, "name is"),
-        ("base", A, "name is 'base', which is what requests call the model"),
+        ("base", A, "name is 'base', which is the model's name in requests"),
         ("sql", "adapters/a", "directory is 'adapters/a'; it must be an absolute path"),
         ("sql", "", "directory is ''"),
     ],

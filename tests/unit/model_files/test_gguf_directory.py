@@ -134,15 +134,15 @@ def test_sentence_piece_tokens_are_merged_by_score():
     ("metadata", "message"),
     [
         ({"llama.block_count": None}, r"tiny.gguf: llama.block_count is missing"),
-        ({"general.architecture": "mamba"}, r"architecture is 'mamba'; supported are llama, qwen2"),
+        ({"general.architecture": "mamba"}, r"architecture is 'mamba'; supported: llama, qwen2"),
         (
             {"tokenizer.ggml.pre": "viking"},
-            r"tokenizer.ggml.pre is 'viking'; supported are default",
+            r"tokenizer.ggml.pre is 'viking'; supported: default",
         ),
-        ({"tokenizer.ggml.model": "rwkv"}, r"tokenizer.ggml.model is 'rwkv'; supported are 'gpt2'"),
+        ({"tokenizer.ggml.model": "rwkv"}, r"tokenizer.ggml.model is 'rwkv'; supported: 'gpt2'"),
         ({"tokenizer.ggml.bos_token_id": 7000}, r"ggml.bos_token_id is 7000; it must be in \[0, 5"),
-        ({"llama.rope.dimension_count": 8}, r"llama.rope.dimension_count is 8; supported is 64"),
-        ({"llama.rope.scaling.type": "su"}, r"rope.scaling.type is 'su'; supported are none, lin"),
+        ({"llama.rope.dimension_count": 8}, r"llama.rope.dimension_count is 8; supported: 64"),
+        ({"llama.rope.scaling.type": "su"}, r"rope.scaling.type is 'su'; supported: none, lin"),
     ],
 )
 def test_what_is_unsupported_is_refused_by_name(lay_out, metadata, message):
@@ -156,9 +156,9 @@ def test_damaged_files_are_refused(llama, tmp_path):
     for content, problem in (
         (b"", "cannot be read"),
         (b"GGML" + whole[4:], "does not begin with GGUF"),
-        (whole[:4] + struct.pack("<I", 1) + whole[8:], "version is 1; supported are 2 and 3"),
+        (whole[:4] + struct.pack("<I", 1) + whole[8:], "version is 1; supported: 2 and 3"),
         (whole[:8] + b"\xff" * 8 + whole[16:], "it counts 18446744073709551615 items"),
-        (whole[:-100], "and the file at .*: it is cut off"),
+        (whole[:-100], "but the file is cut off at"),
         *((whole[:length], "cannot be read as GGUF") for length in (10, 30, 200, 9000)),
     ):
         file.write_bytes(content)

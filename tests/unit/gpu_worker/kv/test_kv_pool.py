@@ -70,7 +70,7 @@ def test_quantized_layers_have_scales_after_their_numbers(model_dirs):
 
 
 def test_dtypes_for_another_number_of_layers_are_refused(model_dirs):
-    with pytest.raises(ValueError, match="dtypes has 3, required are 2, by layer"):
+    with pytest.raises(ValueError, match="dtypes has 3 entries; there are 2 layers"):
         make_pool(model_dirs, dtype=(torch.int8,) * 3)
 
 

@@ -81,8 +81,8 @@ def test_inputs_are_computed_whole_and_keep_nothing(directory):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"host_kv_memory_gb": 1.0}, "host-kv-memory-gb is 1.0; BertModel keeps no KV"),
-        ({"speculative": "ngram"}, "speculative is ngram; BertModel keeps no KV"),
+        ({"host_kv_memory_gb": 1.0}, "host-kv-memory-gb is 1.0; it must be unset for Bert"),
+        ({"speculative": "ngram"}, "speculative is ngram; it must be unset for BertModel"),
         ({"max_num_batched_tokens": 61}, "max-num-batched-tokens is 61; BertModel computes"),
     ],
 )

@@ -69,7 +69,7 @@ def test_impossible_resizes_are_refused_by_name(changes, why):
 
 
 def test_the_most_is_no_less_than_what_there_is_at_first():
-    with pytest.raises(ModelError, match=r"max-kv-memory-gb is 0.001; .* has 0.004 GiB at first"):
+    with pytest.raises(ModelError, match=r"max-kv-memory-gb is 0.001; .* starts with 0.004 GiB"):
         open_pool_memory(settings(max_kv_memory_gb=0.001), 4, BLOCK_BYTES, CPU)
 
 

@@ -194,7 +194,7 @@ def test_room_that_is_not_there_is_refused(open_tiers, changes, problem):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--host-kv-codec=zstd"], "--host-kv-codec: zstd: must be none, int8 or fp8: how much a"),
+        (["--host-kv-codec=zstd"], "--host-kv-codec: zstd: must be none, int8 or fp8: the space"),
         (["--host-kv-codec=int4"], "--host-kv-codec: int4: must be one of none, lz4, zstd"),
         (["--disk-kv-codec=zstd:99"], "--disk-kv-codec: zstd:99: the level of zstd must be in"),
         (
@@ -216,7 +216,7 @@ def test_room_that_is_not_there_is_refused(open_tiers, changes, problem):
         ),
         (
             ["--kv-cache-dtype=int8", "--kv-cache-dtype-skip-layers=0,-1"],
-            "must be numbers of layers, as in 0,1,23; '-1' is no number",
+            "must be numbers of layers, such as 0,1,23; '-1' is not a number",
         ),
         (
             ["--host-kv-memory-gb=0", "--disk-kv-memory-gb=1"],

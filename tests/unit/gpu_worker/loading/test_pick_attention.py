@@ -35,9 +35,9 @@ def test_triton_is_the_default_on_every_device():
 
 def test_an_older_gpu_and_a_cpu_are_refused(capability):
     capability[0] = (8, 0)
-    with pytest.raises(ModelError, match="NVIDIA A100 needs triton: FlashAttention-3 requires"):
+    with pytest.raises(ModelError, match="triton on NVIDIA A100: FlashAttention-3 needs"):
         pick_attention("flash-attention-3", HOPPER)
-    with pytest.raises(ModelError, match="cpu needs triton"):
+    with pytest.raises(ModelError, match="it must be triton on cpu"):
         pick_attention("flash-attention-3", torch.device("cpu"))
 
 

@@ -114,7 +114,7 @@ def test_a_tensor_of_another_shape_is_refused(model_dirs, adapter):
 
 def test_another_rank_than_the_configs_is_refused(model_dirs, adapter):
     edit_config(adapter, r=8)
-    assert_refused(model_dirs, adapter, "lora_A.weight has shape [4, ", "make it [8, ")
+    assert_refused(model_dirs, adapter, "lora_A.weight has shape [4, ", "it must be [8, ")
 
 
 def test_a_missing_tensor_is_refused(model_dirs, adapter):

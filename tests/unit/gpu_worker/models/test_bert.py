@@ -110,7 +110,7 @@ def test_pooling_is_read_from_the_files_of_sentence_transformers(tmp_path):
     assert pooling("Pooling", "Normalize", **{mean: True}) == whole
     with pytest.raises(ModelError, match="type is Dense"):
         pooling("Pooling", "Dense", **{mean: True})
-    with pytest.raises(ModelError, match="pooling_mode_max_tokens is set; one of"):
+    with pytest.raises(ModelError, match="selects pooling_mode_max_tokens; it must"):
         pooling("Pooling", pooling_mode_max_tokens=True)
 
 

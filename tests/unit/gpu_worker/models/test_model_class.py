@@ -69,7 +69,9 @@ def test_its_checkpoint_is_checked_like_any_other(model_dirs):
 def test_one_that_makes_its_maps_by_itself_cannot_be_quantized(model_dirs):
     directory = model_dirs.get("gpt2", tie_word_embeddings=True)
     source = open_model(directory, PATH, Quantization.INT8)
-    message = "quantization is int8; GPT2LMHeadModel makes no map by Weights.linear or Weights.head"
+    message = (
+        "quantization is int8; GPT2LMHeadModel makes no map with Weights.linear or Weights.head"
+    )
     with pytest.raises(ModelError, match=message):
         source.load(torch.float32, CPU, lambda _: None)
 

@@ -187,7 +187,7 @@ NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (NEOX | {"hidden_act": "mish"}, "hidden_act is 'mish'; supported are gelu"),
+        (NEOX | {"hidden_act": "mish"}, "hidden_act is 'mish'; supported: gelu"),
         (NEOX | {"rotary_pct": 0.2}, "rotary_pct is 0.2; it must rotate an even number of"),
         (NEOX | {"num_attention_heads": 6}, "num_attention_heads must divide hidden_size, 64"),
         (
@@ -237,7 +237,9 @@ def test_dtype_of_the_checkpoint(tmp_path, field):
 
 def test_an_unknown_dtype_is_refused(tmp_path):
     config = read(write(tmp_path))
-    with pytest.raises(ModelError, match=r"dtype is 'int3'; it must be auto, float32, float16"):
+    with pytest.raises(
+        ModelError, match=r"dtype is 'int3'; it must be one of auto, float32, float16"
+    ):
         resolve_dtype("int3", config)
 
 
@@ -249,17 +251,17 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         ({"hidden_size": 0}, "hidden_size is 0; it must be a positive integer"),
         ({"vocab_size": True}, "vocab_size is True; it must be a positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads, 4"),
-        ({"head_dim": 15}, "head_dim is 15; rotary embedding needs it even"),
+        ({"head_dim": 15}, "head_dim is 15; it must be even for rotary embedding"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a positive number"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id is ['</s>']; it must be token ids"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None"),
-        ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; supported are float32"),
-        ({"dtype": ["float32"]}, "dtype is ['float32']; supported are float32"),
+        ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; supported: float32"),
+        ({"dtype": ["float32"]}, "dtype is ['float32']; supported: float32"),
         (
             {"rope_scaling": {"type": "ntk", "factor": 4.0}},
-            "rope_scaling.rope_type is 'ntk'; supported are",
+            "rope_scaling.rope_type is 'ntk'; supported:",
         ),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 0.0]}},

@@ -84,7 +84,7 @@ def test_another_text_part_than_the_usual_one_is_refused_by_name(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(fields))
     (tmp_path / "tokenizer.json").write_text("{}")
-    reason = "text_config.model_type is 'ministral3'; of Mistral3ForConditionalGeneration only mist"
+    reason = "Mistral3ForConditionalGeneration is supported only with mistral"
     with pytest.raises(ModelError, match=reason):
         open_model(tmp_path)
     with pytest.raises(ModelError, match=reason):  # before torch is imported

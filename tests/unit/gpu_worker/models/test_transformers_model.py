@@ -125,7 +125,7 @@ def test_a_native_family_runs_on_transformers_if_asked(model_dirs):
     ("family", "overrides", "reason"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
-        ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish'; supported are gelu"),
+        ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish'; supported: gelu"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is true; only false is supported"),
     ],
 )
@@ -134,7 +134,7 @@ def test_transformers_runs_what_our_implementation_lacks(model_dirs, family, ove
     with capture_logs() as logs:
         source = open_model(directory)
     (log,) = logs
-    assert log["event"] == "transformers runs the model, slower than ours would"
+    assert log["event"] == "transformers runs the model, which is slower than our own code"
     assert reason in log["reason"]
     model = source.load(torch.float32, CPU, lambda _: None)
     sequence = Sequence(random_prompt(41, seed=1))
@@ -223,13 +223,13 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
             "recurrent_gemma",
             {},
             (
-                "it has state other than keys and values; such models are supported of the types"
-                " bamba, falcon_h1, falcon_mamba, granitemoehybrid, jamba, lfm2, lfm2_moe, mamba,"
-                " mamba2, nemotron_h, olmo_hybrid, qwen3_5_text, qwen3_next"
+                "it has state other than keys and values; of such models, these types are"
+                " supported: bamba, falcon_h1, falcon_mamba, granitemoehybrid, jamba, lfm2,"
+                " lfm2_moe, mamba, mamba2, nemotron_h, olmo_hybrid, qwen3_5_text, qwen3_next"
             ),
         ),
         ("bert", {}, "its masks are neither causal nor a sliding window"),
-        ("t5", {}, "it is no causal language model of transformers"),
+        ("t5", {}, "it is not a causal language model of transformers"),
     ],
 )
 def test_attention_that_paged_attention_does_not_support_is_refused(

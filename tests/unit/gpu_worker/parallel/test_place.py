@@ -67,7 +67,7 @@ def model(tmp_path_factory):
     ("sizes", "problem"),
     [
         ((4, 1), "tensor-parallel-size is 4; it must divide num_attention_heads, 6"),
-        ((1, 3), "pipeline-parallel-size is 3; the model has 2 layers, and a stage needs one"),
+        ((1, 3), "pipeline-parallel-size is 3; the model has 2 layers, and each stage needs one"),
         ((6, 1), "tensor-parallel-size is 6; it must divide intermediate_size, 112"),
     ],
 )
@@ -86,5 +86,5 @@ def test_kv_heads_that_fit_neither_way_are_refused(tmp_path):
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
 def test_models_of_transformers_are_refused(model, sizes):
-    with pytest.raises(ModelError, match=r"size is 2; Llama.* runs on one device alone"):
+    with pytest.raises(ModelError, match=r"size is 2; Llama.* runs on one device only"):
         open_model(model, "transformers", place=Place(0, *sizes))

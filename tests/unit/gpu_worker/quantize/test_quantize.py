@@ -156,7 +156,7 @@ def test_a_short_text_gives_what_samples_it_has(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"short", r"a text of 5 characters; required is at least one sample of 512 tokens"),
+        (b"short", r"a text of 5 characters; it must have at least one sample of 512 tokens"),
         (b"\xff\xfe", r"cannot be read as text"),
         (None, r"cannot be read as text: .*No such file"),
     ],

@@ -195,7 +195,7 @@ def test_a_forward_pass_without_attention_is_named(monkeypatch):
     pool = FakePool(64, 4)
     pool.groups = group_layers((None,), 64)
     executor = Executor(NoAttention(), pool, LIMITS, (), CPU)
-    with pytest.raises(PiecesError, match="of 24 tokens attends in 0 layers of 1"):
+    with pytest.raises(PiecesError, match="of 24 tokens attends in 0 of 1 layers"):
         executor.capture_pieces(FakePieces(monkeypatch), lambda _: None)
 
 

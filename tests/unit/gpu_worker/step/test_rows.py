@@ -106,7 +106,9 @@ def test_a_row_that_needs_one_token_only_never_decodes(rows):
     only = new_row(0, [1, 2], [0], max_total=3)
     rows.apply(step(new_sequences=[only], chunk_rows=[0], chunk_lens=[2]))
     assert facts(rows.apply(step(num_decodes=0)))[0] == []
-    with pytest.raises(InvalidArgumentError, match="chunk_rows has 0, which has its max_total"):
+    with pytest.raises(
+        InvalidArgumentError, match="chunk_rows has 0, which already has its max_total"
+    ):
         rows.apply(step(chunk_rows=[0], chunk_lens=[1]))
 
 
@@ -171,8 +173,8 @@ def test_a_wrong_number_of_decodes_breaks_an_invariant(rows):
         ({"appended_rows": [3], "appended_block_ids": [1]}, "appended_rows has 3, which is free"),
         ({"chunk_rows": [1], "chunk_lens": [1]}, "chunk_rows has 1, which is free"),
         ({"chunk_rows": [0], "chunk_lens": [1]}, "chunk_rows has 0, which decodes"),
-        ({"chunk_rows": [2], "chunk_lens": [4]}, "chunk_lens has 4, more than"),
-        ({}, "appended_rows has 0, missing: its block table is too short"),
+        ({"chunk_rows": [2], "chunk_lens": [4]}, "chunk_lens has 4, more tokens than"),
+        ({}, "appended_rows lacks 0: its block table is too short"),
         (
             {
                 "appended_rows": [0],

@@ -167,7 +167,7 @@ def test_four_bits_need_whole_groups(model_dirs):
     assert not can_quantize(112, INT4)
     message = (
         r"quantization is int4; model\.layers\.0\.mlp\.down_proj has 112 input features, "
-        r"required is a multiple of 32"
+        r"which must be a multiple of 32"
     )
     with pytest.raises(ModelError, match=message):
         load(model_dirs.get("llama"), INT4)
@@ -177,14 +177,14 @@ def test_four_bits_need_whole_groups(model_dirs):
 def test_another_device_is_refused(model_dirs):
     source = open_model(model_dirs.get("llama"), quantization=INT8)
     with pytest.raises(
-        ModelError, match=r"quantization is int8; the device is xpu:1, .* cpu and cuda"
+        ModelError, match=r"quantization is int8, .* cpu and cuda; the device is xpu:1"
     ):
         source.load(torch.float32, torch.device("xpu:1"), lambda _: None)
 
 
 def test_models_of_transformers_are_refused(model_dirs):
     for family, model_class in (("gpt2", ""), ("llama", "transformers")):
-        with pytest.raises(ModelError, match=r"quantization is int4; .* run by transformers"):
+        with pytest.raises(ModelError, match=r"quantization is int4, .* run by transformers"):
             open_model(model_dirs.get(family), model_class, INT4)
 
 

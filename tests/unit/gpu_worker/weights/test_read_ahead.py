@@ -196,7 +196,7 @@ def test_a_file_that_became_shorter(tmp_path):
         read_to_cache(Extent(path, file, range(20, 100)))
         os.truncate(path, 50)
         read_to_cache(Extent(path, file, range(20, 50)))
-        with pytest.raises(OSError, match="it ends at byte 50, it had 100 or more"):
+        with pytest.raises(OSError, match="it ends at byte 50; it had at least 100"):
             read_to_cache(Extent(path, file, range(20, 100)))
     finally:
         os.close(file)

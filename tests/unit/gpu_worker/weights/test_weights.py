@@ -102,7 +102,7 @@ def test_unexpected_tensors_are_named_a_few_of_many(directory):
 
 def test_a_misshapen_tensor_is_named(directory):
     change(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}))
-    message = r"model\.norm\.weight has shape \[63\]; config\.json makes it \[64\]"
+    message = r"model\.norm\.weight has shape \[63\]; by config\.json it must be \[64\]"
     with pytest.raises(ModelError, match=message):
         load(directory)
 
