@@ -65,7 +65,7 @@ def check_version(version: str) -> None:
 
 
 def infer_call_from_proto(message: open_inference_pb2.ModelInferRequest) -> InferCall:
-    """Parse a request; raises QuireError, which names the wrong field."""
+    """Parse a request; raises QuireError with the name of the invalid field."""
     check_version(message.model_version)
     inputs = inputs_from_proto(message)
     if "text_input" not in inputs:

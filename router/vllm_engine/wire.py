@@ -26,7 +26,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
             raise InvalidArgumentError(name, "is set; it is not supported")
     if message.data_parallel_rank:
         raise InvalidArgumentError(
-            "data_parallel_rank", f"is {message.data_parallel_rank}; a cell is one rank, 0"
+            "data_parallel_rank", f"is {message.data_parallel_rank}; a cell has only rank 0"
         )
     params = message.sampling_params
     return GenerateRequest(
