@@ -1,6 +1,7 @@
 """Settings of a process, from flags, environment variables and defaults, with readable errors."""
 
 import argparse
+import inspect
 import os
 import re
 import sys
@@ -221,7 +222,10 @@ def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Removes Python's types and functions from help texts."""
+    """Removes indentation and Python's types, functions and empty values from help texts."""
+
+    def add_text(self, text: str | None) -> None:
+        super().add_text(None if text is None else inspect.cleandoc(text))
 
     def add_usage(
         self,
@@ -241,9 +245,11 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 def _tidy(action: argparse.Action) -> None:
     if isinstance(action.metavar, str):
-        action.metavar = re.sub(r"tuple\[(\w+),\.\.\.\]", r"\1", action.metavar)
-    if action.help is not None:  # docstrings describe computed defaults
+        name = re.sub(r"tuple\[(\w+),\.\.\.\]", r"\1", action.metavar)
+        action.metavar = "str" if name == SecretStr.__name__ else name
+    if action.help is not None:  # docstrings describe computed and empty defaults
         action.help = re.sub(r" \(default factory: [^)]*\)", "", action.help)
+        action.help = re.sub(r" \(default: (None|\(\))?\)", "", action.help)
 
 
 def _shown(cls: type[BaseSettings], loc: tuple[int | str, ...], value: object) -> object:

@@ -44,7 +44,7 @@ class ServiceInfo:
     model_name: str
     """The name that requests use for it."""
     http_address: str
-    """Where this machine reaches the router's HTTP, "host:port"."""
+    """The router's HTTP address for this machine, "host:port"."""
     grpc_target: str
     log_dir: str
     processes: tuple[ServiceProcess, ...] = ()
@@ -86,11 +86,11 @@ class ServiceDir:
 
     @classmethod
     def create(cls, root: Path | None = None) -> Self:
-        """Create a directory; remove old directories except the last five, which have logs."""
+        """Create a directory; remove those of ended services except the last five."""
         parent = _root(root)
         making = _open_lock(parent)
         try:
-            # Serialized, because a directory that is not locked yet looks like an ended service's.
+            # Under a lock, because a new directory without a lock looks like an ended service's.
             fcntl.flock(making, fcntl.LOCK_EX)
             for stale in _left_behind(parent)[_MAX_KEPT:]:
                 shutil.rmtree(stale, ignore_errors=True)
@@ -141,7 +141,7 @@ def running_services(root: Path | None = None) -> Iterator[ServiceInfo]:
     """Return this user's running services, in no particular order."""
     for path in _directories(_root(root)):
         if _is_locked(path):
-            # It has just started, or is from another release
+            # The service may have just started, or be from another release.
             with contextlib.suppress(OSError, ValueError):
                 yield _JSON.validate_json((path / "service.json").read_bytes())
 
@@ -150,7 +150,7 @@ def _root(root: Path | None) -> Path:
     path = root or Path(tempfile.gettempdir()) / f"quire-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     facts = path.lstat()
-    # Otherwise other users could put sockets there.
+    # Other users must not be able to put sockets there.
     is_private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
     if not path.is_dir() or path.is_symlink() or not is_private:
         raise ServiceDirError(f"{path} must be a directory that only you can write to")

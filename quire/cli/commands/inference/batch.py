@@ -33,7 +33,7 @@ _RETRIED: Final = frozenset({429, 502, 503, 529})
 _OK: Final = 200
 _MAX_WAIT_S: Final = 30.0
 _PATIENCE_S: Final = 300.0
-"""How long a service may be unreachable: enough for a restart of all its processes."""
+"""Longest time that a service may be unreachable: enough for a restart of all its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def read_lines(path: Path) -> Iterator[Line]:
                     line = _parse(f"{path}:{number}", text)
                     if line.custom_id in seen:
                         raise CommandError(
-                            f"{path}:{number}: custom_id is {line.custom_id!r}, as in a line before"
+                            f"{path}:{number}: custom_id is {line.custom_id!r}, as on a line before"
                         )
                     seen.add(line.custom_id)
                     yield line
