@@ -38,7 +38,7 @@ _FLUSH_S = 2.0
 """Time for calls to send their last bytes after `on_drain`."""
 
 _NEW_OBJECTS = 50_000
-"""Threshold of the youngest generation: allocations minus deallocations before a collection."""
+"""Garbage collection starts when allocations minus deallocations exceed this number."""
 
 log = structlog.get_logger()
 

@@ -49,7 +49,7 @@ _MAX_UDS_PATH_BYTES = 107
 
 
 def split_at_commas(value: object) -> object:
-    """Return the values of a flag that may be repeated, and have several values with commas."""
+    """Return the values of a flag, which may be repeated or contain commas, as a tuple."""
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list | tuple):

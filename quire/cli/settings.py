@@ -62,7 +62,7 @@ class EmbedSettings(RouterTargetSettings):
     normalize: bool | None = None
     """Whether to scale vectors to length 1; default: the model's choice."""
     dimensions: PositiveInt | None = None
-    """Keep only this many numbers of each vector; default: all."""
+    """How many elements of each vector to keep; default: all."""
 
 
 class GenerateSettings(ClientSettings):
@@ -350,9 +350,9 @@ class LoraSettings(SchedulerClientSettings):
         name, _, directory = self.adapter.partition("=")
         match self.action:
             case "load" if not name or not directory:
-                raise ValueError(f"load: needs NAME=DIR; {self.adapter!r} has another form")
+                raise ValueError(f"load: needs NAME=DIR, not {self.adapter!r}")
             case "unload" if not name or directory:
-                raise ValueError(f"unload: needs NAME; {self.adapter!r} has another form")
+                raise ValueError(f"unload: needs NAME, not {self.adapter!r}")
             case "list" if self.adapter:
                 raise ValueError(f"list: takes no adapter, but {self.adapter!r} is given")
         return self

@@ -69,7 +69,7 @@ def inputs_from_proto(
             )
         if raw and tensor.HasField("contents"):
             raise InvalidArgumentError(
-                f"{tensor.name}.contents", "is set; with raw_input_contents it must not be"
+                f"{tensor.name}.contents", "is set; it must be unset with raw_input_contents"
             )
         check_count(f"{tensor.name}.shape", len(tensor.shape), MAX_DIMENSIONS)
         elements = _from_raw(tensor, raw[i]) if raw else _from_typed(tensor)

@@ -61,7 +61,9 @@ class Answer:
 def check_version(version: str) -> None:
     """Raise NotFoundError unless this is the version of all models."""
     if version not in ("", MODEL_VERSION):
-        raise NotFoundError(f"model version {version[:64]!r} is not served; {MODEL_VERSION!r} is")
+        raise NotFoundError(
+            f"model version {version[:64]!r} is not served; the only version is {MODEL_VERSION!r}"
+        )
 
 
 def infer_call_from_proto(message: open_inference_pb2.ModelInferRequest) -> InferCall:

@@ -57,12 +57,12 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
         case "token_ids":
             prompt = tuple(message.token_ids.ids)
         case _:
-            raise InvalidArgumentError("input", "is not set; prompt or token_ids must be")
+            raise InvalidArgumentError("input", "is not set; set prompt or token_ids")
     sampling, conditions = message.sampling, message.stopping.conditions
     for i, condition in enumerate(conditions):
         if condition.WhichOneof("condition") is None:
             raise InvalidArgumentError(
-                f"stopping.conditions[{i}]", "is not set; stop_text or stop_token_id must be"
+                f"stopping.conditions[{i}]", "is not set; set stop_text or stop_token_id"
             )
     n = sampling.num_sequences if sampling.HasField("num_sequences") else 1
     return GenerateRequest(

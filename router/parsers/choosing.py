@@ -1,4 +1,4 @@
-"""Chooses the parsers of a model's outputs, by its chat template or by the settings."""
+"""Chooses the parsers for a model's outputs, by the model's chat template or by the settings."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -223,7 +223,7 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
             generated_tokens BIGINT NOT NULL,
             reasoning_tokens BIGINT NOT NULL,
             PRIMARY KEY (hour, tenant, key_name, model, adapter))""",
-        # The number of the last part of usage that each router has written: no part is added twice.
+        # The number of each router's last part of usage, so that no part is added twice.
         """CREATE TABLE usage_writers (
             writer TEXT PRIMARY KEY,
             number BIGINT NOT NULL,

@@ -94,7 +94,7 @@ class Turns:
         usage_retention_s: float,
         tick_s: float = TICK_S,
     ) -> None:
-        """`run` does the work, and deletes turns and usage after their retention times.
+        """`run` writes and takes over turns, and deletes turns and usage after the retention times.
 
         `usage` counts the usage of requests that are not turns; it is stored here as well.
         """

@@ -50,7 +50,7 @@ def _prompt(message: pb.GenerateRequest) -> str | tuple[int, ...]:
         case "text":
             return message.text
         case _:
-            raise InvalidArgumentError("input", "is not set; tokenized or text must be")
+            raise InvalidArgumentError("input", "is not set; set tokenized or text")
 
 
 def _sampling(params: pb.SamplingParams) -> SamplingParams:

@@ -23,7 +23,7 @@ from rpc.http2.outbox import Outbox, OutStream
 
 _EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 _LONGEST_TIMER_S: Final = 1e6
-"""Longer timeouts have no timer: gRPC's longest exceeds the limit of event loops."""
+"""Longer timeouts get no timer, because gRPC allows longer ones than an event loop can schedule."""
 
 FindHandler: TypeAlias = Callable[[str, Metadata], Awaitable["grpc.RpcMethodHandler[Any, Any]"]]
 

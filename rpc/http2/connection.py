@@ -63,7 +63,7 @@ class _H2(H2Connection):
         return super()._receive_frame(frame)
 
     def _receive_goaway_frame(self, _frame: GoAwayFrame) -> tuple[list[Frame], list[events.Event]]:
-        # h2 would end all streams, but the client still reads the responses of open ones.
+        # h2 would end all streams, but the client still reads responses on open streams.
         return [], []
 
 
@@ -275,7 +275,7 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, stream_id: int, headers: Headers) -> None:
         h2_stream = self._h2.streams.get(stream_id)
-        if h2_stream is None or h2_stream.closed:  # the same bytes also had its reset
+        if h2_stream is None or h2_stream.closed:  # the same bytes also reset the stream
             return
         if self._is_leaving:
             self._h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)

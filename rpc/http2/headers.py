@@ -23,7 +23,7 @@ RESPONSE: Final = (
 _HIDDEN: Final = frozenset(
     (b"te", b"content-type", b"grpc-encoding", b"grpc-accept-encoding", b"grpc-timeout", b"host")
 )
-"""Headers that are not part of the metadata. HTTP's own, which begin with a colon, are not, too."""
+"""Headers that are not metadata, besides HTTP's own, which begin with a colon."""
 _KEY: Final = re.compile(r"[0-9a-z_.-]+")
 _VALUE: Final = re.compile(r"[\x20-\x7e]*")
 _LINE_END: Final = re.compile(r"[\0\r\n]")
@@ -39,7 +39,7 @@ ENCODING_TO_WBITS: Final = {"identity": 0, "deflate": 15, "gzip": 31}
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The first headers of a call."""
+    """The parsed request headers of a call."""
 
     method: str
     """ "/package.Service/Method"."""
@@ -57,7 +57,7 @@ class RefusedRequestError(Exception):
 
 
 def read_request(headers: Headers, max_bytes: int) -> Request:
-    """Read the first headers of a call.
+    """Parse the request headers of a call.
 
     Raises:
         RefusedRequestError: The call is refused; answer it with the headers in `answer`.

@@ -34,7 +34,7 @@ class Inbox:
     """
 
     def __init__(self, max_bytes: int, encoding: str, allow: Callable[[int], None]) -> None:
-        """`allow` lets the client send so many more bytes; it starts with `WINDOW_BYTES`."""
+        """`allow(n)` lets the client send n bytes more; at first it may send `WINDOW_BYTES`."""
         self._max_bytes = max_bytes
         self._encoding = encoding
         self._wbits = ENCODING_TO_WBITS[encoding]
@@ -90,10 +90,10 @@ class Inbox:
                 reader.set_result(None)
 
     def _size(self) -> int:
-        """Return the size of the next message with its prefix; of the prefix, until that is known.
+        """Return the size of the next message with its prefix; only the prefix's if incomplete.
 
         Raises:
-            RefusedMessageError: The prefix is invalid, or announces a too large message.
+            RefusedMessageError: The prefix is invalid, or the message is too large.
         """
         if len(self._data) < _PREFIX_BYTES:
             return _PREFIX_BYTES
@@ -111,8 +111,8 @@ class Inbox:
     def _allow_up_to(self, num_bytes: int, *, at_least: int = 0) -> None:
         """Let the client send up to `num_bytes` from now on.
 
-        A small increase is postponed, because each costs a frame, unless the client may send fewer
-        than `at_least` bytes without it.
+        Postpones a small increase, because each increase costs a frame, unless the client could
+        otherwise send fewer than `at_least` bytes.
         """
         more = num_bytes - self._num_allowed
         if self._has_ended or more <= 0:

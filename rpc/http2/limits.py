@@ -18,7 +18,7 @@ class Limits:
     max_sent_bytes: int
     """Largest response message."""
     max_metadata_bytes: int
-    """Largest metadata of a request. As in HTTP/2, each header counts 32 bytes more."""
+    """Largest metadata of a request. As in HTTP/2, each header counts 32 bytes beyond its text."""
     max_concurrent_streams: int
     """Most handlers that run at once for one connection."""
     max_connections: int | None = None

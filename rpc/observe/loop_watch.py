@@ -1,8 +1,8 @@
 """Detects stalls of an event loop: how long they last, and the stack of its thread.
 
 A separate thread posts a callback to the loop a few times per second and measures how late it runs.
-The lag is measured from the time at which the post was due, because whatever holds the interpreter
-also delays this thread.
+The lag is measured from the time at which the post was due, because code that holds the GIL also
+delays this thread.
 """
 
 import asyncio

@@ -47,7 +47,7 @@ def configure(
 ) -> None:
     """Export spans to `settings.otlp_traces_endpoint`, if set. Call once per process.
 
-    Without an endpoint, but with the log level debug, all requests are traced in the log only.
+    Without an endpoint, log level debug traces all requests, but only in the log.
 
     Args:
         service_name: Name of this process in its spans.

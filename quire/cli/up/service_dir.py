@@ -42,22 +42,22 @@ class ServiceInfo:
     model: str
     """The directory of the first model."""
     model_name: str
-    """The name that requests use for it."""
+    """The name that requests use for the first model."""
     http_address: str
     """The router's HTTP address for this machine, "host:port"."""
     grpc_target: str
     log_dir: str
     processes: tuple[ServiceProcess, ...] = ()
     scheduler_target: str = ""
-    """The scheduler's gRPC, for operators; empty in files of older releases."""
+    """The scheduler's gRPC target, for operators; empty in files of older releases."""
     operator_target: str = ""
-    """The router's gRPC for operators; empty in files of older releases."""
+    """The router's gRPC target for operators; empty in files of older releases."""
     models: Mapping[str, str] = field(default_factory=dict)
     """The models by their names, in order; empty in files of older releases."""
     scheduler_targets: Mapping[str, str] = field(default_factory=dict)
-    """Each model's scheduler, by the model's name; empty in files of older releases."""
+    """Each model's scheduler target, by model name; empty in files of older releases."""
     other_operator_targets: tuple[str, ...] = ()
-    """The gRPC for operators of the service's other routers; empty in files of older releases."""
+    """The operator targets of the service's other routers; empty in files of older releases."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """The values of the flags of `quire up`, by name; empty in files of older releases."""
     has_tls: bool = False
@@ -65,7 +65,7 @@ class ServiceInfo:
 
     @property
     def title(self) -> str:
-        """The names of its models."""
+        """The names of the service's models."""
         return ", ".join(self.models) or self.model_name
 
     def is_at(self, http_port: int | None) -> bool:
