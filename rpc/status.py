@@ -26,8 +26,8 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 ERROR_DOMAIN = "quire.v1"
 
 _MAX_MESSAGE_BYTES = 1024
-"""Longest message: it is sent three times, once percent-encoded, and peers may accept only 8 KiB
-of metadata."""
+"""Longest message of a status. It is sent three times, once percent-encoded, and peers may accept
+only 8 KiB of metadata."""
 
 _MAX_RETRY_AFTER_S = 3600.0
 """Longest delay that is accepted from a peer."""

@@ -31,7 +31,7 @@ class UsageReports:
         """
         self._operators.check(peer, "shows usage")
         if self._turns is None:
-            raise UnimplementedError("usage is not kept by this service (--turn-store)")
+            raise UnimplementedError("this service does not store usage (--turn-store)")
         if since is None:
             since = time.time() - _DAY_S
         for name, at in (("since", since), ("until", until)):

@@ -36,7 +36,7 @@ def new_mistral_id() -> str:
 
 
 class Calls:
-    """The calls of one output while it is parsed."""
+    """Collects the calls of one output while it is parsed."""
 
     def __init__(self, source: Source, pieces: Pieces, tools: Tools | None) -> None:
         """`tools` is None if calls are plain text."""
@@ -333,7 +333,7 @@ class Syntax:
     section: tuple[str, str] | None = None
     """The markers around all calls."""
     separator: str = ""
-    """The text between calls without markers."""
+    """The text between calls that have no markers around them."""
     at_start: bool = False
     """Whether an output may begin with a call without a marker. Such a call must name an offered
     function, because other text may look the same."""

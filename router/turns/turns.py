@@ -384,12 +384,12 @@ class Turns:
                     if num_swept == SWEEP_LIMIT:
                         next_sweep = loop.time()  # there may be more
                 if self._is_failing:
-                    log.info("turns are kept again")
+                    log.info("turns can be stored again")
                 self._is_failing = False
             except StoreError as error:
                 next_tick = loop.time() + self._tick_s
                 if not self._is_failing:
-                    log.warning("turns cannot be kept", error=str(error))
+                    log.warning("turns cannot be stored", error=str(error))
                 self._is_failing = True
 
     async def _write(self, *, has_tokens: bool, has_usage: bool) -> None:

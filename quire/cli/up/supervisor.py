@@ -38,7 +38,7 @@ class Backoff:
 
 
 class _Slot:
-    """One spec, and its current child."""
+    """The spec of a process, and its current child process."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
