@@ -41,7 +41,7 @@ Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
 
 MAX_REQUESTS: Final = 512
-"""Most concurrent requests: more than the service runs at once, but fewer than it refuses."""
+"""Most concurrent requests: more than the service runs at once, but fewer than its limit."""
 
 _INPUTS_OF_A_CALL: Final = 512
 """Inputs per call of `Embed`."""
@@ -76,11 +76,11 @@ class LLM(Closes):
     ) -> None:
         """Start the processes, and wait until they are ready.
 
-        `model` is a directory, a GGUF file or a name on the hub, as for `quire up`; by default the
-        small model that Quire ships.
-        `flags` are flags of `quire up`, such as `device="cpu"` or `num_blocks=512`. With `api_key`,
-        other callers, such as by HTTP, need the key, too. Raises ServiceStartError with the reason,
-        and TypeError for a flag that `LLM` sets itself.
+        `model` is a directory, a GGUF file or a name on the hub, as for `quire up`; by default, it
+        is the small model that Quire ships. `flags` are flags of `quire up`, such as `device="cpu"`
+        or `num_blocks=512`. If `api_key` is set, every other caller, for example over HTTP, needs
+        this key. Raises ServiceStartError with the reason, and TypeError for a flag that `LLM` sets
+        itself.
         """
         if refused := sorted(_RESERVED & flags.keys()):
             raise TypeError(f"LLM sets {', '.join(refused)} itself; leave it out")
@@ -102,7 +102,7 @@ class LLM(Closes):
         A prompt is text or token ids. `sampling` holds for all prompts, or is a list with one entry
         for each; `options` (`n`, `stop`, ...) hold for all. `progress` shows a bar on standard
         error. The first prompt that fails ends the call. InvalidArgumentError names the prompt,
-        such as `prompts[3].sampling.max_tokens`; other errors are the client's.
+        such as `prompts[3].sampling.max_tokens`; other errors are those of `AsyncClient`.
         """
         listed = _listed(prompts)
         each = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
@@ -142,9 +142,10 @@ class LLM(Closes):
     def embed(
         self, inputs: Prompt | Sequence[Prompt], **options: Unpack[EmbedOptions]
     ) -> Float32Array:
-        """Return the vectors of one input or many, float32[N, size], in their order.
+        """Return a vector for each input, float32[N, size], in the order of the inputs.
 
-        An input is text or token ids. The first failure ends the call; errors are the client's.
+        An input is text or token ids. The first failure ends the call; errors are those of
+        `AsyncClient`.
         """
         listed = _listed(inputs)
         client = functools.partial(AsyncClient, self._service.target, api_key=self._api_key)

@@ -1,4 +1,4 @@
-"""`AdminService`: operators drain a process with it, as SIGTERM does."""
+"""`AdminService`, with which operators drain a process, as SIGTERM does."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +30,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         operators: Operators,
         drain_worker: Callable[[str], AsyncIterator[int]] | None = None,
     ) -> None:
-        """`drain_worker` drains one of this scheduler's workers; it yields the live sequences."""
+        """`drain_worker` drains a worker and yields how many sequences it has; schedulers only."""
         self._stopping = stopping
         self._num_live = num_live
         self._drain_worker = drain_worker
@@ -43,7 +43,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncIterator[admin_pb2.DrainResponse]:
         """Start the drain, and report its progress until the end."""
-        self._operators.check(context.peer(), "is drained by SIGTERM,")
+        self._operators.check(context.peer(), "drains, except on SIGTERM,")
         if request.worker:
             if self._drain_worker is None:
                 raise InvalidArgumentError("worker", "is set; only a scheduler drains workers")

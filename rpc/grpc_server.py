@@ -1,4 +1,4 @@
-"""The gRPC server of every process: limits, interceptors, TLS, and where it listens."""
+"""The gRPC server of every process: limits, interceptors, TLS, addresses."""
 
 import os
 import socket
@@ -40,7 +40,7 @@ class Service:
 
 
 def service_of(messages: ModuleType, stubs: ModuleType, name: str, servicer: object) -> Service:
-    """Make the `Service` of a servicer.
+    """Make the `Service` for a servicer.
 
     `name` is the service's name in the proto file; `messages` (`_pb2`) and `stubs` (`_pb2_grpc`)
     were generated from that file.
@@ -63,8 +63,8 @@ def make_grpc_server(
 
     `interceptors` run inside those for trace context and errors, so they may raise a QuireError.
     `max_received_mb`, if given, limits requests instead of `settings.max_message_mb`. With
-    `shares_port`, other processes may listen on the same port. Unless it is made `by_grpcio`, it is
-    our own, which costs less for each message.
+    `shares_port`, other processes may listen on the same port. `by_grpcio` chooses grpcio's server;
+    otherwise it is an `Http2Server`, which spends less time on each message.
     """
     chain = [
         telemetry.TraceInterceptor(),
@@ -104,9 +104,9 @@ def _name_interceptors(settings: ProcessSettings) -> list[NameInterceptor]:
 
 
 async def start_grpc_server(server: Server, settings: ProcessSettings) -> str:
-    """Listen at the address of the settings; return the target, with the port that was chosen.
+    """Listen at the address in `settings`. Returns the gRPC target with the actual port.
 
-    A Unix socket has no TLS: its permissions control access.
+    A Unix socket has no TLS; its file permissions control access.
 
     Raises:
         CannotListenError: The address is not available.
@@ -126,7 +126,7 @@ async def start_grpc_server(server: Server, settings: ProcessSettings) -> str:
             port = server.add_secure_port(address, server_credentials(tls))
         if settings.operator_uds is not None:
             server.add_insecure_port(_free_socket(settings.operator_uds))
-    except (RuntimeError, OSError):  # of grpcio, and our own
+    except (RuntimeError, OSError):  # from grpcio and from Http2Server
         raise CannotListenError(
             f"gRPC cannot listen on {address}: it is in use, or not an address of this machine"
         ) from None
@@ -135,14 +135,14 @@ async def start_grpc_server(server: Server, settings: ProcessSettings) -> str:
 
 
 def join(host: str, port: int) -> str:
-    """Join host and port as gRPC and URLs require."""
+    """Return "host:port"; an IPv6 address gets brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _free_socket(uds: Path) -> str:
     """Return the address of a socket; raise CannotListenError if a process listens there."""
     address = f"unix:{uds.absolute()}"
-    # gRPC would remove the socket at its path even if another process listens there.
+    # The server would replace the socket file even if another process listens there.
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(os.fspath(uds)) == 0:
             raise CannotListenError(f"gRPC cannot listen on {address}: it is in use")

@@ -16,7 +16,7 @@ from contract.errors import NotFoundError
 HEALTH_SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 _RECHECK_S = 1.0
-"""How often a watch repeats the liveness checks, which do not report changes."""
+"""Interval at which a watch repeats the liveness checks, because they do not report changes."""
 
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 
@@ -59,7 +59,7 @@ class Health:
         self._set(_State(ready=False, status=reason, progress=None))
 
     def set_draining(self) -> None:
-        """Declare the process not ready for ever; later declarations have no effect."""
+        """Declare the process not ready, forever; later declarations have no effect."""
         self._set(_State(ready=False, status="draining", progress=None, final=True))
 
     def add_liveness(self, name: str, check: Callable[[], str | None]) -> None:
@@ -95,7 +95,7 @@ class Health:
 
     @property
     def status(self) -> str:
-        """The status for people: "ready", "ready, but ...", or why it is not ready."""
+        """The status in words: "ready", "ready, but ...", or why it is not ready."""
         return self._state.status
 
     @property
@@ -104,7 +104,7 @@ class Health:
         return self._state.progress
 
     def failures(self) -> dict[str, str]:
-        """Return the problems by name of the failing check."""
+        """Return the failing liveness checks: name to problem."""
         found: dict[str, str] = {}
         for name, check in tuple(self._checks.items()):
             problem = check()

@@ -1,4 +1,4 @@
-"""The HTTP server of every process, with its probes and its answers to malformed requests."""
+"""The HTTP server of every process: health probes, and answers to malformed requests."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 def make_http_runner(
     settings: ProcessSettings, app: web.Application, health: Health, shutdown_timeout_s: float
 ) -> web.AppRunner:
-    """Make a server for `app` and the probes, which does not listen yet."""
+    """Make a server for `app` and the probes. It does not listen yet."""
     app.middlewares.insert(0, probes(health))
     if settings.tls_client_ca is not None:
         app.middlewares.insert(0, certificate_middleware(settings.client_names))
@@ -36,7 +36,7 @@ def make_http_runner(
 
 
 async def start_http_server(runner: web.AppRunner, settings: ProcessSettings) -> str:
-    """Listen at the address of the settings; return the address, with the chosen port.
+    """Listen at the address in `settings`. Returns "host:port" with the actual port.
 
     Raises:
         CannotListenError: The address is not available.
@@ -53,10 +53,10 @@ async def start_http_server(runner: web.AppRunner, settings: ProcessSettings) ->
 async def start_shared_site(
     runner: web.AppRunner, settings: ProcessSettings, port: int
 ) -> web.BaseSite:
-    """Listen on a further port, where other processes may listen, too.
+    """Listen on an additional port, which other processes may share.
 
     Raises:
-        CannotListenError: Another process has the port and does not share it.
+        CannotListenError: Another process uses the port without sharing it.
     """
     site = Site(runner, settings, port, is_shared=True)
     try:
@@ -67,7 +67,7 @@ async def start_shared_site(
 
 
 class Site(web.BaseSite):
-    """A port whose connections are handled by `_Connection`."""
+    """Listens on a port and handles each connection with a `_Connection`."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Site(web.BaseSite):
 
 
 class _Connection(web.RequestHandler):
-    """A client's connection. Bodies stay compressed, so their reader can limit their size."""
+    """A client's connection. It does not decompress bodies, so that their reader can limit them."""
 
     __slots__ = ()
 
@@ -131,7 +131,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer in OpenAI's format; a malformed request is not an error of this process."""
+        """Answer a malformed request in OpenAI's format, without logging an error."""
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
         MALFORMED.inc()

@@ -32,8 +32,8 @@ def trim_malloc() -> None:
 async def keep_trimmed() -> None:
     """Trim malloc whenever the process has grown, until cancelled.
 
-    A garbage collection comes first: a few objects in cycles may hold large requests, long before
-    there are enough of them to start a collection (`rpc.server`).
+    It collects garbage first. A few objects in reference cycles may hold large requests long before
+    there are enough objects to trigger a collection (see the threshold in `rpc.server`).
     """
     least, wait_s = _resident_bytes(), _FIRST_WAIT_S
     while True:
@@ -52,7 +52,7 @@ async def keep_trimmed() -> None:
 
 
 def _resident_bytes() -> int:
-    """Return the resident size; 0 if the system does not tell it."""
+    """Return the resident size of this process; 0 if it is unknown."""
     try:
         num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

@@ -38,7 +38,7 @@ _FLUSH_S = 2.0
 """Time for calls to send their last bytes after `on_drain`."""
 
 _NEW_OBJECTS = 50_000
-"""Threshold of the youngest generation: allocations minus deallocations before a collection."""
+"""Garbage collection starts when allocations minus deallocations exceed this number."""
 
 log = structlog.get_logger()
 
@@ -78,11 +78,12 @@ async def serve(
     errors and trace context and, inside those, `interceptors`. HTTP serves `http`, `/health`,
     `/ready` and `/metrics`. A handler is cancelled when its client disconnects.
 
-    `on_started` runs when both listen; the caller declares `health` ready. To drain, the process
-    first declares itself not ready. Then `on_drain` refuses new requests, waits for the live ones
-    and ends long-lived streams, within `settings.drain_s`; calls that remain have two seconds more.
-    Without `on_drain`, calls have `settings.drain_s` to end. A second signal of the same kind ends
-    the process at once.
+    `on_started` runs when both servers listen; the caller declares `health` ready.
+
+    To drain, the process first declares itself not ready. Then `on_drain` refuses new requests,
+    waits for the live ones and ends long-lived streams, within `settings.drain_s`; calls that
+    remain have two seconds more. Without `on_drain`, calls have `settings.drain_s` to end. A second
+    signal of the same kind ends the process at once.
 
     `AdminService` also drains: `num_live` counts the live requests, and `check_operator` raises
     unless the current call is an operator's. For its default see `rpc.security.operators`; for
@@ -136,7 +137,7 @@ async def serve(
                 health.set_draining()
                 if shared_site is not None:
                     await shared_site.stop()
-                    # Clients are told to reconnect; live calls continue.
+                    # This tells clients to reconnect; live calls continue.
                     leaving.append(asyncio.ensure_future(server.stop(settings.drain_s + _FLUSH_S)))
                 if on_drain is not None:
                     await _drain(on_drain, settings.drain_s)
@@ -157,9 +158,9 @@ async def before_serving(
     stop: asyncio.Event,
     probes: Health | None = None,
 ) -> T | None:
-    """Await `wait()`, which must come before `serve`; None: SIGTERM, SIGINT or `stop` came first.
+    """Await `wait()` before `serve`; return None if SIGTERM, SIGINT or `stop` comes first.
 
-    With `probes`, HTTP serves `/health`, `/ready` and `/metrics` until then.
+    With `probes`, HTTP serves `/health`, `/ready` and `/metrics` in the meantime.
 
     Raises:
         CannotListenError: The port of HTTP is not available.
@@ -187,8 +188,8 @@ def observe(process: str, settings: ProcessSettings, *, new_trace_ratio: float =
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     """Run a process; each `__main__` calls this. Exits with 1 if an address is not available."""
-    # How long a computing thread may keep the GIL from the event loop. At the default of 5 ms a
-    # round trip takes 5.5 ms; at 0.1 ms it takes 0.5 ms.
+    # This is how long a computing thread may keep the GIL from the event loop. At the default of
+    # 5 ms a round trip takes 5.5 ms; at 0.1 ms it takes 0.5 ms.
     sys.setswitchinterval(1e-4)
     raise_file_limit()
     try:
@@ -260,7 +261,7 @@ def _heap_frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_set(stopping: asyncio.Event) -> Iterator[None]:
-    """Let SIGTERM and SIGINT set `stopping`, the first time each."""
+    """Let the first SIGTERM and the first SIGINT set `stopping`."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread gets signals; the caller sets `stopping`
         return
@@ -269,8 +270,8 @@ def _signals_set(stopping: asyncio.Event) -> Iterator[None]:
     def handle(number: signal.Signals) -> None:
         stopping.set()
         loop.remove_signal_handler(number)
-        # Restore the default reaction, which works even if the event loop is stuck. For this signal
-        # only: a supervisor may send SIGTERM after a terminal's SIGINT.
+        # Restore the default reaction, which works even if the event loop is stuck. Only for this
+        # signal, because a supervisor may send SIGTERM after a terminal's SIGINT.
         signal.signal(number, signal.SIG_DFL)
 
     numbers = (signal.SIGTERM, signal.SIGINT)

@@ -1,6 +1,7 @@
 """Settings of a process, from flags, environment variables and defaults, with readable errors."""
 
 import argparse
+import inspect
 import os
 import re
 import sys
@@ -48,7 +49,7 @@ _MAX_UDS_PATH_BYTES = 107
 
 
 def split_at_commas(value: object) -> object:
-    """Return a tuple of values that are given as repeated flags or separated by commas."""
+    """Return the values of a flag, which may be repeated or contain commas, as a tuple."""
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list | tuple):
@@ -67,15 +68,15 @@ class LinkSettings(BaseSettings):
     )
 
     tls_ca: Path | None = None
-    """File of the authorities (PEM) that must have signed the certificates of called processes.
-    Turns on TLS for calls, except on Unix sockets. Unset: calls are not encrypted."""
+    """PEM file with the authorities to trust when calling other processes. Turns on TLS for calls,
+    except on Unix sockets. Unset: calls are not encrypted."""
     tls_cert: Path | None = None
-    """File of this process's certificate (PEM), followed by intermediate certificates."""
+    """PEM file with this process's certificate, followed by intermediate certificates."""
     tls_key: Path | None = None
-    """File of the private key of --tls-cert (PEM, not encrypted)."""
+    """PEM file with the private key of --tls-cert, not encrypted."""
     tls_server_name: str = ""
-    """The name that the certificate of a called process must have; empty: the host of its address.
-    If all processes of a service have one name, they can be called by IP address."""
+    """Name to expect in the certificates of called processes; empty: the host of the address. If
+    all these certificates have one name in common, processes can be called by IP address."""
 
     @property
     def client_tls(self) -> ClientTls | None:
@@ -105,25 +106,25 @@ class ProcessSettings(LinkSettings):
     # the flags. A subclass that changes a port's default must repeat the type `Port`.
 
     tls_client_ca: Path | None = None
-    """File of the authorities (PEM) that must have signed the certificates of callers, by gRPC and
-    HTTP, except for /health and /ready. Needs --tls-cert, which turns on TLS for the process's own
-    ports. Unset: callers need no certificate."""
+    """PEM file with the authorities that must have signed the certificates of callers, over gRPC
+    and HTTP, except for /health and /ready. Needs --tls-cert, which turns on TLS for the process's
+    own ports. Unset: callers need no certificate."""
     tls_client_names: str = ""
     """Names of accepted callers, separated by commas. A caller's certificate must have one of them
     as an alternative name (DNS name, URI or address); the common name counts only if there are no
-    alternative names. Needs --tls-client-ca. Empty: every certificate of its authorities is
-    accepted."""
+    alternative names. Needs --tls-client-ca. Empty: accept every certificate from its
+    authorities."""
     host: str = "127.0.0.1"
     """Address to listen on, for gRPC and HTTP."""
     grpc_port: Port = 0
-    """Port of gRPC; 0 picks a free one."""
+    """Port for gRPC; 0 picks a free one."""
     uds: Path | None = None
     """Path of a Unix socket for gRPC, instead of host and port."""
     operator_uds: Path | None = None
-    """Path of a Unix socket where gRPC listens as well, for operators on this machine; its
+    """Path of an additional Unix socket for gRPC, for operators on this machine; its file
     permissions protect it. Unset: none."""
     http_port: Port = 0
-    """Port of HTTP; 0 picks a free one."""
+    """Port for HTTP; 0 picks a free one."""
     max_message_mb: Annotated[int, Field(ge=1, le=2047)] = DEFAULT_MAX_MESSAGE_MB
     """Largest gRPC message in either direction, in MiB."""
     max_metadata_kb: Annotated[int, Field(ge=1, le=1024)] = DEFAULT_MAX_METADATA_KB
@@ -137,21 +138,21 @@ class ProcessSettings(LinkSettings):
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     """How long live requests may take to finish after SIGTERM, in seconds."""
     local_drain: bool = False
-    """Whether operators' calls (`quire drain`, LoRA adapters) are allowed by TCP from this machine,
-    and not only on a Unix socket, if callers need neither key nor certificate. A proxy on this
-    machine may forward calls of other users."""
+    """Whether to allow operators' calls (`quire drain`, LoRA adapters) over TCP from this machine,
+    and not only on a Unix socket. Has an effect only if callers need neither key nor certificate.
+    Beware of a proxy on this machine, which may forward other users' calls."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity of log lines to write."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """Format of log lines; auto is console on a terminal and json elsewhere."""
     otlp_traces_endpoint: str = ""
-    """Endpoint for traces, by OTLP over gRPC, such as http://localhost:4317; empty: no traces."""
+    """Endpoint for traces (OTLP over gRPC), such as http://localhost:4317; empty: no traces."""
     loop_stall_s: Annotated[float, Field(ge=0, le=60)] = 0.25
     """Report when the event loop does not run for this many seconds, with the stack that blocks it
     (docs/observability.md); 0: do not watch it."""
     timeline_dir: Path | None = None
-    """Directory for a timeline of this process, for Perfetto, written when the process ends; unset:
-    no timeline. `quire bench --profile` makes a timeline of all processes."""
+    """Directory where this process writes its timeline for Perfetto when it ends; unset: no
+    timeline. `quire bench --profile` makes a timeline of all processes."""
 
     @field_validator("uds", "operator_uds")
     @classmethod
@@ -190,10 +191,10 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -> S:
-    """Parse `argv`, by default the process's, and the environment.
+    """Parse flags and environment variables; `argv` defaults to the process's arguments.
 
-    Invalid values end the process with exit code 2, after a line on standard error for each, with
-    the flag or variable, the value and the limit. --help ends it with 0.
+    For each invalid value, prints a line on standard error with the flag or variable, the value and
+    the limit; then exits with code 2. --help exits with code 0.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -221,7 +222,10 @@ def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Removes Python's types and functions from help texts."""
+    """Removes indentation and Python's types, functions and empty values from help texts."""
+
+    def add_text(self, text: str | None) -> None:
+        super().add_text(None if text is None else inspect.cleandoc(text))
 
     def add_usage(
         self,
@@ -241,9 +245,11 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 def _tidy(action: argparse.Action) -> None:
     if isinstance(action.metavar, str):
-        action.metavar = re.sub(r"tuple\[(\w+),\.\.\.\]", r"\1", action.metavar)
-    if action.help is not None:  # docstrings describe computed defaults
+        name = re.sub(r"tuple\[(\w+),\.\.\.\]", r"\1", action.metavar)
+        action.metavar = "str" if name == SecretStr.__name__ else name
+    if action.help is not None:  # docstrings describe computed and empty defaults
         action.help = re.sub(r" \(default factory: [^)]*\)", "", action.help)
+        action.help = re.sub(r" \(default: (None|\(\))?\)", "", action.help)
 
 
 def _shown(cls: type[BaseSettings], loc: tuple[int | str, ...], value: object) -> object:

@@ -1,4 +1,4 @@
-"""Converts errors to gRPC status with `google.rpc` details and back; an interceptor for servers."""
+"""Converts errors to gRPC status with `google.rpc` details and back; has the interceptor for it."""
 
 import asyncio
 import contextlib
@@ -26,8 +26,8 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 ERROR_DOMAIN = "quire.v1"
 
 _MAX_MESSAGE_BYTES = 1024
-"""Longest message: it is sent three times, once percent-encoded, and peers may accept only 8 KiB
-of metadata."""
+"""Longest message of a status. It is sent three times, once percent-encoded, and peers may accept
+only 8 KiB of metadata."""
 
 _MAX_RETRY_AFTER_S = 3600.0
 """Longest delay that is accepted from a peer."""
@@ -174,7 +174,7 @@ def rewrapped(
 
 
 def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Return an error for an invalid message; if this raised, gRPC would answer UNKNOWN."""
+    """Make the parser return errors; if it raised them, gRPC would answer UNKNOWN."""
     if deserialize is None:
         return None
 
@@ -190,7 +190,7 @@ def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
 
 
 def invalid_message(error: DecodeError) -> errors.InvalidArgumentError:
-    """Return the error of a message that cannot be parsed."""
+    """Return the error for a message that cannot be parsed."""
     return errors.InvalidArgumentError(
         "request", f"is not a valid message, or a string in it is not UTF-8: {error}"
     )
@@ -222,7 +222,7 @@ async def _abort(context: Any, status: tuple[grpc.StatusCode, str, TrailingMetad
 async def _received(context: Any) -> AsyncIterator[Any]:
     """Yield a call's requests.
 
-    GRPC's own iterator refers to itself, and so keeps the last request.
+    This replaces gRPC's own iterator, which refers to itself and so keeps the last request.
     """
     while (request := await context.read()) is not _END:
         yield request
@@ -300,7 +300,7 @@ def _parse_details(
 ) -> tuple[error_details_pb2.BadRequest | None, error_details_pb2.RetryInfo | None]:
     bad_request: error_details_pb2.BadRequest | None = None
     retry_info: error_details_pb2.RetryInfo | None = None
-    # The stubs do not know that it iterates over pairs
+    # The type stubs do not know that it iterates over pairs.
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key != DETAILS_KEY or not isinstance(value, bytes):

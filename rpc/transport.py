@@ -1,4 +1,4 @@
-"""gRPC arguments for both ends of a connection."""
+"""gRPC channel options for both ends of a connection: limits and keepalive."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,9 +19,9 @@ _MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
 class Pings:
     """When a connection to a silent peer is closed; its calls then end as UNAVAILABLE.
 
-    gRPC's own threads answer HTTP/2 pings, and a router's event loop, which no request holds for
-    long. So a busy peer answers, but a stopped peer or one behind a broken network does not, even
-    if the kernel still accepts data. Noticing this takes at most the sum of both times.
+    gRPC's own threads answer HTTP/2 pings. In our own server the event loop does, which no request
+    blocks for long. So a busy peer answers, but a stopped peer or one behind a broken network does
+    not, even if the kernel still accepts data. Detection takes at most the sum of both times.
     """
 
     after_ms: int
@@ -33,7 +33,7 @@ class Pings:
 
 
 PATIENT = Pings(after_ms=10_000, timeout_ms=20_000, are_sent_idly=True)
-"""For calls that are lost with their connection: waiting is better."""
+"""For calls that are lost with their connection, so that waiting is better."""
 QUICK = Pings(after_ms=1_000, timeout_ms=700, are_sent_idly=False)
 """For calls that can continue elsewhere. gRPC sends at most one ping per second."""
 
@@ -63,7 +63,7 @@ def channel_options(
         ("grpc.http2.ping_timeout_ms", pings.timeout_ms),
         ("grpc.keepalive_permit_without_calls", int(pings.are_sent_idly)),
         ("grpc.http2.max_pings_without_data", 0),
-        # The name must not have `min_recv_`: gRPC silently ignores that spelling.
+        # gRPC silently ignores the spelling with `min_recv_ping`.
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
     ]
@@ -80,13 +80,13 @@ def server_options(
 ) -> ChannelOptions:
     """Return `channel_options` and options for servers only.
 
-    `shares_port`: whether other processes may listen on the port, too; each gets some connections.
+    With `shares_port`, other processes may listen on the same port; the kernel spreads connections.
     """
     most = [] if max_connections is None else [(_MAX_CONNECTIONS, max_connections)]
     return [
         *channel_options(max_message_mb, max_metadata_kb, max_received_mb=max_received_mb),
         *most,
         ("grpc.max_concurrent_streams", max_concurrent_streams),
-        # By default two processes could share a port unnoticed, each with half of the calls.
+        # By default, two processes could share a port by mistake, each with half of the calls.
         ("grpc.so_reuseport", int(shares_port)),
     ]

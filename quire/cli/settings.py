@@ -28,7 +28,7 @@ class RouterTargetSettings(RouterClientSettings):
     """The router's gRPC address: host:port, or unix:/path; empty: the only service on this machine,
     else 127.0.0.1:50051."""
     http_port: ServicePort | None = None
-    """Which service of this machine, by its router's HTTP port; default: the only one."""
+    """Choose the service on this machine by its router's HTTP port; default: the only service."""
 
 
 class ClientSettings(RouterTargetSettings):
@@ -39,7 +39,7 @@ class ClientSettings(RouterTargetSettings):
     max_tokens: PositiveInt | None = None
     """Most tokens to generate; default: as many as fit the context."""
     temperature: float | None = None
-    """Randomness; 0 always chooses the likeliest token; default: 1."""
+    """Randomness of the sampling; 0 always chooses the likeliest token; default: 1."""
     top_p: float | None = None
     """Sample from the likeliest tokens with this total probability; default: all tokens."""
     top_k: int = 0
@@ -51,10 +51,10 @@ class ClientSettings(RouterTargetSettings):
 
 
 class EmbedSettings(RouterTargetSettings):
-    """Turn texts into vectors: one JSON list in each line."""
+    """Turn texts into vectors, and print each as a JSON list on one line."""
 
     texts: CliPositionalArg[tuple[str, ...]]
-    """The texts; - reads them from standard input, one in each line."""
+    """The texts; - reads them from standard input, one per line."""
     served_model_name: str = ""
     """The model's name; empty: the only served model."""
     pooling: Literal["last", "mean", "cls"] | None = None
@@ -62,7 +62,7 @@ class EmbedSettings(RouterTargetSettings):
     normalize: bool | None = None
     """Whether to scale vectors to length 1; default: the model's choice."""
     dimensions: PositiveInt | None = None
-    """Keep only this many numbers of each vector; default: all."""
+    """How many elements of each vector to keep; default: all."""
 
 
 class GenerateSettings(ClientSettings):
@@ -71,7 +71,7 @@ class GenerateSettings(ClientSettings):
     prompt: CliPositionalArg[str]
     """The text to continue; - reads standard input."""
     n: PositiveInt = 1
-    """Number of outputs; several outputs are shown one after another, when complete."""
+    """Number of outputs; if there are several, each is shown when it is complete."""
     beam_width: Annotated[int, Field(ge=2, le=10)] | None = None
     """Beam search with this many beams; default: sample instead."""
     length_penalty: Annotated[float, Field(ge=-5, le=5)] = 1.0
@@ -79,7 +79,7 @@ class GenerateSettings(ClientSettings):
     early_stopping: Literal["false", "true", "never"] = "false"
     """With --beam-width: when the search stops, as in transformers."""
     stop: str = ""
-    """Text that ends the output; empty: no such text."""
+    """Text that ends the output; empty: none."""
     cache_pin_s: Annotated[float, Field(gt=0, le=86400)] | None = None
     """Protect the prompt's KV from eviction for this many seconds."""
     ignore_eos: bool = False
@@ -102,7 +102,7 @@ class ChatSettings(ClientSettings):
 
 
 class BatchSettings(RouterClientSettings):
-    """Answer a file of requests: one JSON object a line, with custom_id, url and body.
+    """Answer a file of requests: one JSON object per line, with custom_id, url and body.
 
     Answers are written as they arrive. Run the same command again to continue after an
     interruption: lines that are already answered are skipped. The requests have the lowest
@@ -115,15 +115,15 @@ class BatchSettings(RouterClientSettings):
     file: CliPositionalArg[Path]
     """The file, in the format of OpenAI's batches."""
     output: Path
-    """Where to write the answers, in the same format."""
+    """Where to write the answers, in the format of OpenAI's batches."""
     url: str = ""
-    """A running service, such as http://10.0.0.1:8000."""
+    """URL of a running service, such as http://10.0.0.1:8000."""
     http_port: ServicePort | None = None
-    """Which service of this machine, by its router's HTTP port; default: the only one."""
+    """Choose the service on this machine by its router's HTTP port; default: the only service."""
     model: str = ""
     """Start a service for this model, and stop it afterwards."""
     concurrency: PositiveInt = 64
-    """Most requests at once."""
+    """Most requests that run at once."""
 
     @model_validator(mode="after")
     def _there_is_one_service(self) -> Self:
@@ -171,7 +171,7 @@ class StatusSettings(RouterTargetSettings):
     target: str = ""
     """Address of another router: host:port, or unix:/path; empty: the services on this machine."""
     http_port: ServicePort | None = None
-    """Which service of this machine, by its router's HTTP port; default: all."""
+    """Choose the service on this machine by its router's HTTP port; default: all services."""
 
 
 class KvSettings(RouterTargetSettings):
@@ -184,9 +184,9 @@ class KvSettings(RouterTargetSettings):
     first_seq_id: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Show sequences from this number on."""
     max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
-    """Most sequences per worker."""
+    """Most sequences to show per worker."""
     json_: Annotated[bool, Field(alias="json")] = False
-    """Write JSON, with block tables and reference counts."""
+    """Print JSON, with block tables and ref counts."""
 
 
 class TopSettings(RouterTargetSettings):
@@ -199,7 +199,7 @@ class TopSettings(RouterTargetSettings):
     interval_s: Annotated[float, Field(gt=0, le=3600)] = 1.0
     """Seconds between two frames; rates are averages over that time."""
     once: bool = False
-    """Print one frame after one interval, and end."""
+    """Print one frame after one interval, and exit."""
     max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
     """Most sequences to query per worker; the terminal shows as many as fit."""
 
@@ -214,15 +214,18 @@ class _ChosenRequests(RouterTargetSettings):
 
 
 class UsageSettings(RouterTargetSettings):
-    """Show the usage of requests, from the router's store (--turn-store)."""
+    """Show how many requests and tokens were used, from the router's store (--turn-store).
+
+    For operators.
+    """
 
     since: str = "24h"
-    """The first hour: an age such as 90m, 24h or 30d, or a time such as 2026-11-01 or
+    """The first hour to count: an age such as 90m, 24h or 30d, or a time such as 2026-11-01 or
     2026-11-01T08:00+01:00; UTC by default."""
     until: str = ""
-    """The end, in the same format; empty: now."""
+    """The end, as an age or a time; empty: now."""
     by: Annotated[tuple[str, ...], NoDecode] = ("tenant", "model")
-    """The groups of the sums, separated by commas: hour, day, tenant, key, model, adapter."""
+    """What to group the sums by, separated by commas: hour, day, tenant, key, model, adapter."""
     json_: Annotated[bool, Field(alias="json")] = False
     """Print one JSON object for each row."""
 
@@ -239,7 +242,7 @@ class RequestsSettings(_ChosenRequests):
     """
 
     json_: Annotated[bool, Field(alias="json")] = False
-    """Write JSON, a line for each request."""
+    """Print one JSON object for each request."""
 
 
 class CancelSettings(_ChosenRequests):
@@ -268,7 +271,7 @@ class SchedulerClientSettings(LinkSettings):
     """The scheduler's gRPC address: host:port, or unix:/path; empty: the scheduler of the
     service on this machine."""
     http_port: ServicePort | None = None
-    """Which service of this machine, by its router's HTTP port; default: the only one."""
+    """Choose the service on this machine by its router's HTTP port; default: the only service."""
     served_model: str = ""
     """The name of the model; required if the service has several."""
 
@@ -331,13 +334,14 @@ class LoadSettings(SchedulerClientSettings):
 class LoraSettings(SchedulerClientSettings):
     """List the LoRA adapters of a running service, load one, or unload one.
 
-    `quire lora load NAME=DIR` loads the adapter in DIR, a directory in PEFT's format on the
-    workers' machines, at every worker; then requests for the model NAME use it. `quire lora unload
-    NAME` refuses new requests for it at once, and returns when the live ones have ended.
+    `quire lora load NAME=DIR` loads an adapter at every worker. DIR is a directory in PEFT's format
+    on the workers' machines. From then on, requests for the model NAME use the adapter. `quire lora
+    unload NAME` refuses new requests for the adapter at once, and returns when the live ones have
+    ended.
     """
 
     action: CliPositionalArg[Literal["list", "load", "unload"]] = "list"
-    """list, load or unload."""
+    """What to do: list, load or unload."""
     adapter: CliPositionalArg[str] = ""
     """For load: NAME=DIR; for unload: NAME."""
 
@@ -346,9 +350,9 @@ class LoraSettings(SchedulerClientSettings):
         name, _, directory = self.adapter.partition("=")
         match self.action:
             case "load" if not name or not directory:
-                raise ValueError(f"load: needs NAME=DIR; {self.adapter!r} has another form")
+                raise ValueError(f"load: needs NAME=DIR, not {self.adapter!r}")
             case "unload" if not name or directory:
-                raise ValueError(f"unload: needs NAME; {self.adapter!r} has another form")
+                raise ValueError(f"unload: needs NAME, not {self.adapter!r}")
             case "list" if self.adapter:
                 raise ValueError(f"list: takes no adapter, but {self.adapter!r} is given")
         return self
@@ -373,7 +377,7 @@ class DrainSettings(RouterClientSettings):
     target: CliPositionalArg[str]
     """The gRPC address of the process: host:port, or unix:/path."""
     worker: str = ""
-    """If the process is a scheduler: drain instead its worker with this address."""
+    """If the process is a scheduler: drain only its worker with this address."""
 
 
 class _CommandSettings(BaseSettings):
@@ -388,7 +392,7 @@ class _CommandSettings(BaseSettings):
 class ProbeSettings(_CommandSettings):
     """Check whether one process is ready, for a container's health check. Exits with 0 if it is.
 
-    It finds the process by the same environment variables that configure the process.
+    It reads the process's address from the environment variables that configure the process.
     """
 
     host: str = "127.0.0.1"
@@ -412,8 +416,8 @@ class QuantizeSettings(_CommandSettings):
     out: CliPositionalArg[Path]
     """The directory to write; it must not exist."""
     calibrate: Path | None = None
-    """A UTF-8 text of the kind that the model will see. Unset: each weight is
-    rounded to the nearest integer, which costs more quality."""
+    """UTF-8 file with text of the kind that the model will see. Unset: each weight is rounded to
+    the nearest integer, which loses more quality."""
     bits: Literal["4", "8"] = "4"
     """Bits of a weight."""
     group_size: Literal["32", "64", "128"] = "32"
@@ -423,7 +427,7 @@ class QuantizeSettings(_CommandSettings):
     sample_length: PositiveInt = 512
     """Tokens per sample."""
     cache_dir: Path = DEFAULT_CACHE_DIR
-    """Where models are downloaded to."""
+    """Directory for downloaded models."""
 
 
 class ReplaySettings(_CommandSettings):
@@ -443,7 +447,7 @@ class DownSettings(_CommandSettings):
     """Stop a service that `quire up` started: let live requests finish, then end its processes."""
 
     http_port: ServicePort | None = None
-    """Which service of this machine, by its router's HTTP port; default: the only one."""
+    """Choose the service on this machine by its router's HTTP port; default: the only service."""
     all: bool = False
     """Stop all services."""
 
@@ -451,7 +455,7 @@ class DownSettings(_CommandSettings):
 class LogsSettings(_CommandSettings):
     """Show the logs of a service's processes, in order of time.
 
-    If no service is up, shows the logs of the last one; five are kept.
+    If no service is up, shows the logs of the last one. The logs of the last five are kept.
     """
 
     process: CliPositionalArg[str] = ""
@@ -462,7 +466,7 @@ class LogsSettings(_CommandSettings):
     follow: bool = False
     """Keep printing new lines, until Ctrl-C."""
     http_port: ServicePort | None = None
-    """Which service of this machine, by its router's HTTP port; default: the only one."""
+    """Choose the service on this machine by its router's HTTP port; default: the only service."""
 
 
 class RestartSettings(_CommandSettings):
@@ -476,4 +480,4 @@ class RestartSettings(_CommandSettings):
     names: CliPositionalArg[tuple[str, ...]] = ()
     """Names of processes in `quire status`; default: all."""
     http_port: ServicePort | None = None
-    """Which service of this machine, by its router's HTTP port; default: the only one."""
+    """Choose the service on this machine by its router's HTTP port; default: the only service."""

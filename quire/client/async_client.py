@@ -156,7 +156,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Unpack[EmbedOptions],
     ) -> Embeddings:
-        """Return the vectors of some inputs, each text or token ids."""
+        """Return a vector for each input, which is text or token ids."""
         request = wire.embed_request_to_proto(inputs, options)
         precedence = wire.precedence_to_metadata(priority, tenant)
         return wire.embeddings_from_proto(await self._call("Embed", request, timeout_s, precedence))
@@ -238,7 +238,7 @@ class AsyncClient:
     ) -> tuple[common_pb2.WorkerActivity, ...]:
         """Return the workers' loads, and the latest `max_steps` steps of each.
 
-        With a `worker`, `after_step_id` omits the worker's steps up to this one.
+        `after_step_id` omits the steps up to this id; set it only with `worker`.
         """
         query = common_pb2.ActivityQuery(
             worker=worker, max_steps=max_steps, after_step_id=after_step_id

@@ -1,7 +1,7 @@
 """One request of a client, which may need several calls to several routers.
 
-`Attempts` makes the calls and decides when to make the next one; `Continuation` tracks the received
-events; the client reads and waits.
+`Attempts` makes the calls and decides when to make the next one. `Continuation` tracks the received
+events. The client reads and waits.
 """
 
 import time
@@ -96,7 +96,7 @@ class Attempts:
         return self._continuation.take(event_from_proto(response))
 
     def check_complete(self) -> None:
-        """Check that a stream that ended without an error was complete."""
+        """Check that a stream that ended without an error is complete."""
         self._continuation.check_complete()
 
     def failed(self, error: QuireError) -> float:
@@ -105,13 +105,13 @@ class Attempts:
         Raises `error` if another call cannot help, or there is no time for it.
         """
         now_s = time.monotonic()
-        self._routers.failed(self._router, error)  # further requests use another router
+        self._routers.failed(self._router, error)  # the next calls may use another router
         delay_s = self._continuation.failed(error, now_s, now_s - self._started_s)
         self._time_limit.check(delay_s, error)
         return delay_s
 
     def cancel(self) -> Any:
-        """Start the call that cancels the request; otherwise the service ends it later."""
+        """Start a call that cancels the request, which the service would otherwise end later."""
         request = inference_pb2.CancelRequest(request_id=self._continuation.request_id)
         return self._routers.current.stub.Cancel(
             request, timeout=_CANCEL_TIMEOUT_S, metadata=self._metadata

@@ -132,7 +132,7 @@ class _BlockingChannel:
         return call
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the method as it is: the stub asks for all methods, the client calls none."""
+        """Return the method as it is: the stub needs it, but the client does not call it."""
         return self._channel.stream_stream(*args, **kwargs)
 
     async def close(self, grace: float | None) -> None:  # noqa: ARG002 - as grpc.aio has it

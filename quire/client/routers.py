@@ -9,7 +9,7 @@ from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from rpc.transport import PATIENT, QUICK, Pings
 
 Targets: TypeAlias = str | Sequence[str]
-"""The routers of one service, each "host:port" or "unix:/path"; a string separates them by commas.
+"""The routers of one service, each "host:port" or "unix:/path"; commas separate them in a string.
 """
 
 
@@ -31,7 +31,7 @@ class Routers:
         listed = targets.split(",") if isinstance(targets, str) else list(targets)
         if not all(listed) or not listed:
             raise InvalidArgumentError(
-                "targets", f"is {targets!r}; it must name one router or more"
+                "targets", f"is {targets!r}; it must name at least one router"
             )
         self.channels: list[Any] = []
         """All open channels; the owner closes them."""

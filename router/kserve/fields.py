@@ -55,7 +55,8 @@ def fields_from_proto(
 ) -> Fields:
     """Read the parameters, the JSON in `sampling_parameters`, and all other `inputs`.
 
-    Raises InvalidArgumentError, which names the field, also if the field has two different values.
+    Raises InvalidArgumentError with the name of a field that is invalid or has two different
+    values.
     """
     given: dict[str, object] = {}
     for name, value in (

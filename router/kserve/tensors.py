@@ -50,7 +50,7 @@ class OutputTensor:
 def inputs_from_proto(
     request: open_inference_pb2.ModelInferRequest,
 ) -> dict[str, tuple[Element, ...]]:
-    """Return each input's elements by its name; InvalidArgumentError names a wrong input."""
+    """Return the elements of each input, by name; raises InvalidArgumentError."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise InvalidArgumentError(
@@ -61,7 +61,7 @@ def inputs_from_proto(
     name_to_elements: dict[str, tuple[Element, ...]] = {}
     for i, tensor in enumerate(request.inputs):
         if tensor.name in name_to_elements:
-            raise InvalidArgumentError(f"inputs[{i}]", f"is a second {tensor.name[:64]!r}")
+            raise InvalidArgumentError(f"inputs[{i}]", f"repeats the name {tensor.name[:64]!r}")
         if tensor.parameters:
             raise InvalidArgumentError(
                 f"{tensor.name}.parameters",
@@ -69,14 +69,14 @@ def inputs_from_proto(
             )
         if raw and tensor.HasField("contents"):
             raise InvalidArgumentError(
-                f"{tensor.name}.contents", "is set; with raw_input_contents it must not be"
+                f"{tensor.name}.contents", "is set; it must be unset with raw_input_contents"
             )
         check_count(f"{tensor.name}.shape", len(tensor.shape), MAX_DIMENSIONS)
         elements = _from_raw(tensor, raw[i]) if raw else _from_typed(tensor)
         if any(size < 0 for size in tensor.shape) or len(elements) != math.prod(tensor.shape):
             raise InvalidArgumentError(
                 f"{tensor.name}.shape",
-                f"is {list(tensor.shape)[:8]}; it has {len(elements)} elements",
+                f"is {list(tensor.shape)[:8]}, but the input has {len(elements)} elements",
             )
         name_to_elements[tensor.name] = elements
     return name_to_elements
@@ -150,7 +150,7 @@ def _texts_from_raw(name: str, raw: bytes) -> tuple[bytes, ...]:
         begin = at + _LENGTH.size
         if begin > len(raw) or begin + (length := _LENGTH.unpack_from(raw, at)[0]) > len(raw):
             raise InvalidArgumentError(
-                name, f"has {len(raw)} bytes; its element {len(texts)} goes beyond them"
+                name, f"has {len(raw)} bytes; element {len(texts)} does not fit in them"
             )
         at = begin + length
         texts.append(raw[begin:at])

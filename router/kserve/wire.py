@@ -61,11 +61,13 @@ class Answer:
 def check_version(version: str) -> None:
     """Raise NotFoundError unless this is the version of all models."""
     if version not in ("", MODEL_VERSION):
-        raise NotFoundError(f"model version {version[:64]!r} is not served; {MODEL_VERSION!r} is")
+        raise NotFoundError(
+            f"model version {version[:64]!r} is not served; the only version is {MODEL_VERSION!r}"
+        )
 
 
 def infer_call_from_proto(message: open_inference_pb2.ModelInferRequest) -> InferCall:
-    """Parse a request; raises QuireError, which names the wrong field."""
+    """Parse a request; raises QuireError with the name of the invalid field."""
     check_version(message.model_version)
     inputs = inputs_from_proto(message)
     if "text_input" not in inputs:

@@ -1,1 +1,1 @@
-"""The contract for engines of the OpenEngine project, `openengine.v1`."""
+"""OpenEngine's API for inference engines, `openengine.v1`."""

@@ -195,7 +195,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
     ) -> None:
         if any(request.data_parallel_ranks):
             ranks = list(request.data_parallel_ranks[:8])
-            raise InvalidArgumentError("data_parallel_ranks", f"is {ranks}; a cell is one rank, 0")
+            raise InvalidArgumentError("data_parallel_ranks", f"is {ranks}; a cell has only rank 0")
         has_begun = False
         try:
             async with aclosing(batches(self._cells.watch_kv())) as found:
@@ -221,11 +221,11 @@ def openengine_services(
 
 
 class _Answer:
-    """The messages of one request's answer.
+    """Makes the messages that answer one request.
 
-    The last end contains the usage, so it waits for the usage. A stop token waits for the next
-    event, which says whether the output ends with it; then it is not part of the output, unless it
-    should be.
+    The end of an output is held back until the next event, because the last end must contain the
+    usage. A stop token is held back until the next event shows whether the output ends with it. If
+    so, the token is dropped, unless the request has `include_stop_in_output`.
     """
 
     def __init__(self, live: LiveRequest, request: pb.GenerateRequest) -> None:
@@ -236,7 +236,7 @@ class _Answer:
         """Tokens that may end an output, by the output's index."""
         self._end: pb.GenerateResponse | None = None
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
-        """The first token has none."""
+        """By token of the prompt; the first has none."""
 
     def messages(self, event: Event) -> Iterator[pb.GenerateResponse]:
         """Yield the messages for an event; raises the failure of an output."""

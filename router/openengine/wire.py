@@ -28,12 +28,12 @@ _CODES: Final = {
 
 
 def metadata_from_call(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return a call's metadata with the contract's priority renamed to Quire's.
+    """Return a call's metadata with the key of OpenEngine's priority renamed to Quire's.
 
-    Raises InvalidArgumentError for a rank that the cell has not.
+    Raises InvalidArgumentError for any rank but 0.
     """
     if (rank := metadata.get(_RANK_KEY, "0")) != "0":
-        raise InvalidArgumentError(_RANK_KEY, f"is {rank[:64]!r}; a cell is one rank, 0")
+        raise InvalidArgumentError(_RANK_KEY, f"is {rank[:64]!r}; a cell has only rank 0")
     found = dict(metadata)
     if (priority := metadata.get(_PRIORITY_KEY)) is not None:
         found[PRIORITY_KEY] = priority
@@ -44,8 +44,8 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
     """Parse a request.
 
     Raises:
-        InvalidArgumentError: A value is wrong.
-        UnimplementedError: It has a field that Quire does not honour.
+        InvalidArgumentError: A value is invalid.
+        UnimplementedError: A field is set that Quire does not support.
     """
     _refuse(message, "media", "lora_name")
     _refuse(message.kv, "session", prefix="kv.")
@@ -57,12 +57,12 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
         case "token_ids":
             prompt = tuple(message.token_ids.ids)
         case _:
-            raise InvalidArgumentError("input", "is not set; prompt or token_ids must be")
+            raise InvalidArgumentError("input", "is not set; set prompt or token_ids")
     sampling, conditions = message.sampling, message.stopping.conditions
     for i, condition in enumerate(conditions):
         if condition.WhichOneof("condition") is None:
             raise InvalidArgumentError(
-                f"stopping.conditions[{i}]", "is not set; stop_text or stop_token_id must be"
+                f"stopping.conditions[{i}]", "is not set; set stop_text or stop_token_id"
             )
     n = sampling.num_sequences if sampling.HasField("num_sequences") else 1
     return GenerateRequest(
@@ -121,7 +121,9 @@ def _num_logprobs(response: pb.ResponseOptions, which: str) -> int | None:
 
 def _structured(guided: pb.GuidedDecoding) -> StructuredOutput | None:
     if guided.backend not in ("", "llguidance"):
-        raise UnimplementedError(f"guided.backend is {guided.backend[:64]!r}; it is llguidance")
+        raise UnimplementedError(
+            f"guided.backend is {guided.backend[:64]!r}; only llguidance is supported"
+        )
     match guided.WhichOneof("guide"):
         case "json_schema":
             return StructuredOutput(json_schema=guided.json_schema)
@@ -164,7 +166,7 @@ def tokens_to_proto(
 
 
 def finished_to_proto(finished: OutputFinished, end_token_id: int | None) -> pb.GenerationFinished:
-    """Describe the end of an output that has not failed, by `end_token_id` if by a token."""
+    """Describe the end of an output that has not failed; `end_token_id`: its end-of-text token."""
     message = pb.GenerationFinished(output_index=finished.output_index)
     if finished.finish_reason is FinishReason.LENGTH:
         message.reason = pb.FINISH_REASON_LENGTH

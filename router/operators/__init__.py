@@ -1,1 +1,1 @@
-"""Calls of operators: adapters and models on all schedulers, and the live requests here."""
+"""Operators' calls: adapters and models of all schedulers, this router's requests, usage."""

@@ -1,7 +1,7 @@
-"""Calls of operators for all schedulers of a model: load and unload LoRA adapters and models.
+"""Operators' calls that load and unload LoRA adapters and models.
 
-The router calls every scheduler and combines their answers into one. Answers are messages of
-`quire.v1.AdapterService` and `LoadingService`.
+The router calls every scheduler of a model and combines the answers into one. Answers are messages
+of `quire.v1.AdapterService` and `LoadingService`.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from rpc.security.tls import ClientTls
 from rpc.tasks import BackgroundTasks
 
 _ANNOUNCE_S: Final = 5.0
-"""How long to wait until a scheduler announces a loaded adapter on its stream."""
+"""Longest wait until a scheduler announces a loaded adapter on its stream."""
 
 _Asked = TypeVar("_Asked")
 _Answer = TypeVar("_Answer")
@@ -33,7 +33,7 @@ log = structlog.get_logger()
 async def _ask_each(
     schedulers: Sequence[_Asked], ask: Callable[[_Asked], Awaitable[_Answer]]
 ) -> list[_Answer | QuireError]:
-    """Ask all schedulers at once; return the answer or the error of each, in order."""
+    """Ask all schedulers concurrently; return the answer or the error of each, in order."""
 
     async def one(scheduler: _Asked) -> _Answer | QuireError:
         try:
@@ -158,7 +158,7 @@ class Operations:
     def _targets(self, worker: str, model: str) -> Mapping[str, bool]:
         """Return all known schedulers of a model, and whether each is connected.
 
-        Without a model, but with a worker's name, all models' schedulers, because one of them has
+        With a worker but no model, returns the schedulers of all models, because one of them has
         the worker.
         """
         cells = self._cells.all if worker and not model else [self._cells.only(model)]
@@ -176,7 +176,7 @@ class Operations:
     ) -> AsyncGenerator[loading_pb2.LoadResponse]:
         """Load a model at a worker, or at all workers of `model` if `worker` is empty.
 
-        Yields the progress.
+        Yields progress.
         """
         self._operators.check(peer, "loads models")
         log.info(

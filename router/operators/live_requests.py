@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 
 class LiveRequests:
-    """Every method first checks that `peer` is an operator, see `Operators.check`."""
+    """Lists and cancels live requests. Every method first checks that `peer` is an operator."""
 
     def __init__(self, cells: Cells, operators: Operators) -> None:
         self._cells = cells

@@ -14,7 +14,7 @@ _DAY_S: Final = 86400
 
 
 class UsageReports:
-    """Every method first checks that `peer` is an operator, see `Operators.check`."""
+    """Reads the stored usage, after a check that `peer` is an operator."""
 
     def __init__(self, turns: Turns | None, operators: Operators) -> None:
         """Without `turns`, usage is not stored."""
@@ -24,13 +24,14 @@ class UsageReports:
     async def read(
         self, since: float | None, until: float | None, by: Sequence[str], peer: str
     ) -> Sequence[UsageRow]:
-        """Return the usage of the hours that begin in [since, until), by Unix time.
+        """Return the usage of the hours that begin in [since, until), which are Unix times.
 
-        `since` is a day ago by default, `until` is open. Raises `read_usage`'s errors.
+        By default, `since` is a day ago, and there is no upper limit. Raises the errors of
+        `read_usage`.
         """
         self._operators.check(peer, "shows usage")
         if self._turns is None:
-            raise UnimplementedError("usage is not kept by this service (--turn-store)")
+            raise UnimplementedError("this service does not store usage (--turn-store)")
         if since is None:
             since = time.time() - _DAY_S
         for name, at in (("since", since), ("until", until)):

@@ -1,7 +1,7 @@
 """Grammars for thinking within a budget, and for tool calls in the syntax of a model family.
 
-The grammars are in llguidance's dialect of Lark. A marker that is one token of the vocabulary is
-given by its id: models write it so, and ordinary text cannot match it.
+The grammars are in llguidance's dialect of Lark. If a marker is one token of the vocabulary, the
+grammar has its id: models write the marker as this token, and ordinary text cannot match it.
 """
 
 import json
@@ -23,7 +23,7 @@ _HARMONY_MARKERS: Final = ("start", "channel", "constrain", "message", "end", "r
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
-    "whitespace_flexible": False,  # limited, because a model may write endless white space
+    "whitespace_flexible": False,  # otherwise a model may write endless white space
     "item_separator": ", ",
     "key_separator": ": ",
 }
@@ -39,7 +39,7 @@ class ForcedFunction:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingGrammar:
-    """The rules of thinking within a budget; its markers are tokens."""
+    """The grammar of thinking within a budget. `begin` and `end` are the ids of its markers."""
 
     begin: int
     end: int
@@ -50,7 +50,7 @@ class ThinkingGrammar:
 
     @property
     def before(self) -> str:
-        """The rules for `before`: optional thinking, or the rest of thinking that has begun."""
+        """The rules for `before`: optional thinking, or the rest of thinking already begun."""
         thought = f"{self._thought} SPACE"
         body = (
             f"<[{self.begin}]>? {thought}" if self.has_begun else f"(<[{self.begin}]> {thought})?"
@@ -108,8 +108,8 @@ class CallGrammar:
         """Return a grammar for text with calls, each of any function.
 
         `has_begun`: whether the prompt ends within one of harmony's messages. Returns None if a
-        call's first marker is not a token: then a grammar cannot tell text from the beginning of a
-        call.
+        call's first marker is not a token, because then a grammar cannot tell text from the
+        beginning of a call.
         """
         opener = _MARKER.match(self._written.first or self._written.call)
         opener_id = None if opener is None else self._token_id(opener[0])
@@ -184,7 +184,7 @@ class CallGrammar:
         if unknown := [word for word in _OF_STRINGS if word in schema]:
             raise UnimplementedError(
                 f"the function {function.name!r} has a parameter {key!r} with {unknown[0]}; this"
-                " model writes text without quotes, where only enum and const can be followed"
+                " model writes strings without quotes, so only enum and const can be enforced"
             )
         choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if choices is not None:

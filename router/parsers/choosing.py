@@ -1,4 +1,4 @@
-"""Chooses the parsers of a model's outputs, by its chat template or by the settings."""
+"""Chooses the parsers for a model's outputs, by the model's chat template or by the settings."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -38,11 +38,11 @@ class OutputParsers:
     thinking: Thinking | None
     token_id: TokenId
     is_special: Callable[[str], bool]
-    """Whether a text is a special token, which the text of outputs leaves out."""
+    """Whether a text is a special token, which outputs leave out."""
 
     @property
     def family(self) -> ToolFamily | None:
-        """The family whose syntax a grammar can enforce; None: there is none."""
+        """The family whose syntax a grammar can enforce; None: no such family."""
         return self.tools if isinstance(self.tools, ToolFamily) else None
 
     @property
@@ -76,13 +76,13 @@ class OutputParsers:
         return part
 
     def markers(self, *, has_begun: bool) -> ThinkingMarkers | None:
-        """Return the markers of thinking; None: the model does not think, or they are not known."""
+        """Return the markers of thinking; None if the model has none or they are unknown."""
         if (thinking := self.thinking) is not None:
             return ThinkingMarkers(thinking.begin, (thinking.end, *thinking.other_ends), has_begun)
         return THOUGHT_MESSAGES if self.reads_messages else None
 
     def hides_markers(self) -> bool:
-        """Whether the text of outputs must contain special tokens for the parsers."""
+        """Whether markers are special tokens, so that the parsers need text with these tokens."""
         markers: Sequence[str] = ()
         if self.thinking is not None:
             markers = (self.thinking.begin, self.thinking.end)
@@ -137,8 +137,8 @@ def _named(name: str, families: Any, setting: str, wanted: tuple[type, ...]) -> 
     if not attribute:
         known = ", ".join(families)
         raise ParserError(
-            f"{setting} is {name!r}; it must be {NONE}, one of {known}, or the path of one of"
-            " yours, as package.module:Name"
+            f"{setting} is {name!r}; it must be {NONE}, one of {known}, or your own as"
+            " package.module:Name"
         )
     try:
         found = getattr(import_module(module_name), attribute)

@@ -203,4 +203,4 @@ THINKING_FAMILIES: Final[Mapping[str, Thinking]] = MappingProxyType(
         "think": Thinking("<think>", "</think>"),
     }
 )
-"""As `TOOL_FAMILIES`. Harmony is missing: its thinking is read together with its calls."""
+"""As `TOOL_FAMILIES`. Harmony is missing, because its thinking is read together with its calls."""

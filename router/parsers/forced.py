@@ -10,7 +10,7 @@ _NO_PIECES: Final[list[Piece]] = []
 
 
 class ForcedCall:
-    """The whole text is one function's arguments."""
+    """Reads an output that is the arguments of one function."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -29,7 +29,7 @@ class ForcedCall:
 
 
 class ChosenCall:
-    """The whole text is one object with a function's name and arguments."""
+    """Reads an output that is one object with a function's name and arguments."""
 
     def __init__(self) -> None:
         self._text = ""

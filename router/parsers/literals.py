@@ -1,8 +1,8 @@
 """Converts a JSON or Python literal that arrives in pieces to JSON without white space.
 
-The output is always the beginning of some valid JSON text: the literal breaks before the first
+The output is always the beginning of some valid JSON text, because reading stops before the first
 character that does not fit. Characters whose JSON depends on later ones, such as a Python escape,
-are held back until it is known.
+are held back until those arrive.
 """
 
 import json
@@ -58,7 +58,7 @@ _CLASS: Final = {**dict.fromkeys("123456789", "d"), "E": "e"}
 
 
 class LiteralText:
-    """One literal; push text until it is complete or broken."""
+    """One literal; push text until it is done or broken."""
 
     def __init__(self, dialect: Dialect = JSON) -> None:
         self.is_done = False
@@ -76,11 +76,11 @@ class LiteralText:
 
     @property
     def num_held(self) -> int:
-        """How many characters at the end have been read but not shown."""
+        """How many characters at the end have been read but not returned yet."""
         return len(self._held)
 
     def push(self, text: str, at: int) -> tuple[str, int]:
-        """Read `text` from `at` on; return the JSON to show, and where reading stopped."""
+        """Read `text` from `at` on; return the new JSON, and where reading stopped."""
         shown: list[str] = []
         while at < len(text) and not self.is_done and not self.is_broken:
             if self._within == "number":
@@ -94,9 +94,9 @@ class LiteralText:
         return "".join(shown), at
 
     def end(self) -> bool:
-        """Signal the end of the text.
+        """Signal the end of the text; return whether the literal is complete.
 
-        Return whether the literal is complete, as a number may be.
+        A number may be complete only now, because digits could have followed.
         """
         if self._within == "number" and self._number in _NUMBER_ENDS:
             self._end_value()

@@ -42,7 +42,7 @@ class Reader(Protocol):
         """Read more text; hold back only text that is ambiguous so far."""
 
     def flush(self) -> Sequence[Piece]:
-        """Read the text that was held back, at the output's end."""
+        """At the output's end, read the text that was held back."""
 
 
 class Pieces:

@@ -29,7 +29,7 @@ class OutputReader:
         return self._pieces.take()
 
     def flush(self) -> list[Piece]:
-        """Read the text that was held back, at the output's end."""
+        """At the output's end, read the text that was held back."""
         self._source.end()
         next(self._reading, None)
         return self._pieces.take()

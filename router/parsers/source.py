@@ -2,8 +2,8 @@
 
 A parser is a generator that yields whenever it needs more text. Methods that may wait are
 generators, too (`yield from`). Their results do not depend on how the text is cut into pieces, so
-neither do the parser's. The text read since `mark` is kept: if it turns out not to be a call, it
-can be shown.
+neither do the parser's. The text read since `mark` is kept, so that it can be shown if it turns out
+not to be a call.
 """
 
 import re
@@ -88,7 +88,7 @@ class Source:
         return True
 
     def has_any(self, literals: Sequence[str]) -> Reading[bool]:
-        """Read the first of `literals` that comes next."""
+        """Read one of `literals` if it comes next; return whether it did."""
         for literal in literals:
             if (yield from self.has(literal)):
                 return True
@@ -106,7 +106,7 @@ class Source:
     def skip_space(self) -> Reading[None]:
         while True:
             space = _SPACE.match(self._text, self._at)
-            assert space is not None, "no space matches, too"
+            assert space is not None, "the pattern also matches no space"
             self._at = space.end()
             if self._at < len(self._text) or not (yield from self.wait()):
                 return
@@ -172,7 +172,7 @@ class Source:
                 return
             if not (yield from self.wait()):
                 if not value.end():
-                    show(self.take_back())  # cut short, like the rest
+                    show(self.take_back())  # the output was cut short, so this is, too
                     raise MalformedError
                 return
 

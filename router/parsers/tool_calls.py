@@ -1,8 +1,8 @@
 """Parses tool calls in an output as it arrives, by the markers of a model family's syntax.
 
-A call begins once its name is known and its arguments have begun; then the arguments are passed on
-as they arrive. If the text breaks the syntax before that, all of it is plain text. If it does so
-later, the call ends there and the rest is plain text.
+A call begins once its name is known and its arguments have begun. From then on, the arguments are
+passed on as they arrive. If the text breaks the syntax before that, all of it is plain text. If it
+does so later, the call ends there and the rest is plain text.
 """
 
 import json
@@ -36,10 +36,10 @@ def new_mistral_id() -> str:
 
 
 class Calls:
-    """The calls of one output while it is parsed."""
+    """Collects the calls of one output while it is parsed."""
 
     def __init__(self, source: Source, pieces: Pieces, tools: Tools | None) -> None:
-        """`tools`: None if calls are plain text."""
+        """`tools` is None if calls are plain text."""
         self.source = source
         self.pieces = pieces
         self.tools: Tools = tools or {}
@@ -109,7 +109,7 @@ class ObjectBody:
             calls.begin(name, call_id)
             calls.pieces.arguments(held or "{}")
         else:
-            yield from source.has("}")  # models forget the name
+            yield from source.has("}")  # models forget it
         source.mark()
 
     def _arguments(self, calls: Calls, name: str, call_id: str) -> Reading[str]:
@@ -333,7 +333,7 @@ class Syntax:
     section: tuple[str, str] | None = None
     """The markers around all calls."""
     separator: str = ""
-    """The text between calls without markers."""
+    """The text between calls that have no markers around them."""
     at_start: bool = False
     """Whether an output may begin with a call without a marker. Such a call must name an offered
     function, because other text may look the same."""

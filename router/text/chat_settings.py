@@ -15,7 +15,7 @@ MAX_TEMPLATE_CHARS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """See the router's flags of these names."""
+    """Settings for chats, from the router's flags of the same names."""
 
     tool_parser: str = BY_TEMPLATE
     reasoning_parser: str = BY_TEMPLATE
@@ -31,7 +31,7 @@ class ChatSettings:
         if not self.trust_request_chat_template:
             raise InvalidArgumentError(
                 "chat_template",
-                "is set; this service does not take templates of requests"
+                "is set; this service does not accept templates from requests"
                 " (--trust-request-chat-template)",
             )
         if len(source) > MAX_TEMPLATE_CHARS:

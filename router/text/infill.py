@@ -32,9 +32,9 @@ _FORMS: Final = (
 
 
 def infill(prefix: str, suffix: str, token_id: Callable[[str], int | None]) -> str | None:
-    """Return the prompt that asks for the text in between.
+    """Return the prompt for the text between `prefix` and `suffix`.
 
-    None: the model has no markers for it.
+    Returns None if the model has no markers for infilling.
     """
     for form in _FORMS:
         if all(token_id(marker) is not None for marker in form.markers):

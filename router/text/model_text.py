@@ -59,7 +59,7 @@ class ModelText:
         max_pending_prompts: int,
         chats: ChatSettings = ChatSettings(),  # noqa: B008 - it never changes
     ) -> None:
-        """`num_threads` tokenize prompts; at most `max_pending_prompts` wait or run."""
+        """`num_threads` threads tokenize prompts; at most `max_pending_prompts` wait or run."""
         self._chats = chats
         self._tokenizers = tokenizers
         self._model = model

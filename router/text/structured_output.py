@@ -1,4 +1,4 @@
-"""Converts structured output to a grammar for llguidance, which workers apply."""
+"""Converts a request's structured output to a grammar, which workers apply with llguidance."""
 
 import functools
 import json
@@ -18,8 +18,9 @@ from contract.value_checks import check_count, check_unicode
 MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024
 MAX_WORDS: Final = 256
-"""Limits of `bad_words`: their number, and the length of each."""
+"""Most entries of `bad_words`."""
 MAX_WORD_CHARS: Final = 128
+"""Most characters of each of the `bad_words`."""
 _MAX_KEPT: Final = 64
 """Number of cached grammars; requests often have the same form."""
 
@@ -30,9 +31,9 @@ _ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
 
 
 def to_grammar(structured: StructuredOutput, before: str = "") -> StructuredOutput:
-    """Return the form as a grammar; takes up to a second in extreme cases.
+    """Convert a form to a grammar; takes up to a second in extreme cases.
 
-    `before` has the grammar rules for the part before the form; the first rule is `before`.
+    `before` has grammar rules for the text before the form; the first of them is named `before`.
 
     Raises:
         InvalidArgumentError: The form is too large, malformed, or uses an unsupported feature.
@@ -101,9 +102,9 @@ def _behind(before: str, grammar: str) -> str:
 
 
 def without_words(words: Sequence[str], marker_ids: Collection[int]) -> StructuredOutput:
-    """Return the form of a text that contains none of `words`, but may contain markers.
+    """Return a grammar for texts that contain none of `words`.
 
-    `marker_ids` are special tokens, which no text matches.
+    `marker_ids` are special tokens, which may occur anywhere but which no text pattern matches.
     """
     check_count("bad_words", len(words), MAX_WORDS)
     for i, word in enumerate(words):
@@ -146,13 +147,13 @@ def _json_grammar(schema: str, field: str) -> str:
 # --- cycles ---------------------------------------------------------------------------------------
 
 _SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
-"""Keywords with subschemas for the same value as the schema around them."""
+"""Keywords whose subschemas describe the same value as the schema that contains them."""
 _DATA: Final = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose contents are not schemas."""
 
 
 def _check_refs(text: str, field: str) -> None:
-    """Refuse a `$ref` that leads back to itself before any part of the value has been described.
+    """Refuse a `$ref` that leads back to itself without descending to a property or an item.
 
     llguidance reports invalid JSON and a `$ref` that resolves to nothing.
     """

@@ -1,4 +1,4 @@
-"""Threads for tokenizing and similar work, limited in number of tasks and fair among tenants."""
+"""Threads for tokenizing and similar work; they bound the tasks and are fair to tenants."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ class TextThreads:
     """Runs one kind of work in separate threads; tenants with API keys take turns."""
 
     def __init__(self, kind: str, *, num_threads: int, max_pending: int) -> None:
-        """At most `max_pending` tasks wait or run; `kind` names the tasks in errors."""
+        """At most `max_pending` tasks wait or run; `kind` describes the tasks in errors."""
         self._kind = kind
         self._max_pending = max_pending
         self._num_pending = 0
@@ -41,7 +41,7 @@ class TextThreads:
         with self._lock:
             if self._num_pending >= self._max_pending:
                 raise TooBusyError(
-                    f"{self._num_pending} calls of the kind {self._kind} are pending; the limit is"
+                    f"{self._num_pending} {self._kind} calls are pending; the limit is"
                     f" {self._max_pending}"
                 )
             self._num_pending += 1

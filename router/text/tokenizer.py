@@ -60,12 +60,12 @@ class Tokenizer:
     def encode_whole(
         self, text: str, pair: str | None, most: int | None, *, add_special_tokens: bool
     ) -> tuple[list[int], int]:
-        """Tokenize a text, or a pair, to be computed as a whole.
+        """Tokenize a text, or a pair of texts, for pooling.
 
         Args:
-            text: The text, or the first of the pair.
-            pair: The second text; None: there is none.
-            most: Most tokens of the result; the text, or the second of the pair, is cut to fit.
+            text: The text, or the first text of the pair.
+            pair: The second text of the pair; None: no pair.
+            most: Most tokens of the result; cuts the text, or the second text of a pair, to fit.
             add_special_tokens: Whether to add tokens such as [CLS] and [SEP].
 
         Returns:
@@ -98,7 +98,7 @@ class Tokenizer:
         return token_id
 
     def is_special(self, text: str) -> bool:
-        """Whether a text is a special token, which the text of outputs leaves out."""
+        """Whether `text` is a special token, which outputs leave out."""
         token_id = self.token_id(text)
         return token_id is not None and not self.table.text_pieces[token_id]
 
@@ -163,7 +163,7 @@ def _content(token: str | dict[str, Any]) -> str:
 
 
 _FLAGS: Final = ""
-"""The key of the flags' model."""
+"""The key of the model from the flags."""
 
 
 class Tokenizers:
@@ -179,7 +179,7 @@ class Tokenizers:
         """The tokenizer of the served model."""
 
     async def read(self, directory: str) -> None:
-        """Read the tokenizer of a directory, unless it was read before; "" means the flags' model.
+        """Read a directory's tokenizer, unless it was read before; "" is the model from the flags.
 
         If the caller is cancelled, the read continues for the next call. Raises ModelError,
         FileNotFoundError, or the error that prevented the read.
@@ -207,9 +207,9 @@ class Tokenizers:
         return len(self._directory_to_tokenizer[directory].table.pieces)
 
     def use(self, directory: str) -> None:
-        """Make a tokenizer that was read the current one.
+        """Make a tokenizer that has been read the current one.
 
-        Drop all tokenizers except this one and the flags' model's.
+        Drops all others except that of the model from the flags.
         """
         self.current = self._directory_to_tokenizer[directory]
         first = self._directory_to_tokenizer[_FLAGS]

@@ -104,7 +104,7 @@ class SqliteConnection:
             for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
                 self._connection.execute(f"PRAGMA {pragma}")
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"turns cannot be kept in {path}: {error}") from error
+            raise StoreError(f"turns cannot be stored in {path}: {error}") from error
 
     def transaction(self, work: Callable[[Cursor], T]) -> T:
         """Run `work` in one transaction; other processes wait for it."""
@@ -118,7 +118,7 @@ class SqliteConnection:
                     self._connection.execute("ROLLBACK")
                 raise
         except sqlite3.Error as error:
-            raise StoreError(f"turns cannot be kept now: {error}") from error
+            raise StoreError(f"turns cannot be stored now: {error}") from error
         return result
 
     def now(self, _cursor: Cursor) -> float:
@@ -223,7 +223,7 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
             generated_tokens BIGINT NOT NULL,
             reasoning_tokens BIGINT NOT NULL,
             PRIMARY KEY (hour, tenant, key_name, model, adapter))""",
-        # The number of the last part of usage that each router has written: no part is added twice.
+        # The number of each router's last part of usage, so that no part is added twice.
         """CREATE TABLE usage_writers (
             writer TEXT PRIMARY KEY,
             number BIGINT NOT NULL,

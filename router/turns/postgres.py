@@ -25,7 +25,7 @@ class PostgresConnection:
             import psycopg  # noqa: PLC0415 - an extra of the package
         except ImportError as error:
             raise StoreError(
-                "turns cannot be kept in PostgreSQL: psycopg is not installed (quire[postgres])"
+                "turns cannot be stored in PostgreSQL: psycopg is not installed (quire[postgres])"
             ) from error
         self._error = psycopg.Error
         try:
@@ -49,7 +49,7 @@ class PostgresConnection:
             with self._connection.transaction(), self._connection.cursor() as cursor:
                 return work(_Statements(cursor))
         except self._error as error:
-            raise StoreError(f"turns cannot be kept now: {error}") from error
+            raise StoreError(f"turns cannot be stored now: {error}") from error
 
     def now(self, cursor: Cursor) -> float:
         """Return the server's time."""

@@ -87,7 +87,7 @@ class RunningTurn:
         self.record = turn.record
         self.task: asyncio.Task[None] | None = None
         self.live: LiveRequest | None = None
-        """The request that computes the turn, or the latest one."""
+        """The request that computes the turn now, or the last that did."""
         self.answer: bytes | None = None
         """The result of a turn that was computed as a whole."""
         self.is_cancelled = False
@@ -181,7 +181,7 @@ class RunningTurn:
     # --- for the store --------------------------------------------------------------------------
 
     def progress(self) -> tuple[Progress, Seen]:
-        """Return the events that the store lacks, and the position of the store after them."""
+        """Return what the store lacks, and what it will have once that is written."""
         after = Seen(self._kept.tokens.copy(), None if self._end is None else self._end.at)
         events = list(after.new_of(self._deltas(self._kept)))
         if self._end is not None:
@@ -190,7 +190,7 @@ class RunningTurn:
         return Progress(self.turn.id, self._num_events_kept, events, record, self._end), after
 
     def kept(self, progress: Progress, seen: Seen) -> None:
-        """Record that the store has been written up to a position."""
+        """Record that a result of `progress()` has been stored."""
         self._kept = seen
         self._num_events_kept += len(progress.events)
         self._is_record_kept = self._is_record_kept or progress.record is not None
@@ -203,7 +203,7 @@ class RunningTurn:
     # --- for readers ----------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Release the end to readers."""
+        """Let readers receive the end."""
         self._is_published = True
         self._tell()
 
@@ -226,7 +226,7 @@ class RunningTurn:
                         yield event
                     return
                 if self._is_moved:
-                    raise MovedError("another router goes on with the turn")
+                    raise MovedError("another router continues the turn")
                 await news.wait()
         finally:
             self.num_readers -= 1

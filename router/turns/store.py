@@ -1,4 +1,4 @@
-"""Stores turns and their events in a database. All calls raise `StoreError` while it fails."""
+"""Stores turns and their events. All calls raise `StoreError` while the database fails."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -59,7 +59,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A set of models by name: these, or all others."""
+    """A set of models: `names`, or all models but these if `are_left_out`."""
 
     names: tuple[str, ...]
     are_left_out: bool = False
@@ -69,14 +69,14 @@ ALL_MODELS: Final = Models((), are_left_out=True)
 
 
 class TurnStore:
-    """The turns of all tenants. At any time a turn has at most one owner, a router."""
+    """The turns of all tenants. At any time, at most one router owns a turn."""
 
     def __init__(self, database: Database, owner: str) -> None:
         """`owner` identifies this router; no other process ever has the same name."""
         self.database = database
         self._owner = owner
 
-    # --- the owner's ----------------------------------------------------------------------------
+    # --- for the owner --------------------------------------------------------------------------
 
     async def write(self, batch: Batch) -> set[str]:
         """Write a batch atomically; renew the leases of this router's turns.
@@ -118,7 +118,7 @@ class TurnStore:
     ) -> Sequence[Turn]:
         """Become the owner of turns without one: higher priority first, then older ones first.
 
-        At most `limit` turns without a group, and `group_limit` turns of groups.
+        Claims at most `limit` turns without a group, and `group_limit` turns of groups.
         """
         chosen = ""
         if models.names:
@@ -164,7 +164,7 @@ class TurnStore:
 
         return await self.database.run(work)
 
-    # --- a tenant's -----------------------------------------------------------------------------
+    # --- for a tenant ---------------------------------------------------------------------------
 
     async def find(self, tenant: str, turn_id: str) -> Turn | None:
         """Return a turn of this tenant."""
@@ -264,7 +264,7 @@ class TurnStore:
 
         return await self.database.run(work)
 
-    # --- a group's ------------------------------------------------------------------------------
+    # --- for a group ----------------------------------------------------------------------------
 
     async def count_group(self, tenant: str, group: str) -> Mapping[TurnStatus, int]:
         """Return how many turns of a group have each status."""
@@ -349,7 +349,7 @@ def _write_events(cursor: Cursor, turn_id: str, first: int, events: Sequence[Eve
     for number, event in enumerate(events, first):
         cursor.execute(
             "INSERT INTO turn_events VALUES (?, ?, ?)"
-            # If the answer to a write is lost, the write is repeated, with more tokens.
+            # A write whose confirmation is lost is repeated, with more tokens.
             " ON CONFLICT (turn_id, number) DO UPDATE SET event = excluded.event",
             (turn_id, number, event_to_proto("", event).SerializeToString()),
         )

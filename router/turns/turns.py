@@ -39,13 +39,13 @@ from router.turns.turn import StoreError, Turn, TurnEnd, TurnStatus
 log = structlog.get_logger()
 
 TICK_S: Final = 1.0
-"""How often tokens are written and leases renewed."""
+"""Interval at which tokens are written and leases renewed."""
 _USAGE_S: Final = 5.0
-"""How often usage is written."""
+"""Interval at which usage is written."""
 _NO_USAGE: Final[tuple[int, UsageRows]] = 0, {}
 _SWEEP_S: Final = 60.0
 _POLL_S: Final = 0.5
-"""How often to poll a turn that another router computes."""
+"""Interval at which a turn of another router is polled."""
 _MAX_RUNNING: Final = 256
 """A router takes over ownerless turns of a model while it runs fewer turns of that model than
 this."""
@@ -57,7 +57,7 @@ _MAX_FAILURES: Final = 3
 _MIN_BACKOFF_S: Final = 0.1
 _MAX_BACKOFF_S: Final = 5.0
 _CANCEL_S: Final = 5.0
-"""How long a call waits for the end of a cancelled turn to be stored."""
+"""Longest time that a call waits until the end of a cancelled turn is stored."""
 
 
 class TurnKind(Protocol):
@@ -82,7 +82,7 @@ class TurnKind(Protocol):
 
 
 class Turns:
-    """The turns of one router. Each is computed by its own task; one task writes all of them."""
+    """The turns of one router. A task for each turn computes it; one task writes all of them."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Turns:
         usage_retention_s: float,
         tick_s: float = TICK_S,
     ) -> None:
-        """`run` does the work, and deletes turns and usage after their retention times.
+        """`run` writes and takes over turns, and deletes turns and usage after the retention times.
 
         `usage` counts the usage of requests that are not turns; it is stored here as well.
         """
@@ -186,7 +186,7 @@ class Turns:
     async def read(self, turn: Turn, seen: Seen) -> AsyncGenerator[Event, None]:
         """Yield the events of a turn that a reader lacks, until the end.
 
-        Any router may compute it.
+        The turn may be computed by any router.
         """
         number = 0
         while True:
@@ -199,7 +199,7 @@ class Turns:
                     continue
                 return
             # Read the status first: if the turn has ended, all events are stored.
-            first = max(0, number - 1)  # the last one may have grown
+            first = max(0, number - 1)  # the last event may have grown
             try:
                 now = await self.store.find(turn.tenant, turn.id)
                 kept = [] if now is None else await self.store.events(turn.id, first)
@@ -384,12 +384,12 @@ class Turns:
                     if num_swept == SWEEP_LIMIT:
                         next_sweep = loop.time()  # there may be more
                 if self._is_failing:
-                    log.info("turns are kept again")
+                    log.info("turns can be stored again")
                 self._is_failing = False
             except StoreError as error:
                 next_tick = loop.time() + self._tick_s
                 if not self._is_failing:
-                    log.warning("turns cannot be kept", error=str(error))
+                    log.warning("turns cannot be stored", error=str(error))
                 self._is_failing = True
 
     async def _write(self, *, has_tokens: bool, has_usage: bool) -> None:
@@ -416,7 +416,7 @@ class Turns:
                     kept.set_exception(error)
             for running, (progress, _) in written.items():
                 if progress.end is not None:
-                    running.publish()  # its readers are told at once
+                    running.publish()  # its readers need not wait for the store
             raise
         if usage[1]:
             self._usage.kept()
@@ -437,7 +437,7 @@ class Turns:
 
     def _lose(self, running: RunningTurn) -> None:
         """Stop computing a turn that another router has taken over or deleted."""
-        log.info("turn is another router's", turn=running.turn.id)
+        log.info("turn was taken over or deleted", turn=running.turn.id)
         self._running.pop(running.turn.id, None)
         running.move()
         if running.task is not None:
@@ -447,7 +447,7 @@ class Turns:
         losing.add_done_callback(self._losing.discard)
 
     async def _unpin_if_deleted(self, running: RunningTurn) -> None:
-        """Drop the pins that a lost turn may have got after another router deleted it."""
+        """Drop the pins that a lost turn may have set after another router deleted it."""
         if running.task is not None:
             await asyncio.wait([running.task])
         with contextlib.suppress(StoreError):
@@ -476,7 +476,7 @@ class Turns:
                 continue
             has_begun = turn.status is not TurnStatus.QUEUED
             running = RunningTurn(turn, await self.store.events(turn.id) if has_begun else ())
-            log.info("turn goes on", turn=turn.id, num_tokens=running.num_tokens)
+            log.info("turn continues", turn=turn.id, num_tokens=running.num_tokens)
             self._start(running, None)
 
     def _is_for(self, cell: Inference, turn: Turn) -> bool:
@@ -488,7 +488,7 @@ class Turns:
     def _models_for(self, cell: Inference) -> Models:
         """Return the models whose turns a cell computes.
 
-        The first cell also has all unknown ones.
+        The first cell also takes the turns of unknown models.
         """
         cells = self._cells.all
         names = cell.model.names()
@@ -526,7 +526,7 @@ class Turns:
         progress = [each.progress()[0] for each in leaving]
         for each in leaving:
             each.move()
-        with contextlib.suppress(StoreError):  # otherwise their leases expire
+        with contextlib.suppress(StoreError):  # on failure, their leases expire
             await self.store.write(
                 Batch(progress=progress, released=[each.turn.id for each in leaving])
             )

@@ -62,7 +62,7 @@ def add_once(cursor: Cursor, now: float, writer: str, number: int, rows: UsageRo
 
 
 def sweep_usage(cursor: Cursor, now: float, retention_s: float) -> None:
-    """Delete usage from before a time."""
+    """Delete usage older than `retention_s`, and the last numbers of routers that write no more."""
     cursor.execute("DELETE FROM usage WHERE hour < ?", (hour_of(now - retention_s),))
     cursor.execute("DELETE FROM usage_writers WHERE at < ?", (now - _WRITER_S,))
 

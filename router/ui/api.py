@@ -23,7 +23,7 @@ _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Ui:
-    """The page of one router."""
+    """Serves the web page of one router."""
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
@@ -84,14 +84,14 @@ def _file_response(page: Page) -> web.Response:
 
 
 def _endpoint(read: Callable[[web.Request], Awaitable[Any]]) -> _Handler:
-    """Make the handler of a JSON route; errors have the shape of the other routes'."""
+    """Make the handler of a JSON route; errors have the same form as those of other routes."""
 
     @functools.wraps(read)
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             body = json_bytes(await read(request))
             response = web.Response(body=body, content_type="application/json")
-        except Exception as error:  # noqa: BLE001 - the one place that answers for all of them
+        except Exception as error:  # noqa: BLE001 - every error becomes a response
             response = failure_response(error, path=request.path)
         response.headers["Cache-Control"] = "no-store"
         return response

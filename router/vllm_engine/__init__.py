@@ -1,1 +1,1 @@
-"""The engine contract of the Shepherd Model Gateway, `vllm.grpc.engine.VllmEngine`."""
+"""The Shepherd Model Gateway's API for engines, `vllm.grpc.engine.VllmEngine`."""

@@ -41,7 +41,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     def __init__(self, cells: Cells, health: Health, find_directory: FindDirectory) -> None:
         self._cells = cells
-        (self._cell,) = cells.all  # its requests name no model
+        (self._cell,) = cells.all  # requests of this API name no model
         self._health = health
         self._find_directory = find_directory
         self._started_s = time.monotonic()
@@ -120,7 +120,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: pb.GetLoadsRequest, _: CallContext
     ) -> pb.GetLoadsResponse:
         if request.dp_rank:
-            raise InvalidArgumentError("dp_rank", f"is {request.dp_rank}; a cell is one rank, 0")
+            raise InvalidArgumentError("dp_rank", f"is {request.dp_rank}; a cell has only rank 0")
         load = await self._cells.load()
         running, waiting = load.num_requests_running, load.num_requests_waiting
         num_held = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
@@ -167,7 +167,7 @@ def vllm_engine_service(cells: Cells, health: Health, find_directory: FindDirect
 
 
 class _Answer:
-    """The messages of one request's answer."""
+    """Makes the messages that answer one request."""
 
     def __init__(self, live: LiveRequest, *, is_streamed: bool) -> None:
         self._live = live
@@ -177,14 +177,14 @@ class _Answer:
         self._has_begun = [False] * len(live.outputs)
 
     def add(self, delta: OutputDelta) -> pb.GenerateStreamChunk | None:
-        """Return the message of a delta; None: the message of the output's end will include it."""
+        """Return the message for a delta; None if the output's last message will contain it."""
         if not self._is_streamed:
             self._parts[delta.output_index].append(delta)
             return None
         return self._chunk(delta.output_index, delta.token_ids, delta.logprobs)
 
     def end(self, finished: OutputFinished) -> pb.GenerateComplete:
-        """Return the message of an output's end."""
+        """Return the last message for an output."""
         parts = self._parts[finished.output_index]
         token_ids = tuple(token_id for part in parts for token_id in part.token_ids)
         logprobs = tuple(each for part in parts for each in part.logprobs)

@@ -47,7 +47,7 @@ class CellIndex:
         """The blocks that were reported to the gateway."""
 
     def apply(self, message: WatchKvResponse) -> Iterator[pb.KvCacheEvent]:
-        """Apply the events of one worker; yield the changes of the cell."""
+        """Apply the events of one worker; yield the resulting changes of the cell."""
         blocks = self._workers.setdefault(message.worker, {})
         for event in message.events:
             match event.WhichOneof("event"):

@@ -23,7 +23,7 @@ _NAMES: Final = (
 
 
 def read_tokenizer_files(directory: Path) -> bytes:
-    """Return an archive of those files that exist in `directory`."""
+    """Return a ZIP archive of the tokenizer's files in `directory`."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
         for name in _NAMES:

@@ -26,7 +26,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
             raise InvalidArgumentError(name, "is set; it is not supported")
     if message.data_parallel_rank:
         raise InvalidArgumentError(
-            "data_parallel_rank", f"is {message.data_parallel_rank}; a cell is one rank, 0"
+            "data_parallel_rank", f"is {message.data_parallel_rank}; a cell has only rank 0"
         )
     params = message.sampling_params
     return GenerateRequest(
@@ -50,7 +50,7 @@ def _prompt(message: pb.GenerateRequest) -> str | tuple[int, ...]:
         case "text":
             return message.text
         case _:
-            raise InvalidArgumentError("input", "is not set; tokenized or text must be")
+            raise InvalidArgumentError("input", "is not set; set tokenized or text")
 
 
 def _sampling(params: pb.SamplingParams) -> SamplingParams:

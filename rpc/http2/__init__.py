@@ -1,1 +1,1 @@
-"""A gRPC server on asyncio that sends all messages of one moment in one write."""
+"""A gRPC server on asyncio; messages of one turn of the event loop leave in one write."""

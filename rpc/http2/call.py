@@ -1,4 +1,4 @@
-"""One call: runs its handler, for which it is what grpc.aio calls a servicer context."""
+"""One gRPC call. It runs the handler and is the handler's servicer context."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from rpc.http2.outbox import Outbox, OutStream
 
 _EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 _LONGEST_TIMER_S: Final = 1e6
-"""Longer deadlines than this count as none; event loops cannot wait for all that gRPC can write."""
+"""Longer timeouts get no timer, because gRPC allows longer ones than an event loop can schedule."""
 
 FindHandler: TypeAlias = Callable[[str, Metadata], Awaitable["grpc.RpcMethodHandler[Any, Any]"]]
 
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 
 class Wire(Protocol):
-    """What a call needs of its connection."""
+    """The part of a connection that its calls use."""
 
     limits: Limits
     outbox: Outbox
@@ -40,14 +40,14 @@ class Wire(Protocol):
 
     @property
     def auth_context(self) -> Mapping[str, list[bytes]]:
-        """What the client's certificate says."""
+        """The names in the client's certificate, as in `grpc.aio.ServicerContext`."""
 
     def send_headers(self, stream: OutStream, headers: Headers, *, end: bool = False) -> None:
-        """Send headers; with `end` they are the last of the stream."""
+        """Send headers; `end` ends the stream with them."""
 
 
 class Call:
-    """A call, from its first headers to the end of its handler."""
+    """A call, from its request headers to the end of its handler."""
 
     def __init__(self, wire: Wire, stream: OutStream, inbox: Inbox, request: Request) -> None:
         self.inbox = inbox
@@ -80,13 +80,13 @@ class Call:
     # --- for the connection ---------------------------------------------------------------------
 
     def start(self, find_handler: FindHandler) -> asyncio.Task[None]:
-        """Run the handler in a task of its own."""
+        """Start a task that runs the handler."""
         self._task = self._loop.create_task(self._run(find_handler))
         self._task.add_done_callback(self._on_done)
         return self._task
 
     def leave(self) -> None:
-        """Note that the client has cancelled the call or is lost."""
+        """Cancel the handler, because the client has cancelled the call or is lost."""
         if not self._is_over:
             self._is_over = True
             self._code = grpc.StatusCode.CANCELLED
@@ -94,7 +94,7 @@ class Call:
             self._cancel()
 
     def cut(self, code: grpc.StatusCode, details: str) -> None:
-        """End the call from outside its handler, which is cancelled."""
+        """End the call with a status, and cancel its handler."""
         if not self._is_over:
             self._end(code, details)
             self._cancel()
@@ -179,10 +179,10 @@ class Call:
         if self._is_over:
             raise asyncio.CancelledError(f"the call of {self._method} is over")
 
-    # --- for handlers: writing without a task of one's own ---------------------------------------
+    # --- for handlers: writing from another task -------------------------------------------------
 
     def has_room(self) -> bool:
-        """Whether `put` may be called: no earlier response waits for the client."""
+        """Whether all earlier responses have been sent, so that `put` may be called."""
         return self.stream.unsent is None
 
     async def wait_for_room(self) -> None:
@@ -191,9 +191,10 @@ class Call:
         self._check_live()
 
     def put(self, message: Any) -> None:
-        """Send a response, as far as the client has room for it; see `has_room`.
+        """Send a response without waiting; requires `has_room()`.
 
-        It does nothing if the call is over, and ends the call if the response is too large.
+        What the client has no room for is sent later. Does nothing if the call is over, and ends
+        the call if the response is too large.
         """
         if self._is_over:
             return
@@ -223,7 +224,7 @@ class Call:
         return data if self._deserialize is None else self._deserialize(data)
 
     async def write(self, message: Any) -> None:
-        """Send a response; waits while the client does not read."""
+        """Send a response; waits until the client has room for all of it."""
         if self.stream.unsent is not None:
             await self.wait_for_room()
         self.put(message)
@@ -232,13 +233,13 @@ class Call:
             await self.wait_for_room()
         elif self._outbox.is_full:
             self._outbox.flush()
-            await asyncio.sleep(0)  # a handler that always has a message must not run alone
+            await asyncio.sleep(0)  # lets other tasks run if the handler never waits
 
     async def send_initial_metadata(self, initial_metadata: Iterable[Any]) -> None:
-        """Send the response's first headers, before all messages."""
+        """Send the response's first headers, before any message."""
         self._check_live()
         if self._has_begun:
-            raise RuntimeError("the first headers have been sent")
+            raise RuntimeError("the first headers have already been sent")
         self._begin(tuple(initial_metadata))
 
     async def abort(
@@ -247,7 +248,7 @@ class Call:
         """End the call with an error, and raise AbortError."""
         self._check_live()
         if code is grpc.StatusCode.OK:
-            raise ValueError("a call is not aborted with OK")
+            raise ValueError("abort needs an error code, not OK")
         if trailing := tuple(trailing_metadata):
             self.set_trailing_metadata(trailing)
         self._end(code, details or self._details)
@@ -264,7 +265,7 @@ class Call:
         self._details = details
 
     def set_trailing_metadata(self, trailing_metadata: Iterable[Any]) -> None:
-        """Replace the metadata that comes with the status; raises ValueError if it is invalid."""
+        """Replace the metadata that is sent with the status; raises ValueError if invalid."""
         trailing = tuple(trailing_metadata)
         self._trailers = encode_metadata(trailing)
         self._trailing = trailing
@@ -288,7 +289,7 @@ class Call:
         return self._wire.auth_context
 
     def time_remaining(self) -> float | None:
-        """Return the seconds until the deadline; None: there is none."""
+        """Return the seconds until the deadline; None: no deadline."""
         return None if self._deadline is None else max(self._deadline - self._loop.time(), 0.0)
 
     def cancelled(self) -> bool:
@@ -298,7 +299,7 @@ class Call:
         return self._is_over
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call back with this object when the handler has ended."""
+        """Call `callback` with this object when the handler has ended."""
         self._callbacks.append(callback)
 
 

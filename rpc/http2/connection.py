@@ -1,4 +1,4 @@
-"""One client's connection: HTTP/2 by the library h2, its calls, and what it may not do."""
+"""One client's connection: runs HTTP/2 with the library h2, starts calls, and enforces limits."""
 
 import asyncio
 import logging
@@ -23,37 +23,38 @@ from rpc.http2.outbox import Outbox, OutStream
 from rpc.security.client_certificates import auth_context
 
 _PREFACE_S: Final = 10.0
-"""How long a client may take to send its first settings."""
+"""Longest wait for a client's first settings."""
 _LINGER_S: Final = 2.0
-"""How long a closed connection may take to send what is left."""
+"""Longest time for a closed connection to send its remaining bytes."""
 _RECEIVE_WINDOW_BYTES: Final = 1024 * 1024
-"""What a client may send on all streams before it is received here."""
+"""Flow-control window of the connection, for all its streams together."""
 _MOST_UNREAD_BYTES: Final = 1024 * 1024
-"""From a client that does not read so many bytes nothing is read: its pings want answers."""
+"""While more bytes than this wait to be sent, nothing is read from the client. Otherwise answers to
+its pings could pile up."""
 _SLICE_BYTES: Final = 4096
 _SLICES_S: Final = 0.005
-"""Received bytes are parsed in slices, so that many small frames do not keep the event loop."""
+"""Received bytes are parsed in slices, so that many small frames do not block the event loop."""
 _FRAME_HEAD_BYTES: Final = 9
 
 log = structlog.get_logger()
 
-# At the level debug, hpack logs the headers that it decodes, API keys among them.
+# At level debug, hpack logs the headers that it decodes, including API keys.
 logging.getLogger("hpack").setLevel(logging.INFO)
 
 
 class Host(Protocol):
-    """What a connection needs of its server."""
+    """The part of the server that its connections use."""
 
     limits: Limits
     connections: set["Connection"]
     is_stopping: bool
 
     async def find_handler(self, method: str, metadata: Metadata) -> Any:
-        """Return the handler of a call; None: there is none."""
+        """Return the handler of a call; None: the method is unknown."""
 
 
 class _H2(H2Connection):
-    """h2's connection, which counts all frames, and goes on after a client's GOAWAY."""
+    """h2's connection, extended to count frames and to continue after a client's GOAWAY."""
 
     num_frames = 0
 
@@ -62,12 +63,12 @@ class _H2(H2Connection):
         return super()._receive_frame(frame)
 
     def _receive_goaway_frame(self, _frame: GoAwayFrame) -> tuple[list[Frame], list[events.Event]]:
-        # h2 would end all streams, but a client that opens no more still reads their responses.
+        # h2 would end all streams, but the client still reads responses on open streams.
         return [], []
 
 
 def _is_use(event: events.Event) -> bool:
-    """Whether a frame brought a request or data."""
+    """Whether an event is a request or has data."""
     if isinstance(event, events.DataReceived):
         return bool(event.data)
     return isinstance(event, events.RequestReceived)
@@ -87,7 +88,7 @@ def _peer_of(transport: asyncio.BaseTransport) -> str:
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection; it is in its server's `connections` while it is open."""
+    """A client's connection; its server's `connections` contains it while it is open."""
 
     outbox: Outbox
     peer: str
@@ -95,19 +96,19 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Host) -> None:
         self.limits = server.limits
         self.tasks: set[asyncio.Task[None]] = set()
-        """Of all handlers that run, also after their calls have ended."""
+        """The running handlers, including those whose calls have already ended."""
         self._server = server
         self._loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[None] = self._loop.create_future()
         self._transport = cast("asyncio.Transport", None)
         self._calls: dict[int, Call] = {}
-        """By the number of their streams, until the client has the status or has left."""
+        """Live calls by stream id, until the status is sent or the client has left."""
         self._waiting: dict[int, Call] = {}
-        """Those of `_calls` whose handlers start when others have ended, in order."""
+        """The calls in `_calls` whose handlers have not started, oldest first."""
         self._backlog = bytearray()
-        """Received bytes that were not parsed yet."""
+        """Received bytes that have not been parsed yet."""
         self._num_received = 0
-        """Bytes of messages since the connection's window was widened."""
+        """Bytes of data received since the connection's window was last widened."""
         self._is_reading = True
         self._is_leaving = False
         self._is_closed = False
@@ -116,7 +117,7 @@ class Connection(asyncio.Protocol):
     # --- asyncio's calls ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, unless there are too many connections."""
+        """Start HTTP/2, unless there are too many connections or the server is stopping."""
         self._transport = cast("asyncio.Transport", transport)
         self.peer = _peer_of(transport)
         most = self.limits.max_connections
@@ -130,7 +131,7 @@ class Connection(asyncio.Protocol):
         self._is_pinged = False
         self._budget = FrameBudget(self.limits.max_concurrent_streams, self._heard_at)
         self._h2 = h2 = _H2(
-            # With its checks of headers, one malformed call would end all calls of the connection.
+            # If h2 checked headers, one malformed call would end all calls of the connection.
             H2Configuration(
                 client_side=False,
                 validate_inbound_headers=False,
@@ -147,7 +148,7 @@ class Connection(asyncio.Protocol):
                 SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
             },
         )
-        # Too large metadata is answered with a status; from this size on, it ends the connection.
+        # Metadata above the limit is refused with a status; above this size it ends the connection.
         h2.decoder.max_header_list_size = 4 * self.limits.max_metadata_bytes
         h2.initiate_connection()
         h2.increment_flow_control_window(_RECEIVE_WINDOW_BYTES - h2.inbound_flow_control_window)
@@ -162,16 +163,16 @@ class Connection(asyncio.Protocol):
         self.closed.set_result(None)
 
     def pause_writing(self) -> None:
-        """Let the writers wait."""
+        """Stop sending messages, because the transport's buffer is full."""
         self.outbox.pause()
 
     def resume_writing(self) -> None:
-        """Let the writers continue."""
+        """Continue to send messages."""
         self.outbox.resume()
         self._read_or_not()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes; a large part later, in slices."""
+        """Parse received bytes; large amounts are parsed in slices."""
         if self._is_closed:
             return
         self._heard_at = self._loop.time()
@@ -217,16 +218,16 @@ class Connection(asyncio.Protocol):
         h2.num_frames = 0
         try:
             happened = h2.receive_data(data)
-        except ProtocolError as error:  # h2 has made a GOAWAY
-            log.debug("an HTTP/2 connection ends", peer=self.peer, reason=str(error))
+        except ProtocolError as error:  # h2 has prepared a GOAWAY
+            log.debug("an HTTP/2 client broke the protocol", peer=self.peer, reason=str(error))
             self.close()
             return
-        self.outbox.take()  # an acknowledgement of settings comes before their effect
+        self.outbox.take()  # settings must be acknowledged before they take effect
         self._spend(h2.num_frames - sum(map(_is_use, happened)))
-        # h2 checks a frame's length only when it has all of it.
+        # h2 checks a frame's length only when the whole frame has arrived.
         num_kept = len(h2.incoming_buffer._data)  # noqa: SLF001
         if num_kept > h2.max_inbound_frame_size + _FRAME_HEAD_BYTES:
-            self._refuse(ErrorCodes.FRAME_SIZE_ERROR, "too large a frame")
+            self._refuse(ErrorCodes.FRAME_SIZE_ERROR, "a frame is too large")
         for event in happened:
             if self._is_closed:
                 return
@@ -274,7 +275,7 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, stream_id: int, headers: Headers) -> None:
         h2_stream = self._h2.streams.get(stream_id)
-        if h2_stream is None or h2_stream.closed:  # it was reset in the same moment
+        if h2_stream is None or h2_stream.closed:  # the same bytes also reset the stream
             return
         if self._is_leaving:
             self._h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
@@ -297,7 +298,8 @@ class Connection(asyncio.Protocol):
         self._start_calls()
 
     def _start_calls(self) -> None:
-        # A client may reset its streams and open others while handlers of the first still run.
+        # The limit counts handlers, because a client may reset streams whose handlers still run,
+        # and open others.
         while self._waiting and len(self.tasks) < self.limits.max_concurrent_streams:
             call = self._waiting.pop(next(iter(self._waiting)))
             task = call.start(self._server.find_handler)
@@ -310,7 +312,7 @@ class Connection(asyncio.Protocol):
         self._close_if_idle()
 
     def send_headers(self, stream: OutStream, headers: Headers, *, end: bool = False) -> None:
-        """Send headers; with `end` they are the last of the stream."""
+        """Send headers; `end` ends the stream with them."""
         if self._is_closed or stream.h2.closed:
             return
         self._budget.earn(1)
@@ -318,13 +320,13 @@ class Connection(asyncio.Protocol):
         if end:
             self._calls.pop(stream.num, None)
             self._waiting.pop(stream.num, None)
-            if not stream.h2.closed:  # the client may still send; nothing will be read
+            if not stream.h2.closed:  # tells the client to send no more
                 self._h2.reset_stream(stream.num, ErrorCodes.NO_ERROR)
         self.outbox.take()
 
     @property
     def auth_context(self) -> Mapping[str, list[bytes]]:
-        """What the client's certificate says."""
+        """The names in the client's certificate, as in `grpc.aio.ServicerContext`."""
         if self._auth is None:
             self._auth = auth_context(self._transport.get_extra_info("peercert"))
         return self._auth
@@ -332,7 +334,7 @@ class Connection(asyncio.Protocol):
     # --- the end --------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Accept no more calls; close when the last has ended."""
+        """Accept no more calls; close the connection when the last handler has ended."""
         if not self._is_leaving and not self._is_closed:
             self._is_leaving = True
             for stream_id, call in self._waiting.items():
@@ -341,18 +343,18 @@ class Connection(asyncio.Protocol):
                 call.leave()
             self._waiting.clear()
             self.outbox.take()
-            # Not by h2, which then ends all streams.
+            # h2's own GOAWAY would end all streams.
             frame = GoAwayFrame(0, last_stream_id=self._h2.highest_inbound_stream_id)
             self.outbox.add(frame.serialize())
             self._close_if_idle()
 
     def cut(self) -> None:
-        """End all calls, as the server has stopped."""
+        """End all calls, because the server stops."""
         for call in list(self._calls.values()):
             call.cut(grpc.StatusCode.UNAVAILABLE, "the server has stopped")
 
     def close(self) -> None:
-        """Close the connection after what is left has been sent; calls are cancelled."""
+        """Cancel all calls, and close the connection after the remaining bytes have been sent."""
         if not self._is_closed:
             self.outbox.take()
             self.outbox.flush()
@@ -376,7 +378,7 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, code: ErrorCodes, reason: str) -> None:
         if not self._is_closed:
-            log.warning("an HTTP/2 client is refused", peer=self.peer, reason=reason)
+            log.warning("closing the connection of an HTTP/2 client", peer=self.peer, reason=reason)
             self._h2.close_connection(code, reason.encode())
             self.close()
 
@@ -387,7 +389,7 @@ class Connection(asyncio.Protocol):
     def _keep_alive(self) -> None:
         """Ping a silent client, and close the connection if it does not answer."""
         if self._is_pinged:
-            log.debug("an HTTP/2 client does not answer", peer=self.peer)
+            log.debug("an HTTP/2 client did not answer a ping", peer=self.peer)
             self._abort()
             return
         pings = self.limits.pings

@@ -1,4 +1,4 @@
-"""gRPC's headers: metadata, timeouts, messages of a status."""
+"""Parses and encodes gRPC's HTTP/2 headers: metadata, timeout, status."""
 
 import base64
 import binascii
@@ -23,23 +23,23 @@ RESPONSE: Final = (
 _HIDDEN: Final = frozenset(
     (b"te", b"content-type", b"grpc-encoding", b"grpc-accept-encoding", b"grpc-timeout", b"host")
 )
-"""Headers that handlers do not see, besides HTTP's own, which begin with a colon."""
+"""Headers that are not metadata, besides HTTP's own, which begin with a colon."""
 _KEY: Final = re.compile(r"[0-9a-z_.-]+")
 _VALUE: Final = re.compile(r"[\x20-\x7e]*")
 _LINE_END: Final = re.compile(r"[\0\r\n]")
 _SAFE: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
-"""Characters of a status's message that are not percent-encoded."""
+"""Characters that are not percent-encoded in a status message."""
 _TIMEOUT: Final = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _FIELD_BYTES: Final = 32
-"""What HTTP/2 adds to the size of each header."""
+"""Bytes that HTTP/2 adds to the size of each header."""
 ENCODING_TO_WBITS: Final = {"identity": 0, "deflate": 15, "gzip": 31}
-"""How zlib inflates the messages of each `grpc-encoding`; 0: they are not compressed."""
+"""zlib's `wbits` for each `grpc-encoding`; 0: messages are not compressed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The first headers of a call."""
+    """The parsed request headers of a call."""
 
     method: str
     """ "/package.Service/Method"."""
@@ -49,7 +49,7 @@ class Request:
 
 
 class RefusedRequestError(Exception):
-    """The headers are not those of a gRPC call, or too large."""
+    """The headers are too large or not those of a valid gRPC call. `answer` has the response."""
 
     def __init__(self, answer: Headers) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ class RefusedRequestError(Exception):
 
 
 def read_request(headers: Headers, max_bytes: int) -> Request:
-    """Read the first headers of a call.
+    """Parse the request headers of a call.
 
     Raises:
-        RefusedRequestError: The call is to be answered with the error's headers.
+        RefusedRequestError: The call is refused; answer it with the headers in `answer`.
     """
     name_to_value = dict(headers)
     if name_to_value.get(b":method") != b"POST" or b":path" not in name_to_value:
@@ -112,7 +112,7 @@ def _decoded(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str 
         if not name.endswith("-bin"):
             yield name, text
             continue
-        for part in value.split(b","):  # the values of one key may come joined
+        for part in value.split(b","):  # peers may join the values of one key
             bare = part.strip().rstrip(b"=")
             try:
                 yield name, base64.b64decode(bare + b"=" * (-len(bare) % 4), validate=True)
@@ -121,10 +121,10 @@ def _decoded(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str 
 
 
 def encode_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> Headers:
-    """Return the headers for metadata.
+    """Return metadata as headers.
 
     Raises:
-        ValueError: A key or value must not be sent.
+        ValueError: A key or value is not allowed.
     """
     return [_encoded(key, value) for key, value in metadata]
 

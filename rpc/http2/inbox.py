@@ -1,4 +1,4 @@
-"""The messages that a client sends on one stream."""
+"""Reads the messages that a client sends on one stream."""
 
 import asyncio
 import zlib
@@ -10,15 +10,15 @@ import grpc
 from rpc.http2.headers import ENCODING_TO_WBITS
 
 WINDOW_BYTES: Final = 65_535
-"""What a client may send on a stream before the handler reads; HTTP/2's default."""
+"""Most bytes that a client may send on a stream before the handler reads; HTTP/2's default."""
 
 _PREFIX_BYTES: Final = 5
 _QUICK_BYTES: Final = 256 * 1024
-"""What is inflated on the event loop; a longer message continues in a thread."""
+"""Bytes of a message that are inflated on the event loop; a thread inflates the rest."""
 
 
 class RefusedMessageError(Exception):
-    """A client's message ends its call."""
+    """A client's message is invalid or too large, so its call must end with this status."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details)
@@ -27,14 +27,14 @@ class RefusedMessageError(Exception):
 
 
 class Inbox:
-    """Collects bytes, and takes messages out of them.
+    """Collects received bytes and splits them into messages.
 
-    The client may send `WINDOW_BYTES` that no handler reads. While a handler waits for a message,
-    the client may send all of it.
+    The client may send `WINDOW_BYTES` before a handler reads them. While a handler waits for a
+    larger message, the client may send all of that message.
     """
 
     def __init__(self, max_bytes: int, encoding: str, allow: Callable[[int], None]) -> None:
-        """`allow` lets the client send more bytes; it has `WINDOW_BYTES` at first."""
+        """`allow(n)` lets the client send n bytes more; at first it may send `WINDOW_BYTES`."""
         self._max_bytes = max_bytes
         self._encoding = encoding
         self._wbits = ENCODING_TO_WBITS[encoding]
@@ -44,25 +44,25 @@ class Inbox:
         """Bytes that the client may still send."""
         self._has_ended = False
         self._num_wanted = 0
-        """Bytes that the reader waits for."""
+        """Size of `_data` for which the reader waits."""
         self._reader: asyncio.Future[None] | None = None
 
     def feed(self, data: bytes, num_window_bytes: int) -> None:
-        """Take bytes from the client; padding is only in `num_window_bytes`."""
+        """Add bytes from the client; `num_window_bytes` also counts their padding."""
         self._data += data
         self._num_allowed -= num_window_bytes
         self._wake()
 
     def end(self) -> None:
-        """Note that the client sends no more."""
+        """Record that the client has sent its last message."""
         self._has_ended = True
         self._wake()
 
     async def read(self) -> bytes | None:
-        """Return the next message; None: there is no other.
+        """Return the next message; None: the client has sent all its messages.
 
         Raises:
-            RefusedMessageError: The message is too large, or is none.
+            RefusedMessageError: The message is invalid or too large.
         """
         while len(self._data) < (size := self._size()):
             if self._has_ended:
@@ -86,11 +86,15 @@ class Inbox:
         reader = self._reader
         if reader is not None and (self._has_ended or len(self._data) >= self._num_wanted):
             self._reader = None
-            if not reader.done():  # cancelled
+            if not reader.done():  # a cancelled reader is done
                 reader.set_result(None)
 
     def _size(self) -> int:
-        """Return the size of the next message with its prefix, as far as it is known."""
+        """Return the size of the next message with its prefix; only the prefix's if incomplete.
+
+        Raises:
+            RefusedMessageError: The prefix is invalid, or the message is too large.
+        """
         if len(self._data) < _PREFIX_BYTES:
             return _PREFIX_BYTES
         num_bytes = int.from_bytes(self._data[1:_PREFIX_BYTES], "big")
@@ -105,9 +109,10 @@ class Inbox:
         return _PREFIX_BYTES + num_bytes
 
     def _allow_up_to(self, num_bytes: int, *, at_least: int = 0) -> None:
-        """Let the client send so many bytes.
+        """Let the client send up to `num_bytes` from now on.
 
-        Small differences wait, as each costs a frame, unless it may not send `at_least`.
+        Postpones a small increase, because each increase costs a frame, unless the client could
+        otherwise send fewer than `at_least` bytes.
         """
         more = num_bytes - self._num_allowed
         if self._has_ended or more <= 0:
@@ -143,7 +148,7 @@ class Inbox:
 
 
 def _rest(inflater: "zlib._Decompress", num_bytes: int) -> bytes:
-    """Return the next bytes of `inflater`, which has had its input."""
+    """Return up to `num_bytes` more bytes from input that `inflater` already has."""
     parts: list[bytes] = []
     while num_bytes > 0 and (part := inflater.decompress(inflater.unconsumed_tail, num_bytes)):
         parts.append(part)

@@ -1,4 +1,4 @@
-"""What a client of the HTTP/2 server may use."""
+"""Limits for clients of the HTTP/2 server."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -14,24 +14,24 @@ class Limits:
     """Limits of a connection and its calls."""
 
     max_received_bytes: int
-    """Largest request message, inflated."""
+    """Largest request message, after decompression."""
     max_sent_bytes: int
     """Largest response message."""
     max_metadata_bytes: int
-    """Largest metadata of a request, as HTTP/2 counts: 32 bytes more for each field."""
+    """Largest metadata of a request. As in HTTP/2, each header counts 32 bytes beyond its text."""
     max_concurrent_streams: int
-    """Most calls of a connection whose handlers run."""
+    """Most handlers that run at once for one connection."""
     max_connections: int | None = None
-    """None: no limit."""
+    """Most open connections; None: no limit."""
     pings: Pings = PATIENT
 
 
 class FrameBudget:
-    """How many frames without a request or data a client may still send.
+    """Limits how many frames without a request or data a client may send.
 
-    PING, SETTINGS, RST_STREAM and the like cost processor time, and a client could send them
-    without end ("rapid reset", CVE-2023-44487). A client earns one for each frame that it gets, and
-    some with time.
+    PING, SETTINGS, RST_STREAM and the like cost CPU time, and a client could send them without end
+    ("rapid reset", CVE-2023-44487). Each frame sent to the client earns it one frame, and each
+    second earns it 100.
     """
 
     def __init__(self, max_concurrent_streams: int, now: float) -> None:
@@ -44,7 +44,7 @@ class FrameBudget:
         self._left = min(self._left + num_frames, self._most)
 
     def spend(self, num_frames: int, now: float) -> bool:
-        """Count frames from the client; False: they were too many."""
+        """Count frames from the client. Returns False if they exceed the budget."""
         self._left = min(self._left + (now - self._at) * _REFILL_PER_S, self._most) - num_frames
         self._at = now
         return self._left >= 0

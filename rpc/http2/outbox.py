@@ -1,8 +1,8 @@
-"""What goes out on a connection: h2's frames and messages, in the order in which they were made.
+"""Sends a connection's messages and h2's other frames, in the order in which they were made.
 
-h2 takes 10 us for a DATA frame, so messages do not pass through it: their frames are made here, and
-their bytes are subtracted from h2's windows as `H2Connection.send_data` does. All else (headers,
-settings, pings, resets) is h2's.
+h2 takes 10 us for a DATA frame. So this module makes the DATA frames of messages itself, and
+subtracts their bytes from h2's windows, as `H2Connection.send_data` does. h2 makes all other frames
+(headers, settings, pings, resets).
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from h2.connection import H2Connection
 from h2.stream import H2Stream
 
 _FULL_BYTES: Final = 64 * 1024
-"""What may collect until the end of the event loop's turn."""
+"""From this size on, collected frames are written before the end of the event loop's turn."""
 
 _FRAME_AND_PREFIX: Final = struct.Struct(">BHBBIBI")
-"""A DATA frame's head: length in 8 and 16 bits, type, flags, stream; and a message's prefix:
-whether it is compressed, and its length."""
+"""A DATA frame's header (length in 8 and 16 bits, type, flags, stream), then a message's prefix
+(compression flag, length)."""
 _FRAME: Final = struct.Struct(">BHBBI")
 _PREFIX: Final = struct.Struct(">BI")
 
@@ -33,24 +33,24 @@ class OutStream:
         self.h2 = h2
         self.num: int = h2.stream_id
         self.unsent: memoryview | None = None
-        """The rest of a message that waits for room."""
+        """The rest of a message, which waits for room."""
         self.sent = asyncio.Event()
-        """Set when `unsent` has been sent or forgotten."""
+        """Set when `unsent` becomes None."""
         self.is_queued = False
-        """Whether `unsent` waits for the connection, and not for the stream's own window."""
+        """Whether the stream is in the outbox's queue; else `unsent` waits for a wider window."""
         self.has_ended = False
 
     async def wait(self) -> None:
-        """Wait until all has been sent, or the stream has ended."""
+        """Wait until all messages have been sent, or the stream has ended."""
         while self.unsent is not None:
             await self.sent.wait()
 
 
 class Outbox:
-    """Sends messages as far as the client's windows and the transport admit it."""
+    """Sends messages as far as the client's windows and the transport's buffer have room."""
 
     def __init__(self, h2: H2Connection, write: Callable[[bytes, int], None]) -> None:
-        """Take frames from `h2`; `write` gets bytes, and how many messages' frames are in them."""
+        """`write` sends bytes; its second argument counts the DATA frames in them."""
         self._h2 = h2
         self._write = write
         self._loop = asyncio.get_running_loop()
@@ -58,14 +58,14 @@ class Outbox:
         self._num_h2_parts = 0
         self._num_bytes = 0
         self._queue: deque[OutStream] = deque()
-        """The streams whose messages wait for the connection."""
+        """Streams whose messages wait for the connection's window or the transport."""
         self._is_paused = False
         self._is_flushing = False
 
     def put(self, stream: OutStream, message: bytes) -> None:
-        """Send a message, or as much as there is room for; the rest follows as room appears.
+        """Send as much of a message as there is room for; the rest follows later.
 
-        The stream must have no `unsent`; nothing is sent after its end.
+        The stream must have no `unsent` message. Does nothing if the stream has ended.
         """
         num_bytes = len(message) + _PREFIX.size
         h2, own = self._h2, stream.h2
@@ -96,24 +96,24 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much has collected that it should be written at once."""
+        """Whether enough frames have collected to write them at once."""
         return self._num_bytes >= _FULL_BYTES
 
     def end(self, stream: OutStream) -> None:
-        """Forget what waits on a stream, and accept no more for it."""
+        """Drop the unsent rest of a stream, and send no more messages on it."""
         stream.has_ended = True
         stream.unsent = None
         stream.sent.set()
 
     def widen(self, stream: OutStream | None) -> None:
-        """Continue after the client has widened a window: a stream's, or the connection's."""
+        """Continue after the client has widened a stream's window; None: the connection's."""
         if stream is not None and stream.unsent is not None and not stream.is_queued:
             stream.is_queued = True
             self._queue.append(stream)
         self._advance()
 
     def pause(self) -> None:
-        """Send no more messages: the transport's buffer is full."""
+        """Stop sending messages, because the transport's buffer is full."""
         self._is_paused = True
 
     def resume(self) -> None:
@@ -122,12 +122,12 @@ class Outbox:
         self._advance()
 
     def take(self) -> None:
-        """Take the frames that h2 has made; to be called after each call of h2 that makes some."""
+        """Send the frames that h2 has made. Call this after each h2 method that makes frames."""
         if data := self._h2.data_to_send():
             self.add(data)
 
     def add(self, frames: bytes) -> None:
-        """Send frames other than messages'."""
+        """Send frames other than DATA frames of messages."""
         self._num_h2_parts += 1
         self._add(frames)
 
@@ -139,7 +139,7 @@ class Outbox:
             self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """Write all frames."""
+        """Write all collected frames."""
         self._is_flushing = False
         if not self._parts:
             return
@@ -149,7 +149,7 @@ class Outbox:
         self._write(data, num_frames)
 
     def _advance(self) -> None:
-        """Send frames of the waiting messages in turn."""
+        """Send frames of the queued streams in turn, while there is room."""
         queue = self._queue
         while queue and not self._is_paused and self._h2.outbound_flow_control_window > 0:
             stream = queue.popleft()
@@ -159,7 +159,7 @@ class Outbox:
                 stream.is_queued = False
 
     def _send_frame(self, stream: OutStream) -> bool:
-        """Send a frame of a stream's message; return whether it could send another."""
+        """Send one frame of a stream's unsent message; return False if no more can follow now."""
         h2, own, unsent = self._h2, stream.h2, stream.unsent
         if unsent is None:
             return False
@@ -169,7 +169,7 @@ class Outbox:
             own.outbound_flow_control_window,
             h2.max_outbound_frame_size,
         )
-        if num_bytes <= 0:  # `widen` continues; a client may even make its window negative
+        if num_bytes <= 0:  # until `widen`; a client may even make a window negative
             return False
         h2.outbound_flow_control_window -= num_bytes
         own.outbound_flow_control_window -= num_bytes

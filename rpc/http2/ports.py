@@ -1,4 +1,4 @@
-"""Sockets that listen."""
+"""Opens listening sockets: TCP ports and Unix sockets."""
 
 import contextlib
 import socket
@@ -10,7 +10,7 @@ _WILDCARDS: Final = ("", "0.0.0.0", "::")  # noqa: S104 - the address is the use
 
 
 def listen_at(address: str, *, shares_port: bool) -> list[socket.socket]:
-    """Listen at all addresses of "host:port"; as in gRPC, a wildcard is for IPv4 and IPv6.
+    """Listen at all addresses of "host:port". As in gRPC, a wildcard means IPv4 and IPv6.
 
     Raises:
         OSError: An address is not available.
@@ -36,16 +36,16 @@ def listen_at(address: str, *, shares_port: bool) -> list[socket.socket]:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
             listener.bind((each, port))
             listener.listen(_BACKLOG)
-            port = listener.getsockname()[1]  # 0 becomes one port, the same at all addresses
+            port = listener.getsockname()[1]  # if 0, all addresses get the port of the first
         opened.pop_all()
     return listening
 
 
 class ListeningPath:
-    """A Unix socket; it replaces one of a process that has died."""
+    """A listening Unix socket. It replaces a socket file that already exists."""
 
     def __init__(self, path: Path) -> None:
-        """Listen; raises OSError if that is impossible."""
+        """Start to listen; raises OSError on failure."""
         self._path = path
         if path.is_socket():
             path.unlink()

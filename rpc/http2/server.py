@@ -1,4 +1,4 @@
-"""The server: its ports, its services, and its stop."""
+"""The gRPC server: ports, services, start and stop."""
 
 import asyncio
 import socket
@@ -24,7 +24,7 @@ _Find: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 class _CallDetails(grpc.HandlerCallDetails):
-    """What interceptors know of a call."""
+    """The details of a call that interceptors see."""
 
     def __init__(self, method: str, metadata: Metadata) -> None:
         self.method = method
@@ -32,7 +32,7 @@ class _CallDetails(grpc.HandlerCallDetails):
 
 
 class Http2Server:
-    """Serves what grpc.aio.Server serves, with the same servicers and interceptors.
+    """Replaces `grpc.aio.Server`; takes the same servicers and interceptors.
 
     Handlers are coroutine functions or asynchronous generator functions. Responses are not
     compressed.
@@ -53,7 +53,7 @@ class Http2Server:
         self._method_to_handler: dict[str, Any] = {}
         self._generic: list[grpc.GenericRpcHandler[Any, Any]] = []
         self._sockets: list[tuple[socket.socket, ssl.SSLContext | None]] = []
-        """Until `start`."""
+        """The bound sockets; empty after `start`."""
         self._listeners: list[asyncio.Server] = []
         self._paths: list[ListeningPath] = []
         self._find: _Find = self._look_up
@@ -61,11 +61,11 @@ class Http2Server:
             self._find = partial(interceptor.intercept_service, self._find)
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Serve what these find for a call."""
+        """Serve the calls for which one of `handlers` finds a method handler."""
         self._generic += handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Serve a service's methods."""
+        """Serve the methods of `service`; `handlers` maps method names to handlers."""
         for method, handler in handlers.items():
             self._method_to_handler[f"/{service}/{method}"] = handler
 
@@ -106,12 +106,12 @@ class Http2Server:
         self._sockets.clear()
 
     async def stop(self, grace: float | None) -> None:
-        """Accept no more calls; calls that have not ended after `grace` seconds are cancelled.
+        """Accept no more calls; cancel those that have not ended after `grace` seconds.
 
-        Returns when all handlers have ended. It may be called again, for a shorter grace.
+        Returns when all handlers have ended. May be called again with a shorter grace.
         """
         self.is_stopping = True
-        for each, _ in self._sockets:  # it was never started
+        for each, _ in self._sockets:  # not empty if `start` was never called
             each.close()
         self._sockets.clear()
         for listener in self._listeners:
@@ -135,7 +135,7 @@ class Http2Server:
         return [task for connection in self.connections for task in connection.tasks]
 
     async def find_handler(self, method: str, metadata: Metadata) -> Any:
-        """Return the handler of a call, as the interceptors want it; None: there is none."""
+        """Return a call's handler, wrapped by the interceptors; None: the method is unknown."""
         return await self._find(_CallDetails(method, metadata))
 
     async def _look_up(self, details: grpc.HandlerCallDetails) -> Any:

@@ -1,8 +1,8 @@
 """Detects stalls of an event loop: how long they last, and the stack of its thread.
 
 A separate thread posts a callback to the loop a few times per second and measures how late it runs.
-The lag is measured from the time at which the post was due, because whatever holds the interpreter
-also delays this thread.
+The lag is measured from the time at which the post was due, because code that holds the GIL also
+delays this thread.
 """
 
 import asyncio
@@ -42,7 +42,8 @@ def watching_loop(
 ) -> AbstractContextManager[object]:
     """Watch the running event loop inside a `with` block; does nothing if `stall_s` is 0.
 
-    `on_lag` gets every lag, and `on_stall` the lags of `stall_s` or more; both run in the thread.
+    `on_lag` gets every lag in seconds, and `on_stall` each stall of `stall_s` or more. Both run in
+    the watching thread.
     """
     return _LoopWatch(stall_s, on_stall, on_lag) if stall_s else nullcontext()
 

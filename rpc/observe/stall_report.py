@@ -1,4 +1,4 @@
-"""Reports how late a process's event loop runs: a metric, and for a stall a log line and a span."""
+"""Reports how late the event loop runs (a metric), and each stall (a log line and a span)."""
 
 import time
 
@@ -26,10 +26,10 @@ def report_stall(stall: Stall) -> None:
     """Log a stall; once it is over, count it and record its span."""
     lasted_s, cpu_s = round(stall.lasted_s, 3), round(stall.cpu_s, 3)
     if not stall.is_over:
-        log.error("the event loop is held", lasted_s=lasted_s, cpu_s=cpu_s, stack=stall.stack)
+        log.error("the event loop is blocked", lasted_s=lasted_s, cpu_s=cpu_s, stack=stall.stack)
         return
     STALLED_SECONDS.inc(stall.lasted_s)
-    log.warning("the event loop was held", lasted_s=lasted_s, cpu_s=cpu_s, stack=stall.stack)
+    log.warning("the event loop was blocked", lasted_s=lasted_s, cpu_s=cpu_s, stack=stall.stack)
     now = time.time()
     telemetry.record_span(
         telemetry.STALL_SPAN,

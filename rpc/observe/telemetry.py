@@ -1,8 +1,9 @@
 """Passes trace context between processes, and exports spans.
 
 Context is always propagated, as W3C specifies: an incoming `traceparent` is passed on even if this
-process exports nothing. Without an endpoint the tracer is OpenTelemetry's no-op tracer, which
-passes on its parent's context at almost no cost. The SDK is imported only with an endpoint.
+process exports nothing. Without an endpoint, and above log level debug, the tracer is
+OpenTelemetry's no-op tracer, which passes on its parent's context at almost no cost. The SDK is not
+imported then.
 
 The client, or else the router, decides whether a trace is recorded. All other processes follow the
 `traceparent`; `sampled_context` returns the contexts to record.
@@ -46,7 +47,7 @@ def configure(
 ) -> None:
     """Export spans to `settings.otlp_traces_endpoint`, if set. Call once per process.
 
-    Without an endpoint, but with the log level debug, all requests are traced in the log only.
+    Without an endpoint, log level debug traces all requests, but only in the log.
 
     Args:
         service_name: Name of this process in its spans.

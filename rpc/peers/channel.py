@@ -18,12 +18,12 @@ def open_channel(
     *,
     pings: Pings = PATIENT,
 ) -> grpc.aio.Channel:
-    """Open a channel to "host:port" or "unix:/path"; it connects, and reconnects, at a call.
+    """Open a channel to "host:port" or "unix:/path"; it connects at the first call.
 
     Calls with a single request carry the current trace context. Long-lived streams do not, because
     they serve many requests; their messages name their traces. Unix sockets do not use TLS.
     """
-    # The stubs have no type for these.
+    # The type stubs do not accept a list of different interceptors.
     interceptors: Any = [_UnaryUnaryTrace(), _UnaryStreamTrace()]
     options = _options(max_message_mb, tls, pings)
     if tls is None or is_local(target):

@@ -1,4 +1,4 @@
-"""Finds processes by the operator's list of targets: addresses, and DNS names.
+"""Finds other processes from a list of targets, which are addresses or DNS names.
 
 `keep_members` runs a task for each process while the process exists.
 """
@@ -43,7 +43,7 @@ def check_targets(targets: Sequence[str]) -> None:
         ValueError: The list is empty, has a target twice, or has a malformed DNS name.
     """
     if not targets:
-        raise ValueError("is empty; it must name at least one")
+        raise ValueError("is empty; it must have at least one target")
     if twice := {target for target in targets if targets.count(target) > 1}:
         raise ValueError(f"names {', '.join(sorted(twice))} twice")
     for target in targets:
@@ -52,7 +52,7 @@ def check_targets(targets: Sequence[str]) -> None:
 
 
 class Discovery:
-    """Looks up names at intervals; a target that is listed by address is always present."""
+    """Looks up DNS names at intervals. Targets that are listed as addresses are always present."""
 
     def __init__(
         self, targets: Sequence[str], *, resolver: Resolver | None = None, interval_s: float = 5.0

@@ -1,4 +1,4 @@
-"""Checks the names in client certificates, over gRPC and HTTP.
+"""Checks the names in client certificates, for gRPC and HTTP.
 
 TLS accepts every certificate that an authority has signed. If one authority signs the certificates
 of routers, schedulers, workers and clients, the names decide which of them may call this process.
@@ -73,7 +73,7 @@ class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return call
 
     def _check(self, context: Any) -> None:
-        if context.peer().startswith("unix:"):  # no TLS: its permissions protect it
+        if context.peer().startswith("unix:"):  # has no TLS; file permissions protect it
             return
         auth: Mapping[str, Sequence[bytes]] = context.auth_context()
         # As in RFC 6125, the common name counts only if there is no alternative name.
@@ -82,9 +82,9 @@ class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def auth_context(certificate: Mapping[str, Any] | None) -> dict[str, list[bytes]]:
-    """Return what gRPC calls a connection's authentication context.
+    """Return a client's names in the format of gRPC's authentication context.
 
-    `certificate` is the client's, as `ssl` has parsed it.
+    `certificate` is the client's, as parsed by `ssl`.
     """
     certificate = certificate or {}
     names = [value.encode() for _, value in certificate.get("subjectAltName", ())]
@@ -118,7 +118,7 @@ def certificate_middleware(accepted: Collection[str]) -> Middleware:
 
 
 def _names_of(certificate: Mapping[str, Any]) -> list[str]:
-    """Return the names in a certificate that `ssl` has parsed."""
+    """Return the names in a certificate, as parsed by `ssl`."""
     alternatives = [value for _, value in certificate.get("subjectAltName", ())]
     return alternatives or _common_names(certificate)
 

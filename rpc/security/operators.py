@@ -45,8 +45,8 @@ class Operators:
             self._check_operator()
         elif not self._has_client_certificates and not peer.startswith(self._local_peers):
             raise PermissionDeniedError(
-                f"a process without keys or --tls-client-ca {what} by its Unix socket or, with"
-                f" --local-drain, from its own machine; this call is from {peer}"
+                f"a process without keys or --tls-client-ca {what} only for callers on its Unix"
+                f" socket or, with --local-drain, on its own machine; this call is from {peer}"
             )
 
 

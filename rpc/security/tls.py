@@ -109,20 +109,20 @@ def http_context(tls: ServerTls) -> ssl.SSLContext:
     """Make an HTTP server's context; each handshake uses the current files.
 
     TLS accepts clients without a certificate, for probes; the application decides which calls need
-    one. A certificate of a wrong authority ends the handshake.
+    one. A certificate from another authority ends the handshake.
     """
     return _reloading_context(tls, ssl.CERT_OPTIONAL, ())
 
 
 def http2_context(tls: ServerTls) -> ssl.SSLContext:
-    """Make the context of a gRPC server of our own; each handshake uses the current files."""
+    """Make the context of an `Http2Server`; each handshake uses the current files."""
     return _reloading_context(tls, ssl.CERT_REQUIRED, ("h2",))
 
 
 def _reloading_context(
     tls: ServerTls, of_clients: ssl.VerifyMode, protocols: Sequence[str]
 ) -> ssl.SSLContext:
-    """`of_clients` says which certificates clients need, if their authorities are known."""
+    """Make a server's context; `of_clients` applies only if `tls.client_ca` is set."""
 
     def read() -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.client_ca)
@@ -155,8 +155,8 @@ class _Newest(Generic[T]):
     def get(self) -> T:
         """Return the current value; called at each handshake.
 
-        If the files cannot be read, perhaps because they are being written, the old value is
-        returned, and the next handshake tries again.
+        If the files cannot be read, perhaps because they are being written, it returns the old
+        value, and the next handshake tries again.
         """
         try:
             stamps = self._look()

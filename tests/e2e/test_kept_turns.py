@@ -128,5 +128,5 @@ def test_usage_counts_every_kind_of_request_and_outlives_the_router(own: Service
     own.start_router()
     own.wait_until_ready()
     assert usage_of(own, "meter") == row
-    with pytest.raises(openai.PermissionDeniedError, match="shows usage by its Unix socket"):
+    with pytest.raises(openai.PermissionDeniedError, match="shows usage only for callers on its"):
         client(own).get("/usage", cast_to=object)

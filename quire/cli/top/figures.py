@@ -53,7 +53,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class StepRates:
-    """The activity of one worker per second, between two snapshots."""
+    """The rates of one worker's activity between two snapshots, per second."""
 
     steps: float
     prefill_tokens: float

@@ -1,1 +1,1 @@
-"""`quire up`: starts a service on this machine and looks after it."""
+"""`quire up`: starts a service on this machine and keeps it running."""

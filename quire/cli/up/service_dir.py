@@ -42,22 +42,22 @@ class ServiceInfo:
     model: str
     """The directory of the first model."""
     model_name: str
-    """The name that requests use for it."""
+    """The name that requests use for the first model."""
     http_address: str
-    """Where this machine reaches the router's HTTP, "host:port"."""
+    """The router's HTTP address for this machine, "host:port"."""
     grpc_target: str
     log_dir: str
     processes: tuple[ServiceProcess, ...] = ()
     scheduler_target: str = ""
-    """The scheduler's gRPC, for operators; empty in files of older releases."""
+    """The scheduler's gRPC target, for operators; empty in files of older releases."""
     operator_target: str = ""
-    """The router's gRPC for operators; empty in files of older releases."""
+    """The router's gRPC target for operators; empty in files of older releases."""
     models: Mapping[str, str] = field(default_factory=dict)
     """The models by their names, in order; empty in files of older releases."""
     scheduler_targets: Mapping[str, str] = field(default_factory=dict)
-    """Each model's scheduler, by the model's name; empty in files of older releases."""
+    """Each model's scheduler target, by model name; empty in files of older releases."""
     other_operator_targets: tuple[str, ...] = ()
-    """The gRPC for operators of the service's other routers; empty in files of older releases."""
+    """The operator targets of the service's other routers; empty in files of older releases."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """The values of the flags of `quire up`, by name; empty in files of older releases."""
     has_tls: bool = False
@@ -65,7 +65,7 @@ class ServiceInfo:
 
     @property
     def title(self) -> str:
-        """The names of its models."""
+        """The names of the service's models."""
         return ", ".join(self.models) or self.model_name
 
     def is_at(self, http_port: int | None) -> bool:
@@ -86,11 +86,11 @@ class ServiceDir:
 
     @classmethod
     def create(cls, root: Path | None = None) -> Self:
-        """Create a directory; remove old directories except the last five, which have logs."""
+        """Create a directory; remove those of ended services except the last five."""
         parent = _root(root)
         making = _open_lock(parent)
         try:
-            # Serialized, because a directory that is not locked yet looks like an ended service's.
+            # Under a lock, because a new directory without a lock looks like an ended service's.
             fcntl.flock(making, fcntl.LOCK_EX)
             for stale in _left_behind(parent)[_MAX_KEPT:]:
                 shutil.rmtree(stale, ignore_errors=True)
@@ -141,7 +141,7 @@ def running_services(root: Path | None = None) -> Iterator[ServiceInfo]:
     """Return this user's running services, in no particular order."""
     for path in _directories(_root(root)):
         if _is_locked(path):
-            # It has just started, or is from another release
+            # The service may have just started, or be from another release.
             with contextlib.suppress(OSError, ValueError):
                 yield _JSON.validate_json((path / "service.json").read_bytes())
 
@@ -150,7 +150,7 @@ def _root(root: Path | None) -> Path:
     path = root or Path(tempfile.gettempdir()) / f"quire-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     facts = path.lstat()
-    # Otherwise other users could put sockets there.
+    # Other users must not be able to put sockets there.
     is_private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
     if not path.is_dir() or path.is_symlink() or not is_private:
         raise ServiceDirError(f"{path} must be a directory that only you can write to")

@@ -95,8 +95,8 @@ class UpSettings(ProcessSettings):
     model: Annotated[tuple[ModelName, ...], NoDecode] = ()
     """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
     Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md); default: the small
-    model that Quire ships. Repeat it for several models behind the same ports. Each gets its own
-    scheduler and workers, which share the devices (docs/operations.md)."""
+    model that Quire ships. Repeat the flag to serve several models on the same ports. Each model
+    gets its own scheduler and workers, which share the devices (docs/operations.md)."""
     cache_dir: Path | None = None
     """Directory for files that are made from GGUF files or downloaded from URLs; default:
     ~/.cache/quire. Models from the hub are in the hub's own cache (HF_HOME)."""
@@ -127,38 +127,39 @@ class UpSettings(ProcessSettings):
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many workers to start. With CUDA, each has separate devices."""
     prefill_workers: Annotated[int, Field(ge=0, le=64)] = 0
-    """With --decode-workers, instead of --workers: how many workers compute prompts. Requests then
-    move with their KV to the decode workers (docs/fleet.md)."""
+    """How many workers compute prompts; requests then move with their KV to the decode workers
+    (docs/fleet.md). Set it together with --decode-workers, instead of --workers."""
     decode_workers: Annotated[int, Field(ge=0, le=64)] = 0
-    """With --prefill-workers: how many workers decode."""
+    """How many workers decode. Set it together with --prefill-workers."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many routers to start. They share --http-port and --grpc-port: each gets some of the
-    connections, so a client should open several. docs/performance.md has the cost of a token at a
+    """How many routers to start. They share --http-port and --grpc-port. Each gets some of the
+    connections, so a client should open several. docs/performance.md says what a token costs at a
     router."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    """Where the workers compute: cpu, cuda, or cuda:N; auto is cuda if there is a GPU."""
+    """Where the workers compute: cpu, cuda or cuda:N; auto is cuda if there is a GPU, else cpu."""
     tensor_parallel_size: PositiveInt = 1
-    """Devices of each worker that split every layer of the model between them."""
+    """Number of devices among which a worker splits every layer of the model."""
     pipeline_parallel_size: PositiveInt = 1
-    """Pipeline stages of each worker; each stage has a part of the layers, on separate devices."""
+    """Number of pipeline stages per worker; each stage has some of the layers, on its own
+    devices."""
     simulate: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Start this many simulated workers instead, in one process. A step takes as long as on a GPU,
     but computes nothing: the text is random."""
     http_port: Port = 8000
-    """Port of the router's HTTP, with OpenAI's API; 0 picks a free one."""
+    """HTTP port of the router, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
-    """Port of the router's gRPC; 0 picks a free one."""
+    """gRPC port of the router; 0 picks a free one."""
     uds: Path | None = None
     """Path of a Unix socket for the router's gRPC, instead of --host and --grpc-port."""
     scheduler_http_port: Port | None = None
-    """Port of the scheduler's HTTP, for probes and metrics; 0 picks a free one. Default:
+    """HTTP port of the scheduler, for probes and metrics; 0 picks a free one. Default:
     --http-port + 1 if that is free."""
     worker_http_port: Port | None = None
-    """Port of the first worker's HTTP; the other workers get the next ports; 0 picks free ones.
+    """HTTP port of the first worker; the other workers get the next ports. 0 picks free ones.
     Default: --http-port + 2 if that is free."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Number format of weights and activations; auto is the checkpoint's if the device is fast with
-    it, else float32."""
+    """Number format of weights and activations; auto is the checkpoint's format if the device
+    computes fast with it, else float32."""
     quantization: Literal["int8", "int4"] | None = None
     """Round the weights of linear maps to int8 or int4, for less memory and faster decoding.
     Default: keep them in --dtype."""
@@ -169,16 +170,16 @@ class UpSettings(ProcessSettings):
     max_num_batched_tokens: PositiveInt | None = None
     """Most tokens that one step computes; default: the worker's."""
     num_blocks: PositiveInt | None = None
-    """KV blocks of a worker; default: as many as fit the memory."""
+    """KV blocks of a worker; default: as many as fit in its memory."""
     block_size: PositiveInt | None = None
     """Tokens per KV block; default: the worker's."""
     kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Memory for KV blocks of a worker, in GiB; default: as much as fits."""
+    """Memory for a worker's KV blocks, in GiB; default: as much as fits."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """Format of the KV cache: auto is the format in which the model computes; int8 and fp8 take
     about half the memory of bfloat16."""
     kv_cache_dtype_skip_layers: str = ""
-    """Layers, counted from 0, that keep their KV as with auto, such as 0,1,23."""
+    """Layers that keep the KV format of auto, counted from 0, such as 0,1,23."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Host memory for KV that does not fit on a worker's device, in GiB; default: the worker's."""
     host_kv_codec: str = ""
@@ -186,21 +187,21 @@ class UpSettings(ProcessSettings):
     disk_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Disk space for KV that does not fit in a worker's host memory, in GiB; default: none."""
     disk_kv_dir: Path | None = None
-    """Directory for KV on the disk, where the next start finds it; default: it disappears with the
-    worker."""
+    """Directory for KV on the disk, which the next start of the worker reuses; default: KV on the
+    disk does not outlive the worker."""
     disk_kv_codec: str = ""
     """Compression of KV on the disk: none, lz4, zstd, gzip, int8 or fp8; empty: none."""
     policy: str = ""
     """Order of requests: fcfs, priority, fair, deadline, a combination such as
     priority+fair+deadline, or the dotted path of your class; empty: fcfs."""
     preemption_mode: Literal["cost", "swap", "recompute"] | None = None
-    """How to preempt a sequence: swap its KV to host memory, or recompute it later; default (cost):
-    the cheaper one."""
+    """How to preempt a sequence: swap its KV to host memory, or recompute it later; default: cost,
+    which chooses the cheaper one."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] | None = None
-    """How much longer steps may take, as a factor, while a long prompt is computed beside streaming
+    """Factor by which steps may take longer while a long prompt is computed beside streaming
     requests; inf: no limit; default: the scheduler's, 1.4."""
     max_prompt_step_s: Annotated[float, Field(gt=0)] | None = None
-    """Longest time of a step with prompt tokens, in seconds; inf: no limit; default: the
+    """Longest duration of a step with prompt tokens, in seconds; inf: no limit; default: the
     scheduler's, 2."""
     eviction: Literal["lru", "lfu", "fifo"] | None = None
     """Which cached KV block to evict first: least recently used (lru), least frequently used (lfu)
@@ -213,7 +214,7 @@ class UpSettings(ProcessSettings):
     num_draft_tokens: PositiveInt | None = None
     """Most tokens to propose at a time; default: the worker's, 4."""
     draft_model: ModelName | None = None
-    """The model that proposes tokens, named as --model; it needs the same vocabulary."""
+    """The model that proposes tokens, given like --model; it needs the same vocabulary."""
     ngram_min: PositiveInt | None = None
     """Shortest n-gram to look up for a proposal, in tokens; default: the worker's, 2."""
     ngram_max: PositiveInt | None = None
@@ -226,7 +227,7 @@ class UpSettings(ProcessSettings):
     api_keys_file: Path | None = None
     """TOML file with API keys, their tenants, and the tenants' quotas (docs/security.md)."""
     turn_store: str = ""
-    """Where responses are stored; they then survive restarts of all processes (docs/failure.md): a
+    """Where to store responses, so that they survive restarts of all processes (docs/failure.md): a
     file for SQLite, postgresql://…, or none. Empty: MODEL-PORT.sqlite in
     ~/.local/share/quire/turns, but none with --http-port 0 or --attached."""
     turn_retention_days: Annotated[float, Field(gt=0)] | None = None
@@ -235,15 +236,15 @@ class UpSettings(ProcessSettings):
     usage_retention_days: Annotated[float, Field(gt=0)] | None = None
     """How many days usage (`quire usage`) is kept; default: the router's, 400."""
     audit_log: Path | None = None
-    """A file for the prompt and the outputs of every request, as JSON lines; by default they are
-    not written anywhere. With several routers, the others write FILE-1, FILE-2, and so on."""
+    """File for the prompt and the outputs of every request, as JSON lines; unset: they are not
+    written anywhere. With several routers, the others write FILE-1, FILE-2, and so on."""
     ui: bool = True
     """Whether the router serves the web page /ui: live figures of the service, and a playground."""
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] | None = None
-    """New tokens of a stream that go out together; default: the router's, 1."""
+    """How many new tokens of a stream to send together; default: the router's, 1."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of requests to trace (--otlp-traces-endpoint), unless the client's traceparent decides;
-    default: the router's, 0.01."""
+    """Share of requests to trace, if --otlp-traces-endpoint is set and the client's traceparent
+    does not decide; default: the router's, 0.01."""
     detach: bool = False
     """Return when the service is ready, and leave it running; `quire down` stops it."""
     demo: bool = False
@@ -252,8 +253,8 @@ class UpSettings(ProcessSettings):
     verbose: bool = False
     """Print the logs of the processes as they are written."""
     attached: bool = False
-    """Stop when standard input ends. For programs that start a private service: the pipe closes
-    even if the program is killed."""
+    """Stop when standard input ends. This is for programs that start a private service, because
+    their pipe closes even if the program is killed."""
 
     @field_validator("model", mode="before")
     @classmethod
@@ -286,7 +287,7 @@ class UpSettings(ProcessSettings):
                 " given, and at least 1"
             )
         if any(given) and self.workers > 1:
-            raise ValueError(f"--workers: {self.workers}: cannot be with --prefill-workers")
+            raise ValueError(f"--workers: {self.workers}: cannot be set with --prefill-workers")
         return self
 
     @model_validator(mode="after")
@@ -312,7 +313,7 @@ class UpSettings(ProcessSettings):
                     f"{flag}: simulated workers, and workers on several devices, keep their model"
                 )
             if self.routers > 1:
-                raise ValueError(f"{flag}: needs one router; not {self.routers}")
+                raise ValueError(f"{flag}: needs one router; --routers is {self.routers}")
         return self
 
     @property
@@ -335,7 +336,7 @@ class UpSettings(ProcessSettings):
     @model_validator(mode="after")
     def _attached_is_not_detached(self) -> Self:
         if self.attached and self.detach:
-            raise ValueError("--attached: cannot be with --detach")
+            raise ValueError("--attached: cannot be set with --detach")
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from quire.cli.up.service_dir import ServiceProcess
 _LOG_LINES: Final = 15
 _LOG_LINES_RESTART: Final = 3
 _STOP_SLACK_S: Final = 5.0
-"""Time that a process has to end after its drain time is over."""
+"""Time for a process to end after its drain time is over."""
 
 
 class StartError(Exception):
@@ -38,7 +38,7 @@ class Backoff:
 
 
 class _Slot:
-    """One spec, and its current child."""
+    """The spec of a process, and its current child process."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
@@ -51,7 +51,7 @@ class Supervisor:
     """Owns the children of one service.
 
     Until `mark_started`, a process that ends fails the start; from then on it is restarted.
-    `report` gets lines for a person; `on_change` is called after each start and each end.
+    `report` gets messages for the user; `on_change` is called after each start and each end.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Supervisor:
 
     async def _start(self, slot: _Slot) -> Child | None:
         """Start the slot's process; return None if the supervisor is stopping."""
-        # Without the lock, `_stop_all` would miss a child that is being started
+        # Without the lock, `_stop_all` would miss a child that is being started.
         async with self._start_lock:
             if self._stopping.is_set():
                 return None

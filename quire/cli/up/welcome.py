@@ -41,7 +41,7 @@ Try:
 
 
 def chats(service: ServiceInfo) -> bool:
-    """Whether the service's model is the demo's, which is made for chats."""
+    """Whether the service's model is the demo model, which is made for chats."""
     return Path(service.model).name == FILE.name
 
 

@@ -1,8 +1,8 @@
-// Calls of the router that serves this page, with the key that the user gave, if any.
+// Calls the router that serves this page, with the user's API key, if any.
 
 const KEY = "quire.key";
 
-/** What the router said of a call that failed; `status` is HTTP's. */
+/** The router's error for a failed call; `status` is the HTTP status. */
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -10,12 +10,12 @@ export class ApiError extends Error {
   }
 }
 
-/** Keeps the key for this tab, until it is closed. */
+/** Stores the key until this tab is closed. */
 export function useKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-/** Gives the JSON at a path; `parameters` that are undefined are left out. */
+/** Returns the JSON at a path; leaves out `parameters` that are undefined. */
 export async function get(path, parameters = {}) {
   const given = Object.entries(parameters).filter(([, value]) => value !== undefined);
   const query = given.length ? `?${new URLSearchParams(given)}` : "";
@@ -24,7 +24,7 @@ export async function get(path, parameters = {}) {
   return response.json();
 }
 
-/** Posts a body, and yields each of the server-sent events of the answer, parsed. */
+/** Posts a body and yields the parsed server-sent events of the answer. */
 export async function* stream(path, body, signal) {
   const response = await fetch(path, {
     method: "POST",
@@ -42,7 +42,7 @@ export async function* stream(path, body, signal) {
     const events = buffered.split("\n\n");
     buffered = events.pop();
     for (const event of events) {
-      if (event.startsWith(":")) continue; // a comment: there is nothing new yet
+      if (event.startsWith(":")) continue; // a comment that keeps the connection open
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const parsed = JSON.parse(data);
@@ -52,18 +52,18 @@ export async function* stream(path, body, signal) {
   }
 }
 
-/** Makes objects of columns, as the router sends what there is much of. */
+/** Converts columns, which the router sends for long lists, to an array of objects. */
 export function rows(columns) {
   const names = Object.keys(columns);
   return columns[names[0]].map((_, i) => Object.fromEntries(names.map((name) => [name, columns[name][i]])));
 }
 
-/** Gives the numbers of packed int32. */
+/** Decodes Base64 of packed int32 to numbers. */
 export function int32s(base64) {
   return new Int32Array(bytes(base64).buffer);
 }
 
-/** Gives what is in base64. */
+/** Decodes Base64 to bytes. */
 export function bytes(base64) {
   return Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
 }
@@ -76,5 +76,5 @@ function authorization() {
 async function check(response) {
   if (response.ok) return;
   const body = await response.json().catch(() => ({}));
-  throw new ApiError(response.status, body.error?.message ?? `the router answers ${response.status}`);
+  throw new ApiError(response.status, body.error?.message ?? `the router answered ${response.status}`);
 }

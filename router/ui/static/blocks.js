@@ -1,11 +1,11 @@
-// The map of one worker's KV blocks: a grid for each tier, and who holds the block under the pointer.
+// The map of one worker's KV blocks: a grid for each tier, and the holders of the block under the pointer.
 
 import { bytes, int32s } from "./api.js";
 import { byId, colour, element, explain, legendEntry, number, prepare } from "./page.js";
 
 const STATES = [, "blank", "cached", "pinned", "held", "shared", "retired"]; // by KvBlockState
 const MAX_HEIGHT = 180;
-const MAX_HOLDERS = 4; // told of by name
+const MAX_HOLDERS = 4; // listed for a block
 const [MIN_CELL, MAX_CELL] = [2, 15];
 
 const views = new Map(); // by tier
@@ -16,7 +16,7 @@ let highlighted = null; // a sequence's number
 for (const state of STATES.slice(1, -1).reverse()) byId("legend").append(legendEntry(state, state));
 byId("legend").lastChild.lastChild.textContent = "free";
 
-/** Shows a worker as `DescribeKv` has it, with block tables. */
+/** Shows a worker's answer to `DescribeKv`, which must have block tables. */
 export function showBlocks(worker) {
   blockSize = worker.block_size;
   sequences = worker.sequences.map((seq) => ({
@@ -45,7 +45,7 @@ export function showBlocks(worker) {
   }
 }
 
-/** Outlines the blocks of a sequence; of none: null. */
+/** Outlines the blocks of a sequence; null: of no sequence. */
 export function highlight(seqId) {
   if (highlighted === seqId) return;
   highlighted = seqId;
@@ -68,12 +68,12 @@ function draw(view) {
   let cell = MAX_CELL;
   while (cell > MIN_CELL && Math.ceil(count / Math.floor(width / cell)) * cell > MAX_HEIGHT) cell -= 1;
   view.cell = cell;
-  view.canvas.dataset.cell = cell; // for who looks for a block on it
+  view.canvas.dataset.cell = cell; // for tests that point at a block
   view.columns = Math.max(1, Math.floor(width / cell));
   const rows = Math.ceil(count / view.columns);
   const { context } = prepare(view.canvas, Math.max(cell, rows * cell));
   const size = cell > 3 ? cell - 1 : cell;
-  // A colour at a time: setting it costs more than a rectangle does.
+  // Draw one colour at a time, because setting it costs more than drawing a rectangle.
   for (let state = 1; state < STATES.length; state += 1) {
     context.fillStyle = colour(STATES[state]);
     for (let block = 0; block < count; block += 1) {
@@ -96,7 +96,7 @@ function place(view, block) {
   return [(block % view.columns) * view.cell, Math.floor(block / view.columns) * view.cell];
 }
 
-/** Says what the block at a place is, and who holds it. */
+/** Describes the block at a position and its holders. */
 function describe(view, x, y) {
   const column = Math.floor(x / view.cell);
   const block = Math.floor(y / view.cell) * view.columns + column;
@@ -111,7 +111,7 @@ function describe(view, x, y) {
   const state = STATES[view.states[block]];
   const others = holders.length - MAX_HOLDERS;
   const lines = holders.slice(0, MAX_HOLDERS).map(({ seq, at }) => {
-    // A table of host blocks is a swapped sequence's whole table; that of disk blocks continues it.
+    // The host table of a swapped sequence begins with its first block; the disk table follows it.
     const index = view.tier === "disk" ? seq.tables.host.length + at : at;
     return `request ${seq.request_id}, output ${seq.output_index}, seq ${seq.seq_id} (${seq.status}): ` +
       `table entry ${index}, tokens ${index * blockSize}–${(index + 1) * blockSize - 1}`;

@@ -1,4 +1,4 @@
-// Starts the page: its tabs, its key, and the loop that keeps it up to date.
+// Starts the page: its tabs, the form for the API key, and the loop that updates it.
 
 import { ApiError, get, useKey } from "./api.js";
 import { byId } from "./page.js";
@@ -34,7 +34,7 @@ async function showFrame() {
   if (!byId("service").hidden) await showService();
 }
 
-/** Says what is served: workers may come back with another model, and adapters come and go. */
+/** Shows the served models; called repeatedly, because models and adapters may change. */
 async function showNames() {
   const { data } = await get("v1/models");
   byId("model").textContent = data.map((model) => model.id).join(", ");
@@ -48,7 +48,7 @@ async function keepShowing() {
       setStatus("live", "");
       byId("key-form").hidden = true;
     } catch (error) {
-      namedAt = -Infinity; // so that either tab sees when it is over
+      namedAt = -Infinity; // ask for the models at once, so that both tabs notice a recovery
       const needsKey = error instanceof ApiError && error.status === 401;
       byId("key-form").hidden = !needsKey;
       setStatus(needsKey ? "needs an API key" : error.message, "bad");

@@ -1,8 +1,8 @@
-// What the parts of the page share: elements, numbers as text, canvases, the tooltip.
+// Functions for all parts of the page: elements, number formats, canvases, the tooltip.
 
 export const byId = (id) => document.getElementById(id);
 
-/** Makes an element. Text is never taken for HTML: clients choose request ids. */
+/** Makes an element. Text is never parsed as HTML, because clients choose request ids. */
 export function element(name, text = "", className = "") {
   const made = document.createElement(name);
   made.textContent = text;
@@ -10,7 +10,7 @@ export function element(name, text = "", className = "") {
   return made;
 }
 
-/** Makes an entry of a legend: a patch of a colour, and what it stands for. */
+/** Makes an entry of a legend: a patch of colour and its meaning. */
 export function legendEntry(name, text) {
   const entry = element("li");
   const patch = element("i");
@@ -19,7 +19,7 @@ export function legendEntry(name, text) {
   return entry;
 }
 
-/** Gives a colour of the style sheet. */
+/** Returns a colour of the style sheet. */
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
 
 export const number = (value, digits = 0) =>
@@ -27,7 +27,7 @@ export const number = (value, digits = 0) =>
 
 export const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
 
-/** Sizes a canvas to its place on the page, in the screen's own pixels; gives what draws on it. */
+/** Sizes a canvas to its place on the page, in device pixels; returns its drawing context. */
 export function prepare(canvas, height) {
   const ratio = window.devicePixelRatio || 1;
   const width = canvas.clientWidth;
@@ -42,7 +42,7 @@ export function prepare(canvas, height) {
 
 let explainAgain = () => {};
 
-/** Shows what `describe` says of a place on a canvas, while the pointer is there. */
+/** While the pointer is on a canvas, shows the text that `describe` returns for its position. */
 export function explain(canvas, describe) {
   const tooltip = byId("tooltip");
   canvas.addEventListener("pointermove", (event) => {
@@ -65,5 +65,5 @@ export function explain(canvas, describe) {
   });
 }
 
-/** Says anew what is under the pointer, which may have changed without its moving. */
+/** Updates the tooltip, because what is under a resting pointer may have changed. */
 export const refreshTooltip = () => explainAgain();

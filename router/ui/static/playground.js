@@ -1,9 +1,9 @@
-// The page's second tab: continues a prompt, or chats, streaming, through the OpenAI routes.
+// The page's second tab: streams completions and chats through the OpenAI routes.
 
 import { stream } from "./api.js";
 import { byId, element, number } from "./page.js";
 
-const history = []; // of the chat: {role, content}
+const history = []; // the chat's messages: {role, content}
 let running = null;
 
 byId("ask").addEventListener("submit", (event) => {
@@ -51,7 +51,7 @@ async function ask() {
       const isAtEnd = messages.scrollHeight - messages.scrollTop - messages.clientHeight < 40;
       text.data += piece;
       usage = event.usage ?? usage;
-      if (isAtEnd) messages.scrollTop = messages.scrollHeight; // unless the reader has gone back
+      if (isAtEnd) messages.scrollTop = messages.scrollHeight; // not if the reader has scrolled up
     }
     if (isChat()) history.push({ role: "user", content: prompt }, { role: "assistant", content: text.data });
   } catch (error) {
@@ -64,7 +64,7 @@ async function ask() {
   }
 }
 
-/** Makes the request's body; what is left at its default is not sent. */
+/** Makes the request's body, without most fields that have their default value. */
 function body(prompt) {
   const value = (id) => Number(byId(id).value);
   const asked = {

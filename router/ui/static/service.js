@@ -1,11 +1,11 @@
-// The page's first tab: asks the router what the service does, twice a second, and shows it.
+// The page's first tab: shows the state of the service, which it reads twice a second.
 
 import { ApiError, get, rows } from "./api.js";
 import { highlight, showBlocks } from "./blocks.js";
 import { byId, element, number, refreshTooltip, share } from "./page.js";
 import { clearSteps, lastStepId, showSteps } from "./timeline.js";
 
-const MAX_PAGES = 4; // of blocks and of sequences: 262,144 and 4,096
+const MAX_PAGES = 4; // for up to 262,144 blocks and 4,096 sequences
 const COLUMNS = [
   "seq_id", "request_id", "output_index", "status", "num_tokens", "num_prompt_tokens",
   "num_computed_tokens", "num_cached_tokens", "num_device_blocks", "num_host_blocks",
@@ -13,7 +13,7 @@ const COLUMNS = [
 ];
 
 let attachedAt = 0;
-let chosen = ""; // a worker, which may be gone for a while
+let chosen = ""; // the shown worker; it may be disconnected for a while
 
 byId("worker").addEventListener("change", () => {
   chosen = byId("worker").value;
@@ -31,7 +31,7 @@ export async function showService() {
   try {
     note(...(await showWorkers()));
   } catch (error) {
-    // Tenants may not see others' blocks, but everything else.
+    // A tenant may not see other tenants' blocks, but may see everything else.
     if (!(error instanceof ApiError) || error.status !== 403) throw error;
     note(error.message, "bad");
   }
@@ -43,7 +43,7 @@ function note(text, className = "") {
   byId("map-note").hidden = !text;
 }
 
-/** Shows the worker that is chosen; gives what there is to note of it, and how it looks. */
+/** Shows the chosen worker; returns a note about it and the note's style. */
 async function showWorkers() {
   const { workers } = await get("ui/api/activity", { max_steps: 0 });
   chosen ||= workers[0]?.worker ?? "";
@@ -55,11 +55,11 @@ async function showWorkers() {
     showNothing();
   }
   refreshTooltip();
-  if (found?.is_unloaded) return ["This worker's model is unloaded, and its device free: “quire load” brings it back."];
+  if (found?.is_unloaded) return ["This worker's model is unloaded, so its device is free. “quire load” loads the model again."];
   return found || !chosen ? [""] : ["The scheduler has no connection to this worker.", "bad"];
 }
 
-/** Lists the workers in an order of their own, which does not change with how they are. */
+/** Lists the workers by name, so that their order does not depend on their state. */
 function offer(workers) {
   const select = byId("worker");
   const label = ({ worker, is_unloaded, is_lost }) =>
@@ -78,14 +78,14 @@ function showNothing() {
   showSequences({ sequences: [], num_sequences: 0 });
 }
 
-/** Keeps the end of a socket's path: the beginning is the same for all workers of a service. */
+/** Returns the end of a socket's path, because its beginning is the same for all workers. */
 const shortened = (target) => (target.startsWith("unix:") ? target.slice(target.lastIndexOf("/") + 1) : target);
 
 async function showActivity(worker) {
   const { workers: [activity] } = await get("ui/api/activity", {
     worker, max_steps: 1024, after_step_id: lastStepId(),
   });
-  if (activity.attached_at_s !== attachedAt) clearSteps(); // and some of the new steps with it
+  if (activity.attached_at_s !== attachedAt) clearSteps(); // loses some of the new steps, too
   attachedAt = activity.attached_at_s;
   byId("preemptions").textContent = number(activity.num_preemptions);
   if (worker === chosen) showSteps(activity.steps);

@@ -1,4 +1,4 @@
-// The last half minute of a worker's steps: how long each took, what it computed, and the queues.
+// The last 30 seconds of a worker's steps: duration, tokens and queues.
 
 import { rows } from "./api.js";
 import { byId, colour, explain, legendEntry, number, prepare } from "./page.js";
@@ -21,19 +21,20 @@ for (const [name, text] of [
 ]) byId("timeline-legend").append(legendEntry(name, text));
 explain(canvas, describe);
 
-/** Forgets what was shown: another worker, or the same attached anew. */
+/** Removes all steps, because another worker is shown or the worker was attached again. */
 export function clearSteps() {
   steps = [];
   show();
 }
 
-/** The last step known; 0: none. */
+/** Returns the id of the last known step; 0: none. */
 export const lastStepId = () => (steps.length ? steps[steps.length - 1].step_id : 0);
 
-/** Adds the columns of new steps, and draws what is left in the window. */
+/** Adds new steps, which come as columns; drops those before the window, and draws the rest. */
 export function showSteps(columns) {
   steps.push(...rows(columns));
-  // By the service's clock, which need not be this machine's; a service at rest stands still.
+  // This is the service's clock, which may differ from this machine's. It stands still while no
+  // step runs.
   if (steps.length) now = steps[steps.length - 1].answered_at_s;
   steps = steps.filter((step) => step.answered_at_s > now - WINDOW_S);
   show();
@@ -94,7 +95,7 @@ function draw() {
   }
 }
 
-// Read once for each drawing would be thousands of times.
+// Caches the colours, which each drawing needs thousands of times.
 const colours = new Proxy({}, {
   get(known, name) {
     if (!(name in known)) known[name] = colour(name);
@@ -115,7 +116,7 @@ function label(context, [top, bottom], text, width) {
   context.fillRect(0, bottom, width, 1);
 }
 
-/** Says what the step nearest to a place did. */
+/** Describes the step nearest to a position. */
 function describe(x) {
   if (x < 0 || !steps.length) return "";
   const at = now - (1 - x / canvas.clientWidth) * WINDOW_S;

@@ -148,7 +148,7 @@ async def test_two_services_are_refused(router, tmp_path, capsys, flags):
     [
         (["{"], "in.jsonl:1: is not JSON"),
         ([line("a"), "[]"], "in.jsonl:2: must be an object with custom_id, url and body"),
-        ([line("a"), line("a")], "in.jsonl:2: custom_id is 'a', as in a line before"),
+        ([line("a"), line("a")], "in.jsonl:2: custom_id 'a' is on an earlier line"),
         ([line("a", url="/v1/models")], "url is '/v1/models'; it must be one of"),
         ([line("a", method="GET")], "method is 'GET'; it must be POST"),
         ([line("a", body={"stream": True})], "body.stream is set"),

@@ -20,11 +20,11 @@ async def test_kv_shows_a_map_and_the_sequences(served, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert await run("kv", "--target", served.target, "--worker", "unix:/w") == 0
     output = capsys.readouterr().out
-    assert "device: 7 blocks: 1 held, 1 shared, 1 cached, 1 pinned, 1 blank, 2 retired" in output
+    assert "device: 7 blocks: 1 held, 1 shared, 1 cached, 1 pinned, 1 free, 2 retired" in output
     assert "       0 ·cp#Sxx\n" in output
     assert "r[1]" in output
     assert "decode" in output
-    assert "2 sequences in all; --worker unix:/w --first-seq-id 8 shows the next ones" in output
+    assert "2 sequences in total; --worker unix:/w --first-seq-id 8 shows the next ones" in output
     (request,) = served.fake.requests
     assert (request.query.worker, request.query.block_tables) == ("unix:/w", False)
 

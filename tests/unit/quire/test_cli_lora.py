@@ -81,10 +81,10 @@ async def test_a_refusal_is_one_line_and_exit_code_1(scheduler, capsys):
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (["load"], "load: needs NAME=DIR; '' has another form"),
-        (["load", "sql"], "load: needs NAME=DIR; 'sql' has another form"),
-        (["unload"], "unload: needs NAME; '' has another form"),
-        (["unload", "sql=x"], "unload: needs NAME; 'sql=x' has another form"),
+        (["load"], "load: needs NAME=DIR, not ''"),
+        (["load", "sql"], "load: needs NAME=DIR, not 'sql'"),
+        (["unload"], "unload: needs NAME, not ''"),
+        (["unload", "sql=x"], "unload: needs NAME, not 'sql=x'"),
         (["list", "sql"], "list: takes no adapter, but 'sql' is given"),
         (["drop", "sql"], "action"),
     ],

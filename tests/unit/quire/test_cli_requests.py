@@ -92,7 +92,7 @@ async def test_cancel_chooses_by_id_tenant_or_age(router, capsys, flags, asked):
 
 async def test_cancel_says_if_nothing_was_ended(router, capsys):
     assert await run(router, "cancel", "--older-than-s", "61") == 0
-    assert capsys.readouterr().out == "none was live\n"
+    assert capsys.readouterr().out == "no live request matches\n"
     assert await run(router, "cancel", "x") == 1
     assert "'x' of tenant '' is not live" in capsys.readouterr().err
 

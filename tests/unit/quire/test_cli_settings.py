@@ -69,7 +69,7 @@ def test_environment_sets_what_no_flag_does_and_a_flag_wins(monkeypatch):
         (("--http-port", "65536"), "--http-port: 65536:"),
         (("--dtype", "int3"), "--dtype: int3:"),
         (("--device", "abacus"), "--device: abacus:"),
-        (("--attached", "--detach"), "--attached: cannot be with --detach"),
+        (("--attached", "--detach"), "--attached: cannot be set with --detach"),
         (("--device", "cuda:1", "--workers", "2"), "--device is cuda:1, which is one GPU"),
         (
             ("--device", "cuda:1", "--tensor-parallel-size", "2"),

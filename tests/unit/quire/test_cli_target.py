@@ -101,7 +101,7 @@ ABOUT_A_SERVICE = (
 def test_every_command_about_a_service_takes_the_same_flag(name):
     field = commands()[f"quire {name}"].model_fields["http_port"]
     assert field.description is not None
-    assert field.description.startswith("Which service of this machine, by its router's HTTP port")
+    assert field.description.startswith("Choose the service on this machine by its router's")
 
 
 @pytest.mark.parametrize("command", [("generate", "x"), ("chat",)])

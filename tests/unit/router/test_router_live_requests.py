@@ -169,9 +169,9 @@ async def test_filter_that_chooses_nothing_is_refused(live_requests, asked, fiel
 
 
 async def test_only_operators_may(live_requests):
-    with pytest.raises(PermissionDeniedError, match="lists requests by its Unix socket"):
+    with pytest.raises(PermissionDeniedError, match="lists requests only for callers on its Unix"):
         live_requests.list(RequestFilter(), "ipv4:127.0.0.1:1")
-    with pytest.raises(PermissionDeniedError, match="cancels requests by its Unix socket"):
+    with pytest.raises(PermissionDeniedError, match="cancels requests only for callers on its Un"):
         await live_requests.cancel(RequestFilter(min_age_s=0), "ipv4:127.0.0.1:1")
 
 

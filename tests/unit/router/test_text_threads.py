@@ -67,7 +67,7 @@ async def test_an_error_is_the_callers_and_too_much_is_refused(threads):
     calls = [asyncio.create_task(threads.run(go_on.wait)) for _ in range(6)]
     await asyncio.sleep(0)
     assert threads.num_pending == 6
-    with pytest.raises(TooBusyError, match="6 calls of the kind text are pending; the limit is 6"):
+    with pytest.raises(TooBusyError, match="6 text calls are pending; the limit is 6"):
         await threads.run(lambda: None)
     go_on.set()
     await asyncio.gather(*calls)

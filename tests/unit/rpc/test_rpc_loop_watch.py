@@ -163,7 +163,7 @@ async def test_process_tells_of_its_stall_by_log_metric_and_span(
     (line,) = [
         line
         for line in logs
-        if line["event"] == "the event loop was held" and "in freeze\n" in line["stack"]
+        if line["event"] == "the event loop was blocked" and "in freeze\n" in line["stack"]
     ]
     assert line["lasted_s"] >= STALL_S
     assert stall_report.STALLED_SECONDS._value.get() > stalled_before_s

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
 
 from rpc.settings import Port, ProcessSettings, parse_settings
 
@@ -145,10 +145,19 @@ def test_help_shows_docstring_default_and_variable_of_each_flag(capsys):
 
 
 class HelpSettings(ProcessSettings):
-    """Has defaults whose `repr` would not help a reader."""
+    """Has defaults whose `repr` would not help a reader.
+
+    This is the second paragraph.
+    """
 
     peers: tuple[str, ...] = ()
     """Addresses of peers."""
+    place: str = ""
+    """Where it is."""
+    limit: int | None = None
+    """The limit."""
+    secret: SecretStr = SecretStr("")
+    """The secret."""
     port: Port = Field(default_factory=lambda: 7)
     """Default: computed."""
 
@@ -156,8 +165,14 @@ class HelpSettings(ProcessSettings):
 def test_help_has_no_words_of_python(capsys):
     with pytest.raises(SystemExit):
         parse_settings(HelpSettings, "quire-example", ["--help"])
-    printed = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    assert "\n\nThis is the second paragraph.\n" in out
+    printed = " ".join(out.split())
+    assert "Addresses of peers. [env: QUIRE_PEERS]" in printed
+    assert "Where it is. [env: QUIRE_PLACE]" in printed
+    assert "The limit. [env: QUIRE_LIMIT]" in printed
     assert "--peers str " in printed
+    assert "--secret str " in printed
     assert "tuple" not in printed
     assert "factory" not in printed
     assert "Default: computed. [env: QUIRE_PORT]" in printed

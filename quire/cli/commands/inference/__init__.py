@@ -1,1 +1,1 @@
-"""Commands that ask the model: one prompt, a conversation, a file of requests."""
+"""Commands that use the model: for one prompt, a conversation, vectors or a file of requests."""

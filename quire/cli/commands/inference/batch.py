@@ -33,7 +33,7 @@ _RETRIED: Final = frozenset({429, 502, 503, 529})
 _OK: Final = 200
 _MAX_WAIT_S: Final = 30.0
 _PATIENCE_S: Final = 300.0
-"""How long a service may be unreachable: enough for a restart of all its processes."""
+"""Longest time that a service may be unreachable: enough for a restart of all its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def read_lines(path: Path) -> Iterator[Line]:
                     line = _parse(f"{path}:{number}", text)
                     if line.custom_id in seen:
                         raise CommandError(
-                            f"{path}:{number}: custom_id is {line.custom_id!r}, as in a line before"
+                            f"{path}:{number}: custom_id {line.custom_id!r} is on an earlier line"
                         )
                     seen.add(line.custom_id)
                     yield line
@@ -103,7 +103,7 @@ def answered(path: Path) -> set[str]:
         with path.open("rb") as file:
             for text in file:
                 if not text.endswith(b"\n"):
-                    break  # the earlier run was killed
+                    break  # the earlier run was killed while it wrote this line
                 value = json.loads(text)
                 if value["response"] is not None and value["response"]["status_code"] == _OK:
                     done[value["custom_id"]] = text

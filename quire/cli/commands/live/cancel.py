@@ -23,5 +23,5 @@ def main(argv: Sequence[str]) -> int:
                     tenant = f" of {each.tenant}" if each.tenant else ""
                     print(f"{each.request_id}{tenant} ended after {each.num_output_tokens} tokens")
     if not num_ended:
-        print("none was live")
+        print("no live request matches")
     return 0

@@ -28,7 +28,7 @@ _PACKED: Final = frozenset({"ref_counts", "device_block_ids", "host_block_ids", 
 """Fields that hold packed int32."""
 _NEXT: Final = frozenset({"next_block", "next_seq_id"})
 """Fields in which 0 means none."""
-_LEGEND: Final = "· blank   c cached   p pinned   # held   S shared   x retired"
+_LEGEND: Final = "· free   c cached   p pinned   # held   S shared   x retired"
 _MAX_MAP_LINES: Final = 16
 """Most lines for one tier on a terminal; the JSON has all blocks."""
 _NUMBER_WIDTH: Final = 9
@@ -61,7 +61,7 @@ def describe_tier(tier: kv_pb2.TierKv) -> str:
     return (
         f"{enum_word(kv_pb2.KvTier.DESCRIPTOR, tier.tier)}: {tier.num_blocks} blocks:"
         f" {tier.num_held} held, {tier.num_shared} shared, "
-        f"{tier.num_cached} cached, {tier.num_pinned} pinned, {tier.num_blank} blank{retired}"
+        f"{tier.num_cached} cached, {tier.num_pinned} pinned, {tier.num_blank} free{retired}"
     )
 
 
@@ -91,7 +91,7 @@ def _show_worker(console: Console, worker: kv_pb2.WorkerKv, first_block: int) ->
         console.print(_sequence_table(worker.sequences))
     if worker.next_seq_id:
         console.print(
-            f"{worker.num_sequences} sequences in all; --worker {escape(worker.worker)} "
+            f"{worker.num_sequences} sequences in total; --worker {escape(worker.worker)} "
             f"--first-seq-id {worker.next_seq_id} shows the next ones",
             soft_wrap=True,
         )

@@ -18,5 +18,6 @@ def main(argv: Sequence[str]) -> int:
     for each in response.workers:
         print(f"{each.worker} {'was unloaded already' if each.was_unloaded else 'is unloaded'}")
     which = f" --served-model {settings.served_model}" if settings.served_model else ""
-    print(f"`{invocation()} load{which}` loads it again; until then requests use others, or wait")
+    command = f"`{invocation()} load{which}`"
+    print(f"{command} loads it again; until then, requests use other workers or wait")
     return 0

@@ -1,4 +1,4 @@
-"""`quire down`: stops what `quire up` started."""
+"""`quire down`: stops a service that `quire up` started."""
 
 import contextlib
 import os

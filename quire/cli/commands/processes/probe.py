@@ -21,7 +21,7 @@ class Readiness:
 
     ready: bool
     status: str
-    """The status for people, such as "loading weights"."""
+    """The status in words, such as "loading weights"."""
     progress: float | None = None
     """The progress of a start, in [0, 1]."""
 

@@ -125,7 +125,7 @@ async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -
     async def help_with(work: Coroutine[None, None, None]) -> None:
         try:
             await work
-        except Exception:  # a bug: stop the service; the code below raises the error
+        except Exception:  # a bug: stop the service; `_serve` then raises the error
             supervisor.stop()
             raise
 
@@ -163,7 +163,7 @@ async def _show_start(planned: Layout, check: Callable[[], None] = lambda: None)
 
 
 def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int:
-    """Fork: the child supervises, the parent waits until the service is ready."""
+    """Fork: the child supervises; the parent waits until the service is ready."""
     failure, report_failure = os.pipe()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:

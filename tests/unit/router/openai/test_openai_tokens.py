@@ -64,7 +64,7 @@ async def test_tokens_become_text_with_special_tokens(http):
             "/tokenize",
             {"messages": HELLO, "chat_template": "x"},
             "chat_template",
-            "does not take templates of requests",
+            "does not accept templates from requests",
         ),
         (
             "/tokenize",

@@ -311,7 +311,7 @@ async def test_a_store_that_fails_refuses_what_is_kept_and_nothing_else(
     async with serving(router, store) as client:
 
         async def fail(_):
-            raise StoreError("turns cannot be kept now: database or disk is full")
+            raise StoreError("turns cannot be stored now: database or disk is full")
 
         monkeypatch.setattr(store, "write", fail)
         with pytest.raises(openai.InternalServerError, match="disk is full") as refused:
@@ -336,7 +336,7 @@ async def test_a_reader_gets_the_end_even_if_it_cannot_be_kept_yet(router, new_s
         submit = await router.scheduler.submits.get()
 
         async def fail(_):
-            raise StoreError("turns cannot be kept now")
+            raise StoreError("turns cannot be stored now")
 
         monkeypatch.setattr(store, "write", fail)
         await answered(router, submit, "one")

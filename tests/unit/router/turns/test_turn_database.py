@@ -18,7 +18,7 @@ async def test_a_full_disk_is_an_error_that_says_so_and_loses_nothing(new_store,
     await store.write(Batch([TURN]))
     await store.database.run(lambda cursor, _: cursor.execute("PRAGMA max_page_count = 1") and None)
     big = replace(TURN, id="big", body=b"x" * 1_000_000)
-    with pytest.raises(StoreError, match="turns cannot be kept now: database or disk is full"):
+    with pytest.raises(StoreError, match="turns cannot be stored now: database or disk is full"):
         await store.write(Batch([big]))
     # The connection is opened again, and the limit with it is gone.
     assert await store.find("t", big.id) is None
@@ -41,7 +41,7 @@ async def test_a_schema_of_a_newer_version_is_refused(new_store, path):
 
 async def test_a_place_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="turns cannot be kept in"):
+    with pytest.raises(StoreError, match="turns cannot be stored in"):
         SqliteConnection(tmp_path / "file" / "turns.sqlite")
 
 
