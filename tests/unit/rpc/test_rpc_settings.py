@@ -1,9 +1,10 @@
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from pydantic import Field, SecretStr, ValidationError, model_validator
 
-from rpc.settings import Port, ProcessSettings, parse_settings
+from rpc.settings import LinkSettings, Port, ProcessSettings, parse_settings
 
 
 class ExampleSettings(ProcessSettings):
@@ -176,3 +177,15 @@ def test_help_has_no_words_of_python(capsys):
     assert "tuple" not in printed
     assert "factory" not in printed
     assert "Default: computed. [env: QUIRE_PORT]" in printed
+
+
+class AliasSettings(LinkSettings):
+    json_: Annotated[bool, Field(alias="json")] = False
+
+
+def test_a_field_with_an_alias_has_the_prefix_in_its_variable(monkeypatch):
+    monkeypatch.setenv("JSON", "1")
+    assert not parse_settings(AliasSettings, "quire-example", []).json_
+    monkeypatch.setenv("QUIRE_JSON", "1")
+    assert parse_settings(AliasSettings, "quire-example", []).json_
+    assert not parse_settings(AliasSettings, "quire-example", ["--no-json"]).json_
