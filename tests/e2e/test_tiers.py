@@ -186,7 +186,7 @@ async def test_a_killed_worker_s_blocks_are_found_by_the_next(with_disk, prompts
 
     await asyncio.to_thread(eventually, has_found, "the next worker has found blocks")
     num_hits = 0  # of prompts that share no prefix: which of them the disk has depends on time
-    for prompt, tokens in zip(prompts[NUM_REQUESTS // 2 :], expected[NUM_REQUESTS // 2 :]):
+    for prompt, tokens in list(zip(prompts, expected, strict=True))[NUM_REQUESTS // 2 :]:
         request = generate_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
         answer = read(with_disk.stub.Generate(request))
         assert answer.outputs[0] == tokens
