@@ -156,6 +156,7 @@ class Call:
         else:
             await result
         if not self._is_over:
+            await self.wait_for_room()
             self._end(self._code, self._details)
 
     async def _requests(self) -> AsyncIterator[Any]:
@@ -182,7 +183,7 @@ class Call:
     # --- for handlers: writing without a task of one's own ---------------------------------------
 
     def has_room(self) -> bool:
-        """Whether `put` may be called: no earlier response waits for the client."""
+        """Whether no earlier response waits for the client."""
         return self.stream.unsent is None
 
     async def wait_for_room(self) -> None:
@@ -191,9 +192,11 @@ class Call:
         self._check_live()
 
     def put(self, message: Any) -> None:
-        """Send a response, as far as the client has room for it; see `has_room`.
+        """Send a response, as far as the client has room for it.
 
-        It does nothing if the call is over, and ends the call if the response is too large.
+        The rest waits in memory, and is sent before the status; so a caller with many responses
+        asks `has_room` first. It does nothing if the call is over, and ends the call if the
+        response is too large.
         """
         if self._is_over:
             return
@@ -250,6 +253,7 @@ class Call:
             raise ValueError("a call is not aborted with OK")
         if trailing := tuple(trailing_metadata):
             self.set_trailing_metadata(trailing)
+        await self.wait_for_room()
         self._end(code, details or self._details)
         raise grpc.aio.AbortError("Locally aborted.")
 

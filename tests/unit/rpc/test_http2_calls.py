@@ -274,6 +274,21 @@ async def test_a_response_that_is_too_large(channel, methods):
     assert str(8 * MIB) in error.details()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_responses_that_wait_for_the_client_come_before_the_status(channel, methods, fails):
+    async def answer(_request, context):
+        for number in range(8):
+            context.put(bytes([number]) * 4 * MIB)
+        if fails:
+            await context.abort(grpc.StatusCode.DATA_LOSS, "gone")
+
+    methods.handler = grpc.unary_stream_rpc_method_handler(answer)
+    call = channel.unary_stream("/m")(b"", timeout=20)
+    for number in range(8):
+        assert await call.read() == bytes([number]) * 4 * MIB
+    assert await call.code() is (grpc.StatusCode.DATA_LOSS if fails else grpc.StatusCode.OK)
+
+
 async def test_an_unknown_method_and_a_call_without_a_message(channel, methods):
     error = await failed(channel.unary_unary("/nothing")(b""))
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
