@@ -163,10 +163,6 @@ class Call:
         while (request := await self.read()) is not _EOF:
             yield request
 
-    def _begin(self, metadata: Metadata = ()) -> None:
-        self._has_begun = True
-        self._wire.send_headers(self.stream, [*RESPONSE, *encode_metadata(metadata)])
-
     def _end(self, code: grpc.StatusCode, details: str) -> None:
         self._is_over = True
         self._code, self._details = code, details
@@ -201,7 +197,8 @@ class Call:
         if self._is_over:
             return
         if not self._has_begun:
-            self._begin()
+            self._has_begun = True
+            self._wire.send_headers(self.stream, list(RESPONSE))
         data = message if self._serialize is None else self._serialize(message)
         if len(data) > self._max_sent_bytes:
             self.cut(
@@ -211,7 +208,7 @@ class Call:
             return
         self._outbox.put(self.stream, data)
 
-    # --- for handlers: as grpc.aio.ServicerContext ----------------------------------------------
+    # --- for handlers: as grpc.aio.ServicerContext, as far as servicers here use it --------------
 
     async def read(self) -> Any:
         """Return the next request, or `grpc.aio.EOF`."""
@@ -237,13 +234,6 @@ class Call:
             self._outbox.flush()
             await asyncio.sleep(0)  # a handler that always has a message must not run alone
 
-    async def send_initial_metadata(self, initial_metadata: Iterable[Any]) -> None:
-        """Send the response's first headers, before all messages."""
-        self._check_live()
-        if self._has_begun:
-            raise RuntimeError("the first headers have been sent")
-        self._begin(tuple(initial_metadata))
-
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Iterable[Any] = ()
     ) -> NoReturn:
@@ -256,10 +246,6 @@ class Call:
         await self.wait_for_room()
         self._end(code, details or self._details)
         raise grpc.aio.AbortError("Locally aborted.")
-
-    async def abort_with_status(self, status: grpc.Status) -> NoReturn:
-        """End the call with an error, and raise AbortError."""
-        await self.abort(status.code, status.details, status.trailing_metadata or ())
 
     def set_code(self, code: grpc.StatusCode) -> None:
         self._code = code
