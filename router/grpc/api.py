@@ -28,7 +28,7 @@ from router.grpc.call import CallContext, deadline_of, metadata_of
 from router.grpc.events import write_events
 from router.grpc.many import ManyCall
 from router.request.cells import Cells
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from router.request.vectors import check_inputs, make_vectors, pooling_of
 from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of

@@ -24,7 +24,7 @@ from router.kserve.wire import (
     model_to_proto,
 )
 from router.request.cells import Cells
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of
 

@@ -29,7 +29,7 @@ from router.openengine.wire import (
     usage_to_proto,
 )
 from router.request.cells import Cells
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from router.schedulers.wire import failure_of
 from router.vllm_engine.api import FindDirectory
 from router.vllm_engine.kv_events import batches

@@ -19,7 +19,7 @@ from router.access.tenancy import with_precedence
 from router.grpc.call import CallContext, deadline_of, metadata_of
 from router.grpc.events import write_events
 from router.request.cells import Cells
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from router.request.vectors import make_vectors, pooling_of
 from router.schedulers.wire import failure_of
 from router.vllm_engine.kv_events import batches

@@ -30,7 +30,7 @@ from router.http.errors import (
 )
 from router.http.strict_json import json_bytes
 from router.request.inference import Inference
-from router.request.live import LiveRequest, Room
+from router.request.live_request import LiveRequest, Room
 
 
 class UsageInStream(Enum):
