@@ -1,8 +1,7 @@
 """The gRPC server of every process: limits, interceptors, TLS, addresses."""
 
-import os
-import socket
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import grpc.aio
 
 from rpc.file_limit import max_connections
 from rpc.http2.limits import Limits
+from rpc.http2.ports import free_path
 from rpc.http2.server import Http2Server
 from rpc.observe import telemetry
 from rpc.security.client_certificates import NameInterceptor
@@ -113,25 +113,21 @@ async def start_grpc_server(server: Server, settings: ProcessSettings) -> str:
     """
     tls = settings.server_tls
     if settings.uds is not None:
-        tls = None
-        address = _free_socket(settings.uds)
+        target = _listen_at_path(server, settings.uds)
     else:
         address = join(settings.host, settings.grpc_port)
-    try:
-        if tls is None:
-            port = server.add_insecure_port(address)
-        elif isinstance(server, Http2Server):
-            port = server.add_secure_port(address, http2_context(tls))
-        else:
-            port = server.add_secure_port(address, server_credentials(tls))
-        if settings.operator_uds is not None:
-            server.add_insecure_port(_free_socket(settings.operator_uds))
-    except (RuntimeError, OSError):  # from grpcio and from Http2Server
-        raise CannotListenError(
-            f"gRPC cannot listen on {address}: it is in use, or not an address of this machine"
-        ) from None
+        with _naming(address):
+            if tls is None:
+                port = server.add_insecure_port(address)
+            elif isinstance(server, Http2Server):
+                port = server.add_secure_port(address, http2_context(tls))
+            else:
+                port = server.add_secure_port(address, server_credentials(tls))
+        target = join(settings.host, port)
+    if settings.operator_uds is not None:
+        _listen_at_path(server, settings.operator_uds)
     await server.start()
-    return address if settings.uds is not None else join(settings.host, port)
+    return target
 
 
 def join(host: str, port: int) -> str:
@@ -139,11 +135,20 @@ def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _free_socket(uds: Path) -> str:
-    """Return the address of a socket; raise CannotListenError if a process listens there."""
-    address = f"unix:{uds.absolute()}"
-    # The server would replace the socket file even if another process listens there.
-    with socket.socket(socket.AF_UNIX) as probe:
-        if probe.connect_ex(os.fspath(uds)) == 0:
-            raise CannotListenError(f"gRPC cannot listen on {address}: it is in use")
+def _listen_at_path(server: Server, path: Path) -> str:
+    address = f"unix:{path.absolute()}"
+    with _naming(address):
+        free_path(path)  # grpcio would remove a socket even if another process listens there
+        server.add_insecure_port(address)
     return address
+
+
+@contextlib.contextmanager
+def _naming(address: str) -> Iterator[None]:
+    """Raise CannotListenError if the address is not available."""
+    try:
+        yield
+    except (RuntimeError, OSError):  # of grpcio, and our own
+        raise CannotListenError(
+            f"gRPC cannot listen on {address}: it is in use, or not an address of this machine"
+        ) from None

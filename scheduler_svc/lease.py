@@ -28,6 +28,7 @@ DURATION_S: Final = 6
 """A Lease that has not changed for this long has expired."""
 _RENEW_S: Final = 2.0
 _RETRY_S: Final = 2.0
+"""Pause after a failed watch, and the least time between the beginnings of two watches."""
 _HEAD_START_S: Final = 2.0
 """How long a scheduler that has claimed the Lease has to take over, before another may claim it."""
 _WRITE_S: Final = 1.0
@@ -160,6 +161,7 @@ class Lease:
 
     async def _keep_watch(self) -> None:
         while True:
+            began_at = time.monotonic()
             try:
                 async with aclosing(self._versions()) as versions:
                     async for found in versions:
@@ -169,6 +171,8 @@ class Lease:
                 self._found = None
                 self._fail("read", error)
                 await asyncio.sleep(_RETRY_S)
+            else:  # a proxy may end each watch at once
+                await asyncio.sleep(began_at + _RETRY_S - time.monotonic())
 
     async def _read(self) -> dict[str, Any]:
         async with asyncio.timeout(_READ_S), self._call("GET", f"/{self._name}") as response:

@@ -53,8 +53,8 @@ class SchedulerSettings(ProcessSettings):
     standby takes over, in seconds. A healthy scheduler sends a message four times per second. If
     the scheduler was only slow, it ends, no request is lost, and clients see a pause."""
     standby_http: bool = False
-    """With --standby, whether HTTP listens while the scheduler waits, with the probes; `/ready` is
-    200 then. The port must not be that of the scheduler that serves."""
+    """Whether HTTP listens while the scheduler waits, with the probes; `/ready` is 200 then. The
+    port must not be that of the scheduler that serves. Needs --standby."""
     lease: str = ""
     """Name of a Kubernetes Lease in the pod's namespace, in which the serving scheduler writes its
     --scheduler-id. Of several standbys only one takes over then, and sooner after a scheduler that
@@ -195,6 +195,12 @@ class SchedulerSettings(ProcessSettings):
             make_policy(self.policy, args)
         except ValueError as error:
             raise ValueError(f"--policy, --policy-arg: {error}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _stands_by_with_http(self) -> Self:
+        if self.standby_http and not self.standby:
+            raise ValueError("--standby-http needs --standby")
         return self
 
     @model_validator(mode="after")

@@ -25,13 +25,13 @@ from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.access.tenancy import TENANT_KEY, with_precedence
 from router.grpc.bounds import RefusedRequest
 from router.grpc.call import CallContext, deadline_of, metadata_of
+from router.grpc.events import write_events
 from router.grpc.many import ManyCall
 from router.request.cells import Cells
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from router.request.vectors import check_inputs, make_vectors, pooling_of
 from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of
-from rpc.http2.call import Call
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -225,22 +225,17 @@ async def _stream(live: LiveRequest, context: CallContext) -> None:
     expired: QuireError | None = None
     response = inference_pb2.GenerateResponse(request_id=live.request_id)
 
-    def message_of(event: Event) -> inference_pb2.GenerateResponse:
+    def messages_of(event: Event) -> tuple[inference_pb2.GenerateResponse]:
         nonlocal expired
         if isinstance(event, OutputDelta):  # nearly all events: use the same message again
             response.delta.Clear()
             write_delta(event, response.delta)
-            return response
+            return (response,)
         if isinstance(event, OutputFinished) and event.finish_reason is FinishReason.DEADLINE:
             expired = failure_of(event)
-        return event_to_proto(live.request_id, event)
+        return (event_to_proto(live.request_id, event),)
 
     async with live:
-        if isinstance(context, Call):  # no task is woken for a token
-            call: Call = context
-            await live.send_to(lambda event: call.put(message_of(event)), call)
-        else:
-            async for event in live:
-                await context.write(message_of(event))
+        await write_events(live, context, messages_of)
     if expired is not None:  # the client's own clock would raise this error a moment later
         raise expired

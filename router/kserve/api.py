@@ -1,16 +1,17 @@
 """The servicer of `inference.GRPCInferenceService`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Final
 
 from contract.errors import InvalidArgumentError, QuireError
-from contract.outputs import OutputDelta, OutputFinished, Usage
+from contract.outputs import Event, OutputDelta, OutputFinished, Usage
 from quire.kserve import open_inference_pb2, open_inference_pb2_grpc
 from router.access.tenancy import with_precedence
 from router.grpc.call import CallContext, deadline_of, metadata_of
+from router.grpc.events import write_events
 from router.http.errors import error_with_json_names
 from router.kserve.wire import (
     FINAL_PARAMETER,
@@ -23,7 +24,7 @@ from router.kserve.wire import (
     model_to_proto,
 )
 from router.request.cells import Cells
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of
 
@@ -117,11 +118,10 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         try:
             call = self._parse(request, context)
             async with await self._generate(call) as live:
-                async for answer, final in _answers(call, live):
-                    response = answer_to_proto(call, answer, final=final)
-                    await write(
-                        open_inference_pb2.ModelStreamInferResponse(infer_response=response)
-                    )
+                if call.stream:
+                    await write_events(live, context, _Stream(call, live).responses, write)
+                else:
+                    await write(_response(call, await _complete(call, live), final=True))
         except QuireError as error:
             response = empty_response(request.model_name, request.id)
             response.parameters[FINAL_PARAMETER].bool_param = True
@@ -178,34 +178,46 @@ async def _complete(call: InferCall, live: LiveRequest) -> Answer:
     )
 
 
-async def _answers(call: InferCall, live: LiveRequest) -> AsyncIterator[tuple[Answer, bool]]:
-    """Yield the answers of a stream, and whether each is the last.
+class _Stream:
+    """The responses to a streamed request.
 
     Each delta becomes an answer in which the other outputs have no text. The request ends with an
     answer without text; otherwise each delta would have to wait until the router knows whether it
     is the last.
     """
-    if not call.stream:
-        yield await _complete(call, live), True
-        return
-    nothing = Answer(
-        texts=("",) * len(live.outputs),
-        finish_reasons=("",) * len(live.outputs),
-        num_input_tokens=len(live.prompt_token_ids),
-        num_output_tokens=(0,) * len(live.outputs),
-    )
-    reasons = [""] * len(live.outputs)
-    async for event in live:
+
+    def __init__(self, call: InferCall, live: LiveRequest) -> None:
+        self._call = call
+        self._nothing = Answer(
+            texts=("",) * len(live.outputs),
+            finish_reasons=("",) * len(live.outputs),
+            num_input_tokens=len(live.prompt_token_ids),
+            num_output_tokens=(0,) * len(live.outputs),
+        )
+        self._reasons = [""] * len(live.outputs)
+
+    def responses(self, event: Event) -> Iterator[open_inference_pb2.ModelStreamInferResponse]:
+        """Yield the response for an event, if there is one; raises the failure of an output."""
+        nothing = self._nothing
         match event:
             case OutputDelta():
                 texts, counts = list(nothing.texts), list(nothing.num_output_tokens)
                 texts[event.output_index] = event.text
                 counts[event.output_index] = len(event.token_ids)
-                yield replace(nothing, texts=tuple(texts), num_output_tokens=tuple(counts)), False
+                answer = replace(nothing, texts=tuple(texts), num_output_tokens=tuple(counts))
+                yield _response(self._call, answer, final=False)
             case OutputFinished():
-                reasons[event.output_index] = _reason(event)
+                self._reasons[event.output_index] = _reason(event)
             case Usage():
-                yield replace(nothing, finish_reasons=tuple(reasons)), True
+                answer = replace(nothing, finish_reasons=tuple(self._reasons))
+                yield _response(self._call, answer, final=True)
+
+
+def _response(
+    call: InferCall, answer: Answer, *, final: bool
+) -> open_inference_pb2.ModelStreamInferResponse:
+    response = answer_to_proto(call, answer, final=final)
+    return open_inference_pb2.ModelStreamInferResponse(infer_response=response)
 
 
 def _reason(finished: OutputFinished) -> str:

@@ -17,6 +17,7 @@ from quire.openengine import openengine_pb2 as pb
 from quire.openengine import openengine_pb2_grpc
 from router.access.tenancy import TENANT_KEY, with_precedence
 from router.grpc.call import CallContext, deadline_of, metadata_of
+from router.grpc.events import write_events
 from router.openengine.wire import (
     error_to_proto,
     finished_to_proto,
@@ -28,7 +29,7 @@ from router.openengine.wire import (
     usage_to_proto,
 )
 from router.request.cells import Cells
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from router.schedulers.wire import failure_of
 from router.vllm_engine.api import FindDirectory
 from router.vllm_engine.kv_events import batches
@@ -62,11 +63,15 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
         has_begun = False
         async with await self._cells.generate(parsed) as live:
             answer = _Answer(live, request)
+
+            def messages_of(event: Event) -> Iterator[pb.GenerateResponse]:
+                nonlocal has_begun
+                for message in answer.messages(event):
+                    has_begun = True
+                    yield message
+
             try:
-                async for event in live:
-                    for message in answer.messages(event):
-                        has_begun = True
-                        await context.write(message)
+                await write_events(live, context, messages_of)
             except QuireError as error:
                 if not has_begun:
                     raise

@@ -20,7 +20,7 @@ from contract.errors import (
 )
 from router.metrics import of_model
 from router.request import span as request_span
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from rpc.observe import telemetry
 
 log = structlog.get_logger()

@@ -29,7 +29,7 @@ from router.access.quotas import Lease
 from router.access.tenancy import claim
 from router.request import span as request_span
 from router.request.admission import Admitted
-from router.request.live import LiveRequest, ReplayRecord
+from router.request.live_request import LiveRequest, ReplayRecord
 from router.request.output import LiveOutput
 from router.request.shared_admission import Entry
 from router.request.stop_strings import StopMatcher

@@ -5,7 +5,7 @@ They contain sizes and parameters, never text.
 
 from opentelemetry.util.types import AttributeValue
 
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 
 
 def submitted(live: LiveRequest) -> dict[str, AttributeValue]:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from router.metrics import ModelMetrics
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from router.schedulers.delivery import Delivery
 from router.schedulers.messages import StepEvents
 

@@ -7,6 +7,7 @@ after the scheduler's workers have had a model.
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from typing import Final
 
 import structlog
 
@@ -18,6 +19,10 @@ from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 from rpc.status import calling
 from rpc.tasks import merged, responses
+
+_UNLOAD_S: Final = 600.0
+"""How long a scheduler may take to unload models. It waits 360 s for a worker, after requests have
+moved away. A shorter limit could report a failure although the model is unloaded afterwards."""
 
 log = structlog.get_logger()
 
@@ -41,13 +46,21 @@ class LoadingCalls:
 
         async def one(target: str) -> Sequence[loading_pb2.UnloadedWorker] | QuireError:
             try:
-                async with open_channel(target, tls=self._tls) as channel:
+                async with (
+                    asyncio.timeout(_UNLOAD_S),
+                    open_channel(target, tls=self._tls) as channel,
+                ):
                     stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
                     with calling():
                         workers: Sequence[loading_pb2.UnloadedWorker] = (
                             await stub.Unload(request)
                         ).workers
                     return workers
+            except TimeoutError:
+                return UnavailableError(
+                    f"the scheduler at {target} did not answer within {_UNLOAD_S:g} s;"
+                    " it may still unload the model"
+                )
             except QuireError as error:
                 return error
 

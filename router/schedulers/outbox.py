@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from quire.v1 import scheduler_pb2
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from router.schedulers.wire import submit_to_proto
 
 _BEAT: Final = scheduler_pb2.ConnectRequest(beat=scheduler_pb2.RouterBeat())

@@ -17,7 +17,7 @@ from contract.outputs import (
     TokenLogprob,
     Usage,
 )
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from router.request.usage import Used, used_of
 from router.schedulers.wire import record_from_bytes
 from router.turns.store import Progress

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -11,14 +11,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 from contract.errors import InvalidArgumentError
-from contract.outputs import OutputDelta, OutputFinished, PromptScores, TokenLogprob
+from contract.outputs import Event, OutputDelta, OutputFinished, PromptScores, TokenLogprob
 from contract.request import GenerateRequest, Model
 from quire.vllm_engine import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from quire.vllm_engine import vllm_engine_pb2 as pb
 from router.access.tenancy import with_precedence
 from router.grpc.call import CallContext, deadline_of, metadata_of
+from router.grpc.events import write_events
 from router.request.cells import Cells
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from router.request.vectors import make_vectors, pooling_of
 from router.schedulers.wire import failure_of
 from router.vllm_engine.kv_events import batches
@@ -54,18 +55,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         parsed = with_precedence(parsed, metadata_of(context))
         async with await self._cell.generate(parsed) as live:
             answer = _Answer(live, is_streamed=request.stream)
-            async for event in live:
-                match event:
-                    case PromptScores():
-                        known = answer.prompt_logprobs or []
-                        answer.prompt_logprobs = [*known, *event.logprobs]
-                    case OutputDelta():
-                        if (chunk := answer.add(event)) is not None:
-                            await context.write(pb.GenerateResponse(chunk=chunk))
-                    case OutputFinished():
-                        if (failure := failure_of(event)) is not None:
-                            raise failure
-                        await context.write(pb.GenerateResponse(complete=answer.end(event)))
+            await write_events(live, context, answer.messages)
 
     async def Embed(  # noqa: N802
         self, request: pb.EmbedRequest, context: CallContext
@@ -172,19 +162,26 @@ class _Answer:
     def __init__(self, live: LiveRequest, *, is_streamed: bool) -> None:
         self._live = live
         self._is_streamed = is_streamed
-        self.prompt_logprobs: list[TokenLogprob] | None = None
+        self._prompt_logprobs: list[TokenLogprob] | None = None
         self._parts: list[list[OutputDelta]] = [[] for _ in live.outputs]
         self._has_begun = [False] * len(live.outputs)
 
-    def add(self, delta: OutputDelta) -> pb.GenerateStreamChunk | None:
-        """Return the message for a delta; None if the output's last message will contain it."""
-        if not self._is_streamed:
-            self._parts[delta.output_index].append(delta)
-            return None
-        return self._chunk(delta.output_index, delta.token_ids, delta.logprobs)
+    def messages(self, event: Event) -> Iterator[pb.GenerateResponse]:
+        """Yield the message for an event, if there is one; raises the failure of an output."""
+        match event:
+            case PromptScores():
+                self._prompt_logprobs = [*(self._prompt_logprobs or []), *event.logprobs]
+            case OutputDelta() if self._is_streamed:
+                chunk = self._chunk(event.output_index, event.token_ids, event.logprobs)
+                yield pb.GenerateResponse(chunk=chunk)
+            case OutputDelta():  # the message of the output's end will include it
+                self._parts[event.output_index].append(event)
+            case OutputFinished():
+                if (failure := failure_of(event)) is not None:
+                    raise failure
+                yield pb.GenerateResponse(complete=self._end(event))
 
-    def end(self, finished: OutputFinished) -> pb.GenerateComplete:
-        """Return the last message for an output."""
+    def _end(self, finished: OutputFinished) -> pb.GenerateComplete:
         parts = self._parts[finished.output_index]
         token_ids = tuple(token_id for part in parts for token_id in part.token_ids)
         logprobs = tuple(each for part in parts for each in part.logprobs)
@@ -202,8 +199,8 @@ class _Answer:
             output_logprobs=output_logprobs_to_proto(token_ids, logprobs),
             index=index,
         )
-        if self.prompt_logprobs is not None and not self._has_begun[index]:
-            chunk.input_logprobs.CopyFrom(input_logprobs_to_proto(prompt, self.prompt_logprobs))
+        if self._prompt_logprobs is not None and not self._has_begun[index]:
+            chunk.input_logprobs.CopyFrom(input_logprobs_to_proto(prompt, self._prompt_logprobs))
         self._has_begun[index] = True
         return chunk
 

@@ -156,15 +156,12 @@ class Call:
         else:
             await result
         if not self._is_over:
+            await self.wait_for_room()
             self._end(self._code, self._details)
 
     async def _requests(self) -> AsyncIterator[Any]:
         while (request := await self.read()) is not _EOF:
             yield request
-
-    def _begin(self, metadata: Metadata = ()) -> None:
-        self._has_begun = True
-        self._wire.send_headers(self.stream, [*RESPONSE, *encode_metadata(metadata)])
 
     def _end(self, code: grpc.StatusCode, details: str) -> None:
         self._is_over = True
@@ -182,7 +179,7 @@ class Call:
     # --- for handlers: writing from another task -------------------------------------------------
 
     def has_room(self) -> bool:
-        """Whether all earlier responses have been sent, so that `put` may be called."""
+        """Whether no earlier response waits for the client."""
         return self.stream.unsent is None
 
     async def wait_for_room(self) -> None:
@@ -191,15 +188,17 @@ class Call:
         self._check_live()
 
     def put(self, message: Any) -> None:
-        """Send a response without waiting; requires `has_room()`.
+        """Send a response, as far as the client has room for it.
 
-        What the client has no room for is sent later. Does nothing if the call is over, and ends
-        the call if the response is too large.
+        The rest waits in memory, and is sent before the status; so a caller with many responses
+        asks `has_room` first. It does nothing if the call is over, and ends the call if the
+        response is too large.
         """
         if self._is_over:
             return
         if not self._has_begun:
-            self._begin()
+            self._has_begun = True
+            self._wire.send_headers(self.stream, list(RESPONSE))
         data = message if self._serialize is None else self._serialize(message)
         if len(data) > self._max_sent_bytes:
             self.cut(
@@ -209,7 +208,7 @@ class Call:
             return
         self._outbox.put(self.stream, data)
 
-    # --- for handlers: as grpc.aio.ServicerContext ----------------------------------------------
+    # --- for handlers: as grpc.aio.ServicerContext, as far as servicers here use it --------------
 
     async def read(self) -> Any:
         """Return the next request, or `grpc.aio.EOF`."""
@@ -235,13 +234,6 @@ class Call:
             self._outbox.flush()
             await asyncio.sleep(0)  # lets other tasks run if the handler never waits
 
-    async def send_initial_metadata(self, initial_metadata: Iterable[Any]) -> None:
-        """Send the response's first headers, before any message."""
-        self._check_live()
-        if self._has_begun:
-            raise RuntimeError("the first headers have already been sent")
-        self._begin(tuple(initial_metadata))
-
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Iterable[Any] = ()
     ) -> NoReturn:
@@ -251,12 +243,9 @@ class Call:
             raise ValueError("abort needs an error code, not OK")
         if trailing := tuple(trailing_metadata):
             self.set_trailing_metadata(trailing)
+        await self.wait_for_room()
         self._end(code, details or self._details)
         raise grpc.aio.AbortError("Locally aborted.")
-
-    async def abort_with_status(self, status: grpc.Status) -> NoReturn:
-        """End the call with an error, and raise AbortError."""
-        await self.abort(status.code, status.details, status.trailing_metadata or ())
 
     def set_code(self, code: grpc.StatusCode) -> None:
         self._code = code

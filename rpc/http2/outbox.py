@@ -27,23 +27,25 @@ _PREFIX: Final = struct.Struct(">BI")
 class OutStream:
     """The outgoing half of a stream."""
 
-    __slots__ = ("h2", "has_ended", "is_queued", "num", "sent", "unsent")
+    __slots__ = ("_turn", "h2", "has_ended", "is_queued", "num", "sent", "unsent")
 
     def __init__(self, h2: H2Stream) -> None:
         self.h2 = h2
         self.num: int = h2.stream_id
         self.unsent: memoryview | None = None
-        """The rest of a message, which waits for room."""
+        """The rest of a message, and the messages after it, that wait for room."""
         self.sent = asyncio.Event()
         """Set when `unsent` becomes None."""
         self.is_queued = False
         """Whether the stream is in the outbox's queue; else `unsent` waits for a wider window."""
         self.has_ended = False
+        self._turn = asyncio.Lock()
 
     async def wait(self) -> None:
-        """Wait until all messages have been sent, or the stream has ended."""
-        while self.unsent is not None:
-            await self.sent.wait()
+        """Wait until all has been sent, or the stream has ended; of several tasks, each in turn."""
+        async with self._turn:
+            while self.unsent is not None:
+                await self.sent.wait()
 
 
 class Outbox:
@@ -65,7 +67,8 @@ class Outbox:
     def put(self, stream: OutStream, message: bytes) -> None:
         """Send as much of a message as there is room for; the rest follows later.
 
-        The stream must have no `unsent` message. Does nothing if the stream has ended.
+        It comes after what is `unsent`; nothing is sent after the stream's end. While a stream has
+        `unsent`, a window is used up or the transport is full, so its messages go slowly.
         """
         num_bytes = len(message) + _PREFIX.size
         h2, own = self._h2, stream.h2
@@ -88,7 +91,11 @@ class Outbox:
     def _put_slowly(self, stream: OutStream, message: bytes) -> None:
         if stream.has_ended:
             return
-        stream.unsent = memoryview(_PREFIX.pack(0, len(message)) + message)
+        data = _PREFIX.pack(0, len(message)) + message
+        if stream.unsent is not None:
+            stream.unsent = memoryview(b"".join((stream.unsent, data)))
+            return
+        stream.unsent = memoryview(data)
         stream.sent.clear()
         stream.is_queued = True
         self._queue.append(stream)

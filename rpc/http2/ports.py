@@ -1,6 +1,8 @@
 """Opens listening sockets: TCP ports and Unix sockets."""
 
 import contextlib
+import errno
+import os
 import socket
 from pathlib import Path
 from typing import Final
@@ -41,14 +43,29 @@ def listen_at(address: str, *, shares_port: bool) -> list[socket.socket]:
     return listening
 
 
+def free_path(path: Path) -> None:
+    """Remove the file of a Unix socket whose process has died.
+
+    Raises:
+        OSError: A process listens there.
+    """
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        # EAGAIN: it has not accepted its last clients yet.
+        if probe.connect_ex(os.fspath(path)) in (0, errno.EAGAIN):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), os.fspath(path))
+    path.unlink()
+
+
 class ListeningPath:
     """A listening Unix socket. It replaces a socket file that already exists."""
 
     def __init__(self, path: Path) -> None:
         """Start to listen; raises OSError on failure."""
         self._path = path
-        if path.is_socket():
-            path.unlink()
+        free_path(path)
         with contextlib.ExitStack() as opened:
             self.socket = opened.enter_context(socket.socket(socket.AF_UNIX))
             self.socket.bind(str(path))

@@ -19,7 +19,7 @@ from router.http.errors import REQUEST_ID_HEADER, error_from_finished, error_wit
 from router.http.requests.outputs import OutputPlan
 from router.http.strict_json import json_bytes
 from router.request.inference import Inference
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 

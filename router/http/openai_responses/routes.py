@@ -29,7 +29,7 @@ from router.http.openai_responses.kept import KIND, MAX_LISTED, KeptResponses, i
 from router.http.strict_json import excerpt
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.request.live import LiveRequest
+from router.request.live_request import LiveRequest
 from router.turns.running import Seen
 from router.turns.turn import Turn
 from router.turns.turns import Turns

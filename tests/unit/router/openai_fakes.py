@@ -10,7 +10,7 @@ from contract.request import GenerateRequest, Model
 from quire.v1 import adapters_pb2, common_pb2
 from quire.v1.common_pb2 import Load
 from router.parsers.choosing import OutputParsers, choose_parsers
-from router.request.live import Room
+from router.request.live_request import Room
 from router.request.thinking_counter import ThinkingCounter
 from router.text.chat_settings import ChatSettings
 from router.text.chat_template import ChatTemplate

@@ -42,10 +42,13 @@ class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
     def __init__(self):
         self.is_unloaded = False
         self.directory = ""
+        self.may_unload = asyncio.Event()
+        self.may_unload.set()
 
     async def Unload(self, request, context):  # noqa: N802
         if request.worker not in ("", "w"):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"worker {request.worker!r} is unknown")
+        await self.may_unload.wait()
         was_unloaded, self.is_unloaded = self.is_unloaded, True
         unloaded = loading_pb2.UnloadedWorker(worker="w", was_unloaded=was_unloaded)
         return loading_pb2.UnloadResponse(workers=[unloaded])

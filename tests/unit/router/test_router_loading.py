@@ -21,6 +21,7 @@ from router.operators.adapters_and_models import Operations
 from router.request.cells import Cells
 from router.request.inference import Inference
 from router.request.shared_admission import Entry
+from router.schedulers import loading as loading_module
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text import tokenizer as tokenizers_module
@@ -179,6 +180,16 @@ async def test_one_present_scheduler_makes_up_for_absent_ones(pair):
         await loading.unload_models("", PEER)
     with pytest.raises(UnavailableError):
         [each async for each in loading.load_models("", "", PEER)]
+
+
+async def test_a_scheduler_that_does_not_answer_is_named(pair, monkeypatch):
+    monkeypatch.setattr(loading_module, "_UNLOAD_S", 0.2)
+    loading = operated(pair.schedulers)
+    pair.fakes[0].loading.may_unload.clear()
+    problem = f"{pair.fakes[0].target} did not answer within 0.2 s; it may still unload the model"
+    with pytest.raises(UnavailableError, match=problem):
+        await loading.unload_models("", PEER)
+    assert pair.fakes[1].loading.is_unloaded
 
 
 async def test_another_model_has_its_own_name_and_tokenizer(router, other_dir):

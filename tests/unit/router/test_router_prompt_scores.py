@@ -12,7 +12,7 @@ from contract.sampling import MAX_LOGPROBS
 from quire.openengine import openengine_pb2, openengine_pb2_grpc
 from quire.v1 import common_pb2, inference_pb2
 from quire.vllm_engine import vllm_engine_pb2, vllm_engine_pb2_grpc
-from router.request import live
+from router.request import live_request
 from router.request.output import MAX_EVENT_TOKENS
 
 GRPC_DEFAULT_BYTES = 4 << 20
@@ -26,7 +26,7 @@ REQUEST = inference_pb2.GenerateRequest(
 
 @pytest.fixture
 async def router(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "MAX_EVENT_TOKENS", 2)
+    monkeypatch.setattr(live_request, "MAX_EVENT_TOKENS", 2)
     settings = plain_settings(model_dir, tmp_path, openengine=True, vllm_engine=True)
     async with running(settings, tmp_path) as router:
         yield router

@@ -175,8 +175,7 @@ async def test_compressed_requests(channel, methods, compression):
 
 async def test_metadata_both_ways(channel, methods):
     async def answer(_request, context):
-        await context.send_initial_metadata((("first", "1"), ("first-bin", b"\0\xff")))
-        context.set_trailing_metadata((("last", "a, b"), ("last-bin", bytes(300))))
+        context.set_trailing_metadata((("last", "a, b"), ("last-bin", b"\0\xff" * 150)))
         return repr(context.invocation_metadata()).encode()
 
     methods.handler = grpc.unary_unary_rpc_method_handler(answer)
@@ -185,10 +184,8 @@ async def test_metadata_both_ways(channel, methods):
     received = eval(await call)
     assert sorted(pair for pair in received if pair[0].startswith("x-")) == sorted(sent)
     assert not {"te", "content-type", ":path", "grpc-timeout"} & {key for key, _ in received}
-    first = dict(await call.initial_metadata())
-    assert (first["first"], first["first-bin"]) == ("1", b"\0\xff")
     last = dict(await call.trailing_metadata())
-    assert (last["last"], last["last-bin"]) == ("a, b", bytes(300))
+    assert (last["last"], last["last-bin"]) == ("a, b", b"\0\xff" * 150)
 
 
 async def test_what_handlers_know(channel, methods):
@@ -272,6 +269,21 @@ async def test_a_response_that_is_too_large(channel, methods):
     error = await failed(channel.unary_unary("/m")(b"", timeout=20))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert str(8 * MIB) in error.details()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_responses_that_wait_for_the_client_come_before_the_status(channel, methods, fails):
+    async def answer(_request, context):
+        for number in range(8):
+            context.put(bytes([number]) * 4 * MIB)
+        if fails:
+            await context.abort(grpc.StatusCode.DATA_LOSS, "gone")
+
+    methods.handler = grpc.unary_stream_rpc_method_handler(answer)
+    call = channel.unary_stream("/m")(b"", timeout=20)
+    for number in range(8):
+        assert await call.read() == bytes([number]) * 4 * MIB
+    assert await call.code() is (grpc.StatusCode.DATA_LOSS if fails else grpc.StatusCode.OK)
 
 
 async def test_an_unknown_method_and_a_call_without_a_message(channel, methods):

@@ -69,6 +69,9 @@ class Peers:
                     self.outbox.widen(stream)
         self.to_client()
 
+    def have_unsent(self):
+        return any(stream.unsent is not None for stream in self.streams.values())
+
     def check_windows(self):
         assert self.server.outbound_flow_control_window >= 0
         assert self.server.outbound_flow_control_window == self.client.inbound_flow_control_window
@@ -83,7 +86,9 @@ def framed(message):
 
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("write"), st.sampled_from(STREAMS), st.integers(0, 70_000)),
+        st.tuples(
+            st.sampled_from(("write", "put")), st.sampled_from(STREAMS), st.integers(0, 70_000)
+        ),
         st.tuples(st.just("widen"), st.sampled_from((0, *STREAMS)), st.integers(1, 40_000)),
         st.tuples(st.just("initial"), st.none(), st.integers(0, 200_000)),
         st.tuples(st.just("frame"), st.none(), st.integers(16_384, 100_000)),
@@ -107,15 +112,16 @@ async def interleave(steps, initial):
 
     last = dict.fromkeys(STREAMS)
     for number, (what, where, amount) in enumerate(steps):
-        if what == "write":
+        if what in ("write", "put"):
             message = bytes([number + 1]) * amount
             sent[where] += framed(message)
 
-            async def in_turn(before=last[where], where=where, message=message):
+            async def in_turn(before=last[where], what=what, where=where, message=message):
                 if before is not None:
                     await before
                 peers.outbox.put(peers.streams[where], message)
-                await peers.streams[where].wait()
+                if what == "write":
+                    await peers.streams[where].wait()
 
             last[where] = asyncio.create_task(in_turn())
             sending.append(last[where])
@@ -137,7 +143,7 @@ async def interleave(steps, initial):
         for each in STREAMS:
             assert sent[each].startswith(peers.received[each])
     peers.outbox.resume()
-    while not all(each.done() for each in sending):
+    while not all(each.done() for each in sending) or peers.have_unsent():
         peers.client.increment_flow_control_window(100_000)
         for each in STREAMS:
             peers.client.increment_flow_control_window(100_000, each)
@@ -186,6 +192,27 @@ async def test_a_message_waits_for_its_stream_and_an_ended_stream_forgets_it():
     peers.outbox.put(three, b"late")
     peers.to_client()
     assert len(peers.received[3]) == 10
+
+
+async def test_tasks_that_wait_for_one_stream_go_on_in_turn():
+    peers = Peers(initial_window=0)
+    stream = peers.streams[1]
+    order = []
+
+    async def write(name):
+        for _ in range(3):
+            await stream.wait()
+            order.append(name)
+            peers.outbox.put(stream, bytes(1))
+
+    peers.outbox.put(stream, bytes(1))
+    writing = [asyncio.create_task(write(name)) for name in "abc"]
+    while not all(each.done() for each in writing):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        peers.client.increment_flow_control_window(6, 1)
+        peers.to_server()
+    assert order == [*"abcabcabc"]
 
 
 async def test_streams_share_the_connection_by_frames():

@@ -1,6 +1,8 @@
 """Start, drain and stop of a process's servers; signals are sent to real processes."""
 
 import asyncio
+import contextlib
+import errno
 import os
 import signal
 import socket
@@ -197,12 +199,27 @@ async def test_two_servers_cannot_share_a_grpc_port(run_server):
             await serve(ProcessSettings(grpc_port=port), health=Health(), services=[])
 
 
-async def test_a_living_socket_is_not_taken_over(run_server, settings):
+async def test_a_living_socket_is_not_taken_over(run_server, settings, by_grpcio):
     async with run_server(settings) as addresses:
-        with pytest.raises(CannotListenError, match=str(settings.uds)):
-            await serve(settings, health=Health(), services=[])
+        for taken in (settings, ProcessSettings(operator_uds=settings.uds)):
+            with pytest.raises(CannotListenError, match=str(settings.uds)):
+                await serve(taken, health=Health(), services=[], grpc_by_grpcio=by_grpcio)
         async with open_channel(addresses.grpc) as channel, asyncio.timeout(10):
             await channel.channel_ready()
+
+
+async def test_a_socket_that_accepts_no_client_now_is_not_taken_over(settings, by_grpcio):
+    with contextlib.ExitStack() as stack:
+        busy = stack.enter_context(socket.socket(socket.AF_UNIX))
+        busy.bind(str(settings.uds))
+        busy.listen(0)
+        is_full = False
+        while not is_full:
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            is_full = client.connect_ex(str(settings.uds)) == errno.EAGAIN
+        with pytest.raises(CannotListenError, match=str(settings.uds)):
+            await serve(settings, health=Health(), services=[], grpc_by_grpcio=by_grpcio)
 
 
 async def test_a_dead_process_s_socket_is_replaced(run_server, settings):

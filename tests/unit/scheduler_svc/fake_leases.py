@@ -27,6 +27,8 @@ class FakeApi:
         self.writing.set()
         self.are_watches_dead = False
         """Whether watches bring nothing, though their connections stay."""
+        self.ends_watches = False
+        """Whether each watch ends at once, as with some proxies."""
         self._watches = set()
         self.folder = folder
         for name, text in (("namespace", "here"), ("token", "first"), ("ca.crt", "")):
@@ -108,6 +110,8 @@ class FakeApi:
         self.num_watches += 1
         response = web.StreamResponse()
         await response.prepare(request)
+        if self.ends_watches:
+            return response
         events = asyncio.Queue()
         if request.query["resourceVersion"] != self.lease["metadata"]["resourceVersion"]:
             events.put_nowait(("MODIFIED", self.lease))

@@ -130,6 +130,21 @@ async def test_a_watch_that_ends_begins_again(api):
             await until(lambda: other._found == api.lease)
 
 
+async def test_watches_that_end_at_once_do_not_follow_each_other_without_a_pause(api, monkeypatch):
+    api.ends_watches = True
+    with monkeypatch.context() as patch:
+        patch.setattr(leases, "_RETRY_S", FOREVER)
+        async with api.open("a") as paused:
+            await until(lambda: api.num_watches >= 1)
+            for _ in range(20):  # time enough for more watches
+                await paused._read()
+            assert api.num_watches == 1
+    async with api.open("b") as other:
+        await until(lambda: api.num_watches > 3)
+        api.touch()
+        await until(lambda: other._found == api.lease)
+
+
 async def test_a_claim_that_is_too_late_for_its_dead_watch_reads_the_object_again(api, monkeypatch):
     monkeypatch.setattr(leases, "_HEAD_START_S", 0.0)
     async with api.open("b") as other:

@@ -27,6 +27,7 @@ class TestSettings:
             (["--epoch", "0"], "--epoch: 0"),
             (["--max-prefill-chunk", "0"], "--max-prefill-chunk: 0"),
             (["--step-timeout-s", "0"], "--step-timeout-s: 0"),
+            (["--standby-http"], "--standby-http needs --standby"),
         ],
     )
     def test_wrong_value_is_named(self, argv, problem, capsys):

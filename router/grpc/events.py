@@ -1,0 +1,37 @@
+"""Writes a request's events to a gRPC call; on our own server, no task is woken for a token."""
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from contract.outputs import Event
+from router.grpc.call import CallContext
+from router.request.live_request import LiveRequest
+from rpc.http2.call import Call
+
+
+async def write_events(
+    live: LiveRequest,
+    context: CallContext,
+    messages_of: Callable[[Event], Iterable[Message]],
+    write: Callable[[Any], Awaitable[None]] | None = None,
+) -> None:
+    """Write the messages that `messages_of` makes of each event, until the last event.
+
+    An error of `messages_of` ends the stream and is raised here. `write` replaces `context.write`
+    if several requests share a call, because grpcio allows one write at a time.
+    """
+    if isinstance(context, Call):
+        call: Call = context
+
+        def put(event: Event) -> None:
+            for message in messages_of(event):
+                call.put(message)
+
+        await live.send_to(put, call)
+        return
+    write = context.write if write is None else write
+    async for event in live:
+        for message in messages_of(event):
+            await write(message)
