@@ -14,7 +14,7 @@ from router.http.strict_json import excerpt
 from router.request.inference import Inference
 
 MAX_PROMPTS = 1024
-"""Most prompts of one call."""
+"""Limit on the prompts of one call."""
 
 Prompts: TypeAlias = tuple[Prompt, ...]
 
@@ -78,7 +78,7 @@ class CompletionBody(Body):
 
     @property
     def is_echo_only(self) -> bool:
-        """Whether only the prompt is requested, as by evaluations; one token is computed then."""
+        """Whether only the prompt is requested; one token is computed even then."""
         return self.echo and self.max_tokens == 0
 
 

@@ -71,7 +71,7 @@ class Message(Schema):
     reasoning: str = ""
     """The newer name of `reasoning_content`."""
     tool_call_id: str = ""
-    """The call whose result a tool's content is."""
+    """The id of the call whose result this is; only with role "tool"."""
 
     @property
     def thought(self) -> str:
@@ -82,10 +82,10 @@ class Message(Schema):
         return "\n".join(part.text for part in self.content or ())
 
     def for_template(self, field: str) -> dict[str, Any]:
-        """Return the message for a chat template: arguments of calls become objects.
+        """Return the message for a chat template; the arguments of calls become objects.
 
-        Raises InvalidArgumentError for fields that do not fit each other; `field` names the
-        message.
+        Raises InvalidArgumentError for fields that contradict each other; `field` is the name of
+        the message.
         """
         self._check(field)
         message: dict[str, Any] = {

@@ -454,7 +454,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.test/x.png
         (
             {"messages": [*HELLO, {"role": "assistant", "content": [
                 {"type": "tool_use", "id": "c", "name": "add", "input": {}}]}]},
-            r"messages\[1\] is the assistant's and the last; it must have text only",
+            r"messages\[1\] is the assistant's, and the output continues it; it must have text",
         ),
         ({"messages": []}, "messages is "),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},

@@ -67,7 +67,7 @@ async def refused(http, path, body, status=400, **kwargs):
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "-2"),
         ({"stream_interval": 2}, "stream_interval", "needs stream to be true"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "[]"),
-        ({"best_of": 3, "n": 2}, None, "best_of is 3; only one equal to n, which is 2"),
+        ({"best_of": 3, "n": 2}, None, "best_of is 3; without use_beam_search it must equal n"),
         ({"length_penalty": 0.5}, "length_penalty", "it needs use_beam_search to be true"),
         ({"early_stopping": True}, "early_stopping", "it needs use_beam_search to be true"),
         ({"use_beam_search": True, "early_stopping": "no"}, "early_stopping", 'is "no"'),
