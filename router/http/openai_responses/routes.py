@@ -48,7 +48,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         turns.serve(KIND, kept)
 
     async def create_response(request: web.Request, call_id: CallId) -> web.StreamResponse:
-        """Answer a conversation with OpenAI's Responses API, also as a stream or in background."""
+        """Answer a conversation, whole, as a stream, or in the background (Responses API)."""
         body = await bodies.read(request, ResponseBody, generates=True)
         body.check()
         response_id = f"resp_{uuid.uuid4().hex}"

@@ -113,7 +113,7 @@ async def test_bad_completion_is_refused_by_name(http, inference, fields, param,
         (
             {"response_format": {"type": "json_object"}, "guided_regex": "a"},
             "structured_outputs",
-            "says regex and json_object",
+            "asks for regex and json_object",
         ),
         ({"top_logprobs": 2}, "top_logprobs", "it needs logprobs to be true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "is 21"),
