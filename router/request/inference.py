@@ -44,7 +44,7 @@ from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 
 _SEED_BITS = 63
-"""Bits of drawn seeds, chosen to fit a signed 64-bit integer in every language."""
+"""Number of bits in a drawn seed, which fits a signed 64-bit integer in every language."""
 
 
 class Inference:
@@ -81,7 +81,7 @@ class Inference:
         )
 
     def check_room(self, model: str) -> None:
-        """Raise errors of `generate` early, for APIs that do work before they call it.
+        """Raise some errors of `generate` early, for APIs that do work before they call it.
 
         Raises `NotFoundError` for an unknown model, `TooBusyError` if the schedulers' queues are
         full.
@@ -93,7 +93,7 @@ class Inference:
     async def check_capacity(self, num_requests: int, n: int) -> None:
         """Check that all requests of one call, with `n` outputs each, could be live at once.
 
-        Raises `InvalidArgumentError` if they could not; then a retry is useless.
+        Raises `InvalidArgumentError` if they could not, in which case a retry is useless.
         """
         with refusals_counted(self.name):
             self._admission.check_capacity(num_requests)
@@ -271,7 +271,7 @@ class Inference:
         return live
 
     def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
-        """Submit a request again, with its events so far, after another process had accepted it.
+        """Submit a request that another process had accepted, with its events so far.
 
         The caller reads it from its first token on. Raises the errors of `generate`.
         """
@@ -324,7 +324,7 @@ class Inference:
         try:
             now = asyncio.get_running_loop().time()
             new_lease = lease = self._quotas.begin(tenant, now, is_free=is_free)
-            # The stream's task starts the request; it needs this call's API key
+            # The stream's task starts the request, and needs this call's API key to do so
             caller = copy_context()
             return await self.schedulers.resume(
                 request_id,
@@ -363,7 +363,7 @@ class Inference:
         return live
 
     def _end_reader(self, request_id: str, tenant: str) -> None:
-        """End the call that reads a live request of this router, so that another can resume it."""
+        """End the call that reads a request at this router, so that another call can resume it."""
         admitted = self._admission.find(tenant, request_id)
         if admitted is None or admitted.model != self.name:
             raise NotFoundError(f"request {request_id!r} belongs to another model")
@@ -419,7 +419,7 @@ class Inference:
 def _most_tokens(
     num_prompt_tokens: int, n: int, beam: BeamSearch | None, sampling: SamplingParams
 ) -> int:
-    """Return how many tokens a request may have at most, prompt and outputs together."""
+    """Return the maximum number of tokens of a request, prompt and outputs together."""
     assert sampling.max_tokens is not None, "complete_sampling sets it"
     return num_prompt_tokens + (n if beam is None else beam.width) * sampling.max_tokens
 

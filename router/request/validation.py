@@ -111,7 +111,7 @@ def _check_bad_words(request: GenerateRequest) -> None:
 def _check_structured(sampling: SamplingParams, model: Model) -> None:
     """Check the parameters with structured output; the form itself is checked with its grammar."""
     if not model.structured_output:
-        raise UnimplementedError("sampling.structured: this model has no structured output")
+        raise UnimplementedError("sampling.structured: this model does not support it")
     # An end-of-sequence token ends the form.
     if sampling.ignore_eos:
         raise InvalidArgumentError(
@@ -151,8 +151,8 @@ def _check_beam(request: GenerateRequest, beam: BeamSearch, model: Model) -> Non
     if num_kept > model.vocab_size:
         raise InvalidArgumentError(
             "beam.width",
-            f"is {beam.width}; with {len(ends)} tokens that end an output the vocabulary, which"
-            f" has {model.vocab_size} tokens, must have at least {num_kept}",
+            f"is {beam.width}; with {len(ends)} tokens that end an output, the vocabulary must have"
+            f" at least {num_kept} tokens, and has {model.vocab_size}",
         )
 
 
