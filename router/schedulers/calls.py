@@ -1,4 +1,4 @@
-"""Calls to a scheduler besides the router's stream; and the sum of several loads."""
+"""Calls to a scheduler, other than the router's stream, and the sum of several loads."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final

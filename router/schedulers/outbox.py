@@ -15,9 +15,9 @@ _BEAT: Final = scheduler_pb2.ConnectRequest(beat=scheduler_pb2.RouterBeat())
 class Outbox:
     """Requests to submit, in order, and sequences to cancel; only `next` waits.
 
-    A request is serialized when it is sent, and dropped if it ends before. So while a scheduler
-    does not read, memory grows only by a few bytes per cancelled sequence and per call that waits
-    to resume.
+    A request is serialized when it is sent, and dropped if it ends before that. So while a
+    scheduler does not read, memory grows only by a few bytes per cancelled sequence and per call
+    that waits to resume.
     """
 
     def __init__(self) -> None:
