@@ -145,4 +145,4 @@ def of_model(model_name: str) -> ModelMetrics:
     )
 
 
-AUDIT_LINES_LOST = Counter("quire_audit_lines_lost", "Requests missing from --audit-log.")
+AUDIT_LINES_LOST = Counter("quire_audit_lines_lost", "Requests not written to --audit-log.")

@@ -59,7 +59,7 @@ class RouterSettings(ProcessSettings):
     recently used one, whose requests then wait. Start the workers with --unloaded, and start only
     one router. Unset: only operators load models."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    """With --on-demand, the minimum time for which a model stays loaded, in seconds, even if
+    """With --on-demand, the minimum time in seconds for which a model stays loaded, even if
     requests need other models."""
     idle_unload_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Unload a model that has had no request for this long, in seconds; the next request waits

@@ -53,7 +53,7 @@ def current_caller() -> Caller:
     """Return the caller of the call being answered.
 
     Raises:
-        UnauthenticatedError: Its key has not been checked.
+        UnauthenticatedError: The call has no API key.
     """
     caller = _caller.get()
     if caller is None:
@@ -74,7 +74,7 @@ def key_of_call() -> str:
 
 
 def enter_as(tenant: str, key_name: str = "") -> None:
-    """Make a tenant the `current_caller` of this task, which continues an earlier call of it."""
+    """Make a tenant the `current_caller` of this task, to continue one of its earlier calls."""
     _caller.set(Caller(tenant, key_name=key_name))
 
 

@@ -36,7 +36,7 @@ class TokenBucket:
         self._at = now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` is available, or until the bucket is full."""
+        """Return the seconds until `amount` is available or the bucket is full."""
         self._refill(now)
         lacking = min(amount, self.capacity) - self._level
         return max(0.0, lacking) * _MINUTE_S / self.capacity
@@ -164,7 +164,7 @@ class Meter:
         self._left[request_id] = until, num_in_flight
 
     def take_up(self, request_id: str, num_tokens: int = 0) -> None:
-        """Count `num_tokens` of a live request again, instead of those kept by `leave`."""
+        """Count `num_tokens` of a resumed request, instead of the tokens that `leave` kept."""
         _, num_left = self._left.pop(request_id, (0.0, 0))
         self.num_tokens_in_flight += num_tokens - num_left
 

@@ -15,7 +15,7 @@ def claim(request: GenerateRequest) -> GenerateRequest:
     """Return the request with the tenant of its caller's API key.
 
     The cache salt is hashed with the tenant's name, so that no tenant can use another's salt. So a
-    tenant gets no prefix cache hits on another's prompts, nor detects those prompts by timing.
+    tenant can neither hit another's prefixes in the cache nor detect them by timing.
 
     Raises:
         UnauthenticatedError: The call has no API key.

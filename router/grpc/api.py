@@ -81,7 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.GenerateOnceRequest,
         context: CallContext,
     ) -> inference_pb2.GenerateOnceResponse:
-        """Collect the events; if an output fails, the call does."""
+        """Collect the events; if an output fails, the call fails."""
         domain_request = _request(request.request, context)
         if domain_request.stream_interval is not None:
             raise InvalidArgumentError(
@@ -119,7 +119,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Embed(  # noqa: N802
         self, request: inference_pb2.EmbedRequest, context: CallContext
     ) -> inference_pb2.EmbedResponse:
-        """Collect the vectors; if an input fails, the call does."""
+        """Collect the vectors; if an input fails, the call fails."""
         inference = await self._cells.use(request.model)
         model = inference.model.info(request.model)
         dimensions = request.dimensions if request.HasField("dimensions") else None
@@ -163,7 +163,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         "is set; with chat it must be unset, because the template adds them",
                     )
                 if not request.chat.messages:
-                    raise InvalidArgumentError("chat.messages", "is empty; it must have at least 1")
+                    raise InvalidArgumentError("chat.messages", "is empty; it needs a message")
                 token_ids = await inference.text.tokenize_chat(
                     request.model,
                     [{"role": m.role, "content": m.content} for m in request.chat.messages],
@@ -236,7 +236,7 @@ async def _stream(live: LiveRequest, context: CallContext) -> None:
         return event_to_proto(live.request_id, event)
 
     async with live:
-        if isinstance(context, Call):  # writes from the sender's task: no task is woken per token
+        if isinstance(context, Call):  # put events directly: no task is woken per token
             call: Call = context
             await live.send_to(lambda event: call.put(message_of(event)), call)
         else:

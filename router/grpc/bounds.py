@@ -118,7 +118,7 @@ def _first_number(data: bytes) -> int | None:
 
 
 def _begins_nothing(data: bytes) -> bool:
-    """Whether a message of `GenerateMany` resumes or leaves a request, which quotas allow."""
+    """Whether a message of `GenerateMany` resumes or leaves a request, which needs no quota."""
     at = 0
     try:
         for _ in range(_MOST_ENVELOPE_FIELDS):

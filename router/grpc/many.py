@@ -36,7 +36,7 @@ _EVENT_BYTES: Final = 32
 _LOGPROB_BYTES: Final = 200
 
 _CANCELLED: Final = 1
-"""The `google.rpc.Code`."""
+"""CANCELLED as a `google.rpc.Code`."""
 
 
 @dataclass(slots=True, eq=False)

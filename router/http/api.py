@@ -136,7 +136,7 @@ def routes(
 
     async def refuse(request: web.Request, _: CallId) -> web.Response:
         if request.path in paths:
-            raise MethodNotAllowedError(f"{request.path} does not take {request.method}")
+            raise MethodNotAllowedError(f"{request.path} does not support {request.method}")
         raise NotFoundError(f"there is no {request.method} {request.path}")
 
     served = [

@@ -34,7 +34,7 @@ CallHandler: TypeAlias = Callable[[web.Request, CallId], Awaitable[web.StreamRes
 
 
 def endpoint(handler: CallHandler) -> HttpHandler:
-    """Wrap a handler to use the trace context, to answer errors, and to send the call's id."""
+    """Wrap a handler: attach the trace context, answer errors, and send the call's id."""
 
     @functools.wraps(handler)
     async def handle(request: web.Request) -> web.StreamResponse:

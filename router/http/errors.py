@@ -114,7 +114,7 @@ def error_response(error: QuireError, *, path: str = "", request_id: str = "") -
     if is_anthropic:
         response.headers[anthropic.REQUEST_ID_HEADER] = request_id
     if isinstance(error, TooBusyError):
-        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))  # whole s
+        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return response
 
 

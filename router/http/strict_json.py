@@ -1,7 +1,7 @@
 """Parses and writes JSON, makes excerpts for errors, and defines strict schemas of bodies.
 
-It uses `pydantic_core`, which writes an SSE chunk in 1.05 µs. `json.dumps` takes 3.3 µs, and
-`model_dump_json` of a pydantic model four times as long.
+`pydantic_core` parses and writes. It writes an SSE chunk in 1.05 µs, a third of the time of
+`json.dumps` and a quarter of that of a pydantic model's `model_dump_json`.
 """
 
 from collections.abc import Mapping

@@ -115,7 +115,7 @@ class Cells:
             self.entry.check_quota(num_bytes, most)
 
     async def use(self, model: str, *, is_patient: bool = False) -> Inference:
-        """Return the cell of a request's model; if models are on demand, load the model first.
+        """Return the cell of a request's model; if models are loaded on demand, load it first.
 
         A patient request does not unload a model that is busy with impatient requests.
 

@@ -250,15 +250,16 @@ class Inference:
         return live
 
     async def resume(self, request: ResumeRequest, *, is_free: bool = False) -> LiveRequest:
-        """Continue a request after the part that its client has; read it as after `generate`.
+        """Continue a request after the events that its client has.
 
-        With `is_free`, the call is not charged to the tenant's quota.
+        The caller reads it as after `generate`. With `is_free`, the call is not charged to the
+        tenant's quota.
 
         The caller must have checked that the tenant owns the request (`Cells.resume`). If another
         call, at any router, is reading the request, that call ends with `AbortedError`. Raises
         `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError` if the
         client claims more than was produced; `FailedPreconditionError` for lost log-probabilities;
-        `TooBusyError` and `UnavailableError` as `generate`.
+        `TooBusyError` and `UnavailableError` like `generate`.
         """
         live = await self._take_over(
             request.request_id, request.tenant, request.deadline, is_free=is_free

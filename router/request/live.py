@@ -110,7 +110,7 @@ class LiveRequest:
         self.goes_on = False
         """Whether the request continues at the scheduler without this reader."""
         self.num_submits = 0
-        """How often the request was submitted; `router/schedulers` counts."""
+        """How often the request was submitted, as counted by `router/schedulers`."""
         self.refused_by: set[str] = set()
         """Schedulers that refused the request because of full queues; set by
         `router/schedulers`."""
@@ -349,7 +349,7 @@ class LiveRequest:
         self.flush()
 
     def skip(self, received: Mapping[int, OutputReceived], *, has_prompt_scores: bool) -> None:
-        """Skip the events that the reader has already; called before reading.
+        """Skip the events that the reader already has; called before reading.
 
         Raises `InvalidArgumentError` if the reader claims more tokens than there are, and
         `FailedPreconditionError` if it needs lost log-probabilities. In both cases the caller must

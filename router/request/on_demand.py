@@ -210,7 +210,7 @@ class OnDemand:
             demand.retry_at = asyncio.get_running_loop().time() + _RETRY_S
 
     def _is_urgent(self, cell: Inference) -> bool:
-        """Whether any waiting or running request of a cell is not patient."""
+        """Whether a cell has a waiting or running request that is not patient."""
         if not all(self._cells[cell].waiters.values()):
             return True
         return any(
@@ -259,7 +259,7 @@ class OnDemand:
             if victim is None:
                 if len(away) >= self._max_loaded:
                     names = ", ".join(sorted(repr(cell.name) for cell in away))
-                    raise UnavailableError(f"schedulers with loaded models are away: {names}")
+                    raise UnavailableError(f"schedulers of loaded models are away: {names}")
                 return
             log.info("unloading a model to make room", model=victim.name, wanted=wanted.name)
             await self._loading.unload(victim.schedulers.target_to_is_connected)

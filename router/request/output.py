@@ -128,7 +128,7 @@ class LiveOutput:
         ):
             if value > limit:
                 raise InvalidArgumentError(
-                    f"{field}.{name}", f"is {value}; it must be at most {limit}, as produced"
+                    f"{field}.{name}", f"is {value}; it must be at most {limit}, as no more exists"
                 )
         num_lost = len(self.token_ids) - len(self._logprobs) if wants_logprobs else 0
         if wants_logprobs and received.num_tokens < num_lost:

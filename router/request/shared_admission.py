@@ -39,7 +39,8 @@ class Entry:
         """Check the quota of the caller's tenant before a body is parsed.
 
         Raises `TooBusyError` if the quota is used up, or has too few tokens left for a JSON body of
-        `num_bytes`. The body is taken to have as few tokens as it can: each with `max_token_bytes`.
+        `num_bytes`. The body is assumed to have the fewest possible tokens, each with
+        `max_token_bytes` of text.
         """
         if self.has_api_keys:
             num_tokens = 1 + num_bytes // (_MAX_ESCAPE_BYTES * max_token_bytes)

@@ -18,7 +18,7 @@ _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 
 
 class Delivery:
-    """Tells requests when to pass on their events, in waves.
+    """Makes requests pass on their events, in waves.
 
     Writing a token to its client takes ten times as long as receiving it from the scheduler. So
     when writing would fill the processor, the next wave waits, and the tokens that a stream has

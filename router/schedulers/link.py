@@ -72,7 +72,7 @@ class LinkOwner(Protocol):
         """Called when the link is connected and has submitted its live requests."""
 
     def changed(self, link: "SchedulerLink") -> None:
-        """Called when the link has lost its scheduler, or its `status` or `hang` has changed."""
+        """Called when the link has lost its scheduler, or `link.status` or `link.hang` changed."""
 
     def refused(self, link: "SchedulerLink", live: LiveRequest) -> bool:
         """Called when the scheduler refuses a request; returns whether another link accepts it."""
@@ -183,7 +183,7 @@ class SchedulerLink:
     async def resume(
         self, request_id: str, tenant: str, first_seq_key: int, start: StartResumed
     ) -> LiveRequest:
-        """See `Schedulers.resume`; `first_seq_key` is the first of `MAX_N` fresh keys."""
+        """See `Schedulers.resume`; `first_seq_key` is the first of `MAX_N` new keys."""
         if self._outbox is None:
             raise UnavailableError(self.status)
         self._outbox.resume(request_id, tenant, first_seq_key)

@@ -35,7 +35,7 @@ class Refusal:
     first_seq_key: int
     error: QuireError
     retry_after_s: float
-    """Seconds until a retry, if the error is retryable."""
+    """Seconds to wait before a retry, if the error is retryable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._submits: dict[int, LiveRequest] = {}
-        """By first sequence key."""
+        """Maps the first sequence key to the request."""
         self._cancels: list[int] = []
         self._messages: deque[scheduler_pb2.ConnectRequest] = deque()
         self._filled = asyncio.Event()

@@ -372,7 +372,10 @@ class Schedulers:
             self._model = together(link.model for link in self._connected)
 
     def refused(self, link: SchedulerLink, live: LiveRequest) -> bool:
-        """Submit a request to a scheduler that has not refused it; return False if none has room."""
+        """Submit a refused request to another scheduler; return False if none has room.
+
+        A scheduler that has refused the request does not get it again.
+        """
         live.refused_by.add(link.target)
         n = len(live.outputs)
         others = [

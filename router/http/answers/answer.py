@@ -39,7 +39,7 @@ class UsageInStream(Enum):
     NEVER = "never"
     AT_END = "at_end"
     ALWAYS = "always"
-    """In every event, as the usage so far."""
+    """In every event, which has the usage so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Call:
     """The JSON names of request fields that differ from `GenerateRequest`'s."""
 
     hides_outputs: bool = False
-    """Whether the answer shows only prompts; then the usage counts no output tokens."""
+    """Whether the answer shows only prompts. If so, the usage counts no output tokens."""
 
     def shown(self, usages: Sequence[Usage]) -> Sequence[Usage]:
         """Return the usages as the answer reports them."""
@@ -208,7 +208,7 @@ async def _read_all(
     lives: Sequence[LiveRequest], put: Callable[[int, Event], None], room: Room | None = None
 ) -> None:
     """Call `put` with each event and its request's position; raise the first exception."""
-    if len(lives) == 1:  # the usual case, which needs no further task
+    if len(lives) == 1:  # the usual case, which needs no task of its own
         await lives[0].send_to(partial(put, 0), room)
         return
     try:
@@ -222,8 +222,8 @@ async def _read_all(
 class _Chunks:
     """The SSE events of one stream.
 
-    Nearly all events of a choice differ only in their text. So only its first event is serialized
-    as a whole. Later ones serialize just the text, which takes a tenth of the time.
+    Nearly all events of a choice differ only in their text. So the first one is serialized as a
+    whole. For later ones only the text is serialized, which takes a tenth of the time.
     """
 
     def __init__(self, sse: SseResponse, call: Call, live: LiveRequest) -> None:

@@ -45,7 +45,7 @@ class CollectedOutput:
 
 
 class Shape(Protocol):
-    """The JSON of one kind of call's choices."""
+    """Makes the JSON of choices, for one kind of call."""
 
     id_prefix: str
     object_name: str

@@ -113,7 +113,7 @@ def chat_messages(system: Sequence[TextBlock], messages: Sequence[Message]) -> l
     listed = [_message("system", said)] if said else []
     for i, message in enumerate(messages):
         for new in _chat_messages(f"messages[{i}]", message):
-            if listed and new.role == "user" == listed[-1].role:  # they are one turn
+            if listed and new.role == "user" == listed[-1].role:  # one turn of the user
                 before = listed.pop().content or []
                 new = chat.Message.model_construct(  # noqa: PLW2901 - the whole turn
                     role="user", content=[*before, *(new.content or ())]
@@ -134,7 +134,7 @@ def ends_with_assistant(messages: Sequence[Message]) -> bool:
     if not all(isinstance(block, TextBlock) for block in last.content):
         raise InvalidArgumentError(
             f"messages[{len(messages) - 1}]",
-            "is the assistant's, and the output continues it; it must have text only",
+            "is the last message, which the output continues; it must have only text",
         )
     return True
 
@@ -156,7 +156,7 @@ def _chat_messages(field: str, message: Message) -> Iterator[chat.Message]:
         if not isinstance(block, _ROLE_TO_BLOCKS[message.role]):
             raise InvalidArgumentError(
                 f"{field}.content[{j}].type",
-                f'is "{block.type}"; with role "{message.role}" it must not be',
+                f'is "{block.type}", which messages with role "{message.role}" cannot have',
             )
     if message.role != "user":
         yield _message(message.role, message.content)

@@ -174,7 +174,7 @@ class Batches:
                     try:
                         await self._advance(batch)
                     except QuireError as error:
-                        log.warning("batch advances later", batch=batch.id, error=str(error))
+                        log.warning("batch will be retried", batch=batch.id, error=str(error))
                     except Exception:
                         log.exception("batch cannot be advanced", batch=batch.id)
                         broken.add(batch.id)
@@ -184,7 +184,7 @@ class Batches:
                     await self.store.sweep(self.retention_s)
                     await self.store.clear()
             except QuireError as error:
-                log.warning("batches advance later", error=str(error))
+                log.warning("batches will be retried", error=str(error))
 
     async def _advance(self, batch: Batch) -> None:
         is_late = time.time() >= batch.created_at + WINDOW_S

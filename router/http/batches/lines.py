@@ -72,7 +72,7 @@ class BatchLines:
     cells: Cells
 
     async def answer(self, turn: Turn) -> bytes | None:
-        """Return the result line of a line for embeddings; None for other lines.
+        """Return the result of a line for embeddings; None for other lines.
 
         If the router dies, the vectors are computed again.
         """
@@ -104,7 +104,7 @@ class BatchLines:
         call = await self._call(turn, self.cells.of(turn.model))
         if isinstance(call, Call):
             if len(call.requests) > 1:
-                raise InvalidArgumentError("prompt", "has several; a batch allows one in a line")
+                raise InvalidArgumentError("prompt", "is a list; a batch line takes one prompt")
             request = call.requests[0]
         else:
             request = call.planned
@@ -179,7 +179,7 @@ def _body_of(turn: Turn) -> Schema:
     asked = parse_line(turn.body)
     for field in _UNSUPPORTED:
         if asked["body"].get(field):
-            raise InvalidArgumentError(field, "is set; in a batch it must not be")
+            raise InvalidArgumentError(field, "is set; in a batch it must be unset")
     try:
         return ENDPOINTS[asked["url"]].model_validate(asked["body"])
     except ValidationError as error:

@@ -158,7 +158,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def batches(self, *, tenant: str | None = None, is_live: bool = False) -> Sequence[Batch]:
-        """Return the batches of a tenant; without one, all with this `is_live`. Newest first."""
+        """Return a tenant's batches or, without a tenant, all with this `is_live`; newest first."""
 
         def work(cursor: Cursor, _: Connection) -> list[Batch]:
             condition = "is_live = ?" if tenant is None else "tenant = ?"

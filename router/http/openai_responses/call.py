@@ -19,8 +19,8 @@ from router.schedulers.wire import record_from_bytes
 from router.turns.turn import Turn
 
 _SHARE_FOR_OUTPUT = 8
-"""With `truncation: "auto"` and no `max_output_tokens`, at least one part in this many of the
-context is left for the output."""
+"""With `truncation: "auto"` and no `max_output_tokens`, at least the context's length divided by
+this is left for the output."""
 
 _PROMPT_END = 64
 """Number of a prompt's last tokens, which show whether the output begins within thinking."""
@@ -60,7 +60,7 @@ class ResponseCall:
 
 
 def output_text(inference: Inference, request: GenerateRequest) -> OutputText:
-    """Return a converter of an output's tokens, which makes the same text as when they arrived."""
+    """Return a converter from tokens to text, which makes the same text as the live output."""
     sampling, model = request.sampling, inference.model.info(request.model)
     ends = frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids)
     return OutputText(

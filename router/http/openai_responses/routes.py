@@ -189,7 +189,7 @@ async def _follow(
 async def _answer(
     http: web.Request, inference: Inference, call: ResponseCall, call_id: CallId
 ) -> web.StreamResponse:
-    """Answer a call whose response is not stored, and which ends with the client's connection."""
+    """Answer a call whose response is not stored; it is cancelled if the client disconnects."""
     try:
         async with await inference.generate(call.planned) as live:
             if call.body.stream:

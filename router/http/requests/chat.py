@@ -131,7 +131,7 @@ class ChatBody(ToolFields, Body):
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise InvalidArgumentError(
-                    "add_generation_prompt", "is true; with continue_final_message it must not be"
+                    "add_generation_prompt", "is true; with continue_final_message it must be unset"
                 )
             check_continued(self.messages)
         check_template_kwargs(self.chat_template_kwargs)

@@ -72,7 +72,7 @@ class CompletionBody(Body):
         """Check fields against each other; raises InvalidArgumentError."""
         super().check()
         if self.suffix and self.echo:
-            raise InvalidArgumentError("echo", "is true; with suffix it must not be")
+            raise InvalidArgumentError("echo", "is true; with suffix it must be false")
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise InvalidArgumentError("suffix", "is set; it needs prompts that are text")
 

@@ -94,6 +94,7 @@ class Conversation:
             return {switch: False, **self.template_kwargs}
         if self.effort == "none" or "reasoning_effort" not in template.variables:
             raise UnimplementedError(
-                f'reasoning_effort is "{self.effort}"; the model\'s chat template does not use it'
+                f'reasoning_effort is "{self.effort}"; the model\'s chat template does not'
+                " support it"
             )
         return {"reasoning_effort": self.effort, **self.template_kwargs}

@@ -114,7 +114,7 @@ class Body(StructuredFields, BeamFields):
     # Quire extensions.
     cache_pin_s: float | None = None
     stream_interval: int | None = None
-    """How many new tokens to send at once; vLLM has a flag of the server for it."""
+    """How many new tokens to send at once; in vLLM, this is a flag of the server."""
 
     @property
     def usage_in_stream(self) -> UsageInStream:

@@ -53,7 +53,7 @@ class TokenizeBody(Schema):
             return await self._chat_token_ids(inference, self.messages)
         for name in _OF_CHATS:
             if name in self.model_fields_set:
-                raise InvalidArgumentError(name, "is set; with prompt it must not be")
+                raise InvalidArgumentError(name, "is set; with prompt it must be unset")
         try:
             return await inference.text.tokenize(
                 self.model,
@@ -68,7 +68,7 @@ class TokenizeBody(Schema):
         if self.add_special_tokens:
             raise InvalidArgumentError(
                 "add_special_tokens",
-                "is true; with messages it must not be, because the template adds them",
+                "is true; with messages it must be unset, because the template adds them",
             )
         kwargs: Mapping[str, Any] = self.chat_template_kwargs
         template = inference.text.chat_template(self.model, self.chat_template)

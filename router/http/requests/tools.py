@@ -164,5 +164,5 @@ def check_names(tools: Sequence[Tool]) -> None:
     for i, name in enumerate(names):
         if name in names[:i]:
             raise InvalidArgumentError(
-                f"tools[{i}].function.name", f"is {excerpt(name)}; another tool has it"
+                f"tools[{i}].function.name", f"is {excerpt(name)}; another tool has this name"
             )

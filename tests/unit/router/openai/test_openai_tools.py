@@ -214,7 +214,7 @@ async def test_a_call_that_was_cut_short_says_so(client, inference):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tools": [ADD, ADD]}, r'tools\[1\].function.name is "add"; another tool has it'),
+        ({"tools": [ADD, ADD]}, r'tools\[1\].function.name is "add"; another tool has this'),
         ({"tools": [NOW], "tool_choice": NAMED}, 'tool_choice names the function "add"; tools has'),
         ({"tool_choice": "required"}, 'tool_choice is "required"; it needs tools'),
         ({"tool_choice": NAMED}, "it needs tools"),

@@ -386,7 +386,7 @@ async def test_what_a_line_cannot_have_is_refused_by_name(router, new_store):
         told = await lines_of(client, batch.error_file_id)
         messages = [told[each]["response"]["body"]["error"]["message"] for each in "ab"]
         assert messages == [
-            f"{name} is set; in a batch it must not be" for name in ("store", "stream")
+            f"{name} is set; in a batch it must be unset" for name in ("store", "stream")
         ]
 
 
