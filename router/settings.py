@@ -44,7 +44,8 @@ class RouterSettings(ProcessSettings):
     """Directory for files that are made from GGUF files or downloaded from URLs. Models from the
     hub are in the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
-    """The name that requests use; empty: the directory's name."""
+    """The name that requests use; empty: the name of the directory or GGUF file, or the model's
+    name on the hub."""
     scheduler: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)
     """Addresses of the schedulers, separated by commas: host:port or unix:/path. dns:HOST:PORT
     stands for all addresses of a name, such as that of a headless service; these may change while

@@ -99,7 +99,7 @@ class Admission:
             raise AlreadyExistsError(f"request_id {request_id!r} belongs to a live request")
         if len(self._admitted) >= self._max_live_requests:
             raise TooBusyError(
-                f"{len(self._admitted)} requests are live; at most {self._max_live_requests} may be"
+                f"{len(self._admitted)} requests are live; the limit is {self._max_live_requests}"
             )
         span = telemetry.tracer().start_span("request", kind=SpanKind.SERVER)
         admitted = Admitted(tenant, request_id, model, span, asyncio.get_running_loop().time())
