@@ -55,7 +55,7 @@ async def run_router(
     stop: asyncio.Event | None = None,
     on_started: Callable[[Addresses], Awaitable[None]] | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stop`; live requests finish first.
+    """Serve until SIGTERM, SIGINT or `stop`, then let live requests finish.
 
     `on_started` gets the addresses; the router is ready once it has a scheduler. Raises ModelError
     if the model cannot be found, FileNotFoundError or ValueError if its tokenizer cannot be read,
@@ -264,5 +264,5 @@ def _page_middleware(settings: RouterSettings) -> Middleware:
     guard = PageGuard(
         None if settings.server_tls is not None else own, frozenset(settings.allowed_origins)
     )
-    # If the router listens beyond loopback, web pages may call everything except operators' routes.
+    # If the router listens beyond loopback, web pages may call everything except `OPERATOR_PATHS`.
     return guard.middleware(None if is_loopback(settings.host) else openai_api.OPERATOR_PATHS)

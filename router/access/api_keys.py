@@ -74,7 +74,7 @@ def key_of_call() -> str:
 
 
 def enter_as(tenant: str, key_name: str = "") -> None:
-    """Make a tenant the `current_caller` of this task, to continue one of its earlier calls."""
+    """Make a tenant the `current_caller` of this task, to continue one of the tenant's calls."""
     _caller.set(Caller(tenant, key_name=key_name))
 
 

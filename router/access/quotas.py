@@ -28,7 +28,7 @@ class Quota:
 
 
 class TokenBucket:
-    """A token bucket that holds one minute's amount, starts full, and may go below zero."""
+    """A token bucket that holds one minute's quota, starts full, and may go below zero."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.capacity = float(per_minute)
@@ -174,7 +174,7 @@ class Meter:
 
 
 class Lease:
-    """One request's share of its tenant's quota, from its start to its end."""
+    """A request's share of its tenant's quota, while the request is live."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter

@@ -14,8 +14,8 @@ from router.access.api_keys import current_caller
 def claim(request: GenerateRequest) -> GenerateRequest:
     """Return the request with the tenant of its caller's API key.
 
-    The cache salt is hashed with the tenant's name, so that no tenant can use another's salt. So a
-    tenant can neither hit another's prefixes in the cache nor detect them by timing.
+    The cache salt is hashed with the tenant's name. So a tenant can neither hit another's prefixes
+    in the cache nor detect them by timing, not even with the other's salt.
 
     Raises:
         UnauthenticatedError: The call has no API key.
@@ -39,7 +39,7 @@ def tenant_of_caller(claimed: str) -> str:
 
 
 def check_tenant(tenant: str) -> None:
-    """Raise InvalidArgumentError if the name is not valid for a tenant of calls without keys."""
+    """Raise InvalidArgumentError unless `tenant` is a valid name, or empty."""
     check_chars("tenant", tenant, MAX_TENANT_CHARS)
     if not (tenant.isascii() and tenant.isprintable()):
         raise InvalidArgumentError(

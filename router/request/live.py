@@ -264,7 +264,7 @@ class LiveRequest:
                 self.finish(seq_key, FinishReason.LENGTH)
 
     def score_prompt(self, position: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Add log-probabilities of the prompt from `position` on; known ones may be among them."""
+        """Add log-probabilities of the prompt from `position` on, which may overlap known ones."""
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += logprobs[len(self._prompt_logprobs) + 1 - position :]
 

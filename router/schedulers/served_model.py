@@ -53,7 +53,7 @@ class ServedModel:
         if model is None:
             raise self._schedulers.unavailable()
         adapter = None if name in ("", self.name) else self._adapters()[name]
-        # For a model that only makes vectors, this limit includes one token that it does not need.
+        # The limit leaves room for an output token, which a model for vectors does not produce.
         num_unused = not model.abilities.generates
         return Model(
             self.name if adapter is None else adapter.name,

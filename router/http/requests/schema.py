@@ -214,4 +214,4 @@ UNIMPLEMENTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "priority": (0,),
     }
 )
-"""Fields that both bodies refuse by name, with the values that have no effect."""
+"""Fields that both bodies refuse by name, unless they have one of these values."""
