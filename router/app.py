@@ -55,11 +55,11 @@ async def run_router(
     stop: asyncio.Event | None = None,
     on_started: Callable[[Addresses], Awaitable[None]] | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stop`; live requests finish first.
+    """Serve until SIGTERM, SIGINT or `stop`, then let live requests finish.
 
     `on_started` gets the addresses; the router is ready once it has a scheduler. Raises ModelError
     if the model cannot be found, FileNotFoundError or ValueError if its tokenizer cannot be read,
-    and any error that ends the scheduler client, which is a bug.
+    and any error that ends a background task, which is a bug.
     """
     # Several threads read, parse and tokenize large bodies. With an arena per thread, each arena
     # would keep the memory of the largest body, even after a trim (bench/worst_bodies.py).
@@ -164,7 +164,7 @@ async def run_router(
                 *([] if api_keys is None else [KeyInterceptor(api_keys)]),
                 RequestBounds(cells, settings.max_body_mb * _MIB),
             ],
-            # Higher than the limits of single methods, whose errors name the limit.
+            # Higher than the limits of `RequestBounds`, whose errors name the limit.
             max_received_mb=min(settings.max_message_mb, 4 * settings.max_body_mb),
             on_started=on_started,
             on_drain=drain,
@@ -198,7 +198,7 @@ async def run_router(
 async def _cell(
     settings: RouterSettings, cell: CellSettings, entry: Entry, own: Health, router: Health
 ) -> tuple[Inference, Path]:
-    """Make the parts that each model has separately; also return the model's directory."""
+    """Make the parts that exist once per model; also return the model's directory."""
     directory = await asyncio.to_thread(
         find_model, cell.model, settings.cache_dir, router.set_starting, with_weights=False
     )
@@ -264,5 +264,5 @@ def _page_middleware(settings: RouterSettings) -> Middleware:
     guard = PageGuard(
         None if settings.server_tls is not None else own, frozenset(settings.allowed_origins)
     )
-    # If the router listens beyond loopback, web pages may call everything except operators' routes.
+    # If the router listens beyond loopback, web pages may call everything except `OPERATOR_PATHS`.
     return guard.middleware(None if is_loopback(settings.host) else openai_api.OPERATOR_PATHS)

@@ -18,7 +18,7 @@ from router.request.cells import Cells
 from router.request.inference import Inference
 
 _FRESH_S: Final = 0.05
-"""How long a load stays fresh. Gateways scrape up to 20 times per second, independently."""
+"""How long a load stays fresh. Each gateway scrapes up to 20 times per second."""
 _TIMEOUT_S: Final = 1.0
 """How long a scrape waits for the schedulers; after that it returns no gauges of the cell."""
 
@@ -68,10 +68,7 @@ class GatewayMetrics(Collector):
             self._read_at = clock()
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing.
-
-        Otherwise the registry would call `collect` before the start, for the names.
-        """
+        """Return nothing, so that registration does not call `collect` to learn the names."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -93,9 +90,9 @@ class GatewayMetrics(Collector):
     def _lora(self, names: str) -> Metric:
         family = GaugeMetricFamily(
             names.format("lora_requests_info"),
-            "When it was read, in seconds since 1970; the labels list the LoRA adapters of this"
-            " router's running and waiting requests, and how many adapters are loaded. Absent"
-            " without an adapter.",
+            "Unix time of the scrape, in seconds. The labels list the LoRA adapters of this"
+            " router's running and waiting requests, and say how many adapters are loaded. Absent"
+            " if no adapter is loaded.",
             labels=["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
         for cell in self._cells.all:
@@ -124,7 +121,8 @@ async def _load_of(cell: Inference) -> Load | None:
 def _cache_config(names: str, name_to_load: Iterable[tuple[str, Load]]) -> Metric:
     family = GaugeMetricFamily(
         names.format("cache_config_info"),
-        "1; the labels are the token slots of a block, and how many device blocks the cell has.",
+        "Always 1. The labels say how many token slots a block has, and how many device blocks the"
+        " cell has.",
         labels=["model_name", "block_size", "num_gpu_blocks"],
     )
     for model_name, load in name_to_load:

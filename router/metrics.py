@@ -18,7 +18,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5
 
 
 class BatchedHistogram(Histogram):
-    """A histogram that can count many values at once, for values per token."""
+    """A histogram that counts its values in batches, because some metrics have one per token."""
 
     _MOST = 4096
 
@@ -56,7 +56,7 @@ REQUEST_SUCCESS = Counter(
 )
 REQUESTS_REFUSED = Counter(
     "quire_requests_refused",
-    "Refused requests, by status; `model_name` is empty for those of no known model.",
+    "Refused requests, by status; `model_name` is empty if the model is unknown.",
     labelnames=(*_MODEL, "code"),
 )
 PROMPT_TOKENS = Counter(
@@ -145,4 +145,4 @@ def of_model(model_name: str) -> ModelMetrics:
     )
 
 
-AUDIT_LINES_LOST = Counter("quire_audit_lines_lost", "Requests that --audit-log could not write.")
+AUDIT_LINES_LOST = Counter("quire_audit_lines_lost", "Requests not written to --audit-log.")

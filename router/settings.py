@@ -20,7 +20,7 @@ from rpc.security.tls import ClientTls, check_certificate
 from rpc.settings import ModelName, Port, PositiveInt, ProcessSettings, split_at_commas
 
 _CELL: Final = re.compile(r"(?P<name>[^=]+)=(?P<model>.+)@(?P<schedulers>[^@]+)")
-"""The last @ ends the model."""
+"""The last @ separates the model from the schedulers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +38,30 @@ class RouterSettings(ProcessSettings):
 
     model: ModelName
     """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
-    Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md);
-    the router reads its tokenizer and chat template."""
+    Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md). The router reads the
+    model's tokenizer and chat template."""
     cache_dir: Path = DEFAULT_CACHE_DIR
     """Directory for files that are made from GGUF files or downloaded from URLs. Models from the
     hub are in the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
-    """The name that requests use; empty: the directory's name."""
+    """The name that requests use; empty: the name of the directory or GGUF file, or the model's
+    name on the hub."""
     scheduler: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)
-    """The schedulers: host:port, or unix:/path, separated by commas. dns:HOST:PORT stands for all
-    addresses of a name, such as a headless service's; such schedulers may come and go while the
-    router runs. Several schedulers share the requests, each with its own workers; a standby takes
-    over the requests of the scheduler that it replaces."""
+    """Addresses of the schedulers, separated by commas: host:port or unix:/path. dns:HOST:PORT
+    stands for all addresses of a name, such as that of a headless service; these may change while
+    the router runs. Several schedulers, each with its own workers, share the requests. A standby
+    takes over the requests of the scheduler that it replaces."""
     cell: Annotated[tuple[str, ...], NoDecode] = ()
     """A further model behind the same ports, as NAME=MODEL@SCHEDULER[,SCHEDULER...]. NAME is the
-    name that requests use; MODEL and SCHEDULER are as for --model and --scheduler. May be repeated.
-    A request that names no model is for the model of --model (docs/operations.md)."""
+    name that requests use; MODEL and SCHEDULER are as in --model and --scheduler. May be repeated.
+    A request that names no model goes to the model of --model (docs/operations.md)."""
     on_demand: PositiveInt | None = None
-    """Most models that are loaded at once. The model of a request is loaded in place of the least
-    recently used one, whose requests then wait. Start the workers with --unloaded, and only one
-    router. Unset: only operators load models."""
+    """Maximum number of models that are loaded at once. A request's model replaces the least
+    recently used one, whose requests then wait. Start the workers with --unloaded, and start only
+    one router. Unset: only operators load models."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    """With --on-demand, the shortest time for which a model stays loaded, even if others are
-    wanted."""
+    """With --on-demand, the minimum time in seconds for which a model stays loaded, even if
+    requests need other models."""
     idle_unload_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Unload a model that has had no request for this long, in seconds; the next request waits
     until it is loaded again. Only one router may do this. Unset: idle models stay loaded."""
@@ -71,32 +72,33 @@ class RouterSettings(ProcessSettings):
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
     grpc_server: Literal["quire", "grpcio"] = "quire"
-    """What serves the gRPC port. quire is a server of our own: all tokens of a moment leave in one
-    write, for a fraction of the processor time, and a client's frames without a request or data
-    are limited. grpcio is the library's server."""
+    """The gRPC server. quire is Quire's own: it sends all pending tokens of a connection in one
+    write, which takes a fraction of the processor time, and limits a client's frames that carry
+    neither a request nor data. grpcio is the server of the gRPC library."""
     vllm_engine: bool = False
-    """Whether gRPC has `vllm.grpc.engine.VllmEngine`, the engine contract of the Shepherd Model
-    Gateway (docs/fleet.md)."""
+    """Whether to serve `vllm.grpc.engine.VllmEngine` by gRPC, the engine contract of the Shepherd
+    Model Gateway (docs/fleet.md)."""
     openengine: bool = False
-    """Whether gRPC has `openengine.v1`, the experimental contract of the OpenEngine project, as of
-    its release v0.1.0 (docs/fleet.md)."""
+    """Whether to serve `openengine.v1` by gRPC, the experimental contract of the OpenEngine
+    project, as of its release v0.1.0 (docs/fleet.md)."""
     shared_http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """An additional HTTP port that several routers of one machine share; then they also share
-    --grpc-port. Each router gets some of the connections. Each needs a separate --http-port."""
+    """An additional HTTP port that several routers on one machine share; they then also share
+    --grpc-port. Each router gets some of the connections, and needs its own --http-port."""
     scheduler_tls_cert: Path | None = None
     """File of the certificate (PEM) for connections to schedulers, if it differs from --tls-cert,
     which may be a public certificate."""
     scheduler_tls_key: Path | None = None
     """File of the private key of --scheduler-tls-cert."""
     max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
-    """Most requests at once: running, waiting, or not yet read to the end by the client."""
+    """Maximum number of live requests: running, waiting, or not yet read to the end by the
+    client."""
     max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Largest body of an HTTP request, and largest gRPC message with a prompt or tokens, in MiB,
-    before and after decompression."""
+    """Maximum size in MiB of an HTTP request's body, before and after decompression, and of a gRPC
+    message with a prompt or tokens."""
     accept_compressed: bool = False
     """Whether HTTP bodies may be compressed (Content-Encoding gzip or deflate)."""
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
-    """Host names, separated by commas, that clients may use for a router that listens on loopback
+    """Host names, separated by commas, by which clients may call a router that listens on loopback
     without API keys, such as the name of a proxy in front of it. localhost, loopback addresses and
     --host are always allowed."""
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = ()
@@ -106,39 +108,39 @@ class RouterSettings(ProcessSettings):
     """The syntax of the model's tool calls: a family (docs/clients.md), none, or your class as
     package.module:Class; empty: detected from its chat template."""
     reasoning_parser: str = ""
-    """The syntax of the model's thinking: a family, none, or your `Thinking` as
-    package.module:NAME; empty: detected from its chat template."""
+    """The syntax of the model's thinking: a family (docs/clients.md), none, or your `Thinking`
+    object as package.module:NAME; empty: detected from its chat template."""
     trust_request_chat_template: bool = False
     """Whether chats may set chat_template. It runs in a sandbox, but without a time limit."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """API keys, separated by commas; each call must have one: authorization: Bearer KEY. These are
-    the operator's keys: they have no tenant and allow every call. Set them in the environment,
-    because other users can see the command line."""
+    """API keys of operators, separated by commas. They have no tenant and allow every call. If the
+    router has keys, each call must have one (authorization: Bearer KEY). Set them in the
+    environment, because other users can see the command line."""
     api_keys_file: Path | None = None
-    """TOML file of keys with their tenants, and of the tenants' quotas (docs/security.md)."""
+    """TOML file of API keys, their tenants, and the tenants' quotas (docs/security.md)."""
     ui: bool = True
-    """Whether to serve a web page at /ui: what the service is doing, and a playground."""
+    """Whether to serve a web page at /ui, with a view of the running service and a playground."""
     turn_store: str = ""
-    """Where responses are stored (docs/failure.md): a file for SQLite, or postgresql://… for
-    several routers (quire[postgres]); empty: nothing is stored. Put a password in PGPASSWORD or
-    ~/.pgpass, because other users can see the command line."""
+    """Where responses, batches and usage are stored (docs/failure.md): a file for SQLite, or
+    postgresql://… for several routers (quire[postgres]); empty: nothing is stored. Put a password
+    in PGPASSWORD or ~/.pgpass, because other users can see the command line."""
     turn_retention_days: Annotated[float, Field(gt=0, le=36500)] = 30.0
     """How many days stored responses, files and batches are kept after their end."""
     usage_retention_days: Annotated[float, Field(gt=0, le=36500)] = 400.0
-    """How long usage (`quire usage`) is kept; it is kept only with --turn-store."""
+    """How many days usage (`quire usage`) is kept; without --turn-store it is not kept at all."""
     audit_log: Path | None = None
-    """A file for the prompt and the outputs of every request, one JSON object per line; by default
-    they are not written anywhere. Each router needs a separate file."""
+    """File for the prompt and the outputs of every request, one JSON object per line. Each router
+    needs a separate file. Unset: prompts and outputs are not logged."""
     audit_log_max_mb: Annotated[int, Field(ge=1, le=1_000_000)] = 100
-    """Size in MiB at which --audit-log becomes FILE.1, FILE.1 becomes FILE.2, and so on."""
+    """Size in MiB at which --audit-log is renamed to FILE.1, FILE.1 to FILE.2, and so on."""
     audit_log_files: Annotated[int, Field(ge=2, le=10_000)] = 10
-    """Most files of --audit-log, including the current one; the oldest beyond that is deleted."""
+    """How many files of --audit-log to keep, including the current one; the oldest is deleted."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of requests to trace (--otlp-traces-endpoint), among those without a traceparent from
-    their client."""
+    """Share of requests to trace (--otlp-traces-endpoint), among those that come without a
+    traceparent."""
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
-    """New tokens of an output that go out together, where a request has no stream_interval: fewer
-    and larger events cost less. The first token and the last ones do not wait."""
+    """How many new tokens of an output are sent together, unless the request sets stream_interval.
+    Fewer and larger events cost less. The first token and the last ones do not wait."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of threads that tokenize prompts."""
 
@@ -183,7 +185,7 @@ class RouterSettings(ProcessSettings):
         for flag in ("vllm_engine", "openengine"):
             if self.cell and getattr(self, flag):
                 name = flag.replace("_", "-")
-                raise ValueError(f"--{name}: it describes one model; it cannot be with --cell")
+                raise ValueError(f"--{name}: it serves one model, and cannot be used with --cell")
         return self
 
     @property

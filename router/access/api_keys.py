@@ -23,7 +23,7 @@ TenantName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[ -~]
 
 
 class ApiKeysError(ValueError):
-    """A file of keys is unusable. The message holds no key."""
+    """The file of keys is not usable. The message contains no key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def current_caller() -> Caller:
     """Return the caller of the call being answered.
 
     Raises:
-        UnauthenticatedError: Its key has not been checked.
+        UnauthenticatedError: The call has no API key.
     """
     caller = _caller.get()
     if caller is None:
@@ -62,7 +62,7 @@ def current_caller() -> Caller:
 
 
 def tenant_of_call() -> str:
-    """Return the tenant whose key the call has; empty if calls have no keys."""
+    """Return the tenant of the call's API key; empty if calls have no keys."""
     caller = _caller.get()
     return "" if caller is None else caller.tenant
 
@@ -74,7 +74,7 @@ def key_of_call() -> str:
 
 
 def enter_as(tenant: str, key_name: str = "") -> None:
-    """Make a tenant the `current_caller` of this task, which continues a call made with its key."""
+    """Make a tenant the `current_caller` of this task, to continue one of the tenant's calls."""
     _caller.set(Caller(tenant, key_name=key_name))
 
 
@@ -82,7 +82,7 @@ class ApiKeys:
     """The keys that a router accepts, stored and compared as hashes only."""
 
     def __init__(self, keys: Iterable[str] = (), file: KeysFile | None = None) -> None:
-        """`keys` are the operator's, in plain text."""
+        """`keys` are operators' keys, in plain text."""
         file = file or KeysFile({}, {})
         self.tenant_to_quota = file.tenant_to_quota
         # The time of a lookup depends on the hash. Callers cannot choose hashes, because a secret
@@ -100,17 +100,17 @@ class ApiKeys:
         """Make the holder of a key the `current_caller` of this task.
 
         Args:
-            authorization: "Bearer KEY", as in HTTP and gRPC metadata; None: not set.
+            authorization: "Bearer KEY", from the HTTP header or gRPC metadata; None: not set.
 
         Raises:
-            UnauthenticatedError: It is not a known key.
+            UnauthenticatedError: There is no key, or it is unknown.
         """
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != _SCHEME or not key:
             raise UnauthenticatedError("an API key is required: authorization: Bearer KEY")
         caller = self._hash_to_caller.get(self._hash(_sha256(key.strip())))
         if caller is None:
-            raise UnauthenticatedError("the API key is not known")
+            raise UnauthenticatedError("the API key is unknown")
         _caller.set(caller)
 
     def _hash(self, sha256: bytes) -> bytes:
@@ -141,7 +141,7 @@ def read_keys_file(path: Path) -> KeysFile:
     except ValueError as error:  # an integer of thousands of digits
         raise ApiKeysError(f"{path}: it is not TOML: {error}") from None
     except RecursionError:
-        raise ApiKeysError(f"{path}: it is nested too deep") from None
+        raise ApiKeysError(f"{path}: it is nested too deeply") from None
     return KeysFile(
         {
             entry.hash(): Caller(

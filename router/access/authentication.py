@@ -17,7 +17,7 @@ from router.access.api_keys import ApiKeys
 from router.http.errors import error_response
 
 _OPEN_METHODS: Final = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-"""Methods that need no key: probes. Their answers contain no user's data."""
+"""Prefixes of methods that need no key. Their answers contain no user's data."""
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -31,7 +31,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Let the call pass and set its caller, in the call's own task."""
+        """Check the call's key, and set the caller in the call's own task."""
         if handler_call_details.method.startswith(_OPEN_METHODS):
             return await continuation(handler_call_details)
         values = [
@@ -55,9 +55,9 @@ def _refusal(error: UnauthenticatedError) -> Callable[[Any, Any], Awaitable[None
 
 
 def key_middleware(keys: ApiKeys, open_paths: Collection[str] = ()) -> Middleware:
-    """Make the middleware that answers 401 to calls without a key; probes bypass it.
+    """Make the middleware that answers 401 to calls without a key.
 
-    `open_paths` need no key; their answers must contain no user's data.
+    Reading `open_paths` needs no key; their answers must contain no user's data.
     """
 
     @web.middleware
@@ -77,6 +77,6 @@ def key_middleware(keys: ApiKeys, open_paths: Collection[str] = ()) -> Middlewar
 
 
 def _authorization(headers: Mapping[str, str]) -> str | None:
-    """Return the authorization header, made from `x-api-key` for Anthropic's clients."""
+    """Return the authorization header; for Anthropic's clients, make it from `x-api-key`."""
     key = headers.get("x-api-key")
     return headers.get("Authorization", None if key is None else f"Bearer {key}")

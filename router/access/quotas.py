@@ -1,7 +1,7 @@
 """Quotas of tenants: requests and tokens per minute, and requests and tokens in flight.
 
-Each router counts on its own. When a request begins, its tenant is charged for the prompt and for
-the most tokens that it may produce. When it ends, the tokens that it did not produce are refunded.
+Each router counts on its own. When a request begins, its tenant is charged for the prompt and the
+maximum number of output tokens. When it ends, output tokens that it did not produce are refunded.
 The tokens of a resumable request without a reader count as in flight for as long as the request may
 run.
 """
@@ -21,14 +21,14 @@ class Quota:
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Prompts and outputs together."""
+    """Tokens of prompts and outputs."""
     max_concurrent_requests: int | None = None
     max_tokens_in_flight: int | None = None
-    """Tokens of live requests: prompts, and the most tokens that they may produce."""
+    """Tokens of live requests: their prompts, and the maximum lengths of their outputs."""
 
 
 class TokenBucket:
-    """A token bucket with one minute's capacity: starts full, refills steadily, may be in debt."""
+    """A token bucket that holds one minute's quota, starts full, and may go below zero."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.capacity = float(per_minute)
@@ -36,13 +36,13 @@ class TokenBucket:
         self._at = now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` is available, or the capacity if that is less."""
+        """Return the seconds until `amount` is available or the bucket is full."""
         self._refill(now)
         lacking = min(amount, self.capacity) - self._level
         return max(0.0, lacking) * _MINUTE_S / self.capacity
 
     def take(self, amount: float, now: float) -> None:
-        """Take `amount`, even if that is more than available."""
+        """Take `amount`, even if less is available."""
         self._refill(now)
         self._level -= amount
 
@@ -58,7 +58,7 @@ class TokenBucket:
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """Counts one tenant's use against its quota. All times are seconds of one clock."""
+    """Counts one tenant's use against its quota. All times are in seconds on the same clock."""
 
     tenant: str
     quota: Quota
@@ -68,7 +68,7 @@ class Meter:
     num_tokens_in_flight: int = 0
     """Tokens of live requests, and of requests whose reader has left."""
     _left: dict[str, tuple[float, int]] = field(init=False, default_factory=dict)
-    """Requests whose reader has left, by id: until when each may run, and its tokens."""
+    """For each request whose reader has left: the time until which it may run, and its tokens."""
     _requests: TokenBucket | None = field(init=False, default=None)
     _tokens: TokenBucket | None = field(init=False, default=None)
 
@@ -116,23 +116,24 @@ class Meter:
             )
 
     def reserve(self, num_tokens: int, now: float) -> None:
-        """See `Lease`."""
+        """See `Lease.reserve`."""
         limit = self.quota.max_tokens_in_flight
         if limit is not None:
             self._forget_left(now)
             if num_tokens > limit:
                 raise InvalidArgumentError(
                     "max_tokens",
-                    f"makes this a request of {num_tokens} tokens, prompt and outputs; the"
+                    f"makes this request need {num_tokens} tokens for prompt and outputs; the"
                     f" max_tokens_in_flight of tenant {self.tenant!r} is {limit}",
                 )
             if self.num_tokens_in_flight + num_tokens > limit:
                 raise QuotaError(
-                    f"tenant {self.tenant!r} has {self.num_tokens_in_flight} tokens in flight and"
-                    f" wants {num_tokens} more; max_tokens_in_flight is {limit}"
+                    f"tenant {self.tenant!r} has {self.num_tokens_in_flight} tokens in flight; with"
+                    f" {num_tokens} more it would exceed its max_tokens_in_flight, {limit}"
                 )
         if self._tokens is not None:
-            # A request of more than a minute's tokens starts with a full bucket and leaves a debt.
+            # A request for more tokens than a minute's quota starts when the bucket is full, and
+            # takes it below zero.
             self._check_tokens(self._tokens, num_tokens, now)
             self._tokens.take(num_tokens, now)
         self.num_tokens_in_flight += num_tokens
@@ -159,11 +160,11 @@ class Meter:
             self.num_tokens_in_flight -= num_in_flight
             return
         self._forget_left(now)
-        self.take_up(request_id)  # an older request with this id
+        self.take_up(request_id)  # forget an older request with this id
         self._left[request_id] = until, num_in_flight
 
     def take_up(self, request_id: str, num_tokens: int = 0) -> None:
-        """Count the tokens of a request as live again, after its client had left."""
+        """Count `num_tokens` of a resumed request, instead of the tokens that `leave` kept."""
         _, num_left = self._left.pop(request_id, (0.0, 0))
         self.num_tokens_in_flight += num_tokens - num_left
 
@@ -173,7 +174,7 @@ class Meter:
 
 
 class Lease:
-    """One request's share of its tenant's quota, from its start to its end."""
+    """A request's share of its tenant's quota, while the request is live."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -181,10 +182,10 @@ class Lease:
         self._num_charged = 0
 
     def reserve(self, num_tokens: int, now: float) -> None:
-        """Charge for the prompt and the most tokens that may be produced; called once.
+        """Charge for the prompt and the maximum number of output tokens; called once.
 
         Raises:
-            InvalidArgumentError: The request exceeds the quota even when nothing is used.
+            InvalidArgumentError: The request alone exceeds the quota.
             QuotaError: Too little of the quota is left now.
         """
         self._meter.reserve(num_tokens, now)
@@ -200,7 +201,7 @@ class Lease:
         self._meter.end(self._num_in_flight, max(0, self._num_charged - num_tokens))
 
     def leave(self, request_id: str, now: float, until: float) -> None:
-        """Refund nothing: the request continues, at most until `until`. Called instead of `end`."""
+        """Refund nothing, because the request may run until `until`. Called instead of `end`."""
         self._meter.leave(request_id, self._num_in_flight, now, until)
 
 
@@ -214,9 +215,9 @@ class Quotas:
         self._unlimited = Meter("", Quota(), now)
 
     def check(self, tenant: str, num_tokens: int, now: float) -> None:
-        """See `Meter`."""
+        """See `Meter.check`."""
         self._meters.get(tenant, self._unlimited).check(num_tokens, now)
 
     def begin(self, tenant: str, now: float, *, is_free: bool = False) -> Lease:
-        """See `Meter`."""
+        """See `Meter.begin`."""
         return self._meters.get(tenant, self._unlimited).begin(now, is_free=is_free)

@@ -14,8 +14,8 @@ from router.access.api_keys import current_caller
 def claim(request: GenerateRequest) -> GenerateRequest:
     """Return the request with the tenant of its caller's API key.
 
-    The cache salt is hashed with the tenant's name, so tenants cannot make each other's salts. A
-    tenant can neither find another's prefixes in the cache nor detect them by timing.
+    The cache salt is hashed with the tenant's name. So a tenant can neither hit another's prefixes
+    in the cache nor detect them by timing, not even with the other's salt.
 
     Raises:
         UnauthenticatedError: The call has no API key.
@@ -26,7 +26,7 @@ def claim(request: GenerateRequest) -> GenerateRequest:
 
 
 def tenant_of_caller(claimed: str) -> str:
-    """Return the tenant of the call's API key; `claimed` is the call's own claim, or empty.
+    """Return the tenant of the call's API key; `claimed` is the tenant that the call names, if any.
 
     Raises:
         UnauthenticatedError: The call has no API key.
@@ -39,7 +39,7 @@ def tenant_of_caller(claimed: str) -> str:
 
 
 def check_tenant(tenant: str) -> None:
-    """Raise InvalidArgumentError unless a call without a key may claim a tenant of this name."""
+    """Raise InvalidArgumentError unless `tenant` is a valid name, or empty."""
     check_chars("tenant", tenant, MAX_TENANT_CHARS)
     if not (tenant.isascii() and tenant.isprintable()):
         raise InvalidArgumentError(
@@ -52,7 +52,7 @@ def check_operator() -> None:
 
     Raises:
         UnauthenticatedError: The call has no API key.
-        PermissionDeniedError: The key is a tenant's.
+        PermissionDeniedError: The key is not an operator's.
     """
     caller = current_caller()
     if not caller.is_operator:
@@ -63,7 +63,7 @@ def check_operator() -> None:
 
 def _salt(tenant: str, salt: str) -> str:
     """Combine two texts so that different pairs give different results."""
-    # A tenant has no zero byte in its name, so the first one ends it.
+    # A tenant's name has no zero byte, so the first one ends the name.
     return hashlib.sha256(f"{tenant}\0{salt}".encode()).hexdigest()
 
 
@@ -76,7 +76,8 @@ _MAX_DIGITS = 10
 def with_precedence(request: GenerateRequest, metadata: Mapping[str, str]) -> GenerateRequest:
     """Return the request with the priority and tenant of `metadata`, if they are set.
 
-    Raises `InvalidArgumentError` for a priority that is no integer; validation checks its range.
+    Raises `InvalidArgumentError` for a priority that is not an integer. Validation checks its
+    range.
     """
     priority, tenant = metadata.get(PRIORITY_KEY), metadata.get(TENANT_KEY)
     if priority is None and tenant is None:

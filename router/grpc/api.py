@@ -47,8 +47,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Stream the events; a slow reader gets fewer and larger deltas.
 
-        It writes to the context instead of yielding. So if the call ends while a write waits for
-        the reader, this method is cancelled at once, and the request ends with it.
+        The events are written to the context, not yielded. So if the call ends while a write waits
+        for the reader, this method is cancelled at once, and the request ends with it.
         """
         await _stream(await self._cells.generate(_request(request, context)), context)
 
@@ -57,7 +57,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         requests: AsyncIterator[inference_pb2.GenerateManyRequest | RefusedRequest],
         context: CallContext,
     ) -> None:
-        """Serve many requests; a write takes longer than all else about a token."""
+        """Serve many requests on one call, with fewer writes than a call for each would need."""
         await ManyCall(self._cells, context).serve(requests)
 
     async def Resume(  # noqa: N802
@@ -81,14 +81,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.GenerateOnceRequest,
         context: CallContext,
     ) -> inference_pb2.GenerateOnceResponse:
-        """Collect the events; if an output fails, the call does."""
+        """Collect the events; if an output fails, the call fails."""
         domain_request = _request(request.request, context)
         if domain_request.stream_interval is not None:
             raise InvalidArgumentError(
                 "stream_interval",
                 f"is {domain_request.stream_interval}; GenerateOnce does not stream",
             )
-        if not domain_request.resumable:  # else `Resume` may stream it
+        if not domain_request.resumable:  # otherwise `Resume` may stream it
             domain_request = replace(domain_request, stream_interval=MAX_STREAM_INTERVAL)
         response = inference_pb2.GenerateOnceResponse()
         async with await self._cells.generate(domain_request) as live:
@@ -119,7 +119,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Embed(  # noqa: N802
         self, request: inference_pb2.EmbedRequest, context: CallContext
     ) -> inference_pb2.EmbedResponse:
-        """Collect the vectors; if an input fails, the call does."""
+        """Collect the vectors; if an input fails, the call fails."""
         inference = await self._cells.use(request.model)
         model = inference.model.info(request.model)
         dimensions = request.dimensions if request.HasField("dimensions") else None
@@ -160,16 +160,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 if has_special:
                     raise InvalidArgumentError(
                         "add_special_tokens",
-                        "is set; with chat it must be unset: the template adds special tokens",
+                        "is set; with chat it must be unset, because the template adds them",
                     )
                 if not request.chat.messages:
-                    raise InvalidArgumentError("chat.messages", "is empty; it must have at least 1")
+                    raise InvalidArgumentError("chat.messages", "is empty; it needs a message")
                 token_ids = await inference.text.tokenize_chat(
                     request.model,
                     [{"role": m.role, "content": m.content} for m in request.chat.messages],
                 )
             case _:
-                raise InvalidArgumentError("input", "is not set; text or chat must be")
+                raise InvalidArgumentError("input", "is not set; text or chat must be set")
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
 
     async def Detokenize(  # noqa: N802
@@ -216,7 +216,7 @@ def inference_service(cells: Cells) -> Service:
 
 
 def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> GenerateRequest:
-    """Make a request of the message and the call's metadata."""
+    """Make a request from the message and the call's metadata."""
     request = replace(generate_request_from_proto(message), deadline=deadline_of(context))
     return with_precedence(request, metadata_of(context))
 
@@ -227,7 +227,7 @@ async def _stream(live: LiveRequest, context: CallContext) -> None:
 
     def messages_of(event: Event) -> tuple[inference_pb2.GenerateResponse]:
         nonlocal expired
-        if isinstance(event, OutputDelta):  # nearly all events: use the same message again
+        if isinstance(event, OutputDelta):  # nearly all events; they share one message
             response.delta.Clear()
             write_delta(event, response.delta)
             return (response,)

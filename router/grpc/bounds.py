@@ -15,16 +15,16 @@ from router.request.cells import Cells
 from rpc.status import invalid_message, rewrapped
 
 MAX_FIELDS: Final = 16_384
-"""Most fields of one message, including its submessages. A packed list is one field."""
+"""Limit on the fields of one message, including its submessages. A packed list is one field."""
 MAX_SMALL_BYTES: Final = 64 * 1024
-"""Largest message of a method whose requests have no prompt, text or tokens."""
+"""Limit on a message's size, for methods whose requests have no prompt, text or tokens."""
 _MAX_VARINT_BYTES: Final = 10
 
 _GENERATE_MANY: Final = "/quire.v1.InferenceService/GenerateMany"
 _MOST_ENVELOPE_FIELDS: Final = 8
-"""A message of `GenerateMany` has at most 6 fields."""
+"""How many fields to look at; a message of `GenerateMany` has at most 6."""
 _RESUME_AND_LEAVE: Final = (3 << 3 | 2, 4 << 3 | 2)
-"""The tags of the two fields of `GenerateManyRequest`."""
+"""The tags of the fields `resume` and `leave` of `GenerateManyRequest`."""
 _GENERATING: Final = frozenset(
     (
         "/quire.v1.InferenceService/Generate",
@@ -46,20 +46,17 @@ _LARGE: Final = _GENERATING | {
 
 @dataclass(frozen=True, slots=True)
 class RefusedRequest:
-    """Stands for a request of `GenerateMany` that was not parsed.
-
-    The call's other requests continue.
-    """
+    """Stands for a refused request of `GenerateMany`, whose other requests continue."""
 
     number: int
     error: QuireError
 
 
 class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Checks requests as bytes. It runs after `KeyInterceptor`, which finds the caller."""
+    """Checks unparsed requests. Runs after `KeyInterceptor`, which sets the caller."""
 
     def __init__(self, cells: Cells, max_bytes: int) -> None:
-        """`max_bytes`: largest message with a prompt, text or tokens (`--max-body-mb`)."""
+        """`max_bytes` limits messages that may have a prompt, text or tokens (`--max-body-mb`)."""
         self._cells = cells
         self._max_bytes = max_bytes
 
@@ -111,7 +108,7 @@ class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _first_number(data: bytes) -> int | None:
-    """Return the value of a message's field 1, a varint, if the message begins with it."""
+    """Return the value of field 1 (`number`, a varint) if the message begins with it."""
     if data[:1] != b"\x08":
         return None
     try:
@@ -121,7 +118,7 @@ def _first_number(data: bytes) -> int | None:
 
 
 def _begins_nothing(data: bytes) -> bool:
-    """Whether a message of `GenerateMany` resumes or leaves a request: no quota may stop that."""
+    """Whether a message of `GenerateMany` resumes or leaves a request, which needs no quota."""
     at = 0
     try:
         for _ in range(_MOST_ENVELOPE_FIELDS):
@@ -163,8 +160,7 @@ def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> N
     num_fields = 0
     at, end, message = 0, len(data), kind
     outer: list[tuple[int, int, Descriptor]] = []
-    """Where to continue after each open submessage. It stays short, to avoid garbage
-    collections."""
+    """Where to continue after each open submessage."""
     while True:
         if at >= end:
             if not outer:
@@ -175,12 +171,12 @@ def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> N
         if num_fields > most:
             raise InvalidArgumentError(
                 "request",
-                f"has more than {most} fields, those of its messages included; it must have"
-                " fewer (lists of numbers must be packed)",
+                f"has more than {most} fields, including those of its submessages, which is the"
+                " limit (lists of numbers must be packed)",
             )
         try:
             tag, at = _varint(data, at)
-            match tag & 7:  # the wire type; the begin and end of a group have no value
+            match tag & 7:  # the wire type; the start and end of a group have no value
                 case 0:  # varint
                     _, at = _varint(data, at)
                 case 1:  # 64 bits
@@ -196,7 +192,7 @@ def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> N
                 case 5:  # 32 bits
                     at += 4
         except IndexError:
-            at = end  # the parser will refuse it, after parsing the fields before it
+            at = end  # the parser will refuse the message
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""`GenerateMany`: many requests on one call, whose events go out together."""
+"""`GenerateMany`: many requests on one call, whose events are sent together."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
@@ -36,17 +36,17 @@ _EVENT_BYTES: Final = 32
 _LOGPROB_BYTES: Final = 200
 
 _CANCELLED: Final = 1
-"""The `google.rpc.Code`."""
+"""CANCELLED as a `google.rpc.Code`."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request's number that is in use."""
+    """A request whose number is in use."""
 
     number: int
     task: asyncio.Task[None] | None = None
     is_named: bool = False
-    """Whether the client has the request's id."""
+    """Whether the request's id has been sent to the client."""
     has_left: bool = False
     """Whether the client has sent `leave`."""
 
@@ -54,8 +54,8 @@ class _Request:
 class ManyCall:
     """The requests of one call, and the next message with their events.
 
-    It is the `Room` of its requests: while a message waits for a slow client, the events of the
-    next one collect up to a bound, and from then on each request merges its own.
+    It is the `Room` of its requests. While a message waits for a slow client, events collect in the
+    next message up to a limit. From then on each request merges its own events.
     """
 
     def __init__(self, cells: Cells, context: CallContext) -> None:
@@ -67,10 +67,10 @@ class ManyCall:
         self._num_bytes = 0
         """The approximate size of `_response`."""
         self._num_errors = 0
-        """In `_response`."""
+        """The number of errors in `_response`."""
         self._has_events = asyncio.Event()
         self._is_taken = asyncio.Event()
-        """Set when the writer takes `_response`, and a new one begins."""
+        """Set when the writer takes `_response` and starts a new one."""
         self._is_over = False
 
     async def serve(
@@ -107,7 +107,7 @@ class ManyCall:
             return
         if in_use is not None:
             raise InvalidArgumentError(
-                "number", f"is {message.number}; a request of this call that is live has it"
+                "number", f"is {message.number}; a live request of this call has this number"
             )
         request = self._number_to_request[message.number] = _Request(message.number)
         if isinstance(message, RefusedRequest):
@@ -148,7 +148,7 @@ class ManyCall:
                 return self._cells.resume(resume, message.resume.model)
             case _:
                 raise InvalidArgumentError(
-                    "action", "is not set; generate, resume or leave must be"
+                    "action", "is not set; generate, resume or leave must be set"
                 )
 
     def _on_ended(self, request: _Request) -> None:
@@ -202,7 +202,7 @@ class ManyCall:
         return self._num_bytes < _MOST_UNSENT_BYTES
 
     async def wait_for_room(self) -> None:
-        """Wait until a message is on its way."""
+        """Wait until the writer has taken the collected events."""
         while not self.has_room():
             await self._wait_until_taken()
 

@@ -55,7 +55,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
 
 
 class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
-    """The server's interceptor turns what is raised into a status."""
+    """Its methods raise errors, which the server's interceptor turns into a status."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -82,7 +82,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
 
 
 class KvEventServicer(kv_pb2_grpc.KvEventServiceServicer):
-    """The server's interceptor turns what is raised into a status."""
+    """Its methods raise errors, which the server's interceptor turns into a status."""
 
     def __init__(self, cells: Cells, operators: Operators) -> None:
         self._cells = cells
@@ -98,7 +98,7 @@ class KvEventServicer(kv_pb2_grpc.KvEventServiceServicer):
 
 
 class RequestServicer(requests_pb2_grpc.RequestServiceServicer):
-    """The server's interceptor turns what is raised into a status."""
+    """Its methods raise errors, which the server's interceptor turns into a status."""
 
     def __init__(self, requests: LiveRequests, usage: UsageReports) -> None:
         self._requests = requests

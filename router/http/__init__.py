@@ -1,1 +1,1 @@
-"""The OpenAI API over HTTP: completions, chat completions and models."""
+"""The HTTP APIs: OpenAI's, and in `anthropic` Anthropic's."""

@@ -32,8 +32,8 @@ from router.request.inference import Inference
 from router.turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", USAGE, FILES))
-"""Routes that other web pages may never call: operators' routes, and the upload of files, which a
-browser sends to any site without a preflight request."""
+"""Routes that no other web page may call: those for operators, and the upload of files, which
+browsers send to any site without a preflight request."""
 
 
 def routes(
@@ -50,8 +50,8 @@ def routes(
 
     Without `turns`, responses and batches are not stored.
 
-    The runner needs `handler_cancellation=True`, so that a client that disconnects cancels its
-    handler and its requests, even while it waits for a whole answer.
+    The `AppRunner` needs `handler_cancellation=True`: when a client disconnects, aiohttp then
+    cancels the handler, which cancels the client's requests.
     """
     created = int(time.time())
     bodies = BodyReader(cells, max_body_bytes, may_be_compressed)
@@ -66,7 +66,7 @@ def routes(
         return await use_model(cells, body.model, request, headers, is_streamed=bool(body.stream))
 
     async def create_completion(request: web.Request, call_id: CallId) -> web.StreamResponse:
-        """Continue one or several prompts; streamed as server-sent events on request."""
+        """Continue one or more prompts; stream server-sent events if `stream` is set."""
         body = await bodies.read(request, CompletionBody, generates=begins(request))
         call_id.value = body.request_id or call_id.value
         inference = await used(request, call_id, body)
@@ -84,7 +84,7 @@ def routes(
         return await answer(request, inference, _with_headers(call, request))
 
     async def list_models(_: web.Request, __: CallId) -> web.Response:
-        """List the models served."""
+        """List the served models."""
         models = [model_json(model, created) for model in cells.infos()]
         return json_response({"object": "list", "data": models})
 
@@ -136,7 +136,7 @@ def routes(
 
     async def refuse(request: web.Request, _: CallId) -> web.Response:
         if request.path in paths:
-            raise MethodNotAllowedError(f"{request.path} does not take {request.method}")
+            raise MethodNotAllowedError(f"{request.path} does not support {request.method}")
         raise NotFoundError(f"there is no {request.method} {request.path}")
 
     served = [
@@ -189,7 +189,7 @@ def _resumed(call: Call, last_event_id: str) -> Call:
     if not call.is_resumable:
         raise InvalidArgumentError(
             LAST_EVENT_ID_HEADER,
-            "is set; the body must ask for a stream of one prompt, without prompt_logprobs, as the"
-            " broken stream's did",
+            "is set; the body must ask for a stream of one prompt, without prompt_logprobs, like"
+            " the body of the broken stream",
         )
     return call

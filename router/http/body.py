@@ -1,7 +1,8 @@
-"""Reads and parses the body of a call, large bodies in a thread so that other calls do not wait.
+"""Reads and parses the bodies of calls.
 
-Each limit is checked before the work that it limits: bytes received, bytes after decompression, the
-tenant's quota, and then the number of JSON values (`strict_json`).
+Large bodies are parsed in a thread, so that other calls do not wait. Each limit is checked before
+the work that it limits: bytes received, the tenant's quota, bytes after decompression, and then the
+number of JSON values (`strict_json`).
 """
 
 import zlib
@@ -27,7 +28,7 @@ S = TypeVar("S", bound=Schema)
 MAX_PARSED_AT_ONCE_BYTES: Final = 16 * 1024
 """Larger bodies are parsed in a thread, since they may take longer than a millisecond."""
 MAX_PENDING: Final = 1024
-"""Most bodies that are parsed in the thread or wait for it."""
+"""Limit on the bodies that the thread parses or that wait for it."""
 
 _JSON: Final = "application/json"
 _CODING_TO_WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -43,7 +44,7 @@ class BodyReader:
 
     cells: Cells
     max_bytes: int
-    """Largest body (`--max-body-mb`), before and after decompression."""
+    """Limit on a body's size, before and after decompression (`--max-body-mb`)."""
     may_be_compressed: bool = False
     """Whether compressed bodies are accepted (`--accept-compressed`)."""
     _threads: TextThreads = field(default_factory=_thread)
@@ -76,8 +77,8 @@ class BodyReader:
             return None
         if not self.may_be_compressed:
             raise UnsupportedMediaTypeError(
-                f"Content-Encoding is {excerpt(coding)}; it must be absent: this router does not"
-                " decompress bodies (--accept-compressed)"
+                f"Content-Encoding is {excerpt(coding)}; it must be absent, because this router"
+                " does not decompress bodies (--accept-compressed)"
             )
         if coding not in _CODING_TO_WINDOW_BITS:
             raise UnsupportedMediaTypeError(

@@ -70,13 +70,13 @@ class _Body(Schema):
     model: str = ""
     request_id: RequestId | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """From vLLM: cut an input after this many tokens; -1: as many as the model takes."""
+    """From vLLM: keep only this many tokens of an input; -1: as many as the model takes."""
     user: str = ""
 
     def requests(
         self, prompts: Prompts, request_id: str, headers: Mapping[str, str], *, special: bool = True
     ) -> list[GenerateRequest]:
-        """Make the requests for some inputs."""
+        """Return one request for each input."""
         return [
             with_precedence(
                 GenerateRequest(
@@ -125,11 +125,9 @@ async def embed(
     max_at_once: int = MAX_AT_ONCE,
     max_numbers: int = MAX_NUMBERS,
 ) -> Callable[[], Json]:
-    """Compute the vectors of `body.requests`.
+    """Compute the vectors of `requests`, which come from `body.requests`.
 
-    Return a function that makes the answer in any thread.
-
-    Raises QuireError.
+    Return a function that makes the answer, in any thread. Raises QuireError.
     """
     model = inference.model.info(body.model)
     check_inputs("input", len(body.input), model, body.dimensions, max_numbers)

@@ -1,4 +1,4 @@
-"""Wraps the handlers of all routes: the call's id, trace context, errors in the API's shape."""
+"""Wraps the handlers of all routes with the call's id, trace context, and error responses."""
 
 import functools
 import re
@@ -34,7 +34,7 @@ CallHandler: TypeAlias = Callable[[web.Request, CallId], Awaitable[web.StreamRes
 
 
 def endpoint(handler: CallHandler) -> HttpHandler:
-    """Wrap a handler: trace context, errors in its API's shape, the call's id in the answer."""
+    """Wrap a handler: attach the trace context, answer errors, and send the call's id."""
 
     @functools.wraps(handler)
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -68,7 +68,7 @@ def endpoint(handler: CallHandler) -> HttpHandler:
 async def _fail(
     waiting: SseResponse, error: Exception, request: web.Request, call_id: CallId
 ) -> web.StreamResponse:
-    """Send an error as the only event of a stream, whose head was sent before."""
+    """Send an error as the only event of a stream whose head has been sent."""
     failure = failure_response(error, path=request.path, request_id=call_id.value)
     assert isinstance(failure.body, bytes), "it is JSON"
     await waiting.start(b"event: error\ndata: %b\n\n" % failure.body)
@@ -77,7 +77,7 @@ async def _fail(
 
 
 def is_resumable(request: web.Request) -> bool:
-    """Whether a call's stream may be resumed by Last-Event-ID; raises InvalidArgumentError."""
+    """Whether Last-Event-ID may resume the call's stream; raises InvalidArgumentError."""
     text = request.headers.get(RESUMABLE_HEADER, "false").lower()
     if text not in ("true", "false"):
         raise InvalidArgumentError(
@@ -90,7 +90,7 @@ def check_not_resumable(request: web.Request) -> None:
     """Raise UnimplementedError for a resumable call to a route that cannot resume."""
     if is_resumable(request):
         raise UnimplementedError(
-            f"{RESUMABLE_HEADER} is true; {request.path} has no streams that Last-Event-ID resumes"
+            f"{RESUMABLE_HEADER} is true; streams of {request.path} cannot be resumed"
         )
 
 

@@ -45,11 +45,11 @@ _STATUS_TO_CODE = {
     413: "body_too_large",
     429: "rate_limit_exceeded",
 }
-"""Maps a status to OpenAI's code, which is a word or absent; strict clients parse it."""
+"""Maps a status to OpenAI's code, a word that strict clients parse; other statuses have none."""
 
 
 class MissingModelError(NotFoundError):
-    """The model of a request is not served, or not any more."""
+    """The request's model is not served, or no longer served."""
 
 
 _KIND_TO_CODE: Mapping[type[QuireError], str] = {
@@ -57,7 +57,7 @@ _KIND_TO_CODE: Mapping[type[QuireError], str] = {
     ModelNotFoundError: "model_not_found",
     MissingModelError: "model_not_found",
 }
-"""More precise codes of some errors."""
+"""More precise codes for some errors."""
 
 _FAILURES: tuple[type[QuireError], ...] = (
     DeadlineExceededError,
@@ -76,13 +76,13 @@ class BodyTooLargeError(QuireError):
 
 
 class UnsupportedMediaTypeError(QuireError):
-    """The body has another Content-Type than JSON."""
+    """The body's Content-Type or Content-Encoding is not supported."""
 
     http_status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
 
 
 class MethodNotAllowedError(QuireError):
-    """The path exists for another method."""
+    """The path exists, but does not support the method."""
 
     http_status = HTTPStatus.METHOD_NOT_ALLOWED
 
@@ -114,13 +114,12 @@ def error_response(error: QuireError, *, path: str = "", request_id: str = "") -
     if is_anthropic:
         response.headers[anthropic.REQUEST_ID_HEADER] = request_id
     if isinstance(error, TooBusyError):
-        # In whole seconds
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return response
 
 
 def failure_response(error: Exception, *, path: str, request_id: str = "") -> web.Response:
-    """Return the response for an exception of a handler; a bug is logged and its details hidden."""
+    """Return the response for a handler's exception; log a bug, and hide its details."""
     if not isinstance(error, QuireError):
         log.error("request_failed", exc_info=error, path=path, request_id=request_id)
         error = QuireError("internal error")
@@ -139,7 +138,7 @@ def error_with_json_names(
 ) -> InvalidArgumentError:
     """Return the error with the field's name in the client's JSON.
 
-    Checks name `sampling.max_tokens` and `prompt`, which a chat's client never sent.
+    Checks use names such as `sampling.max_tokens` and `prompt`, which a chat's body does not have.
     """
     problem = str(error).removeprefix(f"{error.field} ")
     name, bracket, index = error.field.removeprefix("sampling.").partition("[")

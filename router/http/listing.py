@@ -12,7 +12,10 @@ _MAX_NUMBER_DIGITS = 9
 
 
 def page(items: Sequence[Json], query: Mapping[str, str], *, most: int) -> dict[str, Any]:
-    """Return the page of `items`, newest first, for the query's `limit`, `after` and `order`."""
+    """Return the page that the query's `limit`, `after` and `order` select.
+
+    `items` is sorted, newest first; `most` is the highest `limit`.
+    """
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidArgumentError("order", f"is {excerpt(order)}; it must be asc or desc")

@@ -1,4 +1,4 @@
-"""Loads and unloads LoRA adapters by HTTP, with vLLM's routes."""
+"""Loads and unloads LoRA adapters over HTTP, with vLLM's routes."""
 
 from types import MappingProxyType
 
@@ -19,7 +19,7 @@ class LoadAdapterBody(Schema):
     lora_name: str
     lora_path: str
     base_model_name: str = ""
-    """The adapter's base model; required if there are several."""
+    """The adapter's base model; required if several are served."""
 
 
 class UnloadAdapterBody(Schema):

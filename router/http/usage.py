@@ -19,7 +19,9 @@ def usage_route(reports: UsageReports) -> web.RouteDef:
         """Sum up the usage of requests by hour, day, tenant, key, model or adapter."""
         query = request.query
         if unknown := query.keys() - {"since", "until", "by"}:
-            raise InvalidArgumentError(min(unknown), "is not known; since, until and by are")
+            raise InvalidArgumentError(
+                min(unknown), "is unknown; the parameters are since, until and by"
+            )
         by = tuple(name for name in query["by"].split(",") if name) if "by" in query else DEFAULT_BY
         since, until = _time(query.get("since"), "since"), _time(query.get("until"), "until")
         rows = await reports.read(since, until, by, peer_of(request.remote))

@@ -20,11 +20,11 @@ from router.http.strict_json import excerpt
 
 @dataclass(frozen=True, slots=True)
 class PageGuard:
-    """Refuses calls from other web pages than the service's own, for routers without API keys."""
+    """Refuses calls from web pages of other sites, for routers without API keys."""
 
     hosts: frozenset[str] | None
-    """Names that `Host` may have in addition to loopback names; None: any, because TLS proves the
-    name."""
+    """Names that `Host` may have in addition to loopback names; None: any name, because TLS proves
+    it."""
     origins: frozenset[str] = frozenset()
     """Origins of other pages that may call, such as "https://example.com"."""
 
@@ -48,7 +48,10 @@ class PageGuard:
             )
 
     def middleware(self, paths: Collection[str] | None) -> Middleware:
-        """Return middleware that answers other pages with 403; None: on all paths."""
+        """Return middleware that answers calls from other pages with 403.
+
+        It guards `paths`, or all paths if that is None.
+        """
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Decides which requests the router admits: none with a live id, beyond a limit, or in a drain.
+"""Admits requests, unless their id is live, the limit is reached, or the router drains.
 
 Three places refuse requests under overload. This module limits the live requests of this router, to
 bound its memory. `router/schedulers/pool.py` refuses early when all schedulers have reported full
@@ -31,7 +31,7 @@ _LAST_BYTES_S = 0.2
 
 @dataclass(slots=True, eq=False)
 class Admitted:
-    """One request, from its admission until it is read to the end or left."""
+    """One request, from its admission until its reader has finished or left."""
 
     tenant: str
     request_id: str
@@ -87,10 +87,11 @@ class Admission:
             )
 
     def admit(self, tenant: str, request_id: str, model: str) -> Admitted:
-        """Admit a request for a model of the flags, and begin its span, which `release` ends.
+        """Admit a request, and begin its span, which `release` ends.
 
-        Raises `UnavailableError` in a drain; `AlreadyExistsError` if a request with this tenant and
-        id is live; `TooBusyError` beyond `max_live_requests`.
+        `model` is the model's name in the router's flags. Raises `UnavailableError` during a drain;
+        `AlreadyExistsError` if a request with this tenant and id is live; `TooBusyError` beyond
+        `max_live_requests`.
         """
         if self._is_draining:
             raise UnavailableError("the router is draining; send the request to another one")
@@ -98,7 +99,7 @@ class Admission:
             raise AlreadyExistsError(f"request_id {request_id!r} belongs to a live request")
         if len(self._admitted) >= self._max_live_requests:
             raise TooBusyError(
-                f"{len(self._admitted)} requests are live; at most {self._max_live_requests} may be"
+                f"{len(self._admitted)} requests are live; the limit is {self._max_live_requests}"
             )
         span = telemetry.tracer().start_span("request", kind=SpanKind.SERVER)
         admitted = Admitted(tenant, request_id, model, span, asyncio.get_running_loop().time())
@@ -111,7 +112,7 @@ class Admission:
         self._admitted[live.record.tenant, live.request_id].live = live
 
     def close(self, live: LiveRequest) -> None:
-        """Release a request that has been read to the end or left; complete its span."""
+        """Release a request whose reader has finished or left; complete its span."""
         tenant = live.record.tenant
         admitted = self._admitted[tenant, live.request_id]
         span = admitted.span

@@ -1,6 +1,6 @@
-"""The audit log, which an operator can turn on: prompt and outputs of each request.
+"""The optional audit log: a line of JSON for each request, with its prompt and outputs.
 
-A separate thread decodes the text and writes a line of JSON for each request.
+A separate thread decodes the text and writes the lines.
 """
 
 import json
@@ -22,7 +22,7 @@ from router.request.live_request import LiveRequest
 log = structlog.get_logger()
 
 _MAX_WAITING: Final = 4096
-"""Limit on requests that wait to be written. Further ones are missing in the log; clients are not
+"""Limit on requests that wait to be written. Further ones are missing from the log; clients are not
 affected."""
 
 
@@ -75,7 +75,7 @@ class AuditLog:
         metrics.AUDIT_LINES_LOST.inc()
         if not self._has_told:
             self._has_told = True
-            log.error("the audit log lacks requests", why=why)
+            log.error("requests are missing from the audit log", why=why)
 
 
 class _PrivateFile(RotatingFileHandler):

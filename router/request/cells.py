@@ -87,14 +87,14 @@ class Cells:
         return self.of(model)
 
     def some(self, model: str) -> Sequence[Inference]:
-        """Return the cell of a model, or all cells for an empty name; raises as `of`."""
+        """Return the cell of a model, or all cells for an empty name; raises like `of`."""
         return [self.of(model)] if model else self.all
 
     def infos(self) -> tuple[Model, ...]:
         """Return the known models, each followed by its adapters.
 
-        A model on demand is listed even before its first load, then without limits. If two models
-        have the same name, only the one that `of` returns is listed.
+        A model that is loaded on demand is listed even before its first load, but without limits.
+        If two models have the same name, only the one that `of` returns is listed.
         """
         found: dict[str, Model] = {}
         for cell in self.all:
@@ -115,11 +115,11 @@ class Cells:
             self.entry.check_quota(num_bytes, most)
 
     async def use(self, model: str, *, is_patient: bool = False) -> Inference:
-        """Return the cell of a request's model; if models are on demand, load the model first.
+        """Return the cell of a request's model; if models are loaded on demand, load it first.
 
-        A patient request does not unload a model that is busy with requests that are not patient.
+        A patient request does not unload a model that is busy with impatient requests.
 
-        Raises as `of` and `OnDemand.wait_until_loaded`.
+        Raises like `of` and `OnDemand.wait_until_loaded`.
         """
         with refusals_counted():
             cell = self.of(model)
@@ -148,7 +148,7 @@ class Cells:
         )
 
     async def cancel(self, request_id: str, tenant: str, model: str = "") -> None:
-        """Cancel a resumable request, even if another call reads it; raises as `resume`."""
+        """Cancel a resumable request, even if another call reads it; raises like `resume`."""
         await self.cancel_of(self.entry.tenant_of(tenant), request_id, model)
 
     async def cancel_of(self, tenant: str, request_id: str, model: str = "") -> None:
@@ -169,8 +169,8 @@ class Cells:
     ) -> T:
         """Call `ask` for the cell that has a resumable request, trying one cell after another.
 
-        `ask` gets whether an earlier attempt has been charged. `NotFoundError` is final for
-        clients, so it is raised only if every cell could be searched.
+        The second argument of `ask` is whether an earlier attempt was charged to the quota. Clients
+        do not retry after `NotFoundError`, so it is raised only if every cell could be searched.
         """
         with refusals_counted():
             try:
@@ -222,7 +222,7 @@ class Cells:
             return await cell.schedulers.load()
         except UnavailableError:
             if self.on_demand is not None and (load := await self.on_demand.load_of(cell)):
-                return load  # the schedulers have not had a model yet, so none is connected
+                return load  # not connected, because the schedulers have had no model yet
             raise
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
@@ -235,7 +235,7 @@ class Cells:
         return [worker for workers in found for worker in workers]
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """Return the activity of the workers; raises as `describe_kv`."""
+        """Return the activity of the workers; raises like `describe_kv`."""
         self.entry.check_operator()
         found = await self._known("", lambda cell: cell.schedulers.describe_activity(query))
         return [worker for workers in found for worker in workers]
@@ -243,7 +243,7 @@ class Cells:
     def watch_kv(self, worker: str = "", model: str = "") -> AsyncGenerator[WatchKvResponse]:
         """Yield the events of a model's prefix caches; see `kv_watch`.
 
-        Raises as `describe_kv`, and as `only`.
+        Raises like `describe_kv` and `only`.
         """
         self.entry.check_operator()
         return watch_kv(self.only(model).schedulers, worker)

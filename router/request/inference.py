@@ -44,7 +44,7 @@ from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 
 _SEED_BITS = 63
-"""Bits of drawn seeds, chosen to fit a signed 64-bit integer in every language."""
+"""Number of bits in a drawn seed, which fits a signed 64-bit integer in every language."""
 
 
 class Inference:
@@ -81,7 +81,7 @@ class Inference:
         )
 
     def check_room(self, model: str) -> None:
-        """Raise errors of `generate` early, for APIs that do work before they call it.
+        """Raise some errors of `generate` early, for APIs that do work before they call it.
 
         Raises `NotFoundError` for an unknown model, `TooBusyError` if the schedulers' queues are
         full.
@@ -93,7 +93,7 @@ class Inference:
     async def check_capacity(self, num_requests: int, n: int) -> None:
         """Check that all requests of one call, with `n` outputs each, could be live at once.
 
-        Raises `InvalidArgumentError` if they could not; then a retry is useless.
+        Raises `InvalidArgumentError` if they could not, in which case a retry is useless.
         """
         with refusals_counted(self.name):
             self._admission.check_capacity(num_requests)
@@ -250,15 +250,16 @@ class Inference:
         return live
 
     async def resume(self, request: ResumeRequest, *, is_free: bool = False) -> LiveRequest:
-        """Continue a request after the part that its client has; read it as after `generate`.
+        """Continue a request after the events that its client has.
 
-        With `is_free`, the call is not charged to the tenant's quota.
+        The caller reads it as after `generate`. With `is_free`, the call is not charged to the
+        tenant's quota.
 
         The caller must have checked that the tenant owns the request (`Cells.resume`). If another
         call, at any router, is reading the request, that call ends with `AbortedError`. Raises
         `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError` if the
         client claims more than was produced; `FailedPreconditionError` for lost log-probabilities;
-        `TooBusyError` and `UnavailableError` as `generate`.
+        `TooBusyError` and `UnavailableError` like `generate`.
         """
         live = await self._take_over(
             request.request_id, request.tenant, request.deadline, is_free=is_free
@@ -271,7 +272,7 @@ class Inference:
         return live
 
     def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
-        """Submit a request again, with its events so far, after another process had accepted it.
+        """Submit a request that another process had accepted, with its events so far.
 
         The caller reads it from its first token on. Raises the errors of `generate`.
         """
@@ -324,7 +325,7 @@ class Inference:
         try:
             now = asyncio.get_running_loop().time()
             new_lease = lease = self._quotas.begin(tenant, now, is_free=is_free)
-            # The stream's task starts the request; it needs this call's API key
+            # The stream's task starts the request, and needs this call's API key to do so
             caller = copy_context()
             return await self.schedulers.resume(
                 request_id,
@@ -363,7 +364,7 @@ class Inference:
         return live
 
     def _end_reader(self, request_id: str, tenant: str) -> None:
-        """End the call that reads a live request of this router, so that another can resume it."""
+        """End the call that reads a request at this router, so that another call can resume it."""
         admitted = self._admission.find(tenant, request_id)
         if admitted is None or admitted.model != self.name:
             raise NotFoundError(f"request {request_id!r} belongs to another model")
@@ -419,7 +420,7 @@ class Inference:
 def _most_tokens(
     num_prompt_tokens: int, n: int, beam: BeamSearch | None, sampling: SamplingParams
 ) -> int:
-    """Return how many tokens a request may have at most, prompt and outputs together."""
+    """Return the maximum number of tokens of a request, prompt and outputs together."""
     assert sampling.max_tokens is not None, "complete_sampling sets it"
     return num_prompt_tokens + (n if beam is None else beam.width) * sampling.max_tokens
 

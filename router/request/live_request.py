@@ -1,4 +1,4 @@
-"""One live request: its replay record, its outputs, and the events that are not read yet."""
+"""One live request: its replay record, its outputs, and its unread events."""
 
 import asyncio
 import time
@@ -100,7 +100,7 @@ class LiveRequest:
         self._metrics = metrics
         self.usage_key = usage_key
         self.is_resumed = False
-        """Whether another call has started the request."""
+        """Whether this call resumes a request that an earlier call has started."""
         self.created = int(time.time())
         self.outputs = tuple(outputs)
         self.num_cached_tokens: int | None = None
@@ -110,7 +110,7 @@ class LiveRequest:
         self.goes_on = False
         """Whether the request continues at the scheduler without this reader."""
         self.num_submits = 0
-        """How often the request was submitted; `router/schedulers` counts."""
+        """How often the request was submitted, as counted by `router/schedulers`."""
         self.refused_by: set[str] = set()
         """Schedulers that refused the request because of full queues; set by
         `router/schedulers`."""
@@ -127,12 +127,12 @@ class LiveRequest:
             self._prompt_logprobs = []
         self._num_prompt_logprobs_taken = 0
         self.outputs_with_events: dict[int, None] = {}
-        """The outputs with an event that is due and not taken: an ordered set."""
+        """An ordered set of the outputs that have an event which is due but not taken yet."""
         self._num_outputs_unread = len(self.outputs)  # outputs whose end the reader lacks
         self._accepted = False  # the reader has an event, so the request cannot be refused
         self._closed = False
         self._put: Callable[[Event], None] | None = None
-        """While `send_to` runs, the function that takes events immediately."""
+        """The argument of `send_to` while it runs; otherwise None."""
         self._room: Room | None = None
         self._failure: Exception | None = None
         """The error that `_put` has raised."""
@@ -185,7 +185,7 @@ class LiveRequest:
             given = [output for output in self.outputs if output.num_skipped is not None]
             return Used(
                 generated_tokens=sum(len(o.token_ids) - (o.num_skipped or 0) for o in given),
-                # Skipped tokens are thinking first.
+                # Thinking comes first, so the skipped tokens are taken from it first.
                 reasoning_tokens=sum(
                     max(0, o.num_thinking_tokens - (o.num_skipped or 0)) for o in given
                 ),
@@ -264,10 +264,7 @@ class LiveRequest:
                 self.finish(seq_key, FinishReason.LENGTH)
 
     def score_prompt(self, position: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Add log-probabilities of the prompt from `position` on.
-
-        They may overlap the known ones.
-        """
+        """Add log-probabilities of the prompt from `position` on, which may overlap known ones."""
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += logprobs[len(self._prompt_logprobs) + 1 - position :]
 
@@ -341,11 +338,11 @@ class LiveRequest:
         self.flush()
 
     def skip(self, received: Mapping[int, OutputReceived], *, has_prompt_scores: bool) -> None:
-        """Skip the events that the reader has already; called before reading.
+        """Skip the events that the reader already has; called before reading.
 
         Raises `InvalidArgumentError` if the reader claims more tokens than there are, and
-        `FailedPreconditionError` if it needs lost log-probabilities. Then the caller closes the
-        request.
+        `FailedPreconditionError` if it needs lost log-probabilities. In both cases the caller must
+        close the request.
         """
         for index in received:
             if index >= len(self.outputs):
@@ -473,7 +470,7 @@ class LiveRequest:
 
     def _take_scores(self, logprobs: list[TokenLogprob]) -> PromptScores | None:
         """Return the next log-probabilities of the prompt; None: the request ended before them."""
-        # All of them come before the first token.
+        # All of them arrive before the first token.
         is_complete = len(logprobs) == len(self.record.prompt_token_ids) - 1
         first = self._num_prompt_logprobs_taken
         end = self._num_prompt_logprobs_taken = first + MAX_EVENT_TOKENS

@@ -3,10 +3,10 @@
 Unloading a model loses no request: the model's scheduler keeps the requests with their tokens, and
 they continue after the model's next load. Until then they count as demand for the model. So models
 that are all busy take turns, and each stays loaded for a minimum time. Requests of the lowest
-priority, such as lines of batches, are patient: a model that is busy with other requests makes no
-room for them. A model that has had no request for some time may be unloaded, too; the next request
-loads it. Only one router may load models on demand at the same schedulers, since two routers might
-load two models at once.
+priority, such as lines of batches, are patient: a model that is busy with other requests is not
+unloaded for them. A model that has had no request for some time may be unloaded, too; the next
+request loads it. Only one router may load models on demand at the same schedulers, since two
+routers might load two models at once.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 def is_patient(priority: int) -> bool:
-    """Whether a request of this priority may wait for as long as a model is busy with others."""
+    """Whether a request of this priority waits for as long as the loaded models are busy."""
     return priority == -MAX_PRIORITY
 
 
@@ -53,7 +53,7 @@ class OnDemand:
         tls: ClientTls | None = None,
         tick_s: float = TICK_S,
     ) -> None:
-        """At most `max_waiting` calls wait for models; `idle_unload_s` None: idle models stay."""
+        """At most `max_waiting` calls wait; with `idle_unload_s` None, idle models stay loaded."""
         self._cells = {cell: _Demand() for cell in cells}
         self._loading = LoadingCalls(tls)
         self._max_loaded = max_loaded
@@ -63,7 +63,7 @@ class OnDemand:
         self._tick_s = tick_s
         self._is_draining = False
         self._has_begun = False
-        """Whether any model has been loaded or requested; until then the first model is wanted."""
+        """Whether a model has been loaded or requested; until then the first model is wanted."""
 
     async def wait_until_loaded(self, cell: Inference, *, is_patient: bool = False) -> None:
         """Return when requests can be submitted.
@@ -111,7 +111,7 @@ class OnDemand:
                 except QuireError as error:
                     demand = self._cells[wanted]
                     if demand.waiters:
-                        log.warning("a model is not loaded", model=wanted.name, reason=str(error))
+                        log.warning("cannot load a model", model=wanted.name, reason=str(error))
                     demand.retry_at = asyncio.get_running_loop().time() + (
                         _AWAY_RETRY_S if isinstance(error, UnavailableError) else _RETRY_S
                     )
@@ -122,13 +122,10 @@ class OnDemand:
                 await self._unload_idle(idle)
 
     def _look(self) -> Inference | None:
-        """Update which models are loaded and in use.
-
-        Return the one that was wanted first, if any.
-        """
+        """Update which models are loaded and in use; return the model to load next, if any."""
         now = asyncio.get_running_loop().time()
-        # A scheduler that starts while its model is unloaded cannot welcome the router. A router
-        # without a scheduler is not ready, so perhaps no request would come to load a model.
+        # A router cannot connect to a scheduler that has had no model since its start. Without a
+        # scheduler the router is not ready, so it might never get a request that loads a model.
         is_any_ready = any(cell.schedulers.is_ready for cell in self._cells)
         for cell, demand in self._cells.items():
             has_live = cell.schedulers.num_live_seqs > 0
@@ -171,7 +168,7 @@ class OnDemand:
     async def _unload_idle(self, cell: Inference) -> None:
         load, demand = await self.load_of(cell), self._cells[cell]
         if load is None or load.num_requests_running or load.num_requests_waiting:
-            # Another router still has requests there, such as one that drains.
+            # Another router, such as one that drains, still has requests there.
             demand.used_at = asyncio.get_running_loop().time()
             return
         if self._idle() is not cell:
@@ -181,7 +178,7 @@ class OnDemand:
         try:
             await self._loading.unload(cell.schedulers.target_to_is_connected)
         except QuireError as error:
-            log.warning("an idle model is not unloaded", model=cell.name, reason=str(error))
+            log.warning("cannot unload an idle model", model=cell.name, reason=str(error))
             demand.used_at = asyncio.get_running_loop().time()
         else:
             demand.loaded_at = demand.seen_at = None
@@ -213,7 +210,7 @@ class OnDemand:
             demand.retry_at = asyncio.get_running_loop().time() + _RETRY_S
 
     def _is_urgent(self, cell: Inference) -> bool:
-        """Whether any waiting or running request of a cell is not patient."""
+        """Whether a cell has a waiting or running request that is not patient."""
         if not all(self._cells[cell].waiters.values()):
             return True
         return any(
@@ -262,9 +259,9 @@ class OnDemand:
             if victim is None:
                 if len(away) >= self._max_loaded:
                     names = ", ".join(sorted(repr(cell.name) for cell in away))
-                    raise UnavailableError(f"schedulers with loaded models are away: {names}")
+                    raise UnavailableError(f"schedulers of loaded models are away: {names}")
                 return
-            log.info("a model makes room", model=victim.name, wanted=wanted.name)
+            log.info("unloading a model to make room", model=victim.name, wanted=wanted.name)
             await self._loading.unload(victim.schedulers.target_to_is_connected)
             self._cells[victim].seen_at = None
             loaded.remove(victim)
@@ -288,7 +285,7 @@ class OnDemand:
         return min(free, key=self._last_use, default=None)
 
     def _last_use(self, cell: Inference) -> tuple[float, float]:
-        """Among busy models, the one that was loaded first comes first."""
+        """Return the sort key; of models that are in use now, the one loaded first comes first."""
         demand = self._cells[cell]
         return demand.used_at, demand.stays_since or 0.0
 

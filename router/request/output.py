@@ -1,4 +1,4 @@
-"""One output of a live request: its tokens, its text, and the events that are not read yet."""
+"""One output of a live request: its tokens, its text, and its unread events."""
 
 from array import array
 from collections.abc import Container
@@ -39,12 +39,13 @@ class LiveOutput:
         """Make an output without tokens.
 
         Args:
-            index: Its place among the request's outputs.
+            index: The output's position among those of the request.
             detokenizer: Makes the text.
             stop_matcher: Finds stop strings in the text; None: there are none.
-            end_token_ids: They end the sequence; their text is not part of the output.
+            end_token_ids: Tokens that end the sequence; their text is not part of the output.
             thinking: How to recognize thinking; None: it is not counted.
-            stream_interval: New tokens after which a delta is due; the first is due at once.
+            stream_interval: Number of new tokens after which a delta is due; the first delta is
+                due at once.
         """
         self.index = index
         self.token_ids = array("i")
@@ -81,7 +82,7 @@ class LiveOutput:
 
     @property
     def has_rest(self) -> bool:
-        """Whether the last delta was too small for all tokens and text."""
+        """Whether tokens or text remain that did not fit into the last delta."""
         return self._num_tokens_taken < len(self.token_ids) or bool(self._text)
 
     @property
@@ -106,7 +107,7 @@ class LiveOutput:
             self._text.append(text)
 
     def finish(self, finished: OutputFinished) -> None:
-        """End the output, including the text that was held back."""
+        """End the output, and add the text that was held back."""
         if self._stop_matcher is not None:
             self._text.append(self._stop_matcher.flush())
         self._text.append(self._detokenizer.flush())
@@ -127,7 +128,7 @@ class LiveOutput:
         ):
             if value > limit:
                 raise InvalidArgumentError(
-                    f"{field}.{name}", f"is {value}; it must be at most {limit}, as produced"
+                    f"{field}.{name}", f"is {value}; it must be at most {limit}, as no more exists"
                 )
         num_lost = len(self.token_ids) - len(self._logprobs) if wants_logprobs else 0
         if wants_logprobs and received.num_tokens < num_lost:

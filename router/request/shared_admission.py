@@ -14,7 +14,7 @@ _MAX_ESCAPE_BYTES = 6
 
 
 class Entry:
-    """One for each router; must be made within the event loop."""
+    """Admits the requests of one router; must be created within the event loop."""
 
     def __init__(
         self,
@@ -38,8 +38,9 @@ class Entry:
     def check_quota(self, num_bytes: int, max_token_bytes: int) -> None:
         """Check the quota of the caller's tenant before a body is parsed.
 
-        Raises `TooBusyError` if the quota is used up, or has no room for the number of tokens that
-        a JSON body of `num_bytes` has at least, if a token has at most `max_token_bytes` of text.
+        Raises `TooBusyError` if the quota is used up, or has too few tokens left for a JSON body of
+        `num_bytes`. The body is assumed to have the fewest possible tokens, each with
+        `max_token_bytes` of text.
         """
         if self.has_api_keys:
             num_tokens = 1 + num_bytes // (_MAX_ESCAPE_BYTES * max_token_bytes)
@@ -47,9 +48,9 @@ class Entry:
             self.quotas.check(current_caller().tenant, num_tokens, now)
 
     def tenant_of(self, claimed: str) -> str:
-        """Return the tenant of a call that claims `claimed`; raises as `tenant_of_caller`.
+        """Return the tenant of a call that names the tenant `claimed`.
 
-        Without keys it raises as `check_tenant`.
+        Raises like `tenant_of_caller`; if calls have no API keys, like `check_tenant`.
         """
         if self.has_api_keys:
             return tenant_of_caller(claimed)

@@ -1,6 +1,6 @@
-"""Attributes of the `request` span, named as in OpenTelemetry's conventions and vLLM's latencies.
+"""Attributes of the `request` span. They contain sizes and parameters, never text.
 
-They contain sizes and parameters, never text.
+Their names follow OpenTelemetry's conventions; those of latencies are vLLM's.
 """
 
 from opentelemetry.util.types import AttributeValue

@@ -14,7 +14,7 @@ class StopMatcher:
     """
 
     def __init__(self, stop: Iterable[str], *, include_in_output: bool) -> None:
-        """The strings in `stop` must not be empty; `include_in_output`: keep the found string."""
+        """No string in `stop` may be empty; `include_in_output` keeps the found string."""
         self.found: str | None = None
         """The found stop string; once set, no text may be pushed."""
         self._stop = tuple(stop)

@@ -13,7 +13,7 @@ log = structlog.get_logger()
 
 HOUR_S: Final = 3600
 _MAX_ROWS: Final = 100_000
-"""Limit on sums that are kept while the store fails."""
+"""Limit on the sums that are kept while the store fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,10 @@ class UsageCounts:
         self._new[place] = self._new.get(place, Used()) + used
 
     def take(self) -> tuple[int, UsageRows]:
-        """Return the next part to store, and its number; the same part until `kept` is called."""
+        """Return the number and rows of the next part to store.
+
+        Until `kept` is called, it is the same part.
+        """
         if not self._taken and self._new:
             self._taken, self._new = self._new, {}
             self._number += 1

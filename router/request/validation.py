@@ -103,15 +103,15 @@ def _check_stop(stop: Sequence[str]) -> None:
 def _check_bad_words(request: GenerateRequest) -> None:
     """Check the parameters with `bad_words`, which workers enforce as structured output."""
     if request.sampling.structured is not None:
-        raise InvalidArgumentError("bad_words", "is set; with structured it must not be")
+        raise InvalidArgumentError("bad_words", "is set; with structured it must be unset")
     if request.beam is not None:
-        raise InvalidArgumentError("bad_words", "is set; with beam it must not be")
+        raise InvalidArgumentError("bad_words", "is set; with beam it must be unset")
 
 
 def _check_structured(sampling: SamplingParams, model: Model) -> None:
     """Check the parameters with structured output; the form itself is checked with its grammar."""
     if not model.structured_output:
-        raise UnimplementedError("sampling.structured: this model has no structured output")
+        raise UnimplementedError("sampling.structured: this model does not support it")
     # An end-of-sequence token ends the form.
     if sampling.ignore_eos:
         raise InvalidArgumentError(
@@ -123,7 +123,7 @@ def _check_structured(sampling: SamplingParams, model: Model) -> None:
         )
     if sampling.allowed_token_ids:
         raise InvalidArgumentError(
-            "sampling.allowed_token_ids", "is set; with structured it must not be"
+            "sampling.allowed_token_ids", "is set; with structured it must be unset"
         )
 
 
@@ -141,7 +141,9 @@ def _check_beam(request: GenerateRequest, beam: BeamSearch, model: Model) -> Non
         if field.name not in _BEAM_ALLOWS and (
             getattr(sampling, field.name) != getattr(neutral, field.name)
         ):
-            raise InvalidArgumentError(f"sampling.{field.name}", "is set; with beam it must not be")
+            raise InvalidArgumentError(
+                f"sampling.{field.name}", "is set; with beam it must be unset"
+            )
     if request.stop:
         raise InvalidArgumentError(
             "stop", f"has {len(request.stop)} entries; with beam it must have none"
@@ -151,8 +153,8 @@ def _check_beam(request: GenerateRequest, beam: BeamSearch, model: Model) -> Non
     if num_kept > model.vocab_size:
         raise InvalidArgumentError(
             "beam.width",
-            f"is {beam.width}; with {len(ends)} tokens that end an output the vocabulary, which"
-            f" has {model.vocab_size} tokens, must have at least {num_kept}",
+            f"is {beam.width}; with {len(ends)} tokens that end an output, the vocabulary must have"
+            f" at least {num_kept} tokens, and has {model.vocab_size}",
         )
 
 

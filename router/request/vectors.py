@@ -20,7 +20,7 @@ from router.schedulers.wire import failure_of
 T = TypeVar("T")
 
 MAX_INPUTS: Final = 2048
-"""Limit on inputs of one call, as at OpenAI."""
+"""Limit on the inputs of one call, as in OpenAI's API."""
 MAX_NUMBERS: Final = 2**22
 """Limit on the numbers of all vectors of one call."""
 MAX_AT_ONCE: Final = 64
@@ -64,7 +64,7 @@ def check_inputs(
     most = min(MAX_INPUTS, max(1, max_numbers // size))
     if not 1 <= num_inputs <= most:
         raise InvalidArgumentError(
-            field, f"has {num_inputs} entries; with vectors of {size} it must have 1 to {most}"
+            field, f"has {num_inputs} entries; with vectors of size {size} it must have 1 to {most}"
         )
 
 
@@ -77,12 +77,12 @@ async def make_vectors(
     *,
     max_at_once: int = MAX_AT_ONCE,
 ) -> list[Vector]:
-    """Compute the vectors of some requests; their `sampling` is ignored.
+    """Compute the vectors of requests, whose `sampling` is ignored.
 
-    At most `max_at_once` are live at a time. If the service refuses the first input because it is
-    busy, the call fails; once an input is accepted, refused ones are retried. If one fails, the
-    others are cancelled. For errors, `name` and `pair_name` return the names of the input and of
-    the pair at an index.
+    At most `max_at_once` are live at a time. If the service is too busy for the first input, the
+    call fails; once an input is accepted, refused ones are retried. If one fails, the others are
+    cancelled. `name` and `pair_name` return the names that errors use for the input and for the
+    pair at an index.
     """
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, pooling=pooling)
     vectors: list[Vector | None] = [None] * len(requests)
@@ -148,12 +148,12 @@ async def score_pairs(
     first_name: Callable[[int], str],
     second_name: Callable[[int], str],
 ) -> Scores:
-    """Score each text of `seconds` with that of `firsts` at its index, or with the only first one.
+    """Score each text of `seconds` with the text of `firsts` at its index, or with the only one.
 
-    For errors, `first_name` and `second_name` return the name of the text at an index.
+    `first_name` and `second_name` return the name that errors use for the text at an index.
 
-    A model with a classification head scores pairs: in (0, 1), by the logistic function. For other
-    models the score is the cosine of the two vectors, in [-1, 1].
+    A model with a classification head scores pairs, which the logistic function maps to (0, 1).
+    With other models, the score is the cosine of the two vectors, in [-1, 1].
     """
     model = inference.model.info(seconds[0].model)
     num_firsts = len(firsts)

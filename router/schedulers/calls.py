@@ -1,4 +1,4 @@
-"""Calls to a scheduler besides the router's stream; and the sum of several loads."""
+"""Calls to a scheduler, other than the router's stream, and the sum of several loads."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
@@ -20,11 +20,11 @@ from rpc.tasks import responses
 _TIMEOUT_S: Final = 5.0
 
 _NOT_ADDED: Final = ("block_size", "fragmentation", "host_fragmentation")
-"""Fields of `Load` of which `sum_loads` takes the greatest value."""
+"""Fields of `Load` for which `sum_loads` takes the maximum."""
 
 
 class SchedulerCalls:
-    """Calls to one scheduler through one channel. All raise its errors as `QuireError`."""
+    """Calls to one scheduler through one channel; they raise its errors as `QuireError`."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]

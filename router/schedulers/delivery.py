@@ -11,7 +11,7 @@ from router.request.live_request import LiveRequest
 _MOST_BUSY: Final = 0.7
 """Share of a processor that the event loop's thread may take before tokens are merged."""
 _LONGEST_S: Final = 0.05
-"""While tokens wait, longest time between two waves, however busy the router is."""
+"""Limit on the time between two waves while tokens wait, however busy the router is."""
 _FEW: Final = 32
 """Up to this many streams are written immediately: merging their tokens would save little."""
 _LONGEST_HOLD_S: Final = 0.005
@@ -20,7 +20,7 @@ _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 
 
 class Delivery:
-    """Tells requests when to pass on their events, in waves.
+    """Makes requests pass on their events, in waves.
 
     Writing a token to its client takes ten times as long as receiving it from the scheduler. So
     when writing would fill the processor, the next wave waits, and the tokens that a stream has
@@ -35,7 +35,7 @@ class Delivery:
         now: Callable[[], float] = time.monotonic,
         busy_s: Callable[[], float] | None = None,
     ) -> None:
-        """`busy_s` returns the time that the thread has run, or waited for a processor."""
+        """`busy_s` returns how long the thread has run or waited for a processor, in seconds."""
         self._loop = loop or asyncio.get_running_loop()
         self._now, self._busy_s = now, busy_s or wanted_s
         self._waiting: dict[LiveRequest, None] = {}  # an ordered set
@@ -76,7 +76,7 @@ class Delivery:
 
 
 def wanted_s() -> float:
-    """Return how long this thread has run; on Linux, plus its wait for a processor."""
+    """Return how many seconds this thread has run or, on Linux, waited for a processor."""
     try:
         ran_ns, waited_ns, _ = _SCHEDSTAT.read_bytes().split()
     except OSError:

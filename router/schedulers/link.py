@@ -72,7 +72,7 @@ class LinkOwner(Protocol):
         """Called when the link is connected and has submitted its live requests."""
 
     def changed(self, link: "SchedulerLink") -> None:
-        """Called when the link has lost its scheduler, or its `status` or `hang` has changed."""
+        """Called when the link has lost its scheduler, or `link.status` or `link.hang` changed."""
 
     def refused(self, link: "SchedulerLink", live: LiveRequest) -> bool:
         """Called when the scheduler refuses a request; returns whether another link accepts it."""
@@ -97,7 +97,7 @@ class SchedulerLink:
         self.max_waiting: int | None = None
         """Limit on sequences that wait at one of the scheduler's workers; None: unknown."""
         self.status = f"waiting for the scheduler at {target}"
-        """While no scheduler is connected, the reason."""
+        """Why no scheduler is connected; meaningless while one is."""
         self.is_starting = True
         """Whether `status` is normal during a start."""
         self.hang: str | None = None
@@ -107,13 +107,14 @@ class SchedulerLink:
         self.superseded_epochs: frozenset[int] = frozenset()
         """Epochs of the schedulers whose workers the latest scheduler has taken over."""
         self.away_since: float | None = asyncio.get_running_loop().time()
-        """When the connection was lost, on the event loop's clock; None: it is connected."""
+        """When the link was made or lost its scheduler, on the event loop's clock; None: it is
+        connected."""
         self.table = LiveTable(of_model(config.model_name))
-        """The live sequences at the scheduler, or for the next scheduler."""
+        """The live sequences at the scheduler; without one, those for the next scheduler."""
         self.room: int | None = None
         """Last known room in the scheduler's queues, in sequences; None: no limit reported."""
         self.is_unloaded = False
-        """Whether its requests wait for a model to be loaded."""
+        """Whether all workers have unloaded the model, so that requests wait."""
         self._config = config
         self._owner = owner
         self._misfit: MisfitError | None = None
@@ -175,14 +176,14 @@ class SchedulerLink:
             self._outbox.leave(live.live_seq_keys)
 
     def unpin(self, request_id: str, tenant: str) -> None:
-        """Drop the pins of a request's prompt, if a connected scheduler knows of pins."""
+        """Drop the pins of a request's prompt, if the connected scheduler supports this."""
         if self._outbox is not None and self._knows_unpin:
             self._outbox.unpin(request_id, tenant)
 
     async def resume(
         self, request_id: str, tenant: str, first_seq_key: int, start: StartResumed
     ) -> LiveRequest:
-        """See `Schedulers.resume`; `first_seq_key` is the first of `MAX_N` fresh keys."""
+        """See `Schedulers.resume`; `first_seq_key` is the first of `MAX_N` new keys."""
         if self._outbox is None:
             raise UnavailableError(self.status)
         self._outbox.resume(request_id, tenant, first_seq_key)
@@ -362,7 +363,7 @@ class SchedulerLink:
             case Resumption():
                 self._on_resumed(message)
             case Welcome():
-                raise QuireError("a second welcome")
+                raise QuireError("it sent a second welcome")
 
     def _on_step(self, events: StepEvents, *, is_new: bool = True) -> None:
         if events.room is not None:

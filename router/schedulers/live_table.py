@@ -47,7 +47,7 @@ class LiveTable:
         return next((live for live in lives if live.record.first_seq_key == first_seq_key), None)
 
     def deliver(self, events: StepEvents, *, is_new: bool = True) -> Sequence[int]:
-        """Deliver the events of a step; return the sequences that ended by a stop string.
+        """Deliver the events of a step; return the sequences that ended with a stop string.
 
         The caller cancels them at the scheduler. `is_new` is False for the past events of a resumed
         request, which another router has counted.

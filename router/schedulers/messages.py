@@ -35,7 +35,7 @@ class Refusal:
     first_seq_key: int
     error: QuireError
     retry_after_s: float
-    """Seconds until a retry, if the error is retryable."""
+    """Seconds to wait before a retry, if the error is retryable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class QueueRoom:
     """The room in the scheduler's queues."""
 
     num_seqs: int | None
-    """Sequences that may be submitted; None: no limit."""
+    """How many sequences may be submitted; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class StepEvents:
     pins: tuple[Pin, ...]
     vectors: Mapping[int, bytes]
     """Maps a key to the vector of a sequence that pools: float32, little-endian. Other events of
-    such a sequence are meaningless."""
+    such a sequence have no meaning."""
     endings: tuple[Ending, ...]
     room: QueueRoom | None = None
     max_model_len: int | None = None

@@ -15,14 +15,14 @@ _BEAT: Final = scheduler_pb2.ConnectRequest(beat=scheduler_pb2.RouterBeat())
 class Outbox:
     """Requests to submit, in order, and sequences to cancel; only `next` waits.
 
-    A request is serialized when it is sent, and dropped if it ends before. So while a scheduler
-    does not read, memory grows only by a few bytes per cancelled sequence and per call that waits
-    to resume.
+    A request is serialized when it is sent, and dropped if it ends before that. So while a
+    scheduler does not read, memory grows only by a few bytes per cancelled sequence and per call
+    that waits to resume.
     """
 
     def __init__(self) -> None:
         self._submits: dict[int, LiveRequest] = {}
-        """By first sequence key."""
+        """Maps the first sequence key to the request."""
         self._cancels: list[int] = []
         self._messages: deque[scheduler_pb2.ConnectRequest] = deque()
         self._filled = asyncio.Event()

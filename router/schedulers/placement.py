@@ -24,7 +24,7 @@ PREFIX_TOKENS: Final = 64
 """How many tokens of a prompt are hashed; a few KV blocks."""
 _SLACK: Final = 1.25
 _MIN_SEQS: Final = 4
-"""Up to this many sequences per worker count as no load, to keep similar prompts together."""
+"""Up to this many sequences per worker are not balanced, to keep similar prompts together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _score(text: str) -> bytes:
 
 
 _REFRESH_S = 1.0
-"""How often to poll the schedulers' loads, if there are several; other routers add to them."""
+"""How often to poll the schedulers' loads, if there are several. Other routers add to the loads."""
 
 
 @dataclass(frozen=True, slots=True)

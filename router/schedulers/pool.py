@@ -51,7 +51,7 @@ class Schedulers:
     def __init__(
         self, discovery: Discovery, config: LinkConfig, *, tokenizers: Tokenizers, health: Health
     ) -> None:
-        """`run` connects. `health` is set to whether a connected scheduler does not hang.
+        """`run` connects. `health` is ready while a connected scheduler does not hang.
 
         When a scheduler connects, its model's tokenizer is selected in `tokenizers`. A model whose
         vocabulary is smaller than its tokenizer's cannot be served.
@@ -79,7 +79,7 @@ class Schedulers:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a connected scheduler does not hang."""
+        """Whether at least one connected scheduler does not hang."""
         return any(link.hang is None for link in self._connected)
 
     # --- for requests ---------------------------------------------------------------------------
@@ -146,9 +146,8 @@ class Schedulers:
     def reserve_seq_keys(self, n: int) -> int:
         """Return the first of `n` new consecutive keys.
 
-        The caller must submit without awaiting before.
-
-        Raises UnavailableError without a scheduler.
+        The caller must call `submit` before it awaits anything. Raises UnavailableError without a
+        scheduler.
         """
         if not self._connected:
             raise self.unavailable()
@@ -201,7 +200,7 @@ class Schedulers:
                 return UnavailableError(str(link.misfit))
         targets = ", ".join(link.target for link in self._links)
         return UnavailableError(
-            f"the scheduler at {targets} is not connected" if targets else "no scheduler is found"
+            f"the scheduler at {targets} is not connected" if targets else "no scheduler was found"
         )
 
     def set_draining(self) -> None:
@@ -255,7 +254,7 @@ class Schedulers:
         return await self._ask_all(lambda link: link.calls.describe_kv(query))
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """Return the activity of the workers; raises as `describe_kv`."""
+        """Return the activity of the workers; raises like `describe_kv`."""
         return await self._ask_all(lambda link: link.calls.describe_activity(query))
 
     async def _ask_all(self, ask: Callable[[SchedulerLink], Awaitable[Sequence[T]]]) -> list[T]:
@@ -270,12 +269,12 @@ class Schedulers:
             raise refusal
         return workers
 
-    # --- life -----------------------------------------------------------------------------------
+    # --- connections ----------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Keep a stream to each scheduler until cancelled.
 
-        Raises only after a bug, when all live requests have failed.
+        Raises only because of a bug, after all live requests have been ended with an error.
         """
         self._update_health()
         watch = asyncio.create_task(
@@ -323,7 +322,7 @@ class Schedulers:
     def check_fit(self, link: SchedulerLink, model: ModelInfo) -> None:
         """Check that a scheduler's model fits its tokenizer and the other schedulers' models.
 
-        Then it becomes the served model. If it is another model than before, live requests fail.
+        If it does, it becomes the served model; live requests of a different model fail.
         """
         others = [other for other in self._connected if other is not link]
         before = self._model
@@ -373,7 +372,10 @@ class Schedulers:
             self._model = together(link.model for link in self._connected)
 
     def refused(self, link: SchedulerLink, live: LiveRequest) -> bool:
-        """Submit a refused request to another scheduler, to each once; False: none has room."""
+        """Submit a refused request to another scheduler; return False if none has room.
+
+        A scheduler that has refused the request does not get it again.
+        """
         live.refused_by.add(link.target)
         n = len(live.outputs)
         others = [

@@ -38,7 +38,7 @@ def misfit_of(
         return (
             f"the router's tokenizer has {num_token_ids} token ids, but the model"
             f" {model.id!r} of the scheduler at {target} has a vocabulary of"
-            f" {model.vocab_size}: --model must name the directory of the served model"
+            f" {model.vocab_size}: --model must name the served model"
         )
     for other in others:
         if other is not None and not can_share(model, other):

@@ -17,19 +17,19 @@ class ServedModel:
     """The served model. Methods with a `name` accept "" for the model without an adapter."""
 
     def __init__(self, name: str, schedulers: Schedulers) -> None:
-        """`name` is the name that requests use for the model of the flags."""
+        """`name` is the name that requests use for the model of --model or --cell."""
         self._name = name
         self._schedulers = schedulers
 
     @property
     def name(self) -> str:
-        """The name that requests use; for a model that an operator loaded, the workers' name."""
+        """The name that requests use; of a model that an operator loaded, the workers' name."""
         model = self._schedulers.model
         return self._name if model is None or not model.directory else model.id
 
     @property
     def directory(self) -> str:
-        """The model's directory if an operator loaded it; empty for the model of --model."""
+        """The model's directory if an operator loaded it; empty for the model of the flags."""
         model = self._schedulers.model
         return "" if model is None else model.directory
 
@@ -53,7 +53,7 @@ class ServedModel:
         if model is None:
             raise self._schedulers.unavailable()
         adapter = None if name in ("", self.name) else self._adapters()[name]
-        # For a model that only makes vectors, this limit includes one token that it does not need.
+        # The limit leaves room for an output token, which a model for vectors does not produce.
         num_unused = not model.abilities.generates
         return Model(
             self.name if adapter is None else adapter.name,
@@ -81,7 +81,7 @@ class ServedModel:
         return name in self._adapters()
 
     def has(self, name: str, digest: bytes) -> bool:
-        """Whether requests may name this adapter."""
+        """Whether requests may name the adapter with this name and digest."""
         return self._adapters().get(name) == LoraAdapter(name, digest)
 
     def _adapters(self) -> Mapping[str, LoraAdapter]:

@@ -43,7 +43,7 @@ class UsageInStream(Enum):
     NEVER = "never"
     AT_END = "at_end"
     ALWAYS = "always"
-    """In every event, as the usage so far."""
+    """In every event, which has the usage so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,14 @@ class Call:
     stream: bool
     usage_in_stream: UsageInStream
     received: Mapping[int, OutputReceived] | None = None
-    """The client's part of each output, if it resumes a stream; else None."""
+    """What the client already has of each output, if it resumes a stream; else None."""
     prompts: list[Sequence[int]] = field(default_factory=list)
     """The token ids of each request's prompt, once known."""
     field_to_json: Mapping[str, str] = field(default_factory=dict)
     """The JSON names of request fields that differ from `GenerateRequest`'s."""
 
     hides_outputs: bool = False
-    """Whether the answer shows only prompts; then the usage counts no output tokens."""
+    """Whether the answer shows only prompts. If so, the usage counts no output tokens."""
 
     def shown(self, usages: Sequence[Usage]) -> Sequence[Usage]:
         """Return the usages as the answer reports them."""
@@ -77,10 +77,10 @@ class Call:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether its stream can be resumed from an event's id.
+        """Whether the call's stream can be resumed from an event's id.
 
-        The call must have one request, because an id covers one, and no prompt log-probabilities,
-        because they are sent only once.
+        The call must have one request, because an id names only one, and no prompt
+        log-probabilities, because they are sent only once.
         """
         return (
             self.stream
@@ -126,9 +126,9 @@ async def _open(inference: Inference, call: Call, request: GenerateRequest) -> L
 
 
 def _catch_up(call: Call, request: GenerateRequest, live: LiveRequest) -> None:
-    """Feed the client's part to the shape, to restore its state within a tool call.
+    """Feed the text that the client already has to the shape, to restore the shape's state.
 
-    Raises `FailedPreconditionError` if log-probabilities of that part were lost.
+    Raises `FailedPreconditionError` if log-probabilities of that text were lost.
     """
     for output in live.outputs:
         if (skipped := output.skipped) is None:
@@ -211,8 +211,8 @@ async def _stream(
 async def _read_all(
     lives: Sequence[LiveRequest], put: Callable[[int, Event], None], room: Room | None = None
 ) -> None:
-    """Call `put` with each request's position and events; raise the first exception."""
-    if len(lives) == 1:  # most calls have one request, and need no further task
+    """Call `put` with each event and its request's position; raise the first exception."""
+    if len(lives) == 1:  # the usual case, which needs no task of its own
         await lives[0].send_to(partial(put, 0), room)
         return
     try:
@@ -228,8 +228,8 @@ async def _read_all(
 class _Chunks:
     """The SSE events of one stream.
 
-    Nearly all events differ only in a text. So an event with a text is serialized once for each
-    choice; later events serialize only the text, which takes a tenth of the time.
+    Nearly all events of a choice differ only in their text. So the first one is serialized as a
+    whole. For later ones only the text is serialized, which takes a tenth of the time.
     """
 
     def __init__(self, sse: SseResponse, call: Call, live: LiveRequest) -> None:
@@ -243,13 +243,13 @@ class _Chunks:
             self._num_tokens = self._position.num_tokens
         self._usages: list[Usage] = []
         self._mark = uuid.uuid4().hex
-        """Placeholder of the text in `_frames`."""
+        """Placeholder for the text while a frame is made."""
         self._has_frames = call.usage_in_stream is not UsageInStream.ALWAYS
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """For each choice, an event's bytes before and after the JSON of its text."""
 
     def put(self, i: int, event: Event) -> None:
-        """Send an event of request `i`; raise its error if it has failed."""
+        """Send an event of request `i`; raise the error of an output that has failed."""
         call = self._call
         choice: Json | str
         if isinstance(event, OutputDelta):

@@ -17,7 +17,7 @@ from router.http.answers.objects import (
 from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
 
 TokenBytes: TypeAlias = Callable[[int], bytes]
-"""The bytes that a token id adds to the text; they may be a part of a character."""
+"""Returns the bytes that a token id adds to the text, which may be part of a character."""
 
 _TEXT_ONLY = {"content"}
 
@@ -44,12 +44,12 @@ class ChatShape:
         """Make the shape of one call.
 
         Args:
-            token_text: Names a token in log-probabilities.
-            token_bytes: The bytes of a token.
-            has_logprobs: Whether log-probabilities are shown.
-            has_prompt_logprobs: Whether the prompt's are.
-            has_token_ids: Whether token ids are.
-            prompt_token_ids: The prompt, once the call has started.
+            token_text: Returns the name of a token in log-probabilities.
+            token_bytes: Returns the bytes of a token.
+            has_logprobs: Whether to show log-probabilities of outputs.
+            has_prompt_logprobs: Whether to show log-probabilities of the prompt.
+            has_token_ids: Whether to show token ids.
+            prompt_token_ids: Returns the prompt, once the call has started.
             new_reader: Makes the reader of one output; None: the whole output is text.
             stop: Stop strings that end a tool call; the reader must read them as well.
         """
@@ -70,12 +70,12 @@ class ChatShape:
         self._has_said_once = False
 
     def score(self, index: int, scores: PromptScores) -> None:
-        """Take the next of the prompt's log-probabilities, which are the same for each choice."""
+        """Add more of the prompt's log-probabilities, which are the same for each choice."""
         if index == 0:
             self._scores = [*(self._scores or ()), *scores.logprobs]
 
     def once(self) -> Json:
-        """Return the prompt's token ids and log-probabilities, on request."""
+        """Return the prompt's token ids and log-probabilities, if requested; later nothing."""
         said: Json = {}
         if self._has_said_once:
             return said
@@ -140,7 +140,7 @@ class ChatShape:
         return {"role": "assistant"}
 
     def _chunk(self, index: int, pieces: Sequence[Piece]) -> Json:
-        """Return the fields of a delta for some pieces."""
+        """Return the fields of a delta with these pieces."""
         content, thought, calls = _sorted(pieces)
         said: Json = _thought_json(thought)
         if content:
@@ -198,7 +198,7 @@ class ChatShape:
 
 
 def last_pieces(reader: Reader, finished: OutputFinished, stop: Sequence[str]) -> list[Piece]:
-    """Return the pieces that a reader yields at an output's end, after a stop string of `stop`."""
+    """Return an output's last pieces; the reader first gets the stop string if `stop` has it."""
     pieces: list[Piece] = []
     if finished.stop_string is not None and finished.stop_string in stop:
         pieces += reader.push(finished.stop_string)

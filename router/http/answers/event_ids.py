@@ -1,8 +1,8 @@
-"""Ids of a stream's events; `Last-Event-ID` sends one to resume the stream.
+"""Ids of a stream's events. To resume the stream, a client sends one as `Last-Event-ID`.
 
-An id says how much of each output the client has after the event, and names the request::
+An id states how much of each output the client has after the event, and names the request::
 
-    0.12.57,1.9.40e/3f0c...     of output 0, 12 tokens and 57 bytes of text; output 1 has ended
+    0.12.57,1.9.40e/3f0c...     output 0: 12 tokens, 57 bytes of text; output 1 has ended
 """
 
 import re
@@ -27,13 +27,13 @@ class StreamPosition:
     """Counts how much of each output a client has, and makes the ids of its stream's events."""
 
     def __init__(self, request_id: str, received: Mapping[int, OutputReceived]) -> None:
-        """`received` is the client's part at the start."""
+        """`received` is what the client has of each output at the start."""
         self._suffix = "/" + quote(request_id, safe="")
         self._received = dict(received)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all outputs."""
+        """The number of tokens of all outputs."""
         return sum(part.num_tokens for part in self._received.values())
 
     def advance(self, event: OutputDelta | OutputFinished) -> str:
@@ -56,7 +56,10 @@ class StreamPosition:
 
 
 def parse_event_id(event_id: str) -> tuple[str, dict[int, OutputReceived]]:
-    """Return the request's id and the client's part; raises InvalidArgumentError."""
+    """Return the request's id, and what the client has of each output.
+
+    Raises InvalidArgumentError.
+    """
     if len(event_id) > _MAX_CHARS or not _PATTERN.fullmatch(event_id):
         raise InvalidArgumentError(
             LAST_EVENT_ID_HEADER, f"is {excerpt(event_id)}; it must be the id of an event"

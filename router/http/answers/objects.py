@@ -1,7 +1,7 @@
 """The JSON of completions, and the JSON that all calls share: usage, models, ends of choices.
 
-Completions and chats differ only in the shape of a choice: `Shape`. A shape belongs to one call and
-records the sent part of each choice. `answer.py` streams and collects for both kinds.
+Completions and chats differ only in the `Shape` of a choice. A shape belongs to one call and tracks
+what has been sent of each choice. `answer.py` streams and collects both kinds.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from contract.request import Model
 Json: TypeAlias = dict[str, object]
 
 TokenText: TypeAlias = Callable[[int], str]
-"""The text of one token id alone."""
+"""Returns the text of one token id alone."""
 
 LOWEST_LOGPROB = -9999.0
 """Replaces -inf, which JSON cannot represent."""
@@ -45,20 +45,20 @@ class CollectedOutput:
 
 
 class Shape(Protocol):
-    """The JSON of one kind of call's choices."""
+    """Makes the JSON of choices, for one kind of call."""
 
     id_prefix: str
     object_name: str
     chunk_object_name: str
 
     def score(self, index: int, scores: PromptScores) -> None:
-        """Take the next of a choice's prompt log-probabilities, before its first delta."""
+        """Add more prompt log-probabilities of a choice; called before its first delta."""
 
     def once(self) -> Json:
         """Return the extra fields of a whole answer, or of a stream's first event."""
 
     def delta(self, index: int, delta: OutputDelta) -> Json | str:
-        """Return a chunk's choice; a text alone stands for `choice_of_text(index, text)`."""
+        """Return a chunk's choice; a string stands for `choice_of_text(index, string)`."""
 
     def choice_of_text(self, index: int, text: str) -> Json:
         """Return a chunk's choice that has only a text."""
@@ -73,8 +73,8 @@ class Shape(Protocol):
 class CompletionShape:
     """Choices of /v1/completions.
 
-    The legacy log-probabilities have each token's offset in the text. Here it is the total length
-    of the tokens before it, which is right unless a token ends within a character.
+    The legacy log-probabilities have each token's offset in the text. It is computed as the total
+    length of the tokens before, which is wrong if one of them ends within a character.
     """
 
     id_prefix = "cmpl-"
@@ -110,11 +110,11 @@ class CompletionShape:
         self._started: set[int] = set()
 
     def score(self, index: int, scores: PromptScores) -> None:
-        """Take the next of a choice's prompt log-probabilities."""
+        """Add more prompt log-probabilities of a choice."""
         self._scores[index] += scores.logprobs
 
     def once(self) -> Json:
-        """Nothing."""
+        """Return no fields."""
         return {}
 
     def delta(self, index: int, delta: OutputDelta) -> Json | str:
@@ -206,7 +206,10 @@ class CompletionShape:
 def prompt_logprobs_json(
     token_text: TokenText, prompt: Sequence[int], scores: Sequence[TokenLogprob]
 ) -> list[Json | None]:
-    """Return them as vLLM does: by token id, the likeliest tokens and the prompt's token."""
+    """Return prompt log-probabilities as vLLM does: the likeliest tokens and the prompt's, by id.
+
+    The first token has none.
+    """
 
     def scored(token_id: int, entry: TokenLogprob) -> Json:
         logprobs = {token_id: entry.logprob} | dict(entry.top)
@@ -236,7 +239,7 @@ def usage_json(usages: Sequence[Usage]) -> Json:
 
 
 def model_json(model: Model, created: int) -> Json:
-    """One model; `root`, `max_model_len` and an adapter's `parent` are vLLM's, not OpenAI's."""
+    """Return a model's JSON; `root`, `max_model_len` and `parent` (of adapters) are vLLM's."""
     described: Json = {
         "id": model.id,
         "object": "model",

@@ -10,15 +10,15 @@ from aiohttp import ClientConnectionResetError, web
 from router.http.strict_json import json_bytes
 
 STARTED: Final = web.RequestKey("started", web.StreamResponse)
-"""The key of a request's response once its head is sent; then there can be no other."""
+"""The key of the response whose head has been sent; from then on there can be no other response."""
 HEARTBEAT: Final = b":\n\n"
 _HEARTBEAT_S = 1.0
 _MOST_UNSENT_BYTES = 64 * 1024
-"""Most bytes to buffer; a larger buffer would only hide that the client is slow."""
+"""Limit on buffered bytes; a larger buffer would only hide that the client is slow."""
 
 
 class SseResponse:
-    """A response that streams events; it is the `Room` of the requests that it answers.
+    """A response that streams events, and the `Room` of the requests that it answers.
 
     Callers of `put` check `has_room` first, so a slow client slows only its own request. Events are
     written to the connection's transport directly, because aiohttp's coroutines would take longer
@@ -41,7 +41,7 @@ class SseResponse:
         self.first_event: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once there is an event, even before `start`."""
         self._early = b""
-        """Events before `start`: at most one, and the stream's end."""
+        """Events put before `start`: at most one, and the end of the stream."""
         self.response = web.StreamResponse(
             headers={
                 **headers,
@@ -55,7 +55,7 @@ class SseResponse:
     def heartbeats(self) -> Iterator[None]:
         """Send a heartbeat, which clients ignore, after each second without an event.
 
-        It shows the client that the router does not hang.
+        It shows the client that the router is alive.
         """
         self._beat()
         try:
@@ -105,7 +105,7 @@ class SseResponse:
 
     @property
     def is_held(self) -> bool:
-        """Whether the head is sent, and `start` is still to come."""
+        """Whether the head has been sent, but `start` has yet to be called."""
         return self._held is not None
 
     def has_room(self) -> bool:
@@ -135,7 +135,7 @@ class SseResponse:
         transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self._is_chunked else event)
 
     async def send(self, value: object) -> None:
-        """Send one event."""
+        """Send a value as one event."""
         self.put(sse_event(value))
         await self.wait_for_room()
 
@@ -146,7 +146,7 @@ class SseResponse:
             await self.wait_for_room()
 
     async def send_done(self) -> None:
-        """Send the end of OpenAI's streams."""
+        """Send the event that ends OpenAI's streams."""
         self.put(b"data: [DONE]\n\n")
 
     async def end(self) -> None:
@@ -154,13 +154,13 @@ class SseResponse:
 
 
 WAITING: Final = web.RequestKey("waiting", SseResponse)
-"""The key of a stream whose head was sent before it could begin."""
+"""The key of a stream whose head was sent while its model was still loading."""
 
 
 def sse_of(
     request: web.Request, headers: dict[str, str], heartbeat: bytes = HEARTBEAT
 ) -> SseResponse:
-    """Return the response for a call's events: the one whose head is sent, or a new one."""
+    """Return the response for a call's events: one whose head has been sent, or a new one."""
     waiting: SseResponse | None = request.get(WAITING)
     if waiting is None:
         return SseResponse(request, headers, heartbeat)
@@ -169,7 +169,7 @@ def sse_of(
 
 
 def sse_event(value: object) -> bytes:
-    """Return a nameless event: a value as JSON."""
+    """Return an event without a name, whose data is a value as JSON."""
     return b"data: %b\n\n" % json_bytes(value)
 
 

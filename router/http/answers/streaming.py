@@ -22,7 +22,7 @@ log = structlog.get_logger()
 async def use_model(
     cells: Cells, model: str, http: web.Request, headers: dict[str, str], *, is_streamed: bool
 ) -> Inference:
-    """Return as `Cells.use`; a stream for which a model is loaded gets heartbeats until then."""
+    """Call `Cells.use`; if that loads a model for a stream, send heartbeats until it is ready."""
     if cells.on_demand is None or not is_streamed:
         return await cells.use(model)
     using = asyncio.create_task(cells.use(model))
@@ -49,21 +49,21 @@ async def stream(
     """Send all events and end the response.
 
     Args:
-        sse: The response, not started.
+        sse: The response, not yet started.
         send: Puts all events into `sse`, including the end of the stream.
         fail: Sends an error as an event, once the status is sent.
         request_id: Names the call in the log.
-        head: Makes the bytes between the headers and the first event.
-        is_accepted: Whether the call can no longer be refused; then the status is sent at once. If
-            the status was sent before, heartbeats go on at once.
+        head: Returns the bytes between the headers and the first event.
+        is_accepted: Whether the call can no longer be refused, so that the status is sent at once.
+            If the status was sent before, heartbeats continue at once.
 
     Raises:
         QuireError: The call was refused; nothing has been sent.
     """
     sending = asyncio.create_task(send)
     try:
-        # A refusal comes soon and can still set the status. A long prompt takes longer: then send
-        # the headers, or a proxy may assume that the service hangs.
+        # A refusal comes soon and can still set the status. If a long prompt takes longer, send the
+        # headers before its first token, or a proxy may assume that the service hangs.
         await asyncio.wait(
             (sending, sse.first_event),
             timeout=0 if is_accepted or sse.is_held else STATUS_WITHIN_S,

@@ -54,7 +54,7 @@ class MessageCall:
         return content.stop_reason(finished, is_context_full=is_context_full)
 
     def head(self, live: LiveRequest) -> Json:
-        """Return the message while it is still empty."""
+        """Return the message as it is before it has content."""
         return {
             "id": f"msg_{self.request_id}",
             "type": "message",

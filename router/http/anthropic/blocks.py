@@ -12,8 +12,8 @@ from router.http.requests import messages as chat
 from router.http.strict_json import Listed, Schema, at_most, json_bytes
 
 _NO_PROMPT = "x-anthropic-billing-header:"
-"""The beginning of claude-code's system block with its version. It is left out: it differs between
-sessions, so their prompts would share no prefix."""
+"""The beginning of the system block in which Claude Code sends its version. The block is left out:
+it differs between sessions, so their prompts would share no prefix."""
 
 
 def _as_blocks(value: object) -> object:
@@ -38,7 +38,7 @@ class CacheMarked(Schema):
 
 
 class TextBlock(CacheMarked):
-    """Text."""
+    """A text."""
 
     unimplemented = MappingProxyType({"citations": ([],)})
 
@@ -47,7 +47,7 @@ class TextBlock(CacheMarked):
 
 
 class ThinkingBlock(Schema):
-    """What the assistant thought before."""
+    """The assistant's earlier thinking."""
 
     type: Literal["thinking"]
     thinking: str
@@ -93,7 +93,7 @@ _ROLE_TO_BLOCKS: dict[str, tuple[type[Schema], ...]] = {
 
 
 class Message(Schema):
-    """One message."""
+    """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[Listed[Block], BeforeValidator(_as_blocks)]
@@ -113,7 +113,7 @@ def chat_messages(system: Sequence[TextBlock], messages: Sequence[Message]) -> l
     listed = [_message("system", said)] if said else []
     for i, message in enumerate(messages):
         for new in _chat_messages(f"messages[{i}]", message):
-            if listed and new.role == "user" == listed[-1].role:  # several results are one turn
+            if listed and new.role == "user" == listed[-1].role:  # one turn of the user
                 before = listed.pop().content or []
                 new = chat.Message.model_construct(  # noqa: PLW2901 - the whole turn
                     role="user", content=[*before, *(new.content or ())]
@@ -123,14 +123,18 @@ def chat_messages(system: Sequence[TextBlock], messages: Sequence[Message]) -> l
 
 
 def ends_with_assistant(messages: Sequence[Message]) -> bool:
-    """Whether the output continues a last message of the assistant; raises as `chat_messages`."""
+    """Whether the last message is the assistant's, so that the output continues it.
+
+    Raises:
+        InvalidArgumentError: That message has blocks other than text.
+    """
     last = messages[-1]
     if last.role != "assistant":
         return False
     if not all(isinstance(block, TextBlock) for block in last.content):
         raise InvalidArgumentError(
             f"messages[{len(messages) - 1}]",
-            "is the assistant's and the last; it must have text only, which the output continues",
+            "is the last message, which the output continues; it must have only text",
         )
     return True
 
@@ -152,7 +156,7 @@ def _chat_messages(field: str, message: Message) -> Iterator[chat.Message]:
         if not isinstance(block, _ROLE_TO_BLOCKS[message.role]):
             raise InvalidArgumentError(
                 f"{field}.content[{j}].type",
-                f'is "{block.type}"; with role "{message.role}" it must not be',
+                f'is "{block.type}", which messages with role "{message.role}" cannot have',
             )
     if message.role != "user":
         yield _message(message.role, message.content)
@@ -193,7 +197,7 @@ def _call(block: ToolUseBlock) -> chat.ToolCall:
 
 def _tool_message(block: ToolResultBlock) -> chat.Message:
     texts = [part.text for part in block.content]
-    if block.is_error:  # chat templates have no other place for a system message
+    if block.is_error:  # chat templates have no field for errors
         texts = ["Error: " + "\n".join(texts)]
     return chat.Message.model_construct(
         role="tool",

@@ -65,14 +65,14 @@ class Tool(CacheMarked):
 
 
 class AnyChoice(Schema):
-    """Whether the model must call a tool."""
+    """A choice that lets the model call a tool ("auto"), or makes it call one ("any")."""
 
     type: Literal["auto", "any"]
     disable_parallel_tool_use: bool = False
 
 
 class NamedChoice(Schema):
-    """The tool to call."""
+    """A choice that names the tool to call."""
 
     type: Literal["tool"]
     name: chat_tools.FunctionName
@@ -80,7 +80,7 @@ class NamedChoice(Schema):
 
 
 class NoChoice(Schema):
-    """The model must not call a tool."""
+    """A choice that forbids calls."""
 
     type: Literal["none"]
 
@@ -94,7 +94,7 @@ class ThinkingWithBudget(Schema):
 
 
 class ThinkingByModel(Schema):
-    """Thinking as the model decides."""
+    """Thinking of a length that the model decides."""
 
     type: Literal["adaptive"]
     display: Literal["summarized", "omitted"] = "summarized"
@@ -113,7 +113,7 @@ Thinking: TypeAlias = Annotated[
 
 
 class OutputFormat(Schema):
-    """The form that the text of an output has."""
+    """The form that the text of an output must have."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -123,7 +123,7 @@ class OutputFormat(Schema):
 
 
 class OutputConfig(Schema):
-    """How the output should be."""
+    """The effort for an output, and its form."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     """Has an effect only if the model's chat template uses it."""
@@ -219,16 +219,15 @@ class CountBody(CacheMarked):
                 if parsers.thinking is None:
                     raise UnimplementedError(
                         'thinking.type is "enabled"; with this model it must be "adaptive" or'
-                        " absent: its thinking, if there is any, has no known end"
-                        " (--reasoning-parser)"
+                        " absent: no parser for its thinking is known (--reasoning-parser)"
                     )
                 return budget, {} if switch is None else {switch: True}
             case NoThinking() if switch is not None:
                 return None, {switch: False}
             case NoThinking() if parsers.reads_messages:
                 raise UnimplementedError(
-                    'thinking.type is "disabled"; this model always thinks: it must be "adaptive"'
-                    " or absent"
+                    'thinking.type is "disabled"; it must be "adaptive" or absent, because this'
+                    " model always thinks"
                 )
             case NoThinking() if parsers.thinking is not None:
                 return 0, {}

@@ -11,7 +11,7 @@ from router.http.answers.objects import Json
 from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
 
 SIGNATURE: Final = "cXVpcmU="
-"""Placeholder: Anthropic signs thinking to verify it later; Quire accepts any."""
+"""Placeholder: Anthropic signs thinking to verify it later; Quire accepts any signature."""
 
 _TEXT, _THINKING, _CALL = "text", "thinking", "tool_use"
 
@@ -31,9 +31,9 @@ class ContentEvents:
         *,
         shows_thinking: bool = True,
     ) -> None:
-        """`new_reader` and `stop` as in `OutputPlan`.
+        """`new_reader` and `stop` are those of the `OutputPlan`.
 
-        Without `shows_thinking`, blocks of thinking are empty.
+        Without `shows_thinking`, thinking blocks are empty.
         """
         self._reader = None if new_reader is None else new_reader()
         self._stop = stop
@@ -134,7 +134,7 @@ def collected(events: Iterable[Json]) -> list[Json]:
 
 
 def _parsed(arguments: str) -> object:
-    """Return a call's input; if it was cut short, the complete part."""
+    """Return a call's input; if the text was cut short, return the part that is complete."""
     try:
         value = from_json(arguments, allow_partial=True)
     except ValueError:

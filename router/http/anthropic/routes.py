@@ -18,7 +18,7 @@ def messages_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
     """Return the routes."""
 
     async def create_message(request: web.Request, call_id: CallId) -> web.StreamResponse:
-        """Answer a conversation; streamed on request."""
+        """Answer a conversation; stream the answer if `stream` is set."""
         check_not_resumable(request)
         body = await bodies.read(request, MessagesBody, generates=True)
         headers = stream_headers(call_id.value)

@@ -1,4 +1,4 @@
-"""Accepts batches, and ends them: when all lines are answered, when time is up, when cancelled."""
+"""Accepts batches, and ends each when all lines are answered, time is up, or it is cancelled."""
 
 import asyncio
 import time
@@ -40,20 +40,20 @@ MAX_SHOWN_ERRORS: Final = 10
 _TICK_S: Final = 1.0
 _SWEEP_S: Final = 600.0
 MAX_RESULT_BYTES: Final = 128 * 2**20
-"""Most bytes of a batch's results, which the database writes as one value.
+"""Limit on the bytes of a batch's results, which the database writes as one value.
 
 Measured on two busy cores: PostgreSQL writes them in 32 s and reads them in 5 s.
 """
 _TOO_LARGE: Final = (
     "results_too_large",
-    f"the batch's results have more bytes than {MAX_RESULT_BYTES}, which are the most",
+    f"the batch's results have more than {MAX_RESULT_BYTES} bytes, which is the limit",
 )
 _UNANSWERED: Final = {
-    "expired": ("batch_expired", "the batch's window was over before"),
+    "expired": ("batch_expired", "the batch expired before this line was answered"),
     "failed": _TOO_LARGE,
 }
-"""Maps a batch's status to the error of its unanswered lines; otherwise the line was cancelled."""
-_CANCELLED: Final = "batch_cancelled", "the batch was cancelled before"
+"""Maps a batch's status to the error of its unanswered lines; the default is `_CANCELLED`."""
+_CANCELLED: Final = "batch_cancelled", "the batch was cancelled before this line was answered"
 _KINDS: Final = {TurnStatus.COMPLETED: "output", TurnStatus.FAILED: "error"}
 """Maps a turn's status to the file with its result."""
 
@@ -66,7 +66,7 @@ class Batches:
     turns: Turns
     retention_s: float
     max_line_bytes: int
-    """Most bytes of a line; a call's body has the same limit."""
+    """Limit on the bytes of a line; a call's body has the same limit."""
     tick_s: float = _TICK_S
 
     def __post_init__(self) -> None:
@@ -85,7 +85,12 @@ class Batches:
         return file
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
-        """Delete a file; raises NotFoundError; FailedPreconditionError while a batch reads it."""
+        """Delete a file.
+
+        Raises:
+            NotFoundError: There is no such file.
+            FailedPreconditionError: A batch is still being made from it.
+        """
         file = await self.file(tenant, file_id)
         for batch in await self.store.batches(is_live=True):
             is_its = (batch.tenant, batch.file_id) == (tenant, file_id)
@@ -169,9 +174,9 @@ class Batches:
                     try:
                         await self._advance(batch)
                     except QuireError as error:
-                        log.warning("batch is looked after later", batch=batch.id, error=str(error))
+                        log.warning("batch will be retried", batch=batch.id, error=str(error))
                     except Exception:
-                        log.exception("batch cannot be looked after", batch=batch.id)
+                        log.exception("batch cannot be advanced", batch=batch.id)
                         broken.add(batch.id)
                 if time.monotonic() >= next_sweep:
                     next_sweep = time.monotonic() + _SWEEP_S
@@ -179,7 +184,7 @@ class Batches:
                     await self.store.sweep(self.retention_s)
                     await self.store.clear()
             except QuireError as error:
-                log.warning("batches are looked after later", error=str(error))
+                log.warning("batches will be retried", error=str(error))
 
     async def _advance(self, batch: Batch) -> None:
         is_late = time.time() >= batch.created_at + WINDOW_S
@@ -202,13 +207,13 @@ class Batches:
         await self._end(batch, counts, "failed" if is_too_large else "expired" if is_late else "")
 
     async def _fill(self, batch: Batch) -> None:
-        """Make turns of a batch's lines.
+        """Make a turn of each line of a batch.
 
         If the router dies, another router continues after the last stored line.
         """
         content = await self.store.content(batch.tenant, batch.file_id)
         if content is None:
-            log.warning("batch has lost its file", batch=batch.id)
+            log.warning("input file of a batch is missing", batch=batch.id)
             await self.cancel(batch)
             return
         last = await self.store.last_position(batch)
@@ -283,9 +288,9 @@ class _Results:
         default_factory=lambda: {"output": bytearray(), "error": bytearray()}
     )
     is_full: bool = False
-    """Whether a result no longer fit."""
+    """Whether a result did not fit."""
     num_left_out: int = 0
-    """How many results that did not fit were answers."""
+    """How many answers, as opposed to errors, did not fit."""
     _num_bytes: int = 0
 
     def add(self, turns: Sequence[Turn], status: str) -> None:
@@ -325,7 +330,7 @@ def _checked_lines(content: bytes, endpoint: str, max_bytes: int) -> tuple[int, 
         except InvalidArgumentError as error:
             errors.append(_problem("invalid_line", str(error), number, error.field))
     if num_lines > MAX_LINES:
-        errors.append(_problem("too_many_lines", f"the file has more lines than {MAX_LINES}"))
+        errors.append(_problem("too_many_lines", f"the file has more than {MAX_LINES} lines"))
     if not num_lines:
         errors.append(_problem("empty_file", "the file has no lines"))
     return num_lines, errors
@@ -343,8 +348,10 @@ def _checked(text: bytes, endpoint: str, seen: Container[str], max_bytes: int) -
         )
     asked = parse_line(text)
     if asked["url"] != endpoint:
-        raise InvalidArgumentError("url", f"is {excerpt(asked['url'])}, not the batch's")
+        raise InvalidArgumentError(
+            "url", f"is {excerpt(asked['url'])}; it must be the batch's endpoint, {endpoint}"
+        )
     custom_id: str = asked["custom_id"]
     if custom_id in seen:
-        raise InvalidArgumentError("custom_id", "is that of a line before")
+        raise InvalidArgumentError("custom_id", "is the same as in an earlier line")
     return custom_id

@@ -1,4 +1,4 @@
-"""The lines of a batch: each becomes a turn; its result is a line of an output or error file."""
+"""The lines of a batch. Each becomes a turn, whose result is a line of a result file."""
 
 import asyncio
 import time
@@ -33,10 +33,11 @@ KIND: Final = "batch line"
 EMBEDDINGS_KIND: Final = "batch embeddings"
 _EMBEDDINGS: Final = "/v1/embeddings"
 _MAX_INPUTS_AT_ONCE: Final = 4
-"""Most inputs of one line that are live at a time; all lines together must leave room for
-others."""
+"""Limit on the inputs of one line that are live at a time, so that batches leave room for other
+calls."""
 _MAX_NUMBERS: Final = 2**18
-"""Most numbers of one line's vectors, about 5.5 MB of JSON: a router holds many lines' answers."""
+"""Limit on the numbers in one line's vectors, about 5.5 MB of JSON. A router holds the answers of
+many lines."""
 
 ENDPOINTS: Final[Mapping[str, type[Schema]]] = {
     "/v1/chat/completions": ChatBody,
@@ -66,12 +67,15 @@ _BAD_REQUEST: Final = 400
 
 @dataclass(frozen=True, slots=True)
 class BatchLines:
-    """Computes lines; a `TurnKind`."""
+    """Computes the results of lines; a `TurnKind`."""
 
     cells: Cells
 
     async def answer(self, turn: Turn) -> bytes | None:
-        """Return the line with the vectors; they are computed again if the router dies."""
+        """Return the result of a line for embeddings; None for other lines.
+
+        If the router dies, the vectors are computed again.
+        """
         if turn.kind != EMBEDDINGS_KIND:
             return None
         body = await _off_loop(turn, _body_of)
@@ -100,7 +104,7 @@ class BatchLines:
         call = await self._call(turn, self.cells.of(turn.model))
         if isinstance(call, Call):
             if len(call.requests) > 1:
-                raise InvalidArgumentError("prompt", "has several; in a batch it must have one")
+                raise InvalidArgumentError("prompt", "is a list; a batch line takes one prompt")
             request = call.requests[0]
         else:
             request = call.planned
@@ -114,7 +118,7 @@ class BatchLines:
     async def result(
         self, turn: Turn, status: TurnStatus, events: Sequence[Event], at: float
     ) -> bytes:
-        """Return the line of the output file, or of the error file."""
+        """Return the result line, for the output file or the error file."""
         if status is TurnStatus.COMPLETED:
             code, body = _OK, await self._answer(turn, events, at)
         else:
@@ -164,7 +168,7 @@ class BatchLines:
 
 
 async def _off_loop(turn: Turn, work: Callable[[Turn], T]) -> T:
-    """Return `work(turn)`, which parses the line; for a large line in a thread."""
+    """Return `work(turn)`, which parses the line; run it in a thread if the line is large."""
     if len(turn.body) <= MAX_PARSED_AT_ONCE_BYTES:
         return work(turn)
     return await asyncio.to_thread(work, turn)
@@ -175,7 +179,7 @@ def _body_of(turn: Turn) -> Schema:
     asked = parse_line(turn.body)
     for field in _UNSUPPORTED:
         if asked["body"].get(field):
-            raise InvalidArgumentError(field, "is set; in a batch it must not be")
+            raise InvalidArgumentError(field, "is set; in a batch it must be unset")
     try:
         return ENDPOINTS[asked["url"]].model_validate(asked["body"])
     except ValidationError as error:
@@ -186,10 +190,10 @@ def parse_line(text: bytes) -> dict[str, Any]:
     """Return a line's custom_id, method, url and body; raises InvalidArgumentError."""
     value = parse_json(text)
     if not isinstance(value, dict):
-        raise InvalidArgumentError("line", "is no object")
+        raise InvalidArgumentError("line", "is not a JSON object")
     for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
         if not isinstance(value.get(name), kind):
-            raise InvalidArgumentError(name, "is missing or has another type")
+            raise InvalidArgumentError(name, "is missing or has the wrong type")
     if value["method"] != "POST":
         raise InvalidArgumentError("method", f'is {value["method"]!r}; it must be "POST"')
     return value
@@ -213,13 +217,13 @@ def turn_of_line(batch: Batch, number: int, text: bytes) -> Turn:
 
 
 def line(turn: Turn, *, status_code: int, body: Json) -> bytes:
-    """Return a line of a result file with a response."""
+    """Return a result line that has a response."""
     response = {"status_code": status_code, "request_id": turn.id, "body": body}
     return _line(turn, response, None)
 
 
 def unanswered_line(turn: Turn, code: str, message: str) -> bytes:
-    """Return a line of an error file for a request without a response."""
+    """Return a result line that has an error instead of a response."""
     return _line(turn, None, {"code": code, "message": message})
 
 

@@ -126,7 +126,7 @@ async def _uploaded(request: web.Request) -> tuple[str, bytes]:
     name, content, purpose = "", None, None
     async for part in await request.multipart():
         if not isinstance(part, BodyPartReader):
-            raise InvalidArgumentError("body", "has parts in parts")
+            raise InvalidArgumentError("body", "has nested parts, which are not supported")
         if part.name == "purpose":
             purpose = (await _read(part, _MAX_PURPOSE_BYTES)).decode(errors="replace")
         elif part.name == "file":
@@ -145,7 +145,7 @@ async def _read(part: BodyPartReader, most: int) -> bytes:
     while chunk := await part.read_chunk(65536):
         content += chunk
         if len(content) > most:
-            raise BodyTooLargeError(f"{part.name} has more bytes than {most}, which are the most")
+            raise BodyTooLargeError(f"{part.name} has more than {most} bytes, which is the limit")
     return bytes(content)
 
 

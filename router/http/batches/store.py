@@ -1,4 +1,4 @@
-"""Stores files and batches in the database of the turns."""
+"""Stores files and batches in the database of turns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from router.turns.turn import Turn
 VALIDATING: Final = "validating"
 """A batch's status while its lines become turns."""
 SLICE: Final = 500
-"""Most turns that one transaction writes or deletes."""
+"""Limit on the turns that one transaction writes or deletes."""
 
 _FILE: Final = "id, tenant, purpose, name, num_bytes, created_at"
 _BATCH: Final = "id, tenant, created_at, is_live, shown, key_name"
@@ -42,7 +42,7 @@ class Batch:
     created_at: float
     is_live: bool
     shown: Json
-    """The batch as its client sees it, without the counts."""
+    """The batch as its client sees it; while it is live, its counts are out of date."""
     key_name: str = ""
     """The name of the API key that created the batch."""
 
@@ -137,9 +137,9 @@ class BatchStore:
         return await self._database.run(work)
 
     async def fill(self, batch: Batch, turns: Sequence[Turn]) -> bool:
-        """Store more turns of a batch; return False if the batch takes no more.
+        """Store more turns of a batch; return False if it takes none, or none at present.
 
-        A transaction must be short: turns that clients wait for come after it.
+        Transactions must be short, because they delay turns that clients wait for.
         """
 
         def work(cursor: Cursor, db: Connection) -> bool:
@@ -158,7 +158,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def batches(self, *, tenant: str | None = None, is_live: bool = False) -> Sequence[Batch]:
-        """Return a tenant's batches, or all unended ones, newest first."""
+        """Return a tenant's batches or, without a tenant, all with this `is_live`; newest first."""
 
         def work(cursor: Cursor, _: Connection) -> list[Batch]:
             condition = "is_live = ?" if tenant is None else "tenant = ?"

@@ -69,7 +69,7 @@ class ReasoningOptions(Schema):
     summary: Literal["auto"] | None = None
     """Without effect: all thinking is shown."""
     max_tokens: Annotated[int, Field(ge=0, le=2**20)] | None = None
-    """From OpenRouter: most tokens of thinking."""
+    """From OpenRouter: the limit on thinking tokens."""
 
 
 class TextFormat(Schema):
@@ -91,7 +91,7 @@ class TextFormat(Schema):
                 return StructuredOutput(json_object=True)
         if not isinstance(self.schema_, dict):
             raise InvalidArgumentError(
-                "text.format.schema", 'is not an object; with the type "json_schema" it must be'
+                "text.format.schema", 'is not an object; with type "json_schema" it must be one'
             )
         return StructuredOutput(json_schema=self.schema_)
 
@@ -191,7 +191,7 @@ class ResponseBody(Schema):
                 f'is {self.top_logprobs}; it needs "message.output_text.logprobs" in include',
             )
         if self.background and self.store is False:
-            raise InvalidArgumentError("background", "is true; it needs store not to be false")
+            raise InvalidArgumentError("background", "is true; it needs store, which is false")
 
     def conversation(self, earlier: Sequence[Item] = ()) -> Conversation:
         """Return the chat: items of earlier turns, then the input; raises InvalidArgumentError."""

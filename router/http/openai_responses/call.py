@@ -19,11 +19,11 @@ from router.schedulers.wire import record_from_bytes
 from router.turns.turn import Turn
 
 _SHARE_FOR_OUTPUT = 8
-"""With `truncation: "auto"` and no `max_output_tokens`, at least this share of the context is left
-for the output."""
+"""With `truncation: "auto"` and no `max_output_tokens`, at least the context's length divided by
+this is left for the output."""
 
 _PROMPT_END = 64
-"""How many of a prompt's last tokens show whether the output begins within thinking."""
+"""Number of a prompt's last tokens, which show whether the output begins within thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ResponseCall:
         return error_with_json_names({**FIELD_TO_JSON, **self.plan.field_to_json}, error)
 
     def events(self, inference: Inference) -> ResponseEvents:
-        """Return a maker of the response's events, from its first token on."""
+        """Return an object that makes the response's events, from the first token on."""
         return ResponseEvents(
             self.head,
             output_text(inference, self.planned),
@@ -60,7 +60,7 @@ class ResponseCall:
 
 
 def output_text(inference: Inference, request: GenerateRequest) -> OutputText:
-    """Return a converter of an output's tokens to the same text as when they arrived."""
+    """Return a converter from tokens to text, which makes the same text as the live output."""
     sampling, model = request.sampling, inference.model.info(request.model)
     ends = frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids)
     return OutputText(
@@ -100,7 +100,7 @@ async def body_of(turn: Turn) -> ResponseBody:
 
 
 async def restored(inference: Inference, turn: Turn) -> ResponseCall:
-    """Return the call of a turn that was prepared before, so that its events are made again."""
+    """Return the call of a turn that was prepared before, to make its events again."""
     body = await body_of(turn)
     head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
     prompt = ""
@@ -134,7 +134,7 @@ async def _truncated(
             prompt, _ = await without(num_turns).conversation().prepare(inference)
             tokens = await inference.text.tokenize(body.model, prompt, add_special_tokens=False)
         except InvalidArgumentError:
-            return False  # too long even to tokenize; the code below raises other errors
+            return False  # too long even to tokenize; other errors are raised below
         return len(tokens) <= room
 
     if await fits(0):

@@ -26,7 +26,7 @@ from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
 from router.request.stop_strings import StopMatcher
 
 _OUR_CALL_ID: Final = re.compile(r"call_[0-9a-f]{32}")
-"""Matches an id that the parser has drawn; other ids come from the model."""
+"""Matches an id that a parser has generated; other ids come from the model."""
 
 _COMPLETED: Final = "completed"
 _INCOMPLETE: Final = "incomplete"
@@ -66,7 +66,7 @@ class OutputText:
 
 
 class ResponseEvents:
-    """Makes the events of one response, and the response as it is at each moment."""
+    """Makes the events of one response, and the response's current JSON."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class ResponseEvents:
 
         Args:
             head: The fields that do not depend on the output, such as `id` and `background`.
-            text: Converts its tokens to text.
+            text: Converts the output's tokens to text.
             reader: Splits the output into text, thinking and calls; None: the whole output is text.
             call_stop: Stop strings that end a tool call; the reader must read them as well.
-            token_text: Names a token in log-probabilities.
-            token_bytes: The bytes of a token.
-            has_logprobs: Whether log-probabilities are shown.
+            token_text: Returns the name of a token in log-probabilities.
+            token_bytes: Returns the bytes of a token.
+            has_logprobs: Whether to show log-probabilities.
             seals_thinking: Whether reasoning items have `encrypted_content`.
         """
         self._head = head
@@ -146,7 +146,10 @@ class ResponseEvents:
         return self._take()
 
     def take(self, event: Event, now: Callable[[], float]) -> list[Json]:
-        """Return the response's events for one event of the output; `now` is called at the end."""
+        """Return the response's events for one event of the output.
+
+        At the end, `now` returns the Unix time for `completed_at`.
+        """
         match event:
             case OutputDelta():
                 return self.push(event)
@@ -168,7 +171,7 @@ class ResponseEvents:
         return self._take()
 
     def finish(self, finished: OutputFinished, usage: Usage, at: float) -> list[Json]:
-        """Return the last events of an output that has ended, at a Unix time."""
+        """Return the last events of an output that has ended at the Unix time `at`."""
         pieces = list(self._read(self._text.flush()))
         if self._reader is not None:
             pieces += last_pieces(self._reader, finished, self._call_stop)
@@ -189,7 +192,7 @@ class ResponseEvents:
             case FinishReason.CANCELLED:
                 self._status = "cancelled"
             case _:
-                return self.fail(error_from_finished(finished) or QuireError("it failed"))
+                return self.fail(error_from_finished(finished) or QuireError("the request failed"))
         name = _COMPLETED if self._status == _COMPLETED else _INCOMPLETE
         self._add(f"response.{name}", response=self.response)
         return self._take()
@@ -309,7 +312,7 @@ class ResponseEvents:
         where: Json = {"item_id": self._open["id"], "output_index": len(self._output) - 1}
         return where if self._open["type"] == "function_call" else {**where, "content_index": 0}
 
-    # --- figures --------------------------------------------------------------------------------
+    # --- log-probabilities and usage ------------------------------------------------------------
 
     def _logprob(self, token_id: int, entry: TokenLogprob) -> Json:
         return {

@@ -190,7 +190,7 @@ def _item(value: object, position: int) -> Item:
     kind = _KINDS.get(value.get("type") or "message")
     if kind is None:
         raise UnimplementedError(
-            f"{field}.type is {excerpt(value['type'])}; it must be {', '.join(_KINDS)}"
+            f"{field}.type is {excerpt(value['type'])}; it must be one of {', '.join(_KINDS)}"
         )
     try:
         return kind.model_validate(value)
@@ -213,10 +213,10 @@ def messages_of(
     """Convert items to messages for a chat template.
 
     Consecutive thinking, text and calls of the assistant become one message. All instructions at
-    the start become one system message, because many templates take only one. Errors number items
-    from `own_from`, where the client's input begins.
+    the start become one system message, because many templates take only one. In errors, item
+    `own_from` is `input[0]`, because the client's input begins there.
     """
-    said: list[tuple[str, Message]] = []  # begins with the name of the field
+    said: list[tuple[str, Message]] = []  # each with its field's name
     if instructions:
         said.append(("instructions", _message("system", instructions)))
     for i, item in enumerate(items):

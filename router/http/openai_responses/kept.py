@@ -42,7 +42,7 @@ class KeptResponses:
     cells: Cells
     turns: Turns
     max_bytes: int
-    """Most bytes of the conversation that a new response continues."""
+    """Limit on the bytes of a conversation that a new response continues."""
 
     # --- TurnKind -------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class KeptResponses:
         try:
             body = ResponseBody.model_validate_json(turn.body)
             head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
-        except Exception:  # noqa: BLE001 - another version wrote it
+        except Exception:  # noqa: BLE001 - another version wrote the turn
             head = {"id": turn.id, "created_at": int(turn.created_at), "model": turn.model}
         told = {"code": "server_error", "message": str(error)}
         return json_bytes({**unfinished(head, "failed"), "error": told})
@@ -125,8 +125,8 @@ class KeptResponses:
         turns = await self.turns.store.conversation(tenant, previous_id, self.max_bytes)
         if not turns:
             raise NotFoundError(
-                f"previous_response_id is {excerpt(previous_id)}; it, or a response before it, is"
-                " not kept or has been deleted"
+                f"previous_response_id is {excerpt(previous_id)}; this response, or one before"
+                " it, is not kept or has been deleted"
             )
         return await asyncio.to_thread(_items_of, turns)
 
@@ -145,7 +145,7 @@ class KeptResponses:
         return json_bytes(made.response)
 
     async def shown(self, turn: Turn) -> bytes:
-        """Return the JSON of a response as it is now; its output only once it has ended."""
+        """Return the current JSON of a response, which has no output before it has ended."""
         if turn.result is not None:
             return turn.result
         body = await body_of(turn)

@@ -35,7 +35,7 @@ from router.turns.turn import Turn
 from router.turns.turns import Turns
 
 _MAX_BODIES = 16
-"""Most bytes of the conversation that a new response continues, in units of the largest body. Every
+"""Limit on the conversation that a new response continues, as a multiple of the largest body. Every
 response repeats instructions and tools."""
 
 log = structlog.get_logger()
@@ -48,7 +48,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         turns.serve(KIND, kept)
 
     async def create_response(request: web.Request, call_id: CallId) -> web.StreamResponse:
-        """Answer a conversation, as OpenAI's Responses API does; streamed or in the background."""
+        """Answer a conversation, whole, as a stream, or in the background (Responses API)."""
         body = await bodies.read(request, ResponseBody, generates=True)
         body.check()
         response_id = f"resp_{uuid.uuid4().hex}"
@@ -73,7 +73,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         return await _answer(request, inference, call, call_id)
 
     async def get_response(request: web.Request, call_id: CallId) -> web.StreamResponse:
-        """Return a stored response, or stream it from an event on."""
+        """Return a stored response, or stream its events after a given one."""
         found = await find(request)
         _name(call_id, request, found.id)
         query = request.query
@@ -104,7 +104,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
 
     def kept_here() -> KeptResponses:
         if kept is None:
-            raise UnimplementedError("responses are not kept by this service (--turn-store)")
+            raise UnimplementedError("this service stores no responses (--turn-store)")
         return kept
 
     async def find(request: web.Request) -> Turn:
@@ -121,7 +121,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
 
 
 def _name(call_id: CallId, http: web.Request, response_id: str) -> None:
-    """Name the call after the response, unless the client has named it."""
+    """Give the call the response's id, unless the client has set one."""
     if REQUEST_ID_HEADER not in http.headers:
         call_id.value = response_id
     else:
@@ -136,7 +136,7 @@ def _check_without_store(body: ResponseBody) -> None:
     ):
         if value is not None:
             raise UnimplementedError(
-                f"{name} is {excerpt(value)}; this service keeps no responses (--turn-store)"
+                f"{name} is {excerpt(value)}; this service stores no responses (--turn-store)"
             )
 
 
@@ -173,7 +173,7 @@ async def _follow(
 ) -> web.StreamResponse:
     inference = await kept.cells.known(turn.model)
     call = call or await restored(inference, turn)
-    # May raise an error, for which the status can still be set
+    # An error here can still set the status
     made, seen = call.events(inference), Seen()
     async with aclosing(kept.read(turn, seen)) as events:
         return await _stream(
@@ -189,7 +189,7 @@ async def _follow(
 async def _answer(
     http: web.Request, inference: Inference, call: ResponseCall, call_id: CallId
 ) -> web.StreamResponse:
-    """Answer a call whose response is not stored: it ends with the client's connection."""
+    """Answer a call whose response is not stored; it is cancelled if the client disconnects."""
     try:
         async with await inference.generate(call.planned) as live:
             if call.body.stream:
@@ -223,7 +223,7 @@ async def _stream(
     starting_after: int = -1,
     is_accepted: bool = False,
 ) -> web.StreamResponse:
-    """Stream a response's events after the one with a given number."""
+    """Stream a response's events after event number `starting_after`."""
 
     def wanted(events: Sequence[Json]) -> list[Json]:
         return [each for each in events if cast(int, each["sequence_number"]) > starting_after]

@@ -1,4 +1,4 @@
-"""The fields of a body for a beam search: vLLM's names, `transformers`' values."""
+"""The fields of a body for a beam search, with vLLM's names and `transformers`' values."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -33,8 +33,8 @@ class BeamFields(Schema):
             )
         if self.best_of not in {None, self.n}:
             raise UnimplementedError(
-                f"best_of is {self.best_of}; only one equal to n, which is {self.n}, is supported"
-                " without use_beam_search"
+                f"best_of is {self.best_of}; without use_beam_search it must equal n, which is"
+                f" {self.n}"
             )
         for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
             if (value := getattr(self, name)) != neutral:

@@ -72,7 +72,7 @@ class ChatBody(ToolFields, Body):
     """How much to think, if the chat template supports it."""
     reasoning: Reasoning | None = None
     thinking_budget: ThinkingBudget | None = None
-    """Most tokens of thinking; after these the end marker is forced."""
+    """Limit on thinking tokens, after which the end marker is forced."""
     thinking_token_budget: ThinkingBudget | None = None
     """vLLM's name for `thinking_budget`."""
 
@@ -86,7 +86,7 @@ class ChatBody(ToolFields, Body):
         if len(set(given)) > 1:
             raise InvalidArgumentError(
                 "thinking_budget",
-                f"is {given[0]}, and {given[1]} by another name; both must be equal",
+                f"is {given[0]}, but {given[1]} under another name; both must be equal",
             )
         return given[0] if given else None
 
@@ -131,7 +131,7 @@ class ChatBody(ToolFields, Body):
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise InvalidArgumentError(
-                    "add_generation_prompt", "is true; with continue_final_message it must not be"
+                    "add_generation_prompt", "is true; with continue_final_message it must be unset"
                 )
             check_continued(self.messages)
         check_template_kwargs(self.chat_template_kwargs)

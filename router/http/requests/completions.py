@@ -14,7 +14,7 @@ from router.http.strict_json import excerpt
 from router.request.inference import Inference
 
 MAX_PROMPTS = 1024
-"""Most prompts of one call."""
+"""Limit on the prompts of one call."""
 
 Prompts: TypeAlias = tuple[Prompt, ...]
 
@@ -72,13 +72,13 @@ class CompletionBody(Body):
         """Check fields against each other; raises InvalidArgumentError."""
         super().check()
         if self.suffix and self.echo:
-            raise InvalidArgumentError("echo", "is true; with suffix it must not be")
+            raise InvalidArgumentError("echo", "is true; with suffix it must be false")
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise InvalidArgumentError("suffix", "is set; it needs prompts that are text")
 
     @property
     def is_echo_only(self) -> bool:
-        """Whether only the prompt is requested, as by evaluations; one token is computed then."""
+        """Whether only the prompt is requested; one token is computed even then."""
         return self.echo and self.max_tokens == 0
 
 

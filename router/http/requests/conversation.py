@@ -1,4 +1,4 @@
-"""A chat in the form that all APIs share: input of the template, and reading of the outputs."""
+"""A chat in the form that all APIs share, which makes the prompt and plans the outputs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,11 +31,11 @@ class Conversation:
 
     model: str
     messages: Iterable[Mapping[str, Any]]
-    """In the form for a chat template (`Message.for_template`); a thread iterates over them."""
+    """In the form for chat templates (`Message.for_template`); a thread iterates over them."""
     tools: ToolFields = _NO_TOOLS
     form: StructuredOutput | None = None
     thinking_budget: int | None = None
-    """Most tokens of thinking; after these the end marker is forced."""
+    """Limit on thinking tokens, after which the end marker is forced."""
     effort: Effort | None = None
     """How much to think, if the chat template supports it."""
     continued: str = ""
@@ -94,6 +94,7 @@ class Conversation:
             return {switch: False, **self.template_kwargs}
         if self.effort == "none" or "reasoning_effort" not in template.variables:
             raise UnimplementedError(
-                f'reasoning_effort is "{self.effort}"; the model\'s chat template does not know it'
+                f'reasoning_effort is "{self.effort}"; the model\'s chat template does not'
+                " support it"
             )
         return {"reasoning_effort": self.effort, **self.template_kwargs}

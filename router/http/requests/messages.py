@@ -71,7 +71,7 @@ class Message(Schema):
     reasoning: str = ""
     """The newer name of `reasoning_content`."""
     tool_call_id: str = ""
-    """The call whose result a tool's content is."""
+    """The id of the call whose result this is; only with role "tool"."""
 
     @property
     def thought(self) -> str:
@@ -82,10 +82,10 @@ class Message(Schema):
         return "\n".join(part.text for part in self.content or ())
 
     def for_template(self, field: str) -> dict[str, Any]:
-        """Return the message for a chat template: arguments of calls become objects.
+        """Return the message for a chat template; the arguments of calls become objects.
 
-        Raises InvalidArgumentError for fields that do not fit each other; `field` names the
-        message.
+        Raises InvalidArgumentError for fields that contradict each other; `field` is the name of
+        the message.
         """
         self._check(field)
         message: dict[str, Any] = {
@@ -93,7 +93,7 @@ class Message(Schema):
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
         }
-        if self.thought:  # each template knows one of these names
+        if self.thought:  # each template uses one of these names
             message |= {"reasoning_content": self.thought, "reasoning": self.thought}
             if not self.text:
                 message["thinking"] = self.thought
@@ -121,7 +121,7 @@ class Message(Schema):
     def _check(self, field: str) -> None:
         if self.tool_calls and self.role != "assistant":
             raise InvalidArgumentError(
-                f"{field}.tool_calls", f'is set; with role "{self.role}" it must not be'
+                f"{field}.tool_calls", f'is set; with role "{self.role}" it must be unset'
             )
         if (self.tool_call_id != "") != (self.role == "tool"):
             raise InvalidArgumentError(
@@ -131,7 +131,7 @@ class Message(Schema):
             )
         if self.thought and self.role != "assistant":
             raise InvalidArgumentError(
-                f"{field}.reasoning", f'is set; with role "{self.role}" it must not be'
+                f"{field}.reasoning", f'is set; with role "{self.role}" it must be unset'
             )
         if self.content is None and not self.tool_calls and not self.thought:
             raise InvalidArgumentError(f"{field}.content", "is missing")
@@ -144,7 +144,7 @@ Messages = Annotated[Listed[Message], at_most(MAX_MESSAGES), Field(min_length=1)
 def for_template(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
     """Check each message, and yield it for a chat template; raises InvalidArgumentError.
 
-    A thread iterates over them, because the arguments of calls may be long.
+    The iteration runs in a thread, because the arguments of calls may be long.
     """
     for i, message in enumerate(messages):
         yield message.for_template(f"messages[{i}]")

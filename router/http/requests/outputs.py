@@ -83,7 +83,7 @@ def _plan(
     if wants_calls and form is not None:
         raise InvalidArgumentError(
             "tool_choice",
-            'is not "none"; it must be, with tools and a form that the output must have',
+            'is not "none"; with tools and a form for the output it must be "none"',
         )
     thinking, thought = parsers.thinking, None
     if thinking is not None:
@@ -94,7 +94,7 @@ def _plan(
         raise UnimplementedError(
             f"thinking_budget is {thinking_budget}; with this model it must be unset: "
             + (
-                "no parser of its thinking is known"
+                "no parser for its thinking is known"
                 if thinking is None
                 else "the markers of its thinking are not tokens"
             )
@@ -103,7 +103,7 @@ def _plan(
     if tools is not None and wants_calls:
         return _plan_calls(parsers, tools, thought, has_begun=has_begun)
     is_read = parsers.thinking is not None or parsers.reads_messages
-    if form is not None and not before:  # then JSON is the whole output
+    if form is not None and not before:  # then the whole output has the form
         return OutputPlan(structured=form)
     plan = OutputPlan(
         (lambda: parsers.new_reader(None, has_begun=has_begun)) if is_read else None,
@@ -165,7 +165,7 @@ def _formed(plan: OutputPlan, grammar: str, thought: ThinkingGrammar | None) -> 
 
 
 def _bounded(plan: OutputPlan, thought: ThinkingGrammar | None) -> OutputPlan:
-    """Return a plan for free text with a budget for thinking."""
+    """Return the plan with the thinking budget, if there is one, for outputs of free text."""
     if thought is None or thought.max_tokens is None:
         return plan
     named = {"structured": "thinking_budget", "structured.grammar": "thinking_budget"}

@@ -28,16 +28,16 @@ Prompt: TypeAlias = str | tuple[int, ...]
 MAX_TOKEN_ID_DIGITS = 10
 
 MAX_METADATA = 16
-"""Most entries of `metadata`, as at OpenAI."""
+"""Limit on the entries of `metadata`, as in OpenAI's API."""
 
 NO_EFFECT = frozenset({"user", "safety_identifier", "metadata"})
-"""Accepted without effect: labels for stored completions. Completions are not stored, and `store:
-true` is refused."""
+"""Fields that are accepted without effect, because they only label calls. Completions are not
+stored, and `store: true` is refused."""
 
 CacheRetention: TypeAlias = Literal["in_memory", "in-memory", "24h"]
 SESSION_PIN_S: Final = 300.0
-"""How long a session's prompt stays pinned after a turn, while a tool runs or the user reads. Equal
-to Anthropic's shorter `ttl`, and about the time that OpenAI keeps prompts in memory."""
+"""How many seconds a session's prompt stays pinned after a turn, while a tool runs or the user
+reads. This is Anthropic's shorter `ttl`, and about as long as OpenAI keeps prompts in memory."""
 
 
 def session_pin_s(*, is_session: bool, retention: CacheRetention | None) -> float | None:
@@ -58,7 +58,7 @@ def _listed(value: object) -> object:
 
 RequestId: TypeAlias = Annotated[str, Field(pattern=f"^{REQUEST_ID_PATTERN}$")]
 MAX_TOP_LOGPROBS: Final = 20
-"""Limit for chats and responses, as at OpenAI."""
+"""Limit for chats and responses, as in OpenAI's API."""
 
 
 class StreamOptions(Schema):
@@ -114,7 +114,7 @@ class Body(StructuredFields, BeamFields):
     # Quire extensions.
     cache_pin_s: float | None = None
     stream_interval: int | None = None
-    """New tokens that go out together; vLLM has it as a flag."""
+    """How many new tokens to send at once; in vLLM, this is a flag of the server."""
 
     @property
     def usage_in_stream(self) -> UsageInStream:
@@ -133,7 +133,7 @@ class Body(StructuredFields, BeamFields):
         options = self.stream_options or StreamOptions()
         if options.continuous_usage_stats and not options.include_usage:
             raise InvalidArgumentError(
-                "stream_options.continuous_usage_stats", "is true; it needs include_usage to be too"
+                "stream_options.continuous_usage_stats", "is true; it needs include_usage"
             )
 
     def to_request(
@@ -163,7 +163,7 @@ class Body(StructuredFields, BeamFields):
         )
 
     def shown_tokens(self, text: ModelText) -> TokenText:
-        """Return how log-probabilities name a token."""
+        """Return the function that names tokens in log-probabilities."""
         return _token_by_id if self.return_tokens_as_token_ids else text.token_text
 
     def sampling(
@@ -214,4 +214,4 @@ UNIMPLEMENTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "priority": (0,),
     }
 )
-"""Fields that both bodies refuse by name, with the values that have no effect."""
+"""Fields that both bodies refuse by name, unless they have one of these values."""

@@ -42,7 +42,7 @@ class ResponseFormat(Schema):
                 return [StructuredOutput(json_object=True)]
         if self.json_schema is None:
             raise InvalidArgumentError(
-                "response_format.json_schema", 'is not set; with the type "json_schema" it must be'
+                "response_format.json_schema", 'is not set; with type "json_schema" it must be set'
             )
         return [_json_schema(self.json_schema.schema_)]
 
@@ -98,8 +98,8 @@ class StructuredFields(Schema):
         if len(forms) > 1:
             raise InvalidArgumentError(
                 "structured_outputs",
-                f"says {' and '.join(form.form for form in forms)}, with response_format and"
-                " the guided_* fields; an output can have one form",
+                f"asks for {' and '.join(form.form for form in forms)}, together with"
+                " response_format and the guided_* fields; an output can have only one form",
             )
         return forms[0] if forms else None
 

@@ -35,7 +35,8 @@ class TokenizeBody(Schema):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """For a prompt, unset means true. For a chat it must not be true: the template adds them."""
+    """For a prompt, unset means true. For a chat it must not be true, because the template adds
+    them."""
     return_token_strs: bool = False
     """Whether to return each token's text, too."""
     add_generation_prompt: bool | None = None
@@ -52,7 +53,7 @@ class TokenizeBody(Schema):
             return await self._chat_token_ids(inference, self.messages)
         for name in _OF_CHATS:
             if name in self.model_fields_set:
-                raise InvalidArgumentError(name, "is set; with prompt it must not be")
+                raise InvalidArgumentError(name, "is set; with prompt it must be unset")
         try:
             return await inference.text.tokenize(
                 self.model,
@@ -67,7 +68,7 @@ class TokenizeBody(Schema):
         if self.add_special_tokens:
             raise InvalidArgumentError(
                 "add_special_tokens",
-                "is true; with messages it must not be: the template adds special tokens",
+                "is true; with messages it must be unset, because the template adds them",
             )
         kwargs: Mapping[str, Any] = self.chat_template_kwargs
         template = inference.text.chat_template(self.model, self.chat_template)

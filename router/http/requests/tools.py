@@ -1,4 +1,4 @@
-"""A chat's fields for tools: the functions it offers, and the one that the model must call."""
+"""A chat's fields for tools: the functions that it offers, and which of them to call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from router.parsers.choosing import OutputParsers
 from router.text.chat_template import ChatTemplate
 
 MAX_TOOLS = 128
-"""Most functions of one chat, as at OpenAI."""
+"""Limit on the functions of one chat, as in OpenAI's API."""
 
 _NO_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
@@ -31,10 +31,10 @@ class Function(Schema):
     parameters: dict[str, Any] | None = None
     """A JSON schema of an object; None: no parameters."""
     strict: bool = False
-    """Whether a call's arguments must follow it."""
+    """Whether a call's arguments must follow the schema."""
 
     def schema_of_arguments(self) -> Mapping[str, Any]:
-        """Return the JSON schema of a forced call's arguments."""
+        """Return the JSON schema of a call's arguments."""
         return self.parameters or _NO_PARAMETERS
 
 
@@ -78,7 +78,7 @@ class ToolUse:
 
     @property
     def wants_calls(self) -> bool:
-        """Whether the model may call at all."""
+        """Whether the model may call a function."""
         return bool(self.functions)
 
 
@@ -92,12 +92,12 @@ class ToolFields(Schema):
     """Whether an output may have several calls; a named function is called only once."""
 
     def tool_use(self, template: ChatTemplate, parsers: OutputParsers) -> ToolUse | None:
-        """Return the use of tools; None: the chat has no tools.
+        """Return how the chat uses tools; None: not at all.
 
         Raises:
             InvalidArgumentError: `tool_choice` names a tool that is not offered.
             UnimplementedError: The model's template does not take tools, or writes calls in an
-                unknown way.
+                unknown syntax.
         """
         if not self.tools:
             if self.tool_choice not in (None, "none", "auto"):
@@ -118,7 +118,7 @@ class ToolFields(Schema):
                 if parsers.tools is None:
                     raise UnimplementedError(
                         'tool_choice is "auto"; with this model it must be "none", "required" or'
-                        " name a function: its template writes calls in an unknown way"
+                        " name a function: its template writes calls in an unknown syntax"
                         " (--tool-parser)"
                     )
                 return ToolUse(shown, offered, offered, is_alone=is_alone)
@@ -133,7 +133,7 @@ class ToolFields(Schema):
             if tool.function.name == name:
                 return tool.function
         raise InvalidArgumentError(
-            "tool_choice", f"names the function {excerpt(name)}; tools has none of that name"
+            "tool_choice", f"names the function {excerpt(name)}; tools has no such function"
         )
 
     @property
@@ -164,5 +164,5 @@ def check_names(tools: Sequence[Tool]) -> None:
     for i, name in enumerate(names):
         if name in names[:i]:
             raise InvalidArgumentError(
-                f"tools[{i}].function.name", f"is {excerpt(name)}, like that of another"
+                f"tools[{i}].function.name", f"is {excerpt(name)}; another tool has this name"
             )

@@ -34,8 +34,8 @@ def check(beam=BEAM, **kwargs):
         (
             {"sampling": SamplingParams(stop_token_ids=tuple(range(2, 14)))},
             (
-                "beam.width is 4; with 13 tokens that end an output the vocabulary, which has 50"
-                " tokens, must have at least 56"
+                "beam.width is 4; with 13 tokens that end an output, the vocabulary must have at"
+                " least 56 tokens, and has 50"
             ),
         ),
     ],

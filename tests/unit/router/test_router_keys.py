@@ -113,7 +113,7 @@ async def test_anthropics_clients_may_send_a_key_in_their_own_header(router):
         error = (await response.json())["error"]
         assert (error["type"], error["message"]) == (
             "authentication_error",
-            "the API key is not known",
+            "the API key is unknown",
         )
 
 

@@ -242,7 +242,7 @@ async def test_a_model_whose_scheduler_is_away_is_still_loaded(model_dir, tmp_pa
     async with serving(model_dir, tmp_path, "ab") as service:
         await service.answered("a")
         await service.schedulers["a"].stop()
-        with pytest.raises(UnavailableError, match="schedulers with loaded models are away: 'a'"):
+        with pytest.raises(UnavailableError, match="schedulers of loaded models are away: 'a'"):
             await service.ask("b")
         assert service.device.history == ["a"]
         await service.schedulers["a"].start()

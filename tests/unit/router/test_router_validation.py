@@ -197,8 +197,8 @@ FORM = SamplingParams(structured=StructuredOutput(json_object=True))
 @pytest.mark.parametrize(
     ("request_", "field", "problem"),
     [
-        ({"bad_words": ("x",), "sampling": FORM}, "bad_words", "with structured it must not be"),
-        ({"bad_words": ("x",), "beam": BeamSearch(2)}, "bad_words", "with beam it must not be"),
+        ({"bad_words": ("x",), "sampling": FORM}, "bad_words", "with structured it must be unset"),
+        ({"bad_words": ("x",), "beam": BeamSearch(2)}, "bad_words", "with beam it must be unset"),
         (
             {"bad_words": ("x",), "sampling": SamplingParams(ignore_eos=True)},
             "sampling.ignore_eos",
@@ -207,7 +207,7 @@ FORM = SamplingParams(structured=StructuredOutput(json_object=True))
         (
             {"sampling": replace(FORM, allowed_token_ids=(1,))},
             "sampling.allowed_token_ids",
-            "with structured it must not be",
+            "with structured it must be unset",
         ),
         (
             {"sampling": SamplingParams(min_tokens=1, allowed_token_ids=(1,))},

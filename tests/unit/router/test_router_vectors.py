@@ -159,5 +159,5 @@ async def test_defaults_are_the_models_and_inputs_are_bounded(router):
     check_inputs("input", 2048, model, None)
     with pytest.raises(InvalidArgumentError, match=r"has 2049 entries; .* 1 to 2048"):
         check_inputs("input", 2049, model, None)
-    with pytest.raises(InvalidArgumentError, match="vectors of 8192 it must have 1 to 512"):
+    with pytest.raises(InvalidArgumentError, match="vectors of size 8192 it must have 1 to 512"):
         check_inputs("input", 513, model, 8192)

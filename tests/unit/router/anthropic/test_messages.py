@@ -448,13 +448,13 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.test/x.png
         (
             {"messages": [{"role": "user", "content": [
                 {"type": "tool_use", "id": "c", "name": "add", "input": {}}]}]},
-            r'messages\[0\].content\[0\].type is "tool_use"; with role "user" it must not be',
+            r'messages\[0\].content\[0\].type is "tool_use", which messages with role "user"',
         ),
         ({"messages": [{"role": "user", "content": []}]}, r"messages\[0\].content is empty"),
         (
             {"messages": [*HELLO, {"role": "assistant", "content": [
                 {"type": "tool_use", "id": "c", "name": "add", "input": {}}]}]},
-            r"messages\[1\] is the assistant's and the last; it must have text only",
+            r"messages\[1\] is the last message, which the output continues; it must have only",
         ),
         ({"messages": []}, "messages is "),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},

@@ -115,13 +115,13 @@ async def test_effort_is_what_the_template_knows(client, thinks):
     [
         (THINKS, {"reasoning_effort": "high"}, 'reasoning_effort is "high"; the model'),
         (ChatTemplate("", {}), {"reasoning_effort": "none"}, 'reasoning_effort is "none"'),
-        (ChatTemplate("", {}), {"extra_body": BUDGETS[0]}, "no parser of its thinking"),
+        (ChatTemplate("", {}), {"extra_body": BUDGETS[0]}, "no parser for its thinking"),
         (THINKS, {"extra_body": BUDGETS[0]}, "markers of its thinking are not tokens"),
         (THINKS, {"extra_body": {"thinking_budget": -1}}, "thinking_budget is -1"),
         (
             THINKS,
             {"extra_body": {"thinking_budget": 1, "thinking_token_budget": 2}},
-            "thinking_budget is 1, and 2 by another name",
+            "thinking_budget is 1, but 2 under another name",
         ),
     ],
 )

@@ -49,7 +49,7 @@ async def test_tokens_become_text_with_special_tokens(http):
         ("/tokenize", {}, "prompt", "or messages must be set"),
         ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt", "and not both"),
         ("/tokenize", {"prompt": "x" * 65}, "prompt", "prompt has 65 bytes"),
-        ("/tokenize", {"prompt": "x", "tools": [TOOL]}, "tools", "with prompt it must not be"),
+        ("/tokenize", {"prompt": "x", "tools": [TOOL]}, "tools", "with prompt it must be unset"),
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt", ""),
         ("/tokenize", {"messages": []}, "messages", "messages is []"),
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
@@ -105,4 +105,4 @@ async def test_version_and_load_are_served(http):
 async def test_a_wrong_method_is_an_error_in_openais_shape(http, path):
     async with http.get(path) as response:
         assert response.status == 405
-        assert f"{path} does not take GET" in (await response.json())["error"]["message"]
+        assert f"{path} does not support GET" in (await response.json())["error"]["message"]

@@ -214,13 +214,13 @@ async def test_a_call_that_was_cut_short_says_so(client, inference):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tools": [ADD, ADD]}, r'tools\[1\].function.name is "add", like that of another'),
+        ({"tools": [ADD, ADD]}, r'tools\[1\].function.name is "add"; another tool has this'),
         ({"tools": [NOW], "tool_choice": NAMED}, 'tool_choice names the function "add"; tools has'),
         ({"tool_choice": "required"}, 'tool_choice is "required"; it needs tools'),
         ({"tool_choice": NAMED}, "it needs tools"),
         (
             {"tools": [ADD], "response_format": {"type": "json_object"}},
-            'tool_choice is not "none"; it must be',
+            'tool_choice is not "none"; with tools and a form for the output it must be "none"',
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},

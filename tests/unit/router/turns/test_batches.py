@@ -386,7 +386,7 @@ async def test_what_a_line_cannot_have_is_refused_by_name(router, new_store):
         told = await lines_of(client, batch.error_file_id)
         messages = [told[each]["response"]["body"]["error"]["message"] for each in "ab"]
         assert messages == [
-            f"{name} is set; in a batch it must not be" for name in ("store", "stream")
+            f"{name} is set; in a batch it must be unset" for name in ("store", "stream")
         ]
 
 
@@ -408,7 +408,7 @@ async def test_a_line_of_embeddings_has_a_bound_on_its_numbers(router, new_store
         (error,) = (await lines_of(client, batch.error_file_id)).values()
         assert error["response"]["status_code"] == 400
         message = error["response"]["body"]["error"]["message"]
-        assert message == "input has 3 entries; with vectors of 131072 it must have 1 to 2"
+        assert message == "input has 3 entries; with vectors of size 131072 it must have 1 to 2"
         assert router.scheduler.submits.empty()
 
 

@@ -111,7 +111,7 @@ async def test_what_needs_a_store_is_refused_without_one(router):
         base_url=url, api_key="none", max_retries=0, timeout=None
     ) as client:
         for field in ({"store": True}, {"background": True}, {"previous_response_id": "resp_1"}):
-            with pytest.raises(openai.BadRequestError, match=r"keeps no responses"):
+            with pytest.raises(openai.BadRequestError, match=r"stores no responses"):
                 await client.responses.create(**ASK, **field)
         with pytest.raises(openai.BadRequestError, match="--turn-store"):
             await client.responses.retrieve("resp_1")
