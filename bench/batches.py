@@ -85,7 +85,7 @@ def _completion(chance: random.Random, input_len: int, output_len: int) -> dict[
 
 
 async def answer_batch(session: aiohttp.ClientSession, chance: random.Random, num: int) -> int:
-    """Answer a batch of `num_lines` lines; return how many were answered."""
+    """Answer a batch of `num` lines; return how many were answered."""
     lines = [
         json.dumps(
             {
@@ -159,12 +159,12 @@ async def measure(given: argparse.Namespace) -> Results:
 def _parse() -> argparse.Namespace:
     parser = arguments(__doc__, quick="200 lines in one round")
     add = parser.add_argument
-    add("--lines", type=int, help="of the batch, in all; 10,000 without it")
-    add("--rounds", type=int, help="parts of the batch; 5 without it")
+    add("--lines", type=int, help="lines of the batch in all; default: 10,000")
+    add("--rounds", type=int, help="parts of the batch; default: 5")
     add("--streams", type=int, default=64, help="interactive streams")
-    add("--alone", type=float, default=20.0, metavar="S", help="how long they run alone")
-    add("--speedup", type=float, default=_SPEEDUP, help="of the simulated device")
-    add("--num-blocks", type=int, default=26_000, help="of its KV memory")
+    add("--alone", type=float, default=20.0, metavar="S", help="how long streams run alone")
+    add("--speedup", type=float, default=_SPEEDUP, help="speed factor of the simulated device")
+    add("--num-blocks", type=int, default=26_000, help="blocks of the device's KV memory")
     given = parser.parse_args()
     given.lines = given.lines or (200 if given.quick else 10_000)
     given.rounds = given.rounds or (1 if given.quick else 5)

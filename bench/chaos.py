@@ -73,7 +73,8 @@ _NUM_BLOCKS = 2048
 _NUM_BLOCKS_CRAMPED = 320
 """Enough for the longest request, and for a third of the streams."""
 _MAX_RECOMPUTED = 3 * 15
-"""Tokens of a stream when its scheduler is killed: at most three outputs, blocks of 16 slots."""
+"""The most tokens of a stream that may be recomputed when its scheduler is killed: less than a
+block of 16 for each of at most three outputs."""
 _AGENT_SPEEDUP = 0.15
 """An output of 100 tokens takes about 3 s, so some ten kills happen during 40 turns."""
 _IDLE_S = 60.0
@@ -161,7 +162,7 @@ def print_stalls(run: Run, found: Sequence[Stall]) -> None:
     for kind, times in sorted(Counter(kind for _, kind in run.faults).items()):
         pauses_s = [stall.stalled_s for stall in found if stall.kind == kind] or [0.0]
         table.row(kind, times, *np.percentile(pauses_s, (50, 99, 100)))
-    print("the longest stalls, one for each moment; `quire logs --request ID` on --logs tells why")
+    print("the longest stalls, one per moment; `quire logs --request ID` on --logs shows the cause")
     table = Table("from:<12", "to:<12", "s:.2f", "fault:<24", "streams:d", "request:<32")
     to_clock = time.time() - time.monotonic()
     left = sorted(found, key=lambda stall: -stall.stalled_s)
@@ -179,7 +180,7 @@ def print_stalls(run: Run, found: Sequence[Stall]) -> None:
 
 
 def _clock(at_s: float) -> str:
-    """The time of day in UTC, as in the logs."""
+    """Return the time of day in UTC, as in the logs."""
     return datetime.fromtimestamp(at_s, UTC).strftime("%H:%M:%S.%f")[:-3]
 
 
@@ -328,7 +329,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--kills", type=int, default=200, help="faults, after the first phase")
     add("--scheduler-kills", type=int, default=5, help="kills in the first phase")
-    add("--soak", type=float, metavar="SECONDS", help="instead of --kills: how long to do harm")
+    add("--soak", type=float, metavar="SECONDS", help="time to inject faults, instead of --kills")
     add("--every", type=float, default=15.0, metavar="S", help="seconds between faults of --soak")
     kinds = [f"{kind} {what}" for kind in ("router", "scheduler", "worker") for what in What]
     add("--turns", type=int, metavar="N", help="test N stored responses instead of streams")
@@ -342,12 +343,12 @@ def _parse() -> argparse.Namespace:
     add("--only", choices=kinds, action="append", default=[], help="faults of these kinds alone")
     add("--streams", type=int, default=64, help="live streams")
     add("--seed", type=int, default=0, help="seed of faults and requests")
-    add("--cramped", action="store_true", help="so little memory that sequences are swapped")
+    add("--cramped", action="store_true", help="little memory, so that sequences are swapped")
     add("--standby", action="store_true", help="a second scheduler stands by for the first")
     add("--roles", action="store_true", help="one worker prefills, the other decodes")
     add("--model", type=Path, default=SHIPPED_MODEL)
-    add("--family", choices=KINDS, help="instead of --model: random weights, with such layers")
-    add("--logs", type=Path, metavar="DIR", help="also keep the processes' logs here")
+    add("--family", choices=KINDS, help="instead of --model: random weights, layers of this kind")
+    add("--logs", type=Path, metavar="DIR", help="also copy the processes' logs here")
     return parser.parse_args()
 
 

@@ -1,20 +1,23 @@
-"""The control plane's cost per token: router and scheduler beside a simulated device.
+"""Measures the control plane's cost per token: router and scheduler beside a simulated device.
 
     python bench/control_plane.py --quick
 
 A simulated worker replaces an H200 with a model of 8 billion parameters. One router and one
 scheduler serve it; a separate, cheap process reads all streams as they arrive
-(harness/many_streams.py). Each row is a number of streams by one API:
+(harness/many_streams.py). Each row is a number of streams by one API. `http` and `grpc` use the
+defaults: each token is a separate SSE event or message. The others call like a gateway:
+`gateway_http` has `--gateway-interval` tokens in an event, and `gateway_grpc` is one call of
+`GenerateMany` on one connection, which sends every token at once.
 
-- By HTTP and gRPC with the defaults, each token an SSE event or message of its own; and as a
-  gateway calls: `gateway_grpc` is one call of `GenerateMany` on one connection, every token at
-  once, `gateway_http` has `--gateway-interval` tokens in an event.
-- The device is slowed down such that each stream gets `--rate` tokens a second (fewer with many
-  streams, at most `--most` tokens/s in all), so that no reader falls behind: processor time of
-  router and scheduler per token. "tokens/piece" says how many tokens came in one event.
-- The device at full speed: the highest tokens/s, and how many the device could give. All processes,
-  the reader among them, share this machine's cores, so on a small machine this is the machine's
-  limit and not the router's.
+Each number of streams is measured twice:
+
+- First the device is slowed down, so that each stream gets `--rate` tokens a second (fewer with
+  many streams, at most `--most` tokens/s in all) and no reader falls behind. The row has the
+  processor time of router and scheduler per token; "tokens/piece" is the number of tokens that came
+  in one event.
+- Then the device runs at full speed. The row has the highest tokens/s, and the number that the
+  device could give. All processes, including the reader, share this machine's cores, so on a small
+  machine this is the machine's limit and not the router's.
 """
 
 import argparse
@@ -74,19 +77,19 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Face:
-    """How the streams are asked for."""
+    """A way to request the streams."""
 
     name: str
-    """In the table and in the names of the results."""
+    """Its name in the table and in the results."""
     api: str
     """As `harness.many_streams` calls it."""
     stream_interval: int = 1
     per_connection: int = 64
-    """Streams of a connection, by gRPC."""
+    """Streams per connection, for gRPC."""
 
 
 def faces(interval: int) -> dict[str, Face]:
-    """Return all ways to ask, by name; by HTTP a gateway has `interval` tokens in an event."""
+    """Return all faces by name; an event of `gateway_http` has `interval` tokens."""
     return {
         face.name: face
         for face in (
@@ -199,7 +202,7 @@ async def num_generated(router: Process) -> int:
     text = await router.get("/metrics") or ""
     found = re.search(r"^quire_generation_tokens_total\S* (\S+)", text, re.MULTILINE)
     if found is None:
-        raise BenchError("the router does not tell its tokens")
+        raise BenchError("the router's metrics have no count of tokens")
     return int(float(found[1]))
 
 
@@ -246,11 +249,11 @@ if __name__ == "__main__":
         "--apis", type=lambda text: text.split(","), default=[*faces(1)], help=", ".join(faces(1))
     )
     parser.add_argument(
-        "--gateway-interval", type=int, default=4, help="tokens of an event by gateway_http"
+        "--gateway-interval", type=int, default=4, help="tokens per event of gateway_http"
     )
     parser.add_argument("--rate", type=float, default=40.0, help="tokens/s of a stream")
     parser.add_argument("--most", type=float, default=10_240.0, help="tokens/s of all streams")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each measurement")
     parser.add_argument("--paced-only", action="store_true", help="leave out full speed")
     given = parser.parse_args()
     given.streams = given.streams or ((256,) if given.quick else (64, 256, 1024))

@@ -7,12 +7,12 @@ simulated clock: H200s with a model of 8 billion parameters in bf16, or of 70 bi
 link between workers of --link-gbit. Prompts and outputs have log-normal lengths around the given
 means, no prefix is shared, and requests arrive at random (Poisson).
 
-A request is good if its first token comes within one objective, and its other tokens follow, on
-average, within another, which is tried strict and easy. With --quantile 0.95, instead of the
-average, 95 of 100 gaps between its tokens must be within the objective. *Goodput* is the highest
-rate, per worker, at which 90 of 100 requests are good. "2P+1D" means two workers that prefill and
-one that decodes, "3" means three that do both; `--slowdown` is the scheduler's
---max-decode-slowdown, which matters to these.
+A request is good if its first token comes within one objective, and if the average gap between its
+other tokens is within another, which has a strict and an easy value. With --quantile 0.95, 95 of
+100 gaps must be within the objective, instead of their average. *Goodput* is the highest rate, per
+worker, at which 90 of 100 requests are good. "2P+1D" means two workers that prefill and one that
+decodes, "3" means three that do both; `--slowdown` is the scheduler's --max-decode-slowdown, which
+affects workers that do both.
 """
 
 import argparse
@@ -93,7 +93,7 @@ class Load:
 
     name: str
     prompt: int
-    """Tokens on average, as `output`."""
+    """Average number of tokens, like `output`."""
     output: int
     ttft_s: float
     """The objective for the first token with the 8B model."""
@@ -229,7 +229,7 @@ class SimulatedSession:
         """Do nothing: it is never lost."""
 
     def trouble(self) -> None:
-        """It never hangs."""
+        """Return None: it never hangs."""
 
     def load(self) -> SchedulerLoad:
         return self.core.load()
@@ -310,7 +310,7 @@ class Outcome:
     ttft_p90_s: float
     gap_p95_s: float
     longest_gap_p50_s: float
-    """The median of each request's longest gap, in which it may have moved."""
+    """The median of each request's longest gap, during which the request may have moved."""
     recomputed_share: float
     """Tokens computed twice ÷ tokens computed."""
 
@@ -474,8 +474,8 @@ if __name__ == "__main__":
     )
     add("--link-gbit", type=float, default=400.0, help="Gbit/s between two workers")
     add("--slowdown", type=float, default=1.4, help="--max-decode-slowdown of the scheduler")
-    add("--seconds", type=float, default=30.0, help="of arrivals in each simulation")
-    add("--quantile", type=float, help="of a request's gaps that must be good; default: their mean")
+    add("--seconds", type=float, default=30.0, help="seconds of arrivals in each simulation")
+    add("--quantile", type=float, help="share of a request's gaps that must be good; default: mean")
     add("--search-steps", type=int, default=_SEARCH_STEPS, help="simulations for each goodput")
     add("--seed", type=int, default=0)
     main(parser.parse_args(), measure)

@@ -14,7 +14,7 @@ recomputes their sequences. Each stream is compared, token for token, with its o
 The disk tier needs a separate small file system, so this mounts a tmpfs; without the right to
 mount, moves to the disk do not fail, and the table leaves their number out.
 
-Ends with 1 if a token differs, or if something that should have happened to the KV did not.
+Exits with 1 if a token differs, or if one of these disturbances did not happen.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.models.registry import open_model
 
 FORMATS = ("float32", "bfloat16", "bfloat16+int8", "bfloat16+fp8")
-"""The dtype of the weights, and the format of the KV where it is another."""
+"""The dtype of the weights, and the format of the KV if it differs."""
 _NUM_BLOCKS = 160
 """Enough for the longest request, and for a sixth of the streams."""
 _HOST_GB = 0.004
@@ -60,7 +60,7 @@ _DISTURBANCES = (
     ("adopted tokens", "scheduler", "quire_adopted_tokens_total"),
     ("right guesses", "worker-0", "quire_worker_spec_decode_num_accepted_tokens_total"),
 )
-"""The disturbances that each format's streams must have: title, process and counter."""
+"""The disturbances that each format's streams must experience: title, process and counter."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ def small_disk(directory: Path) -> Iterator[bool]:
 
 
 async def fill_and_free(directory: Path, has_space: asyncio.Lock) -> None:
-    """Until cancelled, fill the file system and free it again; not while a test needs the space."""
+    """Until cancelled, fill the file system and free it again, unless a test needs the space."""
     filler = directory / "filler"
     while True:
         async with has_space:

@@ -20,9 +20,11 @@ that fills its limit gains nothing. JSON has the numbers of `chat`, and those of
 
     no room    share of the requests that had to wait when their turn came, or were preempted,
                because too little was free
-    no run     share that had to wait although enough was free: it was not in one run fragmentation
-    1 - longest free run / free, mean over time; nothing paged needs a run. `defragmented` measures
-    each second, and moves blocks at a rate of 0.2 or more, in no time
+    no run     share that had to wait although enough was free, because it was not in one run
+    fragmentation
+               1 - longest free run / free, mean over time; paged memory needs no run.
+               `defragmented` measures each second, and moves blocks at a rate of 0.2 or more,
+               in no time
 """
 
 import argparse

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Runs the GPU half on a machine with an NVIDIA GPU, in three calls, each under ten minutes:
+# Runs the tests and benchmarks that need an NVIDIA GPU, in three calls, each under ten minutes:
 #
 #   bench/gpu.sh [--wheels DIR] --call 1 [--out DIR] [--budget-s 560] [--only PART]
 #
-# Call 1 tests that it is right, 2 measures kernels and serving 8B, 3 the rest. Give each its own --out.
-# Without --call one run has all parts, as far as the budget reaches: those of call 1 first.
+# Call 1 tests correctness, call 2 measures kernels and an 8B service, call 3 the rest. Give each a
+# separate --out. Without --call, one run has all parts that the budget allows, in this order.
 #
 #   bench/gpu.sh --cpu-smoke             the same with tiny shapes on a CPU; measures nothing
 #   bench/gpu.sh --collect-wheels DIR    fills DIR, on a machine with a network, for --wheels

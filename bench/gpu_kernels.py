@@ -159,7 +159,7 @@ def run(
 
 
 def write(file: Path, result: Mapping[str, object]) -> None:
-    """Replace a file of results: at each moment it is whole."""
+    """Replace a file of results atomically."""
     new = file.with_suffix(".new")
     new.write_text(json.dumps(result, indent=1) + "\n")
     new.replace(file)

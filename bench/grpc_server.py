@@ -1,10 +1,10 @@
-"""A gRPC server's own cost: the same finished message to many streams, at each tick.
+"""Measures a gRPC server's own cost: at each tick it sends one serialized message to many streams.
 
     python bench/grpc_server.py --streams 256
 
-One process has the server and the ticks; a second one reads. Processor time of the first per
-message, by `grpc.aio` and by `rpc.http2` in turns. The least of the turns counts, because other
-programs of the machine disturb some.
+One process runs the server; a second one reads. The result is the first process's processor time
+per message, with `grpc.aio` and `rpc.http2` in turns. The least of the turns counts, because other
+programs disturb some.
 """
 
 import argparse
@@ -127,7 +127,7 @@ if __name__ == "__main__":
     parser = arguments(__doc__, quick="one second a turn")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--read", type=int, help="read from a server at this port, and do no more")
+    parser.add_argument("--read", type=int, help="only read from a server at this port")
     given = parser.parse_args()
     if given.read:
         uvloop.run(read(given.read, given.streams))

@@ -36,7 +36,7 @@ _CONTEXT = 40
 
 @dataclass(slots=True)
 class Counts:
-    """What the host did."""
+    """The host's operations."""
 
     calls: int = 0
     dispatches: int = 0
@@ -122,7 +122,7 @@ def _prepare_launcher(name: str) -> Callable[..., Any]:
 
 
 def _upload(arrays: Any, device: torch.device) -> list[torch.Tensor]:
-    """As `transfer.upload` to a GPU: all arrays in one copy."""
+    """Replaces `transfer.upload` to a GPU: all arrays in one copy."""
     buffer = torch.empty(transfer.packed_bytes(arrays), dtype=torch.uint8, device=device)
     return transfer.upload_into(buffer, arrays)
 
@@ -281,7 +281,7 @@ def count(executor: Executor, num_decodes: int, num_prompt_tokens: int) -> Count
 
 
 def _adapter(number: int) -> Adapter:
-    """Small additions to every map of the decoder."""
+    """Make an adapter that adds a little to every map of the decoder."""
 
     def low_rank(of: AdaptedMap) -> LowRankMap:
         num_out = sum(num for _, num in of.modules)

@@ -166,8 +166,8 @@ def _parse() -> argparse.Namespace:
     parser = arguments(__doc__, quick="a context of 1,024 and one round")
     add = parser.add_argument
     add("--streams", type=int, default=8, help="streams beside the long prompt")
-    add("--context", type=int, help="tokens of the context; 2,048 without it")
-    add("--rounds", type=int, help="rounds of each service; 3 without it")
+    add("--context", type=int, help="tokens of the context; default: 2,048")
+    add("--rounds", type=int, help="rounds of each service; default: 3")
     add("--num-threads", type=int, default=2, help="threads of a worker on a CPU")
     given = parser.parse_args()
     given.context = given.context or (1024 if given.quick else 2048)

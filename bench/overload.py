@@ -199,8 +199,8 @@ def percentile_ms(seconds: list[float], percent: float) -> float:
 
 if __name__ == "__main__":
     parser = arguments(__doc__, quick="for 15 seconds")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of overload")
-    parser.add_argument("--times", type=float, default=10.0, help="the rate, over the peak's")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of overload")
+    parser.add_argument("--times", type=float, default=10.0, help="the rate of requests ÷ the peak")
     results = main(parser.parse_args(), measure)
     for name, value in results.items():
         print(f"  {name:>20}  {f'{value:.3f}' if isinstance(value, float) else value}")

@@ -7,7 +7,7 @@ The scheduler's core and its pacer are real, two steps in flight. The time of a 
 prompt token, which is small for the first few beside decodes. Each load runs under four policies:
 the default; the default with steps of 512 tokens; prompts as fast as they can be computed
 (--max-decode-slowdown inf); and steps filled with prompts, first come, first served, like vLLM's.
-The numbers do not depend on this machine. They help to choose a policy, and do not tell how fast
+The numbers do not depend on this machine. They help to choose a policy, and do not show how fast
 the service is.
 """
 
@@ -33,8 +33,8 @@ _SPARE_ROWS, _SPARE_TOKEN_S = 12, 0.1e-3
 _NOISE = 0.05
 """Standard deviation of a step's time, as a share of it."""
 _WIRE_S = 1e-3
-"""Time between client and core, each way. A request takes a random time more, as long on
-average."""
+"""Time between client and core, in each direction. A request takes an additional random time,
+equally long on average."""
 _CONFIG = SchedulerConfig(
     num_blocks=8192,
     block_size=16,

@@ -141,7 +141,7 @@ def simulate(trace: Sequence[Arrival], placer: Placer) -> dict[str, float]:
 
 
 def ceiling(trace: Sequence[Arrival]) -> float:
-    """The hit rate of one endless cache: no block is computed twice."""
+    """Return the hit rate of one unlimited cache: no block is computed twice."""
     seen: set[BlockHash] = set()
     hits = total = 0
     for arrival in trace:

@@ -258,9 +258,9 @@ class _Play:
 def losses_at_zero_hits(
     num_conversations: int, num_turns: int, num_rounds: int
 ) -> tuple[float, float]:
-    """The share of throughput that caching costs if prompts have nothing in common.
+    """Return the share of throughput that caching costs if prompts have nothing in common.
 
-    Returns it without a host tier, and with one.
+    The first share is without a host tier, the second with one.
     """
     trace = make_trace(num_conversations, num_turns, is_shared=False)
     trace.think_s /= 5

@@ -91,7 +91,7 @@ async def perplexity(
 async def _score(
     steps: StepLoop, limits: Limits, prompt: list[int], step_id: int
 ) -> tuple[list[float], int]:
-    """Log-probabilities of all tokens but the first, and the next step's number."""
+    """Return the log-probabilities of all tokens but the first, and the next step's number."""
     row = NewSequence(
         seq_id=step_id,
         row=0,

@@ -70,7 +70,7 @@ class Decoding:
             self._core.update(self._worker.execute(plan))
 
     def step_s(self) -> float:
-        """Processor seconds of a step."""
+        """Return the processor seconds of a step."""
         start = time.thread_time()
         plan = self._core.schedule(0.0)
         assert plan is not None
@@ -84,13 +84,19 @@ class Decoding:
 
 
 def step_us(num_seqs: int, block_size: int, num_steps: int) -> float:
-    """Median microseconds of a step in which `num_seqs` sequences decode, spread over a block."""
+    """Return the median microseconds of a step in which `num_seqs` sequences decode.
+
+    Their lengths are spread over a block.
+    """
     decoding = Decoding(num_seqs, block_size, num_steps)
     return statistics.median(decoding.step_s() for _ in range(num_steps)) * 1e6
 
 
 def groups_us(num_seqs: int, block_size: int, num_steps: int) -> tuple[float, float]:
-    """Median microseconds of a step with one KV group, and with a second that has a window."""
+    """Return the median microseconds of a step with one KV group and with two.
+
+    The second group has a window.
+    """
     one = Decoding(num_seqs, block_size, num_steps)
     two = Decoding(num_seqs, block_size, num_steps, (None, WINDOW))
     costs_s = [(one.step_s(), two.step_s()) for _ in range(num_steps)]
@@ -99,7 +105,7 @@ def groups_us(num_seqs: int, block_size: int, num_steps: int) -> tuple[float, fl
 
 
 def hash_us_per_block(num_blocks: int = 512, block_size: int = 16) -> float:
-    """Least microseconds per block of hashing a prompt, of 50 prompts."""
+    """Return the microseconds per block of hashing a prompt: the least of 50 prompts."""
     prompts = np.random.default_rng(0).integers(0, 32_000, (50, num_blocks * block_size), np.int32)
     costs_s = []
     for prompt in prompts:

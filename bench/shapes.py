@@ -102,9 +102,9 @@ def _parse() -> argparse.Namespace:
     parser = arguments(__doc__, quick="one prompt in each turn, one round")
     add = parser.add_argument
     add("--peer-command", metavar="CMD", help="starts the server to compare with")
-    add("--shapes", type=_shapes, default=",".join(SHAPES), help="which, such as 576,896-tied")
+    add("--shapes", type=_shapes, default=",".join(SHAPES), help="such as 576,896-tied")
     add("--num-threads", type=int, default=2, help="threads of our worker")
-    add("--rounds", type=int, help="turns of both at each shape; 3 without it, 1 with --quick")
+    add("--rounds", type=int, help="turns of both per shape; default: 3, or 1 with --quick")
     given = parser.parse_args()
     given.rounds = given.rounds or (1 if given.quick else 3)
     return given

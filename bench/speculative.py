@@ -73,7 +73,7 @@ async def run_round(
 
 
 async def read_counters(worker_url: str) -> dict[str, float]:
-    """How many drafts and draft tokens the worker has made, and how many tokens it accepted."""
+    """Return the numbers of the worker's drafts, draft tokens and accepted tokens, by name."""
     async with aiohttp.ClientSession() as session, session.get(f"{worker_url}/metrics") as response:
         families = text_string_to_metric_families(await response.text())
         return {

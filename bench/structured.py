@@ -2,7 +2,7 @@
 
     python bench/structured.py [--model DIR]
 
-Sixteen streams run at once, of the model that Quire ships or of another. The shipped one is so
+Sixteen streams run at once, on the model that Quire ships or on another. The shipped one is so
 small that a step takes two milliseconds, so the cost of eight grammars shows most. In one kind of
 round all streams are free; in the other, half of them follow a JSON schema that never lets them end
 early. The two kinds alternate, and the benchmark compares the token rates of the free half.
@@ -39,7 +39,7 @@ _SCHEMA = {
 
 
 async def run_round(session: aiohttp.ClientSession, num_tokens: int, *, is_mixed: bool) -> float:
-    """Tokens per second of the even streams, which are always free."""
+    """Return the tokens per second of the even streams, which are always free."""
 
     async def stream(index: int) -> float:
         body: dict[str, object] = {

@@ -170,7 +170,7 @@ def measure(given: argparse.Namespace) -> Results:
 if __name__ == "__main__":
     parser = arguments(__doc__, quick="fewer rounds; under a minute")
     add = parser.add_argument
-    add("--model", type=Path, metavar="DIR", help="to resume on; a random 125M Llama without it")
+    add("--model", type=Path, metavar="DIR", help="to resume on; default: a random 125M Llama")
     add("--device", default="auto", help="auto, cpu or cuda")
-    add("--disk-dir", type=Path, default=Path("/var/tmp"), help="on the disk to measure")  # noqa: S108
+    add("--disk-dir", type=Path, default=Path("/var/tmp"), help="on the disk to time")  # noqa: S108
     main(parser.parse_args(), measure)

@@ -78,5 +78,5 @@ if __name__ == "__main__":
     add("--rounds", type=int, default=10)
     add("--concurrency", type=int, default=16)
     add("--output-len", type=int, default=64)
-    add("--model", type=Path, metavar="DIR", help="a random 125M Llama without it")
+    add("--model", type=Path, metavar="DIR", help="default: a random 125M Llama")
     main(parser.parse_args(), measure)

@@ -1,19 +1,19 @@
-"""Worst bodies: how long can one request hold a router's event loop?
+"""Measures how long one request body can hold a router's event loop.
 
     python bench/worst_bodies.py --minutes 1
 
-Sends bodies of at most the limit (`--max-body-mb`), one at a time: nested, many tiny items, long
-texts, escapes, numbers, unknown fields, tools, schemas, and messages of every gRPC method
+Sends bodies of at most the allowed size (`--max-body-mb`), one at a time: nested, many tiny items,
+long texts, escapes, numbers, unknown fields, tools, schemas, and messages of every gRPC method
 (faults/bodies.py). Half of them are drawn freely; the others are like the worst so far. A heartbeat
 in the router (engines/watched_router.py) measures, after each,
 
 - `cpu_ms`: the most processor time that the event loop's thread took between two heartbeats, 2 ms
-  apart. It does not depend on the machine's other load. - `gap_ms`: how late a heartbeat was by the
-  clock, which other processes and threads make larger.
+  apart. It does not depend on the machine's other load.
+- `gap_ms`: how late a heartbeat was by the clock, which other processes and threads make larger.
 
 Prints the worst bodies, the largest of both, and `memory_kept_percent`: how much more memory the
-router has afterwards than before, when it had answered small bodies of all kinds. Ends with 1 if a
-body is answered with an error of the service, or if more than 25 % of the memory are kept.
+router has afterwards than before, when it had answered small bodies of all kinds. Exits with 1 if a
+body is answered with an error of the service, or if the router keeps over 25 % more memory.
 """
 
 import argparse
@@ -213,8 +213,8 @@ async def measure(given: argparse.Namespace) -> Results:
 
 if __name__ == "__main__":
     parser = arguments(__doc__, quick="for 12 seconds")
-    parser.add_argument("--minutes", type=float, default=1.0, help="of sending")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawing")
+    parser.add_argument("--minutes", type=float, default=1.0, help="minutes of sending")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random bodies")
     parser.add_argument("--max-model-len", type=int, default=131_072, help="the model's context")
     results = main(parser.parse_args(), measure)
     for name, value in results.items():

@@ -47,7 +47,7 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a model can do."""
+    """The tasks that a model can do, and the form of its vectors."""
 
     tasks: tuple[Task, ...] = (Task.GENERATE,)
     embedding_size: int = 0

@@ -94,7 +94,7 @@ class GenerateRequest:
     resumable: bool = False
     """Whether the request continues when its stream breaks, so that the client may resume it."""
     stream_interval: int | None = None
-    """New tokens of an output that go out together; None: as the router is set."""
+    """How many new tokens of an output are sent together; None: the router's setting."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ MIN_BEAM_WIDTH: Final = 2
 MAX_BEAM_WIDTH: Final = 10
 MAX_LENGTH_PENALTY: Final = 5
 MAX_GRAMMAR_BYTES: Final = 2**19
-"""The limit on bytes of a grammar. As a grammar, a form of 64 KiB may take up to six characters per
-byte."""
+"""The limit on bytes of a grammar. A form of 64 KiB, converted to a grammar, may take up to six
+characters per byte."""
 
 
 @dataclass(frozen=True, slots=True)

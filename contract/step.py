@@ -189,7 +189,7 @@ class PooledRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """What one step produced."""
+    """The result of one step."""
 
     step_id: StepId
     sampled_rows: Int32Array = field(default_factory=no_ints)

@@ -27,7 +27,7 @@ KvWindow: TypeAlias = int | Chunk | None
 
 
 def window_length(window: KvWindow) -> int | None:
-    """The greatest number of tokens that a token sees; None: all tokens before it."""
+    """Return the greatest number of tokens that a token sees; None: all tokens before it."""
     return window.num_tokens if isinstance(window, Chunk) else window
 
 
@@ -35,7 +35,7 @@ _Positions = TypeVar("_Positions", int, Int64Array)
 
 
 def first_seen(window: KvWindow, positions: _Positions) -> _Positions:
-    """The first position that the token at each position sees."""
+    """Return the first position that the token at each position sees."""
     if window is None:
         return positions * 0
     if isinstance(window, Chunk):

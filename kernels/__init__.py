@@ -15,8 +15,8 @@ Results do not depend on the batch. Tile sizes and splits do not depend on how m
 tokens a launch has, but only on a sequence's own length, the dtype, the model's shape and the
 device's configuration (`kernels.tuning.configs`). There are two exceptions, which change the last
 bits: prefill attention splits positions if the launch has too few tokens to fill a GPU, and decodes
-may attend together to a shared prefix (`Sequences.shared`). A GPU's matrix products choose their
-own order by the number of rows, too.
+may attend together to a shared prefix (`Sequences.shared`). The matrix products of torch on a GPU
+also add in an order that depends on the number of rows.
 
 On a machine without a GPU, the tests run the kernels in Triton's interpreter, which needs
 `TRITON_INTERPRET=1` before the first import of Triton; they also compile the kernels for GPUs. The

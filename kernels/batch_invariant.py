@@ -15,15 +15,15 @@ from kernels.sequences import Sequences
 class BatchInvariantAttention:
     """Prepares attention as `kernels.ops` does, with one order of sums for every step.
 
-    Decodes are chunks of one token, and no positions are split: a token that is computed again as a
-    part of a prompt, after a preemption or to verify a guess, has the same bits. The price is that
-    few sequences with long contexts do not fill a GPU.
+    Decodes are chunks of one token, and positions are never split. So a token has the same bits
+    when it is computed again as part of a prompt, after a preemption or to verify a guess. The
+    price is that few sequences with long contexts do not fill a GPU.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._latest: tuple[Sequences, Sequences] | None = None
-        """The decodes of a step, and the same as chunks, made once for all layers."""
+        """The decodes of the latest step and their form as chunks, made once for all layers."""
 
     def prepare_decode(
         self,
@@ -33,7 +33,7 @@ class BatchInvariantAttention:
         scale: float,
         **options: Any,
     ) -> Callable[[Sequences], object]:
-        """See `ops.prepare_decode`. Rows of sequences without a position are left as they are."""
+        """See `ops.prepare_decode`. Rows of sequences of length 0 are not written."""
         attend = self.prepare_prefill(query, key_cache, value_cache, scale, **options)
         return lambda sequences: attend(self._as_chunks(sequences))
 

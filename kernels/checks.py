@@ -1,4 +1,4 @@
-"""Checks, before a launch, of tensors that a kernel would misread."""
+"""Checks tensors before a launch, because a kernel would misread wrong ones."""
 
 import torch
 
@@ -52,7 +52,7 @@ def check_caches(
     """Require both caches to have `shape` [B, P, HKV, D], and either scales or the dtype of `like`.
 
     `value_dim` is the head dim of values if it differs from D. `value_cache` is None if values are
-    not stored, but are a part of the keys.
+    a part of the keys and are not stored separately.
 
     Raises:
         ValueError: naming the tensor, its value and the required value.
@@ -123,7 +123,7 @@ def check_attended(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> None:
-    """As `check_paged`, without the sequences."""
+    """Make the checks of `check_paged` that do not concern the sequences."""
     check_float("query", query, 3)
     _, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
@@ -140,7 +140,7 @@ def check_options(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Require positive options of attention, and fp32 `sinks`, one for each head of `query`.
+    """Require `window` and `softcap` to be positive, and `sinks` to be fp32 [H].
 
     Raises:
         ValueError: naming the option, its value and what is required.
@@ -154,10 +154,10 @@ def check_options(
 
 
 def check_rows(num_seqs: int, num_tokens: int, out: torch.Tensor | None) -> None:
-    """Require one row of the query per row of the block tables; with `out` there may be more.
+    """Require one row of the query per row of the block tables; with `out` the query may have more.
 
     Raises:
-        ValueError: naming both.
+        ValueError: naming both numbers.
     """
     if num_seqs != num_tokens and (out is None or num_seqs > num_tokens):
         raise ValueError(f"block_tables has {num_seqs} rows, required are {num_tokens}")

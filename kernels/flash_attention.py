@@ -1,8 +1,8 @@
-"""Attention by FlashAttention-3, where an operator asks for it and it supports the shapes.
+"""Attention by FlashAttention-3, if an operator asks for it and it supports the shapes.
 
-Its paged KV cache has our layout: `[B, P, HKV, D]` of any block size, with any strides but the
-last, and a table int32[S, M]. So only names differ. It has not run on a GPU yet: the tests use a
-fake that follows FlashAttention's documentation and checks its arguments.
+Its paged KV cache has the same layout as ours: `[B, P, HKV, D]` of any block size, with any strides
+but the last, and a table int32[S, M]. So only names differ. This module has not run on a GPU yet:
+the tests use a fake that follows FlashAttention's documentation and checks its arguments.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P`
 block size, `M` max blocks per sequence.
@@ -61,7 +61,7 @@ class FlashAttention:
         scale: float,
         **options: Any,
     ) -> Callable[[Sequences], object]:
-        """See `ops.prepare_prefill`. It overwrites the rows of no sequence, too."""
+        """See `ops.prepare_prefill`. Also overwrites rows that belong to no sequence."""
         if not supports(query, key_cache, value_cache, **options):
             return ops.prepare_prefill(query, key_cache, value_cache, scale, **options)
         fixed = _fixed(key_cache, value_cache, scale, **options)
@@ -112,13 +112,13 @@ def _fixed(
     softcap: float | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """The arguments that are the same in each step, by FlashAttention's names."""
+    """Return the arguments that are the same in each step, by FlashAttention's names."""
     return {
         "k_cache": key_cache,
         "v_cache": value_cache,
         "softmax_scale": scale,
         "causal": True,
-        # Tokens before a token that it sees, and after it.
+        # How many tokens a token sees before it, and after it; -1: no limit
         "window_size": (-1, -1) if window is None else (window - 1, 0),
         "softcap": softcap or 0.0,
     }

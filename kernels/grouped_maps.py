@@ -7,15 +7,15 @@ from typing import Final
 import torch
 
 ALIGNMENT: Final = 16
-"""The alignment of a weight's address, in bytes."""
+"""Weights begin at addresses that are multiples of this, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedMaps:
     """The weights of G maps from K to N features, which a kernel finds by their addresses.
 
-    A weight is `[N, K]`, or `[K, N]` if `is_by_input`. It may have fewer rows than that: the map
-    then writes only its first outputs, or reads only its first inputs. Rows are dense.
+    A weight is `[N, K]`, or `[K, N]` if `is_by_input`. It may have fewer rows: then the map writes
+    only its first outputs, or reads only its first inputs. Rows are dense.
     """
 
     num_in: int
@@ -23,16 +23,16 @@ class GroupedMaps:
     num_out: int
     """N."""
     weights: list[torch.Tensor | None]
-    """By group; None: rows of this group are left out. Owned by the caller, like the tensors."""
+    """By group; None: rows of this group are left out. The caller owns the list and the tensors."""
     addresses: torch.Tensor
-    """int64[G] on the device: of each weight's first number, or 0."""
+    """int64[G] on the device: the address of each weight, or 0 for None."""
     sizes: torch.Tensor
-    """int32[G] on the device: the rows of each weight."""
+    """int32[G] on the device: the number of rows of each weight."""
     is_by_input: bool = False
 
     @classmethod
     def of(cls, weights: Sequence[torch.Tensor]) -> "GroupedMaps":
-        """Maps with whole weights `[N, K]` of one device, which stay where they are.
+        """Make maps of whole weights `[N, K]` on one device, which stay where they are.
 
         Raises:
             ValueError: A weight begins at an address that the kernel would misread.

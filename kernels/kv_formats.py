@@ -1,15 +1,15 @@
 """The quantized formats of a KV cache: int8 and fp8 (e4m3), with scales.
 
-A quantized cache has one scale for each row of `head_dim` numbers, so one for each slot and kv
-head. A number of the model is the stored number times its scale. With x a row,
+A quantized cache has one scale for each row of `head_dim` numbers, that is, for each slot and kv
+head. A number of the model is the stored number times its scale. For a row x,
 
     scale = max |x| / LARGEST[dtype], rounded up to SCALE_DTYPE
     stored = x / scale, rounded to nearest, ties to even
 
 The scale is rounded up so that no stored number exceeds the format's largest. Then the error is at
 most half a step: for int8 1/253 of the row's largest number; for fp8 1/16 of the number itself, or
-1/457,000 of the row's largest for small numbers. A row with an infinity or NaN gets an infinite
-scale, and reading it gives no finite numbers.
+for small numbers 1/457,000 of the row's largest. A row with an infinity or NaN gets an infinite
+scale, so it has no finite numbers when it is read.
 """
 
 from typing import Final
@@ -19,4 +19,4 @@ import torch
 LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The quantized dtypes, each with the largest number that is stored."""
 SCALE_DTYPE: Final = torch.bfloat16
-"""It has float32's range, so no row is too large or too small for a scale."""
+"""bfloat16 has the range of float32, so no row is too large or too small for a scale."""

@@ -1,10 +1,10 @@
-"""The table of ops: which code runs each on a GPU, on a CPU, and elsewhere.
+"""The table of ops: which code runs each op on a GPU, on a CPU, and elsewhere.
 
-Every op has a twin in `kernels.reference`, in plain torch, which defines its result. Tensors on a
-GPU go to the Triton launcher, which has the twin's name and is in the module of `kernels.triton`
-with the name of the twin's module. Tensors on a CPU go to C, if the table names a function of
-`kernels.cpu.ops`, the library is compiled, and C supports the dtype of the first tensor. All other
-tensors go to the twin.
+Every op has a twin in `kernels.reference`, in plain torch, which defines its result. On a GPU an op
+runs its Triton launcher, which has the same name as the twin, in a module of the same name in
+`kernels.triton`. On a CPU it runs in C, if the table names a function of `kernels.cpu.ops`, the
+library is compiled, and C supports the dtype of the first tensor. In all other cases it runs the
+twin.
 
 An op is a plain function and not in `torch.library`, because calls of those cost more
 (docs/write-a-kernel.md).
@@ -58,7 +58,7 @@ def _op(
 
     @functools.wraps(twin)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
-        first: Any = args[0] if args else next(iter(kwargs.values()))  # a tensor, of every op
+        first: Any = args[0] if args else next(iter(kwargs.values()))  # a tensor in every op
         if first.is_cuda:
             return launcher(twin)(*args, **kwargs)
         if in_c is not None and first.is_cpu and first.dtype in DTYPES:
@@ -71,7 +71,7 @@ def _op(
 
 
 def launcher(twin: Callable[P, R]) -> Callable[P, R]:
-    """Return the Triton launcher that has this twin; imports Triton."""
+    """Return the Triton launcher of a twin; imports Triton."""
     found: Callable[P, R] = getattr(_triton_module(twin.__module__), twin.__name__)
     return found
 
@@ -91,8 +91,8 @@ def prepare_decode(
 ) -> Callable[[Sequences], object]:
     """Return `paged_attention_decode` of these tensors, to be called with many steps' sequences.
 
-    `options` are the op's keyword arguments, including `out`. On a GPU all this is checked and
-    prepared once.
+    `options` are the op's keyword arguments, including `out`. On a GPU the arguments are checked
+    and prepared only once.
     """
     if query.is_cuda:
         module = _triton_module(reference.paged_attention_decode.__module__)

@@ -1,4 +1,4 @@
-"""The sequences that attention is launched on."""
+"""The sequences for which attention is launched."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -13,19 +13,22 @@ MAX_SHARED: Final = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefixes:
-    """Groups of sequences that begin with the same blocks; decodes attend to these once.
+    """Groups of sequences that begin with the same blocks, which decodes read once per group.
 
     `gpu_worker.step.shared_prefixes` finds them.
     """
 
     seqs: torch.Tensor
-    """int32[S]: the sequences of the first group, of the second, ...; the rest is not read."""
+    """int32[S]: the sequences of the first group, then of the second, and so on; the rest is not
+    read."""
     starts: torch.Tensor
     """int32[MAX_SHARED + 1]: where each group's sequences start in `seqs`."""
     lens: torch.Tensor
-    """int32[MAX_SHARED]: positions that a group shares, whole blocks; 0: there is no such group."""
+    """int32[MAX_SHARED]: how many positions each group shares, in whole blocks; 0: no such group.
+    """
     len_of_seq: torch.Tensor
-    """int32[S]: shared tokens of each sequence's group, fewer than its length; 0: no group."""
+    """int32[S]: how many positions each sequence shares with its group, fewer than its length; 0:
+    it has no group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,13 +43,13 @@ class Sequences:
     """int32[S + 1]; None: one token each."""
     max_query_len: int = 1
     shared: SharedPrefixes | None = None
-    """None: each attends to all of its own blocks."""
+    """None: each sequence attends to all of its blocks by itself."""
     scratch: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     """Scratch memory for partial results, by shape; launches use it one after another. For a graph
     it must be allocated within the capture, so that the graph keeps it."""
 
     def room(self, *shape: int) -> torch.Tensor:
-        """Return float32 of this shape; the next call returns the same memory."""
+        """Return scratch memory, float32 of this shape; calls with one shape return the same."""
         if shape not in self.scratch:
             device = self.seq_lens.device
             self.scratch[shape] = torch.empty(shape, dtype=torch.float32, device=device)

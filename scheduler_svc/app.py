@@ -89,7 +89,7 @@ async def run_scheduler(
 async def _wait_for_turn(
     settings: SchedulerSettings, workers: Discovery, lease: "Lease | None", stop: asyncio.Event
 ) -> int | None:
-    """Return the newest epoch that the workers know when this scheduler may serve; None: stop."""
+    """Wait until this scheduler may serve; return the workers' newest epoch, or None to stop."""
     if not settings.standby:
         return await newest_epoch(workers, settings.client_tls)
     health = Health()

@@ -56,10 +56,10 @@ class LeaseError(Exception):
 
 
 class Lease:
-    """An `async with` block, at whose end this scheduler gives up the Lease if it holds it."""
+    """The Lease, as an `async with` block; at its end this scheduler gives up a Lease it holds."""
 
     def __init__(self, name: str, holder: str, cluster: Cluster | None = None) -> None:
-        """`holder` names this scheduler; a random part tells it from its earlier runs."""
+        """`holder` names this scheduler; a random part distinguishes it from its earlier runs."""
         self._name = name
         self._holder = f"{holder}_{uuid.uuid4().hex[:8]}"
         self._cluster = cluster or Cluster()

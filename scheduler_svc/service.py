@@ -218,7 +218,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     return
                 stream.on_message()
                 self._handle(message, stream, model)
-        except Exception as error:  # noqa: BLE001 - the handler raises it, where it is logged
+        except Exception as error:  # noqa: BLE001 - `Connect` raises it again, for the log
             stream.end(error)
         finally:
             stream.end()

@@ -94,8 +94,8 @@ class SchedulerSettings(ProcessSettings):
     """The share for the requests of one tenant; requests without a tenant have no separate
     limit."""
     defragment_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    """How often a busy worker's free blocks are inspected, for a warning if they are scattered, and
-    for --defragment-threshold, in seconds; 0: never."""
+    """Seconds between inspections of a busy worker's free blocks, for a warning if they are
+    scattered and for --defragment-threshold; 0: never."""
     defragment_threshold: Annotated[float, Field(ge=0, le=1)] = 1.0
     """The fragmentation rate, 1 - longest free run / free blocks, at which held blocks are moved
     together; 0: at any rate above 0. Default: never, because allocation needs no adjacent blocks,

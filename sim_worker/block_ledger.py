@@ -184,7 +184,7 @@ class BlockLedger:
             )
 
     def _prefix(self, new: NewSequence) -> npt.NDArray[np.uint64]:
-        """uint64[num_computed_tokens]: the digests that its computed tokens' slots must hold."""
+        """Return uint64[num_computed_tokens]: the digests its computed tokens' slots must hold."""
         positions = np.arange(new.num_computed_tokens)
         terms = self._terms(new.token_ids[: new.num_computed_tokens], positions)
         return np.cumsum(terms, dtype=np.uint64)

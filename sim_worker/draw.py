@@ -51,7 +51,7 @@ class TokenSource:
 
 
 class Script:
-    """Plays given outputs token by token; a prompt with N end tokens gets output N.
+    """Returns given outputs token by token; a prompt with N end tokens gets output N.
 
     With a chat template that writes an end token after each tool result, this plays an agent's
     model.

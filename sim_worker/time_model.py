@@ -20,9 +20,9 @@ class TimeModel:
     bytes_per_s: float
     operations_per_s: float
     swap_bytes_per_s: float = math.inf
-    """Between device and host, each way."""
+    """Bandwidth between device and host in each direction."""
     disk_bytes_per_s: float = math.inf
-    """Between host and disk, each way."""
+    """Bandwidth between host and disk in each direction."""
 
     def step_s(
         self,

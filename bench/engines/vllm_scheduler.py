@@ -1,7 +1,7 @@
-"""vLLM's scheduler, timed as `scheduler.py` times ours, in an interpreter that has vLLM.
+"""Times vLLM's scheduler as `scheduler.py` times ours, in an interpreter that has vLLM.
 
 Answers each line `[running, steps]` with microseconds per step, and `"hash"` with microseconds per
-block of 16 tokens. vLLM's defaults: asynchronous scheduling, prefix caching, sha256.
+block of 16 tokens. It uses vLLM's defaults: asynchronous scheduling, prefix caching, sha256.
 """
 
 import json
@@ -65,7 +65,7 @@ def make_scheduler(model: Path, num_seqs: int, max_len: int) -> AsyncScheduler:
 
 
 def step_us(model: Path, num_seqs: int, num_steps: int) -> float:
-    """Median microseconds of a step in which `num_seqs` requests decode.
+    """Return the median microseconds of a step in which `num_seqs` requests decode.
 
     Their lengths are spread over a block, so equally many need a new block in each step.
     """
@@ -96,7 +96,7 @@ def step_us(model: Path, num_seqs: int, num_steps: int) -> float:
 
 
 def hash_us_per_block(num_blocks: int = 512) -> float:
-    """Least microseconds per block of hashing a prompt, of 50 prompts."""
+    """Return the microseconds per block of hashing a prompt: the least of 50 prompts."""
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
     rng, costs_s = np.random.default_rng(0), []
     for key in range(50):

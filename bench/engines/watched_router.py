@@ -3,8 +3,8 @@
     python -m engines.watched_router FLAGS
 
 A heartbeat on the event loop measures how late it is, and how much processor time the loop's thread
-took in between: the time that one callback held it, without that of other threads and processes.
-Each scrape of /metrics reads the largest values since the last one.
+took in between. That is the time for which one callback held the loop, without the time of other
+threads and processes. Each scrape of /metrics reads the largest values since the last one.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A scripted agent, whose model calls a tool at each turn, while processes are killed.
+"""A scripted agent whose model calls a tool in each turn; it runs while processes are killed.
 
 The model is a simulated worker's script: the chat template ends each result of the tool with an end
 token, so that turn N of the conversation gets output N (`Script` in sim_worker/draw.py).

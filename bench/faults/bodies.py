@@ -1,4 +1,4 @@
-"""Searches for the request bodies, of at most the limit, that cost a router the most.
+"""Searches for the request bodies, of at most the allowed size, that cost a router the most.
 
 A body is a *place* (an HTTP route's field, or a field of a gRPC method's message) filled with many
 of one *unit*. A search draws both, and draws bodies like the worst ones that it has found.

@@ -30,7 +30,7 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
     "states-only": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 2}),
 }
-"""Model type and config, beside the sizes that all have."""
+"""Model type and config fields, in addition to the sizes that all have."""
 _SIZES: Final = {
     "vocab_size": 4096,
     "hidden_size": 128,

@@ -24,7 +24,7 @@ _START_S = 180.0
 _SCHEDULER = "scheduler"
 """The name, in faults, of the scheduler that serves now."""
 _EXIT_STALE_EPOCH = 3
-"""The exit code of a scheduler after a newer one has replaced it; a supervisor would restart it."""
+"""The exit code of a scheduler after a newer one has replaced it; `_supervise` restarts it."""
 
 
 class What(StrEnum):
@@ -49,7 +49,7 @@ class Fault:
 
     @property
     def kind(self) -> str:
-        """For a table."""
+        """The kinds of process and of fault, for a table."""
         return f"{self.name.split('-')[0]} {self.what}"
 
 
@@ -73,8 +73,8 @@ class ChaosService:
     ) -> None:
         """`directory` is for sockets, logs and turns; each device pool has `num_blocks`.
 
-        `roles` has one for each worker.
-        With `script`, the workers are simulated and output the script.
+        `roles` has one role for each worker. With `script`, the workers are simulated and output
+        the script.
         """
         self._directory = directory
         self._processes: dict[str, Process] = {}
@@ -181,7 +181,7 @@ class ChaosService:
         return [self._processes[router].base_url for router in self.routers]
 
     async def metrics(self, name: str) -> Mapping[str, float]:
-        """Each metric's name to the sum of its samples."""
+        """Map each metric's name to the sum of its samples."""
         body = await self._processes[await self._resolve(name)].get("/metrics")
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(body or ""):
@@ -213,7 +213,7 @@ class ChaosService:
             shutil.copy(log, directory)
 
     def _kinds(self) -> list[str]:
-        """All processes by name; of the schedulers, only the serving one."""
+        """Return all processes by name; of the schedulers, only the serving one."""
         return [_SCHEDULER, *(name for name in self._processes if name not in self._schedulers)]
 
     async def _resolve(self, name: str) -> str:
@@ -233,11 +233,11 @@ class ChaosService:
         self._links[name] = Link(self._directory / f"to-{name}.sock", socket)
 
     def _targets(self, names: list[str]) -> str:
-        """The addresses of links, as a flag has them."""
+        """Return the addresses of links, in the form of a flag."""
         return ",".join(f"unix:{self._directory}/to-{name}.sock" for name in names)
 
     async def _supervise(self) -> None:
-        """Start schedulers again that end because they are fenced, as a supervisor would."""
+        """Restart schedulers that ended because a newer one took over, as a supervisor would."""
         while True:
             for name in self._schedulers:
                 if self._processes[name].exit_code == _EXIT_STALE_EPOCH:
@@ -266,7 +266,7 @@ async def chaos_service(
     keeps_turns: bool = False,
     script: Path | None = None,
 ) -> AsyncIterator[ChaosService]:
-    """Start the service and wait until it is ready; it ends with the block, or with us."""
+    """Start the service and wait until it is ready; it ends with the block or this process."""
     service = ChaosService(
         directory,
         model,

@@ -216,11 +216,11 @@ class Stall:
     """The longest pause of a stream after a fault that it lived through."""
 
     kind: str
-    """Of the fault."""
+    """The kind of the fault."""
     stalled_s: float
-    """Since the fault, or since the last event if that was later."""
+    """Seconds since the fault, or since the last event if that was later."""
     ended_at_s: float
-    """By the monotonic clock."""
+    """When the pause ended, on the monotonic clock."""
     request_id: str
 
 

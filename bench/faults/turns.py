@@ -92,7 +92,7 @@ class TurnClient:
                 verdict.contradicted.append(f"{turn_id}: {what} {text!r} for {expected!r}")
 
     async def _follow(self, session: aiohttp.ClientSession, turn_id: str) -> str:
-        """Read a turn's stream, again after each break, behind the last event."""
+        """Read a turn's stream; after each break, continue after the last event."""
         last, text = -1, ""
         while True:
             path = f"/{turn_id}?stream=true&starting_after={last}"

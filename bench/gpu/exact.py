@@ -146,7 +146,7 @@ def make_executor(
 
 
 def generate(executor: Executor, kind: Kind, num_rows: int, num_tokens: int) -> list[list[int]]:
-    """The tokens of each row; a row starts every second step, in chunks."""
+    """Return the tokens of each row; a row starts every second step, in chunks."""
     lens = [1 + row * 29 % 90 for row in range(num_rows)]
     left = lens.copy()
     outputs: list[list[int]] = [[] for _ in lens]
@@ -245,5 +245,5 @@ if __name__ == "__main__":
     parser = arguments(__doc__, quick="has no effect")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=64, help="of each row")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each row")
     sys.exit(1 if main(parser.parse_args(), compare)["wrong_float32"] else 0)

@@ -21,11 +21,11 @@ class Prepared:
 
     launch: Callable[[], object]
     num_bytes: int
-    """The least that must be read and written."""
+    """The least number of bytes to read and write."""
     flops: int = 0
     """Floating-point operations; 0 if memory is the limit on every device."""
     baselines: dict[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
-    """By name: a function that prepares the baseline's launch."""
+    """Functions that prepare the launch of a baseline, by its name."""
     expected: str | None = None
     """The baseline with the same result."""
 
@@ -45,7 +45,7 @@ class Size:
 
     max_seqs: int
     max_tokens: int
-    """Most tokens of a sequence, or of a step."""
+    """The limit on tokens of a sequence or a step."""
     max_width: int
     dtype: torch.dtype
 
@@ -228,7 +228,7 @@ def _rows(
     shape: str,
     make: Callable[[torch.device], tuple[tuple[torch.Tensor, ...], tuple[object, ...], int]],
 ) -> Case:
-    """A case whose baseline is the twin; `make` returns tensors, other arguments, bytes."""
+    """Return a case whose baseline is the twin; `make` returns tensors, other arguments, bytes."""
 
     def prepare(device: torch.device) -> Prepared:
         tensors, rest, num_bytes = make(device)
@@ -302,7 +302,7 @@ def _row_cases(size: Size) -> list[Case]:
 
 
 def _grouped_linear_cases(size: Size) -> list[Case]:
-    """Experts, with as many rows each; the baselines know how many, and the kernel does not."""
+    """Return cases of experts with equally many rows; only the baselines know their number."""
     cases = []
     for text, num_groups, rows_of_each, shape in (
         ("8 experts, 1 token", 8, 1, (28_672, 4096)),
@@ -349,7 +349,7 @@ def _grouped_linear_cases(size: Size) -> list[Case]:
 
 
 def _quantized_linear_cases(size: Size) -> list[Case]:
-    """Products of so few rows that reading the weights is the limit."""
+    """Return products of so few rows that reading the weights is the limit."""
     num_in, num_out = min(4096, size.max_width), min(14_336, 2 * size.max_width)
     cases = []
     for num_rows in (1, 16, 64):

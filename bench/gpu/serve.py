@@ -27,7 +27,7 @@ _POLL_S = 0.25
 
 
 async def idle_share(metrics_url: str, num_tokens: int) -> float | None:
-    """The share of time that the device is idle in the middle of a load, when only decodes run.
+    """Return the share of time that the device is idle in the middle of a load, during decodes.
 
     Measured from 40 % to 80 % of the load's `num_tokens`; None if that is too short.
     """
@@ -110,7 +110,7 @@ def _save(given: argparse.Namespace, results: Results) -> None:
 
 
 def _bandwidth_share(sizes: Sizes, load: LoadResult, given: argparse.Namespace) -> float:
-    """Bytes per second that a decode of one sequence reads ÷ the device's bandwidth."""
+    """Return the bytes per second that a decode of one sequence reads ÷ the device's bandwidth."""
     context = given.input_len + given.output_len / 2
     num_bytes = 2 * sizes.step_parameters + context * sizes.kv_bytes_per_token(2)
     share: float = num_bytes / (load.tpot_mean_ms / 1e3) / given.bandwidth

@@ -46,14 +46,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a part ended."""
+    """The result of a part."""
 
     name: str
     seconds: float
     error: str | None
     """The reason why it failed; some results may exist."""
     results: dict[str, Any]
-    """By the name of the file that the part wrote."""
+    """Results by the name of the file that the part wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ _TARGETS: Final = (
 
 
 def whole(bandwidth: float) -> tuple[tuple[Part, ...], ...]:
-    """The parts on a GPU, of each call: is it right, how fast is 8B, and the rest.
+    """Return the parts of each call on a GPU: correctness, the speed of 8B, and the rest.
 
     `bandwidth` is in bytes per second. The limits of a call add up to less than 9 minutes.
     """
@@ -120,7 +120,7 @@ def whole(bandwidth: float) -> tuple[tuple[Part, ...], ...]:
 
 
 def smoke() -> tuple[tuple[Part, ...], ...]:
-    """The same calls, tiny."""
+    """Return the same calls with tiny shapes."""
     tiny = ("--shape", "smoke", "--device", "cpu", "--json", "{out}/numbers.json")
     load = ("--concurrency", "1,2", "--input-len", "8", "--output-len", "8")
     exact = _module("gpu.exact", *tiny[2:], "--rows", "4", "--tokens", "6")
@@ -259,7 +259,7 @@ def write(outcomes: list[Outcome], out: Path) -> None:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """All numbers by part, then which goals were met."""
+    """Return all numbers by part, then which goals were met."""
     lines = ["  ".join(f"{name} {value}" for name, value in machine_facts().items())]
     for outcome in outcomes:
         state = "ok" if outcome.error is None else f"FAILED {outcome.error}"
@@ -308,7 +308,7 @@ def _text(value: object) -> str:
 
 
 def _bandwidth(out: Path) -> float:
-    """Bytes per second that the device can read; 0 if that fails."""
+    """Return the bytes per second that the device can read; 0 if measuring fails."""
     part = Part("bandwidth", (_kernel_bench("--only", "none", "--out", "{out}/kernels.json"),), 40)
     results = run(part, out, part.limit_s).results
     ceilings = results.get("kernels", {}).get("ceilings", {})
@@ -320,9 +320,9 @@ def _main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="directory")
     parser.add_argument(
-        "--call", type=int, choices=(1, 2, 3), help="1: is it right; 2: how fast; 3: the rest"
+        "--call", type=int, choices=(1, 2, 3), help="1: correctness; 2: speed; 3: the rest"
     )
-    parser.add_argument("--budget-s", type=float, default=560.0, help="in all")
+    parser.add_argument("--budget-s", type=float, default=560.0, help="seconds for all parts")
     parser.add_argument("--only", default="", help="parts whose name contains this")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes, no GPU")
     given = parser.parse_args()

@@ -95,7 +95,7 @@ class DecodeLoop:
         )
 
     def step_s(self, *, swaps: bool) -> float:
-        """Seconds per step of some steps, two in flight."""
+        """Return the seconds per step of some steps, two in flight."""
         moves = {}
         if swaps:
             moves = {
@@ -118,7 +118,7 @@ class DecodeLoop:
 
 
 def decode_slowdown(given: argparse.Namespace, num_rounds: int) -> dict[str, float]:
-    """Steps with swaps ÷ steps without, medians, less one."""
+    """Return the median step time with swaps ÷ that without, minus one."""
     loop = DecodeLoop(given)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for index, swaps in turns(seconds, num_rounds, warm_ups=1):
@@ -159,7 +159,7 @@ if __name__ == "__main__":
     add("--device", default="cuda")
     add("--num-rows", type=int, default=32, help="rows that decode")
     add("--context", type=int, default=1024, help="most tokens of a row")
-    add("--swapped-blocks", type=int, default=24, help="in each step, out and in")
+    add("--swapped-blocks", type=int, default=24, help="blocks swapped out, and in, in each step")
     add("--pool-blocks", type=int, default=512, help="blocks for the comparison with memcpy")
     add("--rounds", type=int, default=20)
     main(parser.parse_args(), measure)

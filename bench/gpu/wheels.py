@@ -28,14 +28,14 @@ _MAX_BYTES: Final = 60 * 1024**2
 
 
 def requirements() -> list[Requirement]:
-    """Requirements of all processes, from pyproject.toml, and of the kernels' tests."""
+    """Return the requirements of all processes, from pyproject.toml, and of the kernels' tests."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
     texts = [*project["dependencies"], *project["optional-dependencies"]["worker"], *_TESTS]
     return [each for each in map(Requirement, texts) if each.name not in _NOT_SENT]
 
 
 def collect(directory: Path) -> None:
-    """Download them and their dependencies."""
+    """Download the required wheels and their dependencies."""
     directory.mkdir(parents=True, exist_ok=True)
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in _GLIBC] + ["manylinux2014_x86_64"]
     subprocess.run(

@@ -63,7 +63,7 @@ class LoadResult:
     merges."""
 
     def metrics(self) -> dict[str, float]:
-        """The numbers by name, with the concurrency at the end of each."""
+        """Return the numbers by name, with the concurrency at the end of each."""
         names = {"ttft_mean_ms": "ttft_ms", "tpot_mean_ms": "tpot_ms"}
         return {
             f"{names.get(each.name, each.name)}_c{self.concurrency}": getattr(self, each.name)
@@ -73,7 +73,7 @@ class LoadResult:
 
 
 def median_of(results: Sequence[LoadResult]) -> LoadResult:
-    """The median of each number that varies."""
+    """Return the median of each number that varies."""
     names = [each.name for each in fields(LoadResult) if each.type is float]
     return replace(results[0], **{n: median(getattr(r, n) for r in results) for n in names})
 
@@ -90,7 +90,7 @@ def print_loads(results: Iterable[LoadResult]) -> None:
 
 
 async def find_model(base_url: str) -> str:
-    """The first model that the server lists."""
+    """Return the first model that the server lists."""
     async with aiohttp.ClientSession(base_url) as session, session.get("/v1/models") as response:
         response.raise_for_status()
         model: str = (await response.json())["data"][0]["id"]
@@ -121,7 +121,7 @@ async def take_turns(
 
 
 def completion_body(workload: Workload, prompt: Sequence[int]) -> bytes:
-    """A streamed completion of full length, as `post_stream` reads it."""
+    """Return a request for a streamed completion of full length, which `post_stream` sends."""
     body = {
         "model": workload.model,
         "prompt": prompt,
@@ -267,7 +267,7 @@ def _summarize(streams: Sequence[_Stream], concurrency: int, duration_s: float) 
 
 
 def draw_prompts(workload: Workload) -> list[list[int]]:
-    """The workload's prompts; they differ by seed, and from the prompts over HTTP."""
+    """Return the workload's prompts; they differ by seed, and from the prompts over HTTP."""
     draw = random.Random(f"prompts {workload.seed}")
     return [
         [draw.randrange(workload.vocab_size) for _ in range(workload.input_len)]
@@ -276,7 +276,7 @@ def draw_prompts(workload: Workload) -> list[list[int]]:
 
 
 def sampling_of(workload: Workload) -> common_pb2.SamplingParams:
-    """Greedy, to the full length."""
+    """Return parameters for greedy sampling to the full length."""
     return common_pb2.SamplingParams(
         temperature=0, seed=0, max_tokens=workload.output_len, ignore_eos=True
     )

@@ -36,7 +36,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The fields of the first processor in /proc/cpuinfo; empty if there is none."""
+    """Return the fields of the first processor in /proc/cpuinfo; empty if there is none."""
     with contextlib.suppress(OSError):
         first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
         lines = (line.partition(":") for line in first.splitlines())
@@ -58,7 +58,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out, with "-dirty" if files differ; None if git cannot tell."""
+    """Return the commit that is checked out, with "-dirty" if files differ; None if git fails."""
     git = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10)

@@ -33,7 +33,7 @@ class Counts:
 
     num_pieces: int = 0
     num_tokens: int = 0
-    """Counted by gRPC only."""
+    """Counted only for gRPC."""
     started: set[object] = field(default_factory=set)
     """Streams that have a piece."""
 
@@ -226,9 +226,9 @@ if __name__ == "__main__":
     parser.add_argument("address")
     parser.add_argument("--model", required=True)
     parser.add_argument("--streams", type=int, required=True)
-    parser.add_argument("--tokens", type=int, required=True, help="of each stream, at most")
-    parser.add_argument("--stream-interval", type=int, default=1, help="tokens of an event")
-    parser.add_argument("--per-connection", type=int, default=64, help="streams, by gRPC")
+    parser.add_argument("--tokens", type=int, required=True, help="limit on tokens of each stream")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens per event")
+    parser.add_argument("--per-connection", type=int, default=64, help="streams, for gRPC")
     given = parser.parse_args()
     counts = Counts()
     signal.signal(signal.SIGTERM, _end)

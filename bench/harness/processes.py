@@ -39,7 +39,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """The environment for a process that imports the checkout and the modules of bench/."""
+    """Return the environment for a process that imports the checkout and the modules of bench/."""
     paths = (str(BENCH), str(ROOT), os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
@@ -111,7 +111,7 @@ class Process:
             await asyncio.sleep(_POLL_S)
 
     async def get(self, path: str) -> str | None:
-        """The body of its answer, if the status is 200."""
+        """Return the body of its answer, if the status is 200."""
         timeout = aiohttp.ClientTimeout(total=5)
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with (
@@ -122,7 +122,7 @@ class Process:
         return None
 
     async def wait_until_ready(self) -> None:
-        """Raises BenchError with the end of the log if it does not start."""
+        """Wait until it is ready; raises BenchError with the end of its log if it is not."""
         deadline = time.monotonic() + _START_S
         while await self.get(self._ready_path) is None:
             self.check_runs()

@@ -86,12 +86,12 @@ MODELS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a sequence holds."""
+    """The memory that a sequence holds."""
 
     block_size: int
     bytes_per_block: int
     windows: tuple[object, ...]
-    """Of the KV groups."""
+    """The windows of the KV groups."""
     num_blocks: int
 
     @property
@@ -118,7 +118,7 @@ def held(config: ModelConfig) -> Held:
 
 
 def vllm_bytes(config: ModelConfig) -> int:
-    """The same by vLLM's rule."""
+    """Return the bytes that it holds by vLLM's rule."""
     num_sides = 1 if config.latent_dim else 2
     of_token = num_sides * config.num_kv_heads * config.head_dim * _DTYPE.itemsize
     size, page = _BLOCK_SIZE, config.state_bytes

@@ -1,4 +1,4 @@
-"""Swaps of KV blocks against plain copies of as many bytes."""
+"""Times swaps of KV blocks against plain copies of as many bytes."""
 
 import random
 import time

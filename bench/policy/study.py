@@ -186,7 +186,7 @@ class _Recording:
         self.step_times = StepTimeSamples()
         self.requests: list[tuple[float, Request]] = []
         self.cut_off: dict[SeqName, float] = {}
-        """When sequences were cancelled or failed that had no token."""
+        """When sequences without a token were cancelled or failed."""
         self.now = 0.0
         self.tokens_in_time: int | None = None
         """The last recorded bound on prompt tokens beside decodes; None: there was none."""

@@ -39,7 +39,8 @@ _COPIED: Final = (
     "takes_whole_prompts",
     "has_far_kv",
 )
-"""Fields with the same names in `WorkerInfo` and in its message; `_LIMITS`: in `Limits`."""
+"""Fields with the same names in `WorkerInfo` and in its message; `_LIMITS` has those of
+`Limits`."""
 _limits, _copied = attrgetter(*_LIMITS), attrgetter(*_COPIED)
 _LEVEL_TO_PROTO: Final = {
     MemoryLevel.OK: common_pb2.MEMORY_LEVEL_OK,
@@ -290,7 +291,7 @@ def _check_together(info: WorkerInfo) -> None:
         )
     if info.takes_kv and not info.instance_id:
         raise InvalidArgumentError(
-            "worker.instance_id", "is 0; a worker that takes KV must have another"
+            "worker.instance_id", "is 0; it must not be 0 if the worker takes KV"
         )
 
 

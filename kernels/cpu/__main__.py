@@ -1,7 +1,7 @@
-"""Compiles the C kernels ahead of time, into the package: for an image, or at installation.
+"""Compiles the C kernels ahead of time into the package, for an image or at installation.
 
-It needs a C compiler, and must run on the same kind of CPU as the worker; other kinds do not use
-the library.
+It needs a C compiler, and must run on the same kind of CPU as the worker. A worker on another kind
+of CPU does not use the library.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""Whether linear maps use Intel's AMX here: decided by a check and by timing, once on a machine.
+"""Decides by a check and by timing, once per machine, whether linear maps use Intel's AMX.
 
-The CPU's capability alone does not suffice: Quire's code for AMX was written without such a CPU.
-The decision is one for each format of weights, and applies to all numbers of rows, because AMX and
-AVX-512 add in different orders. It is kept in a file beside the compiled library, so the workers of
-a machine decide alike.
+It is not enough that the CPU has AMX, because Quire's code for AMX was written without such a CPU.
+There is one decision for each format of weights. It applies to any number of rows, because AMX and
+AVX-512 add in different orders. A file beside the compiled library keeps the findings, so that all
+workers of a machine decide alike.
 """
 
 import fcntl
@@ -27,25 +27,26 @@ from kernels.cpu.linear import PackedLinear, can_pack, pack, pack_integers
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 FORMATS: Final = {"bfloat16": 1 << 1, "int8": 1 << 2, "int4": 1 << 3}
-"""Formats of weights, with the bits that C has for them (`kept_as` in `linear.c`)."""
+"""Maps each format of weights to C's bit for it, 1 << `kept` in `linear.c`."""
 _ALL: Final = sum(FORMATS.values())
 _PROMPT_ROWS: Final = 512
 _NUM_OUTPUT_TOKENS: Final = 64
-"""The comparison uses a request with these numbers of prompt and output tokens, on one stream."""
+"""The comparison assumes a single stream, of a request with these numbers of prompt and output
+tokens."""
 _TIMED_SHAPE: Final = (4096, 2048)
 """Output and input features: 16 MiB of weights in bfloat16."""
 _TIMING_S: Final = 0.5
-"""For each format."""
+"""How long each format is timed."""
 _MIN_ROUNDS: Final = 2
 _ROUNDS_OF_ONE_ROW: Final = 4
 _TIMED_GROUP: Final = 32
-"""Input features of a group of 4-bit weights."""
+"""Input features per group of 4-bit weights."""
 _CHECKED_ROWS: Final = (1, 5, 16, 17, 32, 33, 100)
 _RELATIVE_ERROR: Final = 2.0**-7
-"""Of a result: bfloat16's last place."""
+"""Allowed error as a share of the result: one unit in bfloat16's last place."""
 _ABSOLUTE_ERROR: Final = 1e-4
 _MAX_BEGUN: Final = 2
-"""Checks that may end with the process before AMX is left off."""
+"""AMX stays off after this many checks that began and did not end."""
 _LOCK_S: Final = 20.0
 _LOCK_POLL_S: Final = 0.05
 _CPU_INFO: Final = Path("/proc/cpuinfo")
@@ -54,7 +55,7 @@ _CPU_FIELDS: Final = ("model name", "cpu family", "model", "stepping", "microcod
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds of maps of one format of weights: 512 rows of one, and one row."""
+    """Milliseconds that one map takes for a prompt of 512 rows and for a single row."""
 
     avx512_prompt_ms: float
     amx_prompt_ms: float
@@ -70,39 +71,40 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class AmxFindings:
-    """The findings on this machine."""
+    """The result of checking and timing AMX on one machine."""
 
     machine: dict[str, str]
-    """CPU and versions for which it holds."""
+    """The CPU and the versions for which the findings hold."""
     date: str
     num_begun: int
-    """How often the check has begun, or failed to end, until it ended."""
+    """Number of checks that have begun, the last one included."""
     failure: str | None = None
-    """The fault in AMX's results; None: they are right, and the times are known."""
+    """Why AMX cannot be used; None: its results are right, or the check has not ended."""
     times: dict[str, Times] = field(default_factory=dict)
-    """By format of weights."""
+    """By format of weights; empty: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class AmxChoice:
-    """For which formats of weights maps of bfloat16 use AMX from now on."""
+    """The decision, with its reason."""
 
     formats: tuple[str, ...]
+    """The formats of weights for which bfloat16 maps use AMX from now on."""
     findings: AmxFindings | None
-    """None: nothing was checked, since AMX is not wanted."""
+    """None: nothing was checked, because AMX is not wanted."""
 
 
 def choose_amx(wanted: str) -> AmxChoice | None:
     """Check and time AMX, or read an earlier check's findings; then turn AMX on or off.
 
-    No kernel may run meanwhile.
+    No kernel may run during the call.
 
     Args:
-        wanted: "auto" is the faster one for each format of weights; "on" is AMX if its results are
-            right; "off" is without.
+        wanted: "auto" uses AMX for each format of weights for which it is faster; "on" uses AMX if
+            its results are right; "off" never uses it.
 
     Returns:
-        None if there is no AMX: the CPU, the system, or the compiler has none.
+        The decision; None if the CPU, the system or the compiler does not support AMX.
     """
     library = native()
     if library is None or not library.use_amx(_ALL):
@@ -135,7 +137,7 @@ def _find(library: Library) -> AmxFindings:
             _write(file, findings)
             return findings
     except OSError as error:
-        # A check that ends the process would end it at each start, as nothing remembers the check.
+        # Without a record of the attempt, a check that ends the process would end it at each start.
         return AmxFindings(machine, _today(), 0, f"not checked: {error}")
 
 
@@ -152,7 +154,7 @@ def _examine(library: Library, machine: dict[str, str], num_begun: int) -> AmxFi
 
 
 def find_failure(library: Library) -> str | None:
-    """Return the fault in AMX's results; None if they are right. Leaves AMX on or off."""
+    """Return the fault in AMX's results; None if they are right. AMX may be on afterwards."""
     generator = torch.Generator().manual_seed(0)
     for name, apply, weight, bias in _maps(generator):
         x = torch.randn(max(_CHECKED_ROWS), apply.num_in, generator=generator).bfloat16()
@@ -172,7 +174,7 @@ def find_failure(library: Library) -> str | None:
 def _maps(
     generator: torch.Generator,
 ) -> Iterator[tuple[str, PackedLinear, torch.Tensor, torch.Tensor]]:
-    """Name, map, weight in float64 and bias of maps of each kind."""
+    """Yield maps of each kind: the name, the map, its weight in float64, and its bias."""
     for num_out, num_in in (96, 576), (40, 70), (33, 2048):
         weight = torch.randn(num_out, num_in, generator=generator).div_(num_in**0.5).bfloat16()
         assert can_pack(weight)
@@ -184,7 +186,7 @@ def _maps(
         scales = torch.rand(shape, generator=generator).div_(most * num_in**0.5).half().double()
         offsets = None
         weight = values * scales.repeat_interleave(group, 1)
-        if bits == 4:  # noqa: PLR2004  they have offsets, which C takes for values that begin at 0
+        if bits == 4:  # noqa: PLR2004  with offsets, from which `pack_integers` takes 8 * scale
             offsets = torch.randn(shape, generator=generator).div_(num_in**0.5).half() + 8 * scales
             weight += offsets.repeat_interleave(group, 1)
         bias = torch.randn(num_out, generator=generator).bfloat16()
@@ -209,7 +211,7 @@ def time_all(library: Library) -> dict[str, Times]:
 def time_both(
     library: Library, apply: PackedLinear, clock: Callable[[], float] = time.perf_counter
 ) -> Times:
-    """Return the times of a map, each the least of some rounds that take turns."""
+    """Time a map with AVX-512 and AMX in alternating rounds; return the least time of each."""
     prompt = torch.full((_PROMPT_ROWS, apply.num_in), 0.01, dtype=torch.bfloat16)
     least = [float("inf")] * 4
 
@@ -220,7 +222,7 @@ def time_both(
 
     end = clock() + _TIMING_S
     for number in count():
-        if number > _MIN_ROUNDS and clock() > end:  # the first one is not counted
+        if number > _MIN_ROUNDS and clock() > end:  # the first round is not counted
             break
         for uses_amx in False, True:
             library.use_amx(_ALL * uses_amx)
@@ -234,7 +236,7 @@ def time_both(
 
 @contextmanager
 def _locked(name: str) -> Iterator[TextIO]:
-    """Open and lock a file; raises OSError if another process keeps its lock."""
+    """Open and lock a file; raises OSError if another process holds the lock."""
     with _opened(name) as file:
         end = time.monotonic() + _LOCK_S
         while True:
@@ -243,7 +245,7 @@ def _locked(name: str) -> Iterator[TextIO]:
                 break
             except BlockingIOError:
                 if time.monotonic() > end:
-                    raise TimeoutError(f"a process keeps {file.name}") from None
+                    raise TimeoutError(f"another process holds {file.name}") from None
                 time.sleep(_LOCK_POLL_S)
         yield file
 
@@ -254,7 +256,7 @@ def _opened(name: str) -> TextIO:
         directory = cache_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         return (directory / name).open("a+")
-    except (BuildError, OSError):  # a container's files are often read-only but for those
+    except (BuildError, OSError):  # in a container, often only temporary files can be written
         directory = Path(tempfile.gettempdir()) / f"quire-kernels-{os.getuid()}"
         directory.mkdir(mode=0o700, exist_ok=True)
         if directory.lstat().st_uid != os.getuid():
@@ -286,7 +288,7 @@ def _today() -> str:
 
 
 def _machine() -> dict[str, str]:
-    """The CPU and the versions for which findings hold; the library's are in the file's name."""
+    """Return the CPU and the versions for which findings hold, without the library's version."""
     facts = {"system": platform.release(), "torch": torch.__version__}
     if _CPU_INFO.is_file():
         first = _CPU_INFO.read_text().split("\n\n", 1)[0]

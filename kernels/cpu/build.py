@@ -1,4 +1,4 @@
-"""Compiles the C sources once for a CPU and a compiler, and keeps the result in a cache."""
+"""Compiles the C sources once for each kind of CPU, and keeps the result in a cache."""
 
 import hashlib
 import platform
@@ -10,7 +10,7 @@ from typing import Final
 
 SOURCES: Final = Path(__file__).parent / "src"
 SHIPPED: Final = Path(__file__).parent / "compiled"
-"""The directory for libraries that ship with the package, by `python -m kernels.cpu`."""
+"""The directory for libraries that ship with the package; `python -m kernels.cpu` fills it."""
 
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _FLAGS: Final = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-Wno-psabi", "-fopenmp")
@@ -21,7 +21,7 @@ _TIMEOUT_S: Final = 300
 
 
 class BuildError(Exception):
-    """No compiled library was found, and none can be made; the message says why."""
+    """There is no compiled library, and none can be made; the message says why."""
 
 
 def cache_directory() -> Path:

@@ -1,7 +1,7 @@
 """Computes the fields of C's `attention` and `store_kv` from tensors.
 
-An op passes numbers and calls C at once. A program (`kernels.cpu.library.Program`) passes names;
-each of its steps has the numbers for them.
+An op passes numbers and calls C at once. A program (`kernels.cpu.library.Program`) passes names,
+and gets their numbers in each run.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim of queries and keys, `DV` that of
 values, `B` blocks, `P` block size.
@@ -55,9 +55,9 @@ def attention_fields(
 ) -> tuple[Field, ...]:
     """Return the fields of C's `attention`, and of `merge_splits`.
 
-    The addresses of the tensors that `kernels.ops.paged_attention_prefill` takes; a
-    `query_start_loc` of 0 means one token for each sequence. `partials` is room for as many float32
-    as `num_partials` says.
+    The arguments are those of `kernels.ops.paged_attention_prefill`; fields stand for the addresses
+    of some tensors. A `query_start_loc` of 0 means one token for each sequence. `partials` is the
+    address of memory for `num_partials` float32.
     """
     keys, values, key_scales, value_scales = caches
     assert values is not None, "attention reads values"
@@ -97,7 +97,7 @@ def store_fields(
     num_tokens: Field,
     slot_mapping: Field,
 ) -> tuple[Field, ...]:
-    """Return the fields of C's `store_kv`; `slot_mapping` is an address of int64[T]."""
+    """Return the fields of C's `store_kv`; `slot_mapping` is the address of an int64[T]."""
     return (
         key.element_size(), num_tokens, *key.shape[1:], caches.keys.shape[1], slot_mapping,
         *_side(key, caches.keys, caches.key_scales),
@@ -108,7 +108,7 @@ def store_fields(
 def _side(
     new: torch.Tensor | None, cache: torch.Tensor | None, scales: torch.Tensor | None
 ) -> tuple[int, ...]:
-    """The keys or the values: C's `struct side`."""
+    """Return the fields of C's `struct side`, for the keys or for the values."""
     if new is None or cache is None:
         return (0,) * 12
     return (

@@ -16,13 +16,14 @@ import torch
 from kernels.cpu.build import BuildError, cache_directory, find_or_build
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-"""C's numbers for its dtypes; the twins compute with all others."""
+"""C's numbers for the dtypes that it supports; the twins compute with all others."""
 KV_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """C's numbers for the dtypes of a quantized cache; 0 is the dtype of the model."""
 
 Field: TypeAlias = "float | str | Call"
-"""A field of a kernel's structure: a number. In a program also a name, for which each run has a
-number, or another call of the program, which means the address of that call's structure."""
+"""A field of a kernel's structure. Outside a program it is a number. In a program it may also be a
+name, for which each run gives a number, or another call of the program, which stands for the
+address of that call's structure."""
 
 _FIELD_BYTES: Final = 8
 _MAPS: Final = Path("/proc/self/maps")
@@ -142,8 +143,9 @@ class Library:
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
         self.use_amx: Callable[[int], bool] = library.quire_use_amx
-        """Has maps of bfloat16 use Intel's AMX from now on, for the formats of weights in a set of
-        bits; returns whether any do, which only a CPU with AMX can. No kernel may run meanwhile."""
+        """Sets the formats of weights, as bits, for which bfloat16 maps use Intel's AMX from now
+        on. Returns whether any map does; never true without AMX. No kernel may run during the
+        call."""
         library.quire_use_amx.argtypes = (ctypes.c_int64,)
         library.quire_use_amx.restype = ctypes.c_bool
 
@@ -159,12 +161,14 @@ class Call(NamedTuple):
 
 
 class Program:
-    """Calls that run one after another, without the threads going to sleep in between."""
+    """Calls that run one after another; the threads do not sleep in between."""
 
     def __init__(self, library: Library, calls: Sequence[Call], num_apart: int) -> None:
-        """A call must not change memory that a call less than `num_apart` earlier uses.
+        """Prepare the calls, which must not disturb a thread that is late.
 
-        A call must not change its own inputs either: a late thread may repeat the work of others.
+        A call may change memory that another call uses only if that call is at least `num_apart`
+        calls earlier. No call may change its own inputs, because a late thread may repeat the work
+        of others.
 
         Raises:
             ValueError: more than `num_apart` calls join one another, and would wait for ever.
@@ -175,8 +179,8 @@ class Program:
             num_joined = num_joined + 1 if call.joins else 1
             if num_joined > num_apart:
                 raise ValueError(
-                    f"num_apart is {num_apart}; {num_joined} calls join one another, and it must "
-                    "be no fewer"
+                    f"num_apart is {num_apart}; {num_joined} calls join one another, so it must be"
+                    " at least that number"
                 )
         self._run = library.run
         structures = b"".join(

@@ -1,4 +1,4 @@
-"""Linear maps in C: near memory speed for few rows, near the CPU's for many.
+"""Linear maps in C, limited by memory bandwidth for few rows and by arithmetic for many.
 
 Symbols: `T` tokens, `H` heads, `K` input features, `N` output features, `G` groups of input
 features.
@@ -39,7 +39,7 @@ def pack(
 ) -> "PackedLinear":
     """Lay out `weight` [N, K] for `x @ weight.T + bias`, `bias` [N]; `can_pack` must hold.
 
-    If `is_low_rank`, the map gives the bits that the kernels for adapters give
+    If `is_low_rank`, the map's results have the same bits as those of the kernels for adapters
     (`kernels.cpu.program.low_rank`).
     """
     num_in = weight.shape[1]
@@ -84,15 +84,16 @@ def pack_integers(
 ) -> "PackedLinear":
     """Lay out a quantized weight for `x @ weight.T + bias`; `can_pack_integers` must hold.
 
-    Scales and offsets are rounded to float16: at 4 bits, those for values from 0 to 15.
+    Scales and offsets are rounded to float16. At 4 bits, C stores values from 0 to 15, so
+    `offset - 8 * scale` is rounded instead.
 
     Args:
         bits: 8 or 4.
-        values: int8[N, K], integers of so many bits. The weight is `values * scale + offset`.
-        scales: [N, G], one for K / G values, a multiple of 8 or all of K.
-        offsets: [N, G], each for a multiple of 32 values; or, at 8 bits, None for zeros.
+        values: int8[N, K], signed integers of `bits` bits. The weight is `values * scale + offset`.
+        scales: [N, G], each for K / G values; K / G is a multiple of 8.
+        offsets: [N, G]; K / G is then a multiple of 32. At 8 bits None means zeros.
         bias: [N] of `dtype`, or None.
-        dtype: of the activations, float32 or bfloat16.
+        dtype: The dtype of the activations, float32 or bfloat16.
     """
     num_in = values.shape[1]
     group_size = num_in // scales.shape[1]
@@ -164,7 +165,7 @@ class PackedLinear:
     """The weight as C reads it: float32[ceil(N / 32), K, 32], bfloat16[ceil(N / 32), K / 2, 32, 2],
     int8 of that shape, or for 4 bits int16[ceil(N / 32), K / 8, 32, 2]."""
     _scales: torch.Tensor | None
-    """float16[ceil(N / 32), G, 32] of integers."""
+    """float16[ceil(N / 32), G, 32]; None unless the weight is integers."""
     _offsets: torch.Tensor | None
     _bias: torch.Tensor | None
     _is_low_rank: bool = False
@@ -182,8 +183,8 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Map `[T, K]` to `[T, N]`.
 
-        If x is bfloat16, `dtype` may be float32: the numbers are the same, and need no conversion
-        later.
+        If x is bfloat16, `dtype` may be float32: the results are rounded to bfloat16 all the same,
+        and need no conversion later.
 
         Raises:
             ValueError: shape, dtype, device or strides do not fit.
@@ -206,7 +207,8 @@ class PackedLinear:
 
         Both have the map's dtype; rows may lie apart. `ahead` is the memory to prefetch for a later
         call. If `is_gated`, the map's output is `[gate, up]`, and `out` `[T, N / 2]` gets
-        `silu(gate) * up`, rounded where the map and `silu_mul` round; `can_gate` must hold.
+        `silu(gate) * up`, rounded wherever the map and `silu_mul` would round. Then `can_gate` must
+        hold.
         """
         fields = self._fields(x, out, num_rows, ahead, is_gated=is_gated)
         return Call(self._library.linear, fields)

@@ -1,8 +1,8 @@
-"""The ops in C: each checks its tensors, allocates its result and calls a kernel of the library.
+"""The ops in C. Each checks its tensors, allocates its result and calls a kernel of the library.
 
-Each takes the library, then the arguments of its twin in `kernels.reference`, which defines the
-result. It raises ValueError if shapes, dtypes, devices or strides do not fit. `kernels.ops` calls
-them, with a first tensor of a dtype that C knows. The fields of a call are in the order of the
+Most take the library, then the arguments of their twin in `kernels.reference`, which defines the
+result. They raise ValueError if shapes, dtypes, devices or strides do not fit. `kernels.ops` calls
+them if C supports the dtype of the first tensor. The fields of a call are in the order of the
 kernel's structure, which `kernels.cpu.library` lists.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `N` width of a
@@ -272,16 +272,16 @@ def suppress(
 def draw(
     logits: torch.Tensor, places: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Draw a token for some rows of logits: int64[N]. Only for CPUs, in C or by the twin.
+    """Draw a token for some rows of logits; returns int64[N]. Only for CPUs, in C or by the twin.
 
     A token's weight is `exp((logit - max) / temperature)`. The drawn token is the first at which
-    the running sum of weights, in token order, exceeds `uniform` times their total. Sums are
-    float64, separately for each row. A token of weight 0 is drawn only from a row without a finite
-    maximum; it may be any valid id.
+    the running sum of weights, in token order, exceeds `uniform` times their total. Each row has
+    its own sums, in float64. A token of weight 0 is drawn only from a row without a finite maximum;
+    then any valid id may be drawn.
 
     Args:
         logits: float32[S, V]; not changed.
-        places: int64[N]: which rows.
+        places: int64[N]: the rows to draw from.
         temperature: float32[N], above 0.
         uniform: float64[N] in [0, 1).
     """
@@ -311,18 +311,18 @@ def selective_scan(
     d: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance the states of Mamba layers by `T` tokens. CPUs only, in C or else by its twin.
+    """Advance the states of Mamba layers by `T` tokens. Only for CPUs, in C or by the twin.
 
     For each token: `state = state * exp(dt * a) + dt * x * b`, and the output is the sum over `N`
-    of `state * c`, plus `d * x`. Everything is computed in float32, token by token, so
-    no bit of a result depends on how tokens are cut into calls, nor on other sequences.
+    of `state * c`, plus `d * x`. Everything is computed in float32, token by token. So no bit of a
+    result depends on other sequences, or on how the tokens are divided among calls.
 
-    Symbols: `G` groups of heads, `N` numbers of a state for each of `P`, here the head dim.
+    Symbols: `P` head dim, `N` numbers of the state per element of `P`, `G` groups of heads.
 
     Args:
         x: [S, T, H, P], `T` tokens of each sequence.
         dt: float32[S, T, H].
-        a: float32[H, N], or [H, 1] for the same in all `N`; negative.
+        a: float32[H, N], negative; or [H, 1] if it is the same for all `N`.
         b: [S, T, G, N], of the dtype of `x`.
         c: As `b`.
         d: float32[H].
@@ -365,11 +365,12 @@ def delta_scan(
     beta: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance the states of gated delta nets by `T` tokens. CPUs only, in C or else by its twin.
+    """Advance the states of gated delta nets by `T` tokens. Only for CPUs, in C or by the twin.
 
     For each token: `state = state * exp(g)`, `state = state + k (v - k state) * beta`, and the
-    output is `q state`, with queries and keys of length 1, and queries divided by the root of `K`.
-    As in `selective_scan`, results do not depend on how tokens are cut into calls.
+    output is `q state`. Before that, queries and keys are scaled to length 1, and queries are
+    divided by the square root of `K`. As in `selective_scan`, results do not depend on how tokens
+    are divided among calls.
 
     Symbols: `HK` heads of queries and keys, `K` their dim, `P` the dim of values.
 

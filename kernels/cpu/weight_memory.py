@@ -18,7 +18,7 @@ _ALIGN_BYTES: Final = 64
 
 
 class _Region:
-    """Memory given out from its start on; it is freed with the last tensor in it."""
+    """Memory that is given out from its start on, and freed together with the last tensor in it."""
 
     def __init__(self, num_bytes: int) -> None:
         num_bytes += _HUGE_PAGE_BYTES  # skip the memory before the first page border
@@ -40,7 +40,7 @@ class _Region:
 
 
 class WeightMemory:
-    """Memory that weights are copied to; any thread may call it."""
+    """Copies weights to regions of memory; any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,4 +64,4 @@ class WeightMemory:
 
 
 WEIGHT_MEMORY: Final = WeightMemory()
-"""The process has one, so that small weights share pages."""
+"""The only one of the process, so that small weights share pages."""

@@ -1,4 +1,4 @@
-"""The plain-torch twin of each kernel: it defines the result, and runs where no kernel does.
+"""The plain-torch twin of each kernel, which defines the result and runs where no kernel can.
 
 Each twin has the name and signature of its Triton launcher in `kernels.triton`.
 """

@@ -8,9 +8,9 @@ from torch.nn.functional import silu
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return `silu(gate) * up` for `gate_up` [T, 2 * I], gate in the first half; [T, I].
+    """Return `silu(gate) * up` [T, I] for `gate_up` [T, 2 * I], with gate in the first half.
 
-    SiLU is rounded to the dtype before the product, as a model of two modules would do.
+    SiLU is rounded to the dtype before the product, as in a model with a module for each.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)

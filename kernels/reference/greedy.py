@@ -7,8 +7,8 @@ import torch
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first maximum of each row of `logits` [S, V], and whether all of it is finite.
+    """Return the first maximum of each row of `logits` [S, V], and whether the row is finite.
 
-    int64[S] and bool[S]. In a row that is not finite the token is any valid one.
+    The results are int64[S] and bool[S]. For a row that is not finite the token is any valid one.
     """
     return logits.argmax(1), logits.isfinite().all(1)

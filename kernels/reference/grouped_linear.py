@@ -19,12 +19,12 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Compute `out[places[i]] += x[sources[i]] @ w.T`, with the weight w of the group of i.
 
-    i runs from 0 to `num_rows`, R; group g has the rows from `ends[g - 1]` to `ends[g]`, and rows
-    behind the last end have no group. `sources` and `places` are int64[R], each place once; None: i
-    itself. `ends` is int32[G], ascending. `x` is `[*, K]`.
+    i is in [0, R), and R is `num_rows`. Group g has the rows [ends[g - 1], ends[g]); rows after the
+    last end have no group. `sources` and `places` are int64[R], and no place occurs twice; None
+    means i itself. `ends` is int32[G], ascending. `x` is `[*, K]`.
 
-    With `out` None there is nothing to add to: the result is new, `[R, N]`. Elements that no map
-    writes are undefined there. Sums are fp32, and a result is rounded once.
+    If `out` is None, the products are returned in a new tensor `[R, N]`, in which elements that no
+    map writes are undefined. Sums are fp32, and a result is rounded once.
     """
     if out is None:
         out = x.new_zeros(num_rows, maps.num_out)

@@ -1,4 +1,4 @@
-"""A linear map of 16- or 32-bit weights, in plain torch."""
+"""A linear map with 16- or 32-bit weights, in plain torch."""
 
 import torch
 from torch.nn import functional

@@ -7,10 +7,10 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension; the shape of `x`.
+    """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension, in the shape of `x`.
 
-    `x` is [..., N] (per head: [T, H, D]), `weight` [N]. The mean and the quotient are fp32; the
-    quotient is rounded to `x.dtype` before the product with `weight`.
+    `x` is [..., N], or [T, H, D] to normalise each head; `weight` is [N]. The mean and the quotient
+    are fp32; the quotient is rounded to `x.dtype` before the product with `weight`.
     """
     wide = x.float()
     variance = wide.pow(2).mean(-1, keepdim=True)

@@ -26,14 +26,15 @@ def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
     exact = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     if numbers.dtype is torch.int8:
         return numbers.to(exact).mul_(scales.to(exact).unsqueeze(-1)).to(dtype)
-    # On a CPU torch converts e4m3 numbers one by one. So their bits are shifted to their places in
-    # fp16. Read as such, the numbers are 2^8 times smaller, because its exponent's bias is 15, and
-    # 7 in e4m3. The mask removes the copy of the sign that the shift leaves in the exponent.
+    # On a CPU torch converts e4m3 numbers one by one, so their bits are shifted to their places in
+    # fp16 instead. Read as fp16, the numbers are 2^8 times smaller, because the exponent's bias is
+    # 15 in fp16 and 7 in e4m3. The mask removes the copy of the sign that the shift leaves in the
+    # exponent.
     halves = numbers.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     factors = scales.to(exact).mul(256.0).unsqueeze(-1)
     return halves.view(torch.float16).to(exact).mul_(factors).to(dtype)
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
-    """Round float32 numbers of at least 0 up to values that bfloat16 has; they stay float32."""
+    """Round float32 numbers of at least 0 up to values that bfloat16 can hold, as float32."""
     return (scales.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)

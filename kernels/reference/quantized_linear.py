@@ -21,10 +21,10 @@ def quantized_linear(
 ) -> torch.Tensor:
     """Return `x @ w + bias` [T, N] for `x` [T, K], where `w = values * scale + offset`.
 
-    The dtype of `values` says how they are stored: int8 or float8_e4m3fn [K, N]; or uint8
-    [K / 2, N] with two numbers from 0 to 15 each, as `pack_nibbles` lays them out. `scales` [G, N]
-    are floats, each for K / G consecutive values of a column; `offsets` are as the scales, or None
-    for zeros. K / G is a multiple of 32, or G is 1. `bias` is [N], of the dtype of `x`.
+    `values` are int8 or float8_e4m3fn [K, N], or uint8 [K / 2, N] with two numbers from 0 to 15
+    each, as `pack_nibbles` lays them out. `scales` [G, N] are floats, each for K / G consecutive
+    values of a column. `offsets` are like the scales, or None for zeros. K / G is a multiple of 32,
+    or G is 1. `bias` is [N], of the dtype of `x`.
 
     Each weight is computed in fp32 and rounded to the dtype of `x`; sums are fp32. If
     `has_one_tile`, a kernel adds in the same order for any T.
@@ -46,6 +46,6 @@ def pack_nibbles(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the numbers that `pack_nibbles` was given."""
+    """Undo `pack_nibbles`."""
     runs = packed.view(-1, 1, HALF_RUN, packed.shape[1])
     return torch.cat((runs & 15, runs >> 4), dim=1).flatten(0, 2)

@@ -22,9 +22,9 @@ def rotary_store_kv(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotate `query` [T, H, D] and `key`, and store that and `value` [T, HKV, D]; [T, H, D].
+    """Rotate `query` [T, H, D] and `key` [T, HKV, D]; store the keys and `value` [T, HKV, D].
 
-    Does `rotary`, then `store_kv` with the rotated keys, and returns the rotated queries.
+    This is `rotary`, then `store_kv` with the rotated keys. Returns the rotated queries, [T, H, D].
     """
     query, key = rotary(query, key, cos_sin, positions)
     store_kv(

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-_GAMMA: Final = 0x9E3779B97F4A7C15 - 2**64  # as int64, of the same bits
+_GAMMA: Final = 0x9E3779B97F4A7C15 - 2**64  # the int64 with the same bits
 _MIX: Final = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
@@ -20,17 +20,18 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw a token of each row of `logits` [S, V], fp32; int64[S].
+    """Draw a token from each row of `logits`, fp32[S, V]; returns int64[S].
 
-    Weights are `exp((logits - max) / temperature)`. top_k keeps the k largest; then top_p keeps the
-    fewest largest that add up to p of those; then min_p keeps weights of at least min_p times the
-    largest. Among equal weights the lower token ids are kept. The token is the one at which the
-    running sum of kept weights, in token order, first exceeds u times their sum, where u depends
-    only on seed and position (`uniforms`). Sums are fp64, and each row is computed alone.
+    Weights are `exp((logits - max) / temperature)`. First top_k keeps the k largest. Of these,
+    top_p keeps as few of the largest as add up to the share p of their sum. Then min_p keeps
+    weights of at least min_p times the largest. Among equal weights the lower token ids are kept.
+    The token is the one at which the running sum of kept weights, in token order, first exceeds u
+    times their sum, where u depends only on seed and position (`uniforms`). Sums are fp64, and each
+    row is computed alone.
 
     `temperature` is fp32[S] above 0, `top_k` int64[S] in [1, V], `top_p` fp64[S] in (0, 1], `min_p`
-    fp32[S] in [0, 1], `seeds` int64[S], the bits of an unsigned one, `positions` int64[S]. A row
-    without a finite maximum gives an arbitrary valid id.
+    fp32[S] in [0, 1], and `positions` int64[S]. `seeds` is int64[S] with the bits of unsigned
+    seeds. A row without a finite maximum gives an arbitrary valid id.
     """
     num_tokens = logits.shape[1]
     lowest = torch.finfo(torch.float32).min

@@ -42,6 +42,6 @@ def store_kv(
             cache[block_ids, offsets] = new
         else:
             numbers, new_scales = quantize(new, cache.dtype)
-            # As bytes: torch does not scatter every dtype of eight bits on every device.
+            # As bytes, because torch cannot scatter every 8-bit dtype on every device.
             cache.view(torch.uint8)[block_ids, offsets] = numbers.view(torch.uint8)
             scales[block_ids, offsets] = new_scales

@@ -41,10 +41,10 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return `silu(gate) * up` for `gate_up` [T, 2 * I], gate in the first half; [T, I].
+    """Return `silu(gate) * up` [T, I] for `gate_up` [T, 2 * I], with gate in the first half.
 
     Raises:
-        ValueError: not two dimensions of a float dtype with dense rows of even width.
+        ValueError: `gate_up` is not 2-dimensional, not a float, odd in width, or has no dense rows.
     """
     check_float("gate_up", gate_up, 2)
     num_tokens, width = gate_up.shape

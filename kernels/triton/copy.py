@@ -20,7 +20,7 @@ _COLUMNS: Final = 4096  # elements of one program
     do_not_specialize_on_alignment=["source_ids", "target_ids"],
 )
 def _copy_blocks_kernel(
-    source,  # [B, K, E], or [N, K, E] without ids
+    source,  # [B, K, E]; [N, K, E] without ids
     source_ids,  # int64[N], or None: 0 to N - 1
     target,  # as source
     target_ids,  # as source_ids
@@ -49,9 +49,9 @@ def _copy_blocks_kernel(
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
     """Copy block `src[i]` of `pool` [B, E] onto block `dst[i]`, for all i at once.
 
-    Every read happens before any write, so chains and swaps copy the old contents: the blocks
-    pass through a buffer of N blocks. `src` and `dst` are int64[N]. Two equal `dst` are a caller's
-    error, and leave the block's contents undefined. `pool` may have any dtype; bits are
+    The blocks pass through a buffer of N blocks, so every read happens before any write, and chains
+    and swaps copy the old contents. `src` and `dst` are int64[N]. Two equal `dst` are a caller's
+    error, and leave the block's contents undefined. `pool` may have any dtype, because bits are
     copied.
 
     Raises:

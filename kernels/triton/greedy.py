@@ -26,7 +26,7 @@ def _tile_maxima_kernel(
     num_tiles,  # C
     TOKENS: tl.constexpr,
 ):
-    """The maximum of a tile of TOKENS logits, and where it is first. One program for each tile."""
+    """Find the maximum of each tile of TOKENS logits, and its first token. One program per tile."""
     seq = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     token = tile * TOKENS + tl.arange(0, TOKENS)
@@ -65,7 +65,7 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `kernels.reference.greedy` for `logits` of any stride over S.
 
     Raises:
-        ValueError: not two dimensions of a float dtype with dense rows.
+        ValueError: `logits` is not 2-dimensional, not a float, or has no dense rows.
     """
     check_float("logits", logits, 2)
     num_seqs, num_tokens = logits.shape

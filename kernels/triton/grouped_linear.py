@@ -18,7 +18,7 @@ from kernels.grouped_maps import GroupedMaps
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How the products are cut. None of these numbers was measured."""
+    """The tile sizes of the products. None of these numbers was measured."""
 
     rows: int
     columns: int
@@ -29,7 +29,7 @@ class Tile:
 
 _TILES: Final = (Tile(16, 64, 128, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3))
 _FLOAT32_TILES: Final = (Tile(16, 64, 64, 4, 4), _TILES[1], Tile(128, 128, 32, 8, 3))
-"""Fewer input features, for 99 KiB of shared memory and no spills; as many rows as `_TILES`."""
+"""As `_TILES`, but with fewer input features, to fit 99 KiB of shared memory without spills."""
 
 
 @triton.jit(
@@ -59,9 +59,9 @@ def _grouped_linear_kernel(
 ):
     """`out[places[i]] += x[sources[i]] @ w.T`, with fp32 sums; w is the weight of the group of i.
 
-    Each program computes COLUMNS outputs of up to ROWS rows of one group. It finds its group and
-    rows by the ends: the tiles of all groups are numbered, group by group. There are more programs
-    than tiles; the others end at once.
+    Each program computes COLUMNS outputs for up to ROWS rows of one group. The tiles of all groups
+    are numbered, group by group, and a program finds its group and rows from the ends. There are
+    more programs than tiles; the rest end at once.
     """
     nth = tl.program_id(1)
     group = tl.arange(0, GROUPS)
@@ -124,8 +124,8 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Compute `kernels.reference.grouped_linear`: return the result, or add it to `out`.
 
-    The host reads nothing from the device, so a graph serves any groups. A row's result depends on
-    other rows only by R, which chooses the tile.
+    The host reads nothing from the device, so a graph serves any groups. Other rows affect a row's
+    result only through R, which decides the tile.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -175,19 +175,19 @@ def grouped_linear(
 
 
 def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Return the tiles for `x` of this dtype, by rows.
+    """Return the tiles for `x` of this dtype, in the order of their rows.
 
-    The first with at least the rows of an average group is used, else the last one.
+    A launch uses the first tile that has room for the rows of an average group, else the last tile.
     """
     return _FLOAT32_TILES if dtype is torch.float32 else _TILES
 
 
 def tile_of(num_rows: int, num_groups: int, dtype: torch.dtype) -> Tile:
-    """The tile for so many rows."""
+    """Return the tile for `num_rows` rows in all."""
     average, tiles = num_rows / num_groups, tiles_of(dtype)
     return next((tile for tile in tiles if average <= tile.rows), tiles[-1])
 
 
 def fewest_rows(num_groups: int) -> tuple[int, ...]:
-    """For each tile the fewest rows for which it is taken."""
+    """Return for each tile the least number of rows that chooses it."""
     return (1, *(tile.rows * num_groups + 1 for tile in _TILES[:-1]))

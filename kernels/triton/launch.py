@@ -8,9 +8,8 @@ from typing import Any
 class Launch:
     """A kernel with its constant arguments.
 
-    Triton looks for the compiled kernel at each launch, by the types, alignments and values of all
-    arguments. This class looks it up once per variant, and then launches the compiled kernel
-    directly.
+    At each launch, Triton looks up the compiled kernel by the types, alignments and values of all
+    arguments. This class looks it up once per variant, and then launches it directly.
     """
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], options: Mapping[str, int]) -> None:
@@ -27,8 +26,8 @@ class Launch:
     def __call__(self, grid: tuple[int, int, int], variant: Hashable, **changing: Any) -> None:
         """Launch with the other arguments.
 
-        `variant` must differ if a changing argument needs another compiled kernel. This holds for
-        arguments that are constant for the compiler; all others must be exempt from specialization.
+        Arguments that are constants to the compiler need a compiled kernel for each of their
+        values, so `variant` must differ if they do. All others must be exempt from specialization.
         """
         compiled = self._compiled.get(variant)
         if compiled is None:
@@ -36,7 +35,7 @@ class Launch:
             if compiled is not None:  # None from the interpreter
                 self._compiled[variant] = compiled
             return
-        arguments = self._arguments.copy()  # which would keep the step's tensors
+        arguments = self._arguments.copy()  # the original would keep the step's tensors alive
         for name, value in changing.items():
             arguments[self._place_of[name]] = value
         compiled[grid](*arguments)

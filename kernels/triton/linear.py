@@ -1,4 +1,4 @@
-"""A linear map in which no bit of a row depends on other rows, or on their number.
+"""A linear map in which no bit of a row's result depends on other rows or on their number.
 
 Symbols: `T` tokens, `K` input features, `N` output features.
 """
@@ -17,8 +17,8 @@ _ROWS: Final = 64
 _COLUMNS: Final = 64
 _INPUTS: Final = 64
 _OPTIONS: Final = {"num_warps": 4, "num_stages": 3}
-"""One tile for any number of rows: few columns, so that one row's tiles occupy many processors.
-None of these numbers was measured."""
+"""There is one tile size for any number of rows. It has few columns, so that the tiles of a single
+row occupy many processors. None of these numbers was measured."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -38,9 +38,9 @@ def _linear_kernel(
 ):
     """`out = x @ weight.T + bias`, with fp32 sums.
 
-    One program for each tile of `out`. Each adds its products in the same order, of K from the
-    beginning to the end. Programs of the same columns come one after another, so weights are read
-    from memory once.
+    One program for each tile of `out`. Each adds its products in the same order, from the first to
+    the last of K. Programs with the same columns run one after another, so weights are read from
+    memory once.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -73,7 +73,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     num_out = len(weight)
     check_tensor("weight", weight, (num_out, num_in), x.dtype, x)
     if not weight.is_contiguous():
-        raise ValueError("weight is not contiguous, required is that it is")
+        raise ValueError("weight is not contiguous; it must be")
     if bias is not None:
         check_tensor("bias", bias, (num_out,), x.dtype, x)
     out = x.new_empty(num_rows, num_out)

@@ -14,10 +14,9 @@ from kernels.checks import check_float, check_tensor
 
 @triton.jit
 def _normalise(x, weight, column, eps, N: tl.constexpr):
-    """Normalise one row `x` of a float dtype, zero past N; the quotient is rounded to that dtype.
+    """Normalise one row `x`, zero past N; the quotient is rounded to the dtype of `x`.
 
-    The product is fp32 and the store rounds it, so it is rounded once, like a product in that
-    dtype.
+    The product is fp32, and the store rounds it once, as if it had been computed in that dtype.
     """
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / N + eps)
@@ -72,11 +71,11 @@ def _add_rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension; the shape of `x`.
+    """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension, in the shape of `x`.
 
-    `x` is [T, N], or [T, H, N] for a norm per head, with strides over T and H; `weight` is [N] of
-    the same dtype. The mean and the quotient are fp32; the quotient is rounded to `x.dtype` before
-    the product with `weight`, as in transformers.
+    `x` is [T, N], or [T, H, N] to normalise each head, of any strides over T and H. `weight` is [N]
+    of the same dtype. The mean and the quotient are fp32; the quotient is rounded to `x.dtype`
+    before the product with `weight`, as in transformers.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

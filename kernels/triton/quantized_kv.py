@@ -1,7 +1,7 @@
 """Converts to and from the formats of a quantized cache (`kernels.kv_formats`), in registers.
 
-fp8 (e4m3) is converted with integer operations, in tensors of uint8, because the hardware's
-conversion exists only from sm_89 on. So the numbers are the same on all devices.
+fp8 (e4m3) is converted with integer operations, in tensors of uint8, because only devices from
+sm_89 on can convert it in hardware. So the numbers are the same on all devices.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def largest_of(x, axis: tl.constexpr):
-    """Return max |x| over an axis of fp32 `x`; infinity if one is NaN."""
+    """Return max |x| over an axis of fp32 `x`; infinity if a number is NaN."""
     # The maximum would ignore a NaN.
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=axis)  # noqa: PLR0124
 
@@ -35,9 +35,10 @@ def quantize(x, scale, IS_FP8: tl.constexpr):
 
 @triton.jit
 def plain_numbers(numbers, dtype: tl.constexpr):
-    """Return stored `numbers` as `dtype`, exactly: int8, the bits of e4m3, or `dtype` itself.
+    """Return stored `numbers` (int8, the bits of e4m3, or `dtype` itself) as `dtype`, exactly.
 
-    Multiply the result by `unit_of(numbers)`: e4m3 numbers are returned smaller by that factor.
+    The caller must multiply the result by `unit_of(numbers)`, because e4m3 numbers are returned
+    smaller by that factor.
     """
     if numbers.dtype == tl.uint8:
         # Read as fp16, the number is 2^8 times smaller, because fp16's exponent has a bias of 15,
@@ -52,7 +53,7 @@ def plain_numbers(numbers, dtype: tl.constexpr):
 
 @triton.jit
 def unit_of(numbers):
-    """Return the factor for `plain_numbers`, without the scale."""
+    """Return the factor by which to multiply `plain_numbers`, apart from the scale."""
     return 256.0 if numbers.dtype == tl.uint8 else 1.0
 
 
@@ -67,7 +68,7 @@ def _to_e4m3(x):
     """Return x, |x| <= 448, as e4m3: its bits, uint8."""
     bits = x.to(tl.int32, bitcast=True)
     size = tl.abs(x)
-    # 3 of 23 bits of the mantissa stay, rounded; the exponent's bias becomes 7, not 127.
+    # The mantissa is rounded from 23 to 3 bits; the exponent's bias changes from 127 to 7.
     rest = bits & 0x7FFFFFFF
     normal = ((rest + 0x7FFFF + ((rest >> 20) & 1)) >> 20) - (120 << 3)
     # Numbers below 2^-6 are multiples of 2^-9, the last bit of a float near 2^14.

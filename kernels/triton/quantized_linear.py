@@ -31,21 +31,21 @@ class Tile:
     num_warps: int
     num_stages: int
     max_splits: int
-    """Most splits of the input features, which let few tiles fill a device."""
+    """The limit on splits of the input features. Splits let a few tiles occupy the whole device."""
 
 
 TILES: Final = (Tile(16, 64, 4, 4, 4, 16), Tile(64, 128, 2, 8, 3, 1), Tile(128, 128, 2, 8, 3, 1))
-"""The first tile with enough rows is used, else the last. Only the number of rows chooses the tile,
-so a captured step replays the same one."""
+"""The first tile with enough rows is used, else the last. The choice depends only on the number of
+rows, so a replayed graph uses the same tile."""
 _ONE_TILE: Final = TILES[1]
 FEWEST_ROWS: Final = (1, *(tile.rows + 1 for tile in TILES[:-1]))
-"""The smallest number of rows for each tile."""
+"""The least number of rows that chooses each tile."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _quantized_linear_kernel(
     x,  # [T, K]
-    values,  # int8 or bits of e4m3 [K, N], or uint8[K / 2, N] of two numbers each
+    values,  # int8 or the bits of e4m3 [K, N]; or uint8[K / 2, N], two numbers in each
     scales,  # floats [G, N]
     offsets,  # as scales, or None
     bias,  # [N], or None
@@ -64,11 +64,12 @@ def _quantized_linear_kernel(
     IS_PARTIAL: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """`out = x @ (values * scale + offset) + bias`, with sums and each weight's product in fp32.
+    """`out = x @ (values * scale + offset) + bias`, with weights and sums computed in fp32.
 
-    One program for each tile of `out` and part of K. A weight is rounded to the dtype of `x`. Each
-    byte of a 4-bit tile holds two features that are 16 apart. So the low nibbles are the weights of
-    one product and the high nibbles those of another, without interleaving.
+    One program for each pair of a tile of `out` and a split of K. A weight is rounded to the dtype
+    of `x` before its product. Each byte of a 4-bit tile holds two features that are 16 apart. So
+    the low nibbles are the weights of one product and the high nibbles those of another, and need
+    no interleaving.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -86,7 +87,7 @@ def _quantized_linear_kernel(
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for nth in tl.range(first, last, num_stages=NUM_STAGES):
         start = nth * TILE
-        feature = start + run * 32  # of each run, the first
+        feature = start + run * 32  # the first feature of each run
         byte_row = (feature // 32 * BYTES)[:, None] + part[None, :]  # [R, BYTES]
         is_weight = ((feature[:, None] + part[None, :]) < K)[:, :, None] & inside[None, None, :]
         place = byte_row.to(tl.int64)[:, :, None] * N + column[None, None, :]
@@ -109,7 +110,7 @@ def _quantized_linear_kernel(
             acc = tl.dot(some_x, low, acc, input_precision="ieee")
             acc = tl.dot(other_x, high, acc, input_precision="ieee")
         else:
-            # Numbers of fp8 are in units of 2^8.
+            # `plain_numbers` returns fp8 numbers in units of 2^8.
             numbers = plain_numbers(stored, tl.float32) * (256.0 if IS_FP8 else 1.0)
             weight = _weight(numbers, scale, offset, x.dtype.element_ty)
             weight = tl.reshape(weight, [RUNS * BYTES, COLUMNS])
@@ -171,9 +172,9 @@ def quantized_linear(
 ) -> torch.Tensor:
     """Return `x @ w + bias` [T, N], as `kernels.reference.quantized_linear` says.
 
-    `values`, `scales` and `offsets` are contiguous. A row's result depends on other rows only
-    through their number, which chooses the tile and the splits of K; not at all if `has_one_tile`.
-    Needs fp32 scratch of up to 16 * T * N if T is at most 16.
+    `values`, `scales` and `offsets` are contiguous. Other rows affect a row's result only through
+    their number, which decides the tile and the splits of K. If `has_one_tile`, they do not affect
+    it at all. Needs fp32 scratch of up to 16 * T * N if T is at most 16.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -196,7 +197,7 @@ def quantized_linear(
         )
     for name, tensor in (("values", values), ("scales", scales), ("offsets", offsets)):
         if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name} is not contiguous, required is that it is")
+            raise ValueError(f"{name} is not contiguous; it must be")
     if offsets is not None:
         check_tensor("offsets", offsets, (num_groups, num_out), offsets.dtype, x)
     if bias is not None:

@@ -23,7 +23,7 @@ def load_rotated(
     HEADS: tl.constexpr,  # power of two, at least NUM_HEADS
     DIMS: tl.constexpr,  # power of two, at least HALF
 ):
-    """Return one token's heads rotated: both halves, fp32 [HEADS, DIMS], and the mask of both."""
+    """Return the halves of one token's rotated heads, fp32 [HEADS, DIMS], and the mask of both."""
     head = tl.arange(0, HEADS).to(tl.int64)[:, None]
     dim = tl.arange(0, DIMS)[None, :]
     inside = (head < NUM_HEADS) & (dim < HALF)
@@ -87,8 +87,8 @@ def _rotary_kernel(
 ):
     """`(x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin)` for the halves of each head.
 
-    cos and sin are rounded to the dtype of the query, as the twin does; the products are fp32 and
-    rounded once, where the twin rounds each. One program per token.
+    cos and sin are rounded to the dtype of the query, as in the twin. Products and sums are fp32
+    and the result is rounded once, while the twin rounds each product. One program per token.
     """
     token = tl.program_id(0).to(tl.int64)
     row = cos_sin + tl.load(positions + token) * cos_sin_stride
@@ -125,8 +125,8 @@ def rotary(
     """Rotate each head of `query` [T, H, D] and `key` [T, HKV, D] to its token's position.
 
     `cos_sin` is fp32 [max_pos, D], cos in the first half of a row and sin in the second.
-    `positions` is int64[T], each below max_pos: that is not read on the host. The inputs, of any
-    stride over T and heads, stay as they are; the results are contiguous.
+    `positions` is int64[T], each below max_pos, which is not checked because the host does not read
+    them. The inputs, of any stride over T and heads, are not changed; the results are contiguous.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or D is odd.

@@ -1,4 +1,4 @@
-"""Rotates queries and keys, and stores keys and values in the paged cache: one launch.
+"""Rotates queries and keys, and stores keys and values in the paged cache, in one launch.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P` block size.
 """
@@ -31,7 +31,7 @@ def _store_halves(
     LARGEST: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Store one token's heads, given as two halves; with scales, as `kernels.kv_formats` says."""
+    """Store one token's heads, given as two halves; with `scales`, quantize them first."""
     head = tl.arange(0, HEADS).to(tl.int64)
     pointer = row + head[:, None] * stride_h + tl.arange(0, DIMS)[None, :]
     if scales is None:
@@ -171,10 +171,10 @@ def rotary_store_kv(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotate `query` [T, H, D] and `key`, and store that and `value` [T, HKV, D]; [T, H, D].
+    """Rotate `query` [T, H, D] and `key` [T, HKV, D]; store the keys and `value` [T, HKV, D].
 
-    Does `rotary`, then `store_kv` with the rotated keys, and returns the rotated queries,
-    contiguous. Both caches are quantized to the same dtype, or neither is.
+    This is `rotary`, then `store_kv` with the rotated keys. Returns the rotated queries, [T, H, D]
+    and contiguous. Both caches are quantized to the same dtype, or neither is.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or D is odd.

@@ -4,7 +4,7 @@ Symbols: `S` sequences, `V` vocabulary, `C` tiles of a row.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
-# ruff: noqa: PLR2004  nor do kernels see constants of the module, here the ends of int32 and fp32
+# ruff: noqa: PLR2004  kernels cannot read the module's constants, here the limits of int32 and fp32
 
 from typing import Final
 
@@ -14,13 +14,13 @@ import triton.language as tl
 
 from kernels.checks import check_tensor
 
-_TOKENS: Final = 2048  # of a tile; with more, sums of lanes would not fit into registers
-_NUM_WARPS: Final = 16  # one program reads a whole row, many times
+_TOKENS: Final = 2048  # tokens per tile; with more, the sums of lanes would not fit into registers
+_NUM_WARPS: Final = 16  # many, because one program reads a whole row several times
 
 
 @triton.jit
 def _keys_of(logits, maxima, temperature, seq, token, logits_stride, V):
-    """Return the bits of `(max - logit) / temperature`, as below; past V as `_load_keys`."""
+    """Return the keys of tokens, as `_scale_kernel` defines them; the largest int32 past V."""
     logit = tl.load(logits + seq * logits_stride + token, mask=token < V, other=0.0)
     largest = tl.maximum(tl.load(maxima + seq), -3.4028234663852886e38)
     gap = tl.div_rn(largest - logit, tl.load(temperature + seq) + tl.zeros_like(logit))
@@ -46,11 +46,12 @@ def _scale_kernel(
     num_tiles,  # C
     TOKENS: tl.constexpr,
 ):
-    """`keys[s, v]` is the bits of `(max - logits[s, v]) / temperature`; the likeliest token has 0.
+    """Compute the key of each token: the bits of `(max - logits[s, v]) / temperature`.
 
-    Bits of floats that are not negative are ordered as the floats are, so keys can be compared. A
-    row without top_k and top_p needs none; it has the sum of each tile's weights that min_p keeps.
-    One program for each row and TOKENS tokens.
+    The likeliest token has the key 0. Bits of floats that are not negative are in the order of the
+    floats, so keys can be compared. A row without top_k and top_p needs no keys; for each of its
+    tiles, `sums` gets the sum of the weights that min_p keeps. One program for each row and TOKENS
+    tokens.
     """
     seq = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -66,7 +67,7 @@ def _scale_kernel(
 
 @triton.jit
 def _load_keys(row, first, V, TOKENS: tl.constexpr):
-    """Return the keys of a tile; past the vocabulary, keys above any threshold."""
+    """Return the keys of a tile; past the vocabulary they are above any threshold."""
     token = first + tl.arange(0, TOKENS)
     return tl.load(row + token, mask=token < V, other=0x7FFFFFFF)
 
@@ -83,10 +84,10 @@ def _weight_of(key):
 def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr):
     """Return the least key such that the keys up to it add up to `goal`, and the sum below it.
 
-    Each key adds its weight, or 1. The result is at most `high`, which is returned if no smaller
-    key reaches the goal. Each pass over the row adds up to three pivots and keeps a quarter of the
-    range of keys, cut to keys that occur, until one key is left. Each lane adds up its own tokens:
-    threads wait for each other once in a pass.
+    Each key adds its weight, or 1 if not `IS_WEIGHT`. The result is at most `high`, which is
+    returned if no smaller key reaches the goal. Each pass over the row computes the sums up to
+    three pivots and keeps a quarter of the range of keys, cut to keys that occur, until one key is
+    left. Each lane adds up its own tokens, so threads wait for each other once in a pass.
     """
     AMOUNT: tl.constexpr = tl.float64 if IS_WEIGHT else tl.int32
     low = tl.full([], -1, tl.int32)  # keys in (low, high] are left; those up to low are `below`
@@ -135,9 +136,9 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
 
 @triton.jit
 def _end_of_equals(row, threshold, num_equal, V, TOKENS: tl.constexpr):
-    """Return the token behind the first `num_equal` whose keys equal the threshold, or V.
+    """Return the end of the first `num_equal` tokens whose keys equal the threshold.
 
-    A row in which no more keys equal it is read once, without a wait for each tile.
+    If no further key equals it, the end is V, and the row is read once, without a wait per tile.
     """
     counts = tl.full([TOKENS], 0, tl.int32)
     for first in range(0, V, TOKENS):
@@ -161,7 +162,7 @@ def _end_of_equals(row, threshold, num_equal, V, TOKENS: tl.constexpr):
 
 @triton.jit
 def _kept(row, first, threshold, equals_end, floor, V, TOKENS: tl.constexpr):
-    """Return a tile's fp64 weights, 0 if dropped."""
+    """Return a tile's fp64 weights; 0 for dropped tokens."""
     key = _load_keys(row, first, V, TOKENS)
     token = first + tl.arange(0, TOKENS)
     weight = _weight_of(key)
@@ -176,13 +177,13 @@ def _uniform(seed, position):
     x += (position + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    # Converted to fp64 through int64, because 53 bits are left.
+    # 53 bits are left, so the conversion to fp64 can go through int64.
     return ((x ^ (x >> 31)) >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit
 def _draw_cut(row, k, p, floor, uniform, V, TOKENS: tl.constexpr):
-    """Return the token of a row with top_k or top_p, as `_sample_kernel` says."""
+    """Draw the token of a row with top_k or top_p, as `_sample_kernel` says."""
     threshold = tl.full([], 0x7F800000, tl.int32)  # the key of minus infinity
     num_equal = tl.full([], 0x7FFFFFFF, tl.int32)
     equals_end = V + tl.full([], 0, tl.int32)
@@ -229,7 +230,7 @@ def _draw_cut(row, k, p, floor, uniform, V, TOKENS: tl.constexpr):
 def _first_past(weight, token, before, target):
     """Return the first token at which the running sum of weights from `before` on exceeds `target`.
 
-    At most the last token with any weight, if rounding leads past it.
+    If rounding leads past it, the result is the last token with any weight.
     """
     is_past = (before + tl.cumsum(weight, axis=0) > target) & (weight > 0)
     last = tl.max(tl.where(weight > 0, token, 0), axis=0)
@@ -260,13 +261,13 @@ def _sample_kernel(
     TOKENS: tl.constexpr,
     TILES: tl.constexpr,  # a power of two, at least C
 ):
-    """`out[s]` is the first token at which the running sum of kept weights exceeds u of their sum.
+    """`out[s]` is the first token at which the running sum of kept weights exceeds u * their sum.
 
     u is the row's uniform number. A row keeps the tokens whose keys are below a threshold, and the
     tokens before `equals_end` whose keys equal it. The threshold is found for top_k by counting,
-    then for top_p by weight; min_p drops weights below a floor. A row with neither top_k nor top_p
-    reads one tile, which it finds by the sums of all tiles. One program for each row; sums are
-    fp64, in a fixed order.
+    then for top_p by weight; min_p drops weights below a floor. For a row with neither top_k nor
+    top_p, one tile is read, which the sums of all tiles determine. One program for each row; sums
+    are fp64, in a fixed order.
     """
     seq = tl.program_id(0).to(tl.int64)
     row = keys + seq * V
@@ -299,7 +300,7 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw a token of each row of `logits` [S, V], fp32, of any stride over S; int64[S].
+    """Draw a token from each row of `logits`, fp32[S, V] of any stride over S; returns int64[S].
 
     Parameters, cuts, ties and the draw are as `kernels.reference.sample` says. But fp64 sums are
     added in another order, and the device's exponential is exact only up to the last bits of fp32.
@@ -307,9 +308,9 @@ def sample(
     border between two tokens.
 
     No row is sorted: thresholds of top_k and top_p are found in about ten passes over a row, which
-    a program reads from cache. Other rows are read twice, with one program per tile.
-    Needs int32 scratch of S * V. The host reads nothing from the device, and a row
-        does not depend on other rows.
+    a program reads from cache. Rows without top_k and top_p are read twice, with one program per
+    tile. Needs int32 scratch of S * V. The host reads nothing from the device, and a row does not
+    depend on other rows.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

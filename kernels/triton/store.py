@@ -88,8 +88,8 @@ def _store_quantized_kernel(
 ):
     """`scale = max_d |new[t, h, d]| / LARGEST`, and `cache[.., d] = new[t, h, d] / scale`.
 
-    Both are rounded as `kernels.kv_formats` says; slots as in `_store_kv_kernel`. One
-    program for each token and kv head.
+    Both are rounded as `kernels.kv_formats` says; slots are as in `_store_kv_kernel`. One program
+    for each token and kv head.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)

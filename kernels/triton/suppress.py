@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels.checks import check_suppression
 
-_TOKENS: Final = 1024  # of one program
+_TOKENS: Final = 1024  # tokens of one program
 
 
 @triton.jit(

@@ -1,11 +1,10 @@
-"""Measures configurations of attention on the present GPU, and writes the fastest to a file.
+"""Measures configurations of attention on this machine's GPU, and writes the fastest to a file.
 
     python -m kernels.tuning --heads 32 --kv-heads 8 --head-dim 128
 
 For a model's shape and cache format it times decode and prefill attention with each candidate, over
-different workloads. It puts a rule with the fastest candidate, by the sum of relative times, before
-the device's rules in `kernels.tuning.configs`. The file is named after the device and is in
-`kernels/tuning/configs`; commit it.
+several workloads. The fastest candidate, by the sum of relative times, becomes the first rule in
+the device's file. The file is in `kernels/tuning/configs` and is named after the device; commit it.
 """
 
 import argparse
@@ -54,7 +53,7 @@ class Tuned:
 
     config: DecodeConfig | PrefillConfig
     seconds: tuple[float, ...]
-    """For each workload."""
+    """Its time for each workload."""
     default_seconds: tuple[float, ...]
     """Times with the configuration used before, for each workload."""
 
@@ -87,9 +86,9 @@ def best_of(
 ) -> Tuned:
     """Return the candidate with the least sum of times, each relative to the first candidate's.
 
-    A candidate that fails, usually for lack of shared memory, is dropped; so is one that takes more
-    than 1.5 times the first candidate's time after some workloads. If the first fails, the next
-    takes its place.
+    A candidate is dropped if it fails, usually for lack of shared memory, or if after some
+    workloads it has taken more than 1.5 times the first candidate's time. If the first candidate
+    fails, the next takes its place.
 
     Raises:
         ValueError: all failed.
@@ -106,7 +105,7 @@ def best_of(
                 total += 1.0 if default is None else seconds[-1] / default[nth]
                 if default is not None and total > 1.5 * (nth + 1):
                     break
-        except Exception as error:  # noqa: BLE001  what a compiler raises is its own
+        except Exception as error:  # noqa: BLE001  a compiler may raise anything
             report(f"{candidate}: {type(error).__name__}: {str(error)[:200]}")
             continue
         if len(seconds) < len(workloads):
@@ -124,10 +123,10 @@ def best_of(
 def with_rules(
     text: str, device: str, how: dict[str, object], shape: Shape, tuned: Iterable[Tuned]
 ) -> str:
-    """Return a file's `text` with a rule for `shape` first, for each kernel that was tuned.
+    """Return a file's `text` with a new first rule for `shape`, for each kernel that was tuned.
 
-    `how` describes the measurement and is stored with the rule. A rule for the same shape is
-    replaced.
+    `how` describes the measurement and is stored with the rule. Earlier rules for the same shape
+    are removed.
     """
     content: dict[str, Any] = json.loads(text)
     content["device"] = device

@@ -1,9 +1,10 @@
-"""Finds each kernel's configuration: tile sizes, splits and warps on the present device.
+"""Finds each kernel's configuration on a device: tile sizes, splits and warps.
 
-`configs/` has one JSON file for each device that `python -m kernels.tuning` was run on, named after
-the device, and one for each compute capability, such as `sm_90.json`, for other devices. `tuned`
-says how a file's numbers were measured; null means that they were chosen, not measured. The numbers
-for Triton's interpreter are small, so that tests cross the borders of tiles and splits.
+`configs/` has a JSON file for each device on which `python -m kernels.tuning` was run, named after
+the device. For other devices it has a file for each compute capability, such as `sm_90.json`. The
+field `tuned` describes how a file's numbers were measured; null means that they were chosen, not
+measured. The numbers for Triton's interpreter are small, so that tests cross the borders of tiles
+and splits.
 
 A file has a list of rules for each kernel; the first that matches decides. A rule may match only
 properties of the model (`Shape`), not of the batch: a configuration changes the order of sums, and
@@ -21,12 +22,12 @@ from typing import Any, Final, TypeVar, cast
 import torch
 
 CONFIG_DIR: Final = Path(__file__).parent / "configs"
-_NO_DEVICE_PROCESSORS: Final = 2  # for the interpreter; more programs would only slow it down
+_NO_DEVICE_PROCESSORS: Final = 2  # for the interpreter, which more programs would slow down
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The part of a launch that a model fixes, which rules may match."""
+    """The properties of a launch that follow from the model; rules may match these."""
 
     dtype: str
     """Dtype of the queries: "float32", "float16" or "bfloat16"."""
@@ -35,22 +36,23 @@ class Shape:
     dims: int
     """The head dim of values, rounded up to a power of two and at least 16."""
     group: int
-    """Query heads of a kv head."""
+    """Query heads per kv head."""
     divides_values: bool = True
-    """Whether programs can divide the dims of values: a power of two, and not of latents."""
+    """Whether programs can divide the dims of values among them. The dims must be a power of two,
+    and the attention not latent."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How decode attention divides its work; the first four change the last bits of a result."""
+    """How decode attention divides its work; the first four fields affect the last bits."""
 
     positions: int
-    """Positions of a tile: a power of two, at least 16."""
+    """KV positions of a tile: a power of two, at least 16."""
     split: int
-    """Positions of a split: a multiple of `positions`."""
+    """KV positions of a split: a multiple of `positions`."""
     pieces_per_processor: int
-    """Most pieces of one sequence, over all kv heads, for each processor (SM) of the device; if
-    more would be needed, splits grow."""
+    """The limit on pieces of work (pairs of split and kv head) of one sequence, per processor (SM)
+    of the device. If a sequence would have more, its splits grow."""
     num_warps: int
     num_stages: int
     """Tiles in flight."""
@@ -63,14 +65,15 @@ class PrefillConfig:
     """How prefill attention divides its work."""
 
     rows: int
-    """Rows of a tile, pairs of token and head: a power of two, at least 16."""
+    """Rows of a tile, each a pair of token and head: a power of two, at least 16."""
     positions: int
-    """Positions of a tile: a power of two, at least 16."""
+    """KV positions of a tile: a power of two, at least 16."""
     num_warps: int
     num_stages: int
     """Tiles in flight."""
     value_dims: int = 256
-    """Most dims of values in a program, if these can be divided: a power of two."""
+    """If programs can divide the dims of values, the limit on dims of one program: a power of two.
+    """
 
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
@@ -88,7 +91,7 @@ def config_of(kind: type[Config], device: torch.device, shape: Shape) -> Config:
 
 @contextmanager
 def forced(config: DecodeConfig | PrefillConfig) -> Iterator[None]:
-    """Make each launch of its kernel use `config`, for measurements and tests; not thread-safe."""
+    """Make a kernel use `config` in all launches, for measurements and tests; not thread-safe."""
     _forced[type(config)] = config
     try:
         yield
@@ -111,7 +114,7 @@ def shape_of(query: torch.Tensor, value_cache: torch.Tensor) -> Shape:
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Return the number of processors (SMs) of `device`; a small number without a GPU."""
+    """Return the number of processors (SMs) of `device`; without a GPU, a small number."""
     if device.type != "cuda":
         return _NO_DEVICE_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -134,7 +137,7 @@ def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], C
 
 
 def config_path(device_name: str, capability: tuple[int, int]) -> Path:
-    """Return the device's own file, or the file of the newest capability up to the device's."""
+    """Return the device's own file, else the file of the highest capability up to the device's."""
     own = CONFIG_DIR / f"{file_stem(device_name)}.json"
     if own.exists():
         return own
@@ -183,7 +186,7 @@ def first_match(rules: list[tuple[dict[str, object], Config]], shape: Shape) -> 
     for match, config in rules:
         if all(getattr(shape, name) == value for name, value in match.items()):
             return config
-    raise ValueError(f"no rule matches {shape}, required is a last one that matches all")
+    raise ValueError(f"no rule matches {shape}; the last rule must match every shape")
 
 
 def _capability(path: Path) -> int:

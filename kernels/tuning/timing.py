@@ -1,4 +1,4 @@
-"""Times one launch as a step would run it: from a CUDA graph, with an empty cache."""
+"""Times one launch as in a step: from a CUDA graph, with cold caches."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-# several times any L2 cache; takes as long as the host needs to enqueue
+# Several times the size of any L2 cache; meanwhile the host has time to enqueue the launch.
 _FLUSH_BYTES: Final = 1 << 29
 _WARM_UP: Final = 3
 
@@ -17,8 +17,8 @@ def seconds_of(launch: Callable[[], object], device: torch.device, repeats: int)
 
     On a GPU the launch is replayed from a CUDA graph, so that the host's time does not count.
     Before each run half a GiB is written, so that the inputs come from memory. A launch that cannot
-    be captured is run directly; then the host's time counts if it exceeds the write's. On a CPU it
-    is the wall time, without a warm-up.
+    be captured is run directly; then the host's time counts if it exceeds the time of the write. On
+    a CPU the result is the wall time, without a warm-up.
     """
     if device.type != "cuda":
         return statistics.median(_wall_s(launch) for _ in range(repeats))

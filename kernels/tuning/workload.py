@@ -13,7 +13,7 @@ import torch
 
 from kernels.kv_formats import SCALE_DTYPE
 
-_NUM_LAYERS: Final = 4  # a layer's blocks do not touch; fits any device
+_NUM_LAYERS: Final = 4  # several, so that a layer's blocks lie apart; few, so that they fit
 _LAYER: Final = 1
 _LARGEST_BYTE: Final = 0x70  # of e4m3: finite
 
@@ -38,7 +38,7 @@ class Model:
     """The dtype of a quantized cache; None: not quantized."""
 
     def slot_bytes(self) -> int:
-        """Return the bytes that one token has in one layer, scales included."""
+        """Return the bytes of one token's KV in one layer, scales included."""
         if self.stored is None:
             return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return 2 * self.num_kv_heads * (self.head_dim + SCALE_DTYPE.itemsize)
@@ -46,7 +46,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedInputs:
-    """One layer of a pool and the tables of some sequences: the launchers' arguments."""
+    """Arguments of the launchers: one layer of a pool, and the tables of some sequences."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor
@@ -68,9 +68,9 @@ def paged_inputs(
     layout: Layout = Layout.BLOCK_MAJOR,
     num_layers: int = _NUM_LAYERS,
 ) -> PagedInputs:
-    """Return sequences of these lengths in shuffled blocks, each block of one sequence.
+    """Return sequences of these lengths in shuffled blocks, which no two sequences share.
 
-    The pool has memory for so many layers; only one of them is written and returned.
+    The pool has memory for `num_layers` layers; only one of them is written and returned.
     """
     counts = [-(-seq_len // model.block_size) for seq_len in seq_lens]
     num_blocks = max(1, sum(counts))

@@ -106,7 +106,7 @@ def check(core: Scheduler) -> None:
         )
         _expect(
             bool(group.places) == (group in list(core.beams)),
-            f"the search of sequence {group.leader.seq_id} is listed as running, or not, wrongly",
+            f"the search of sequence {group.leader.seq_id} runs but is not listed, or the reverse",
         )
     next_step = core.steps.last + 1
     decoding = [seq for seq in running if seq.status is SeqStatus.DECODE]

@@ -1,11 +1,11 @@
 """Preempts running sequences, and decides when, which, and how.
 
 When and which: at the start of each step, `make_room` preempts running sequences, the last in order
-first: while more run than the worker's memory allows (`limits/memory_pressure.py`), and while the
-decoding sequences need more blocks than are available. If only one sequence runs, or if evicted
-blocks go to the host, pins give up blocks first; sequences are preempted when no pins are left. A
-failed swap-in preempts the sequences that depend on it, and a move to another core preempts the
-sequences of its request.
+first, while more run than the worker's memory allows (`limits/memory_pressure.py`) or the decoding
+sequences need more blocks than are available. If only one sequence runs, or if evicted blocks go to
+the host, pins give up blocks first; sequences are preempted when no pins are left. A failed swap-in
+preempts the sequences that depend on it, and a move to another core preempts the sequences of its
+request.
 
 How: a *swap* copies the sequence's computed blocks to the host and keeps them until it runs again;
 a *recompute* drops them. `preemption_mode` decides, or the estimated time (`tiers/costs.py`); a

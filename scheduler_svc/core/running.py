@@ -117,9 +117,10 @@ class RunningSet:
     def give_back(self, step: StepId) -> None:
         """Give back blocks behind windows: of prefills, and of decodes that need blocks at `step`.
 
-        Blocks of states are large, and a decode may not need a further one for long, so the blocks
-        of a prompt's last chunk are freed at once. Steps in flight may still read the freed blocks:
-        only a later step writes to them, and the worker runs steps and copies in order.
+        Blocks of states are large, and a decode may not need a further one for a long time, so the
+        blocks of a prompt's last chunk are freed at once. Steps in flight may still read the freed
+        blocks, because only a later step writes to them, and the worker runs steps and copies in
+        order.
         """
         begun = [seq for seq in self._begun if seq.status is SeqStatus.DECODE]
         self._begun = []
@@ -133,7 +134,7 @@ class RunningSet:
         self._pool.drop(self._groups.take_passed(tables, num_computed))
 
     def num_new_blocks(self, seq: Sequence, found: FoundKv) -> int:
-        """Return how many blocks `start` allocates, those for `found.sources` among them."""
+        """Return how many blocks `start` allocates, including those for `found.sources`."""
         if found.places is None:
             return self._num_indices(seq) - len(found.ready) - len(found.loading)
         return len(found.sources) + len(self._places_ahead(seq, found))

@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 
 class RecordedCall(NamedTuple):
-    """A call of the core; `arguments` as `inspect` binds them."""
+    """A call of the core, with its arguments as `inspect` binds them."""
 
     name: str
     arguments: dict[str, object]
@@ -187,7 +187,7 @@ class Recordings:
 
 
 class _Journal:
-    """One file. Event loop and thread call `end`; the loop calls `add`, the thread the others."""
+    """One file. The event loop calls `add`, the thread `write_pending`, and both call `end`."""
 
     def __init__(self, path: Path, file: BinaryIO, origin: Origin) -> None:
         self.is_closed = False

@@ -22,7 +22,8 @@ from scheduler_svc.workers.engine import OpenCore
 MAX_UNREAD_CHANGES: Final = 65_536
 """At most this many changes wait for one reader; one further behind gets a snapshot instead."""
 _SLICE_BLOCKS: Final = 1024
-"""Blocks of a slice: about half a millisecond of the event loop (`bench/kv_events.py`)."""
+"""Blocks per slice; a slice takes about half a millisecond of the event loop
+(`bench/kv_events.py`)."""
 
 
 class KvEvents:
@@ -215,7 +216,7 @@ class KvReader:
 
 
 def _slices(index: KvIndex) -> Iterator[list[KvBlock]]:
-    """Yield the blocks in slices that are worth a message; see `KvIndex.drawers`."""
+    """Yield the blocks in slices that are large enough for a message; see `KvIndex.drawers`."""
     blocks: list[KvBlock] = []
     for drawer in index.drawers():
         blocks += drawer

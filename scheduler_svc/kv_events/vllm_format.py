@@ -1,6 +1,6 @@
 """KV events as vLLM writes them: msgpack, a batch as an array with events as maps.
 
-Types and fields are as in vLLM's `distributed/kv_events.py`. Subscribers of vLLM's events take a
+Types and fields are as in vLLM's `distributed/kv_events.py`. Subscribers of vLLM's events treat a
 publisher as one engine. So a block counts as stored in a tier while any worker has it there, and
 the blocks of a lost worker are removed one by one.
 """

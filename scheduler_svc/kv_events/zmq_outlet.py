@@ -90,7 +90,7 @@ class ZmqOutlet:
         while True:
             peer, *question = await self._replayer.recv_multipart()
             if len(question) != 2 or len(question[1]) != _NUMBER_BYTES:  # noqa: PLR2004 - empty, number
-                log.warning("a replay of KV events was asked for wrongly", num_frames=len(question))
+                log.warning("a request to replay KV events is malformed", num_frames=len(question))
                 continue
             first = int.from_bytes(question[1], "big")
             if self._kept and (first >= self._kept[0][0] or self._kept[0][0] == self._first):

@@ -1,6 +1,6 @@
 """Prometheus metrics that are updated at each event: a few histograms per step.
 
-Counters that a core has already are read at each scrape instead (`collectors.py`).
+Counters that a core already keeps are read at each scrape instead (`collectors.py`).
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class SchedulerMetrics:
         )
         self._step_execute = histogram(
             "quire_step_execute_seconds",
-            "Time the worker spent on a step, as it measured.",
+            "Time that the worker spent on a step, by its own measurement.",
             _STEP_BUCKETS_S,
         )
         self._queue_time = histogram(

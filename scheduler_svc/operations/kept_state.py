@@ -237,7 +237,7 @@ def _answer(waiting: Sequence[asyncio.Future[None]]) -> None:
 
 
 def accounts_of(roster: Roster) -> Mapping[str, Callable[[], Mapping[str, float]]]:
-    """Return how to read the accounts of the policies, by worker id."""
+    """Return, by worker id, a function that reads the accounts of its policy."""
     return {each.info.worker_id: each.accounts for each in roster.sessions.values()}
 
 

@@ -145,6 +145,6 @@ def _num_blocks(request: scheduler_pb2.ResizeKvRequest, worker: str, block_bytes
     if not block_bytes:
         raise InvalidArgumentError(
             "num_bytes",
-            f"is {request.num_bytes}; worker {worker} does not say how large a block is",
+            f"is {request.num_bytes}; worker {worker} does not report the size of a block",
         )
     return request.num_bytes // block_bytes

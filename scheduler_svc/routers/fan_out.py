@@ -92,7 +92,7 @@ class RouterStreams:
                 if stream.heartbeat is not None:
                     stream.heartbeat.on_tick()
             if self.are_silent and not was_silent:
-                log.warning("no router is heard", num_routers=len(self))
+                log.warning("all routers are silent", num_routers=len(self))
 
     def publish_room(self, num_seqs: int | None) -> None:
         """Send each router how many sequences may be submitted; None: no limit."""

@@ -47,7 +47,7 @@ class AdapterHolder(Protocol):
 
 
 class AdapterUse:
-    """Knows whether requests use an adapter, including requests that may soon be resubmitted."""
+    """Determines whether requests use an adapter, including those that may soon be resubmitted."""
 
     def __init__(self, roster: Roster, unplaced: UnplacedRequests) -> None:
         self._roster = roster
@@ -274,7 +274,10 @@ class Adapters:
             raise  # a worker is lost; the next attempt leaves it out
         except QuireError as error:
             log.error(  # noqa: TRY400
-                "adapter of one worker alone", name=adapter.name, worker=target, reason=str(error)
+                "an adapter is unloaded, because the other workers cannot load it",
+                name=adapter.name,
+                worker=target,
+                reason=str(error),
             )
             await worker.unload_adapter(adapter)
         else:

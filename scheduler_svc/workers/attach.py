@@ -24,7 +24,7 @@ _ATTACH_TIMEOUT_S: Final = 10.0
 
 
 async def newest_epoch(workers: Discovery, tls: ClientTls | None = None) -> int:
-    """Return the newest epoch that the workers which answer have seen; 0: none."""
+    """Ask all workers for the newest epoch that they have seen; return 0 if none has seen one."""
 
     async def ask(target: str) -> int:
         async with open_channel(target, tls=tls) as channel:
@@ -104,7 +104,7 @@ async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> tuple
             raise StaleEpochError(error.details() or "the worker has a newer scheduler") from error
         raise unavailable(error) from error
     except InvalidArgumentError as error:
-        raise UnavailableError(f"it describes itself wrongly: {error}") from error
+        raise UnavailableError(f"its description is invalid: {error}") from error
 
 
 async def _read_holdings(
@@ -120,5 +120,5 @@ async def _read_holdings(
     except grpc.aio.AioRpcError as error:
         raise unavailable(error) from error
     except InvalidArgumentError as error:
-        raise UnavailableError(f"it says wrongly what it holds: {error}") from error
+        raise UnavailableError(f"its report of holdings is invalid: {error}") from error
     return holdings

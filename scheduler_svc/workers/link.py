@@ -43,7 +43,7 @@ class WorkerClientConfig:
     lost_after_s: float | None = None
     """How long the worker may be silent before it counts as lost; None: the default for peers."""
     is_cut_off: Callable[[], bool] = lambda: False
-    """Returns whether no router is heard; then a standby should take over."""
+    """Returns whether all routers are silent; then a standby should take over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

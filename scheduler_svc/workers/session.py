@@ -193,7 +193,7 @@ class Session:
 
     @property
     def role(self) -> Role:
-        """Which part of requests the worker is for."""
+        """The part of requests that the worker computes."""
         return self.link.info.role
 
     def load(self) -> SchedulerLoad:

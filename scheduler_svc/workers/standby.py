@@ -1,4 +1,4 @@
-"""The wait of a standby: watches the workers until none of them has a live scheduler.
+"""Watches the workers, for a standby, until none of them has a live scheduler.
 
 Workers obey only the newest epoch. So a standby that takes over too early does no harm: the workers
 refuse the plans of the former scheduler, which then ends.

@@ -1,8 +1,8 @@
 """A Llama-shaped decoder's layers as one native program: a whole step in one call.
 
-Called op by op, a step of one token spends a third of its time between the ops, in Python and in
-waking threads. Making a program takes as long as a small step, so a program serves all steps of
-about its size: each run passes the counts and addresses of its step.
+If ops are called one by one, a step of one token spends a third of its time between the ops, in
+Python and in waking threads. Making a program takes as long as a small step. So a program serves
+all steps of about its size, and each run passes the counts and addresses of its step.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `D` head dim, `E` hidden
 size.
@@ -23,22 +23,23 @@ from kernels.cpu.program.layer_calls import ALL, WANTED, LayerCalls, NativeLayer
 from kernels.cpu.program.workspace import NativeShape, Workspace
 
 _APART_BYTES: Final = 8 << 20
-"""A program has as many workspaces as fit in this size, at least two; its layers take turns."""
+"""A program has as many workspaces as fit in this size, but at least two. Its layers take turns
+with them."""
 _LARGE_TOKENS: Final = 512
-"""Programs for more tokens than this have room for a multiple of it."""
+"""The size of a program for more tokens than this is rounded up to a multiple of it."""
 _DTYPE: Final = torch.bfloat16
 
 
 class _Size(NamedTuple):
-    """The capacity of a program, and the kinds of its calls."""
+    """The capacity of a program, and the properties that decide which calls it has."""
 
     num_tokens: int
     num_wanted: int | None
     """None: all tokens are wanted, and need no separate memory."""
     has_partials: bool
-    """Whether attention may give partial results."""
+    """Whether attention may split sequences and leave partial results."""
     num_ranks: int
-    """The highest rank of a token's adapter; 0: no token has an adapter."""
+    """The highest rank of a token's adapter, rounded up; 0: no token has an adapter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,13 +48,13 @@ class _Step:
 
     run: Program
     partials: tuple[str, ...]
-    """Names of the addresses of attention's partial results; layers take turns with them."""
+    """Names of the addresses for attention's partial results; layers take turns with them."""
     memory: tuple[torch.Tensor, ...]
     """Tensors that must live as long as the program."""
 
 
 class NativeDecoder:
-    """The layers and the final norm; one thread at a time calls it."""
+    """The layers and the final norm; only one thread may call it at a time."""
 
     def __init__(
         self,
@@ -63,8 +64,9 @@ class NativeDecoder:
         cos_sin: torch.Tensor,
         caches: Sequence[LayerCaches],
     ) -> None:
-        """`caches` are each layer's, quantized or bfloat16; `final_norm` is `[E]`.
+        """Prepare to run the layers.
 
+        `caches` has one entry per layer, quantized or bfloat16. `final_norm` is `[E]`, and
         `cos_sin` is float32 `[max_model_len, D]`.
         """
         library = native()
@@ -191,10 +193,10 @@ class NativeDecoder:
         return aheads
 
     def _memory_for(self, num_elements: int) -> torch.Tensor:
-        """Return bfloat16[num_elements] or more. Programs share it, because no two run at once.
+        """Return bfloat16[num_elements] or more; programs share it, because no two run at once.
 
-        It is allocated once, because the system clears new pages, which takes a few percent of a
-        step of 2,048 tokens.
+        The memory is kept for later programs. The system clears new pages, which takes a few
+        percent of a step of 2,048 tokens.
         """
         if self._memory.numel() < num_elements:
             self._steps.clear()  # they would keep the old memory alive
@@ -210,6 +212,6 @@ class NativeDecoder:
 
 
 def _rounded_up(count: int) -> int:
-    """Round up to a power of two, or a multiple of a large one, so that few sizes occur."""
+    """Round up to a power of two or a multiple of `_LARGE_TOKENS`, so that few sizes occur."""
     power = 1 << (count - 1).bit_length() if count else 0
     return power if power <= _LARGE_TOKENS else -(-count // _LARGE_TOKENS) * _LARGE_TOKENS

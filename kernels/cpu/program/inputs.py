@@ -28,15 +28,15 @@ class StepField(StrEnum):
     SEQ_LENS = auto()
     QUERY_START_LOC = auto()
     PLACES = auto()
-    """`places` of the wanted tokens."""
+    """`NativeWanted.places`."""
     WANTED_START_LOC = auto()
-    """As `QUERY_START_LOC`, among the wanted tokens."""
+    """`NativeWanted.query_start_loc`."""
     ADAPTERS = auto()
     """`RowAdapters` of all tokens."""
     WANTED_ADAPTERS = auto()
     """`RowAdapters` of the wanted tokens."""
     OUT = auto()
-    """The address for the final hidden states."""
+    """Where the final hidden states go."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,16 +44,16 @@ class NativeWanted:
     """The tokens whose final hidden states are wanted: the last of each sequence, or none."""
 
     places: torch.Tensor
-    """int64[N]: among the step's tokens, ascending."""
+    """int64[N]: their indices among the step's tokens, ascending."""
     query_start_loc: torch.Tensor
-    """int32[S + 1]: where each sequence's wanted tokens start among these."""
+    """int32[S + 1]: where each sequence's tokens start among the wanted ones."""
     adapters: RowAdapters | None = None
     """The adapters of these tokens; None if the step has no adapters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeInputs:
-    """One step's batch; on the CPU, contiguous."""
+    """One step's batch, in contiguous tensors on the CPU."""
 
     hidden: torch.Tensor
     """bfloat16[T, E]: the tokens' embeddings."""
@@ -68,23 +68,23 @@ class NativeInputs:
     query_start_loc: torch.Tensor
     """int32[S + 1]."""
     wanted: NativeWanted | None = None
-    """None: all."""
+    """None: all tokens are wanted."""
     adapters: RowAdapters | None = None
-    """None: no token has one."""
+    """None: no token has an adapter."""
 
     @property
     def num_wanted(self) -> int | None:
-        """N; None: all."""
+        """N; None: all tokens are wanted."""
         return None if self.wanted is None else len(self.wanted.places)
 
     @property
     def max_ranks(self) -> int:
-        """The most ranks of the adapters; 0: there are none."""
+        """The highest rank of the step's adapters; 0: there are none."""
         return 0 if self.adapters is None else self.adapters.max_ranks
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The number of each `StepField` of this step, except OUT."""
+        """This step's number for each `StepField` except OUT."""
         numbers: dict[str, int] = {
             StepField.NUM_TOKENS: len(self.hidden),
             StepField.NUM_SEQS: len(self.seq_lens),

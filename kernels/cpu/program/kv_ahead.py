@@ -1,9 +1,10 @@
 """Plans which keys and values each linear map of a native program prefetches.
 
-A linear map of many rows hardly uses the memory's bandwidth; attention of many short sequences
-mostly waits for memory. So the maps between two attentions fetch KV that the second one will read:
-each product of a tile of rows, but the first tile, fetches some *runs*, which are parts of a
-block's keys or values (`src/kv_ahead.h`). No result depends on it.
+A linear map of many rows hardly uses the memory's bandwidth, while attention of many short
+sequences mostly waits for memory. So the maps between two attentions fetch KV that the second one
+will read. A map computes its rows in tiles. Each product of a tile, except those of the first tile,
+fetches some *runs*, which are parts of a block's keys or values (`src/kv_ahead.h`). No result
+depends on it.
 """
 
 from collections.abc import Hashable, Mapping
@@ -17,9 +18,10 @@ RUN_STEPS: Final = 128
 """A product fetches one run for every 128 pairs of input features, rounded down. C uses the same
 number."""
 MAX_RUNS: Final = 256
-"""A product that would fetch more runs fetches none; as in C."""
+"""A product that would fetch more runs fetches none. C uses the same number."""
 PANEL: Final = 32
-"""Output features that lie together in a packed weight, and of a product; as in C."""
+"""Output features that a product computes, and that lie together in a packed weight. C uses the
+same number."""
 
 
 class KvAhead(NamedTuple):
@@ -28,9 +30,10 @@ class KvAhead(NamedTuple):
     attention: Call | int
     """0: the map prefetches nothing."""
     num_runs: int
-    """Most runs to prefetch with each tile of rows after the first."""
+    """At most this many runs are prefetched with each tile of rows after the first."""
     num_runs_after: int
-    """Runs per tile that the maps between this one and the attention fetch; this map skips them."""
+    """How many runs per tile the maps between this one and the attention prefetch. This map leaves
+    them out."""
 
 
 NOTHING_AHEAD: Final = KvAhead(0, 0, 0)

@@ -44,7 +44,7 @@ class NativeLayer:
     qk_norm: tuple[torch.Tensor, torch.Tensor] | None
     """`[D]` each: norms of each head of queries and keys before rotation."""
     window: int | None
-    """How many tokens a token sees, itself included; None for all before it."""
+    """How many tokens a token sees, itself included; None: all tokens before it."""
     attention_output: PackedLinear
     """H * D to E."""
     mlp_norm: torch.Tensor
@@ -81,13 +81,13 @@ class LayerCalls:
             index: of the layer.
             layer: its weights.
             caches: its keys and values.
-            before: None for the first layer.
+            before: the workspace of the previous layer; None for the first layer.
             work: where its calls write.
             attention: the calls that `attend` gave for this layer.
             ahead: the prefetches of its maps, by their names in MAPS.
-            wanted: where the calls for the wanted tokens of the last layer write; None: all final
-                hidden states are wanted. The keys and values of all tokens are stored; the rest is
-                computed for the wanted tokens only.
+            wanted: for the last layer, if some tokens are not wanted: where the calls for the
+                wanted tokens write. Keys and values are stored for all tokens; the rest is computed
+                for the wanted tokens only.
         """
         residual: Field
         if before is None:
@@ -156,7 +156,7 @@ class LayerCalls:
     def add_norm(
         self, before: Workspace, total: int, weight: torch.Tensor, out: Field, num_rows: Field
     ) -> Call:
-        """Return the call that adds the output of layer `before`, and normalises the sum.
+        """Return the call that adds the last layer's output, in `before`, and normalises the sum.
 
         The sum goes to `total` and the normalised sum to `out`; both are addresses of bfloat16
         `[num_rows, E]`. `weight` is `[E]`.
@@ -167,7 +167,7 @@ class LayerCalls:
     def _norm(
         self,
         x: Field,
-        residual: Field,  # 0: none; otherwise it is added to x, and the sum is `total`
+        residual: Field,  # 0: none; else it is added to x, and the sum goes to `total`
         total: Field,
         weight: torch.Tensor,
         out: Field,
@@ -193,7 +193,7 @@ class LayerCalls:
         ), joins)  # fmt: skip
 
     def _store(self, layer: NativeLayer, caches: LayerCaches, work: Workspace) -> Iterator[Call]:
-        """Go from `work.qkv` to `work.query`, rotated, and to the caches."""
+        """Yield the calls that rotate queries into `work.query` and store keys and values."""
         library, shape = self._library, self._shape
         num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         query, key, value = torch.split(work.qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -239,9 +239,9 @@ class _Maps(NamedTuple):
         *,
         is_gated: bool = False,
     ) -> Iterator[Call]:
-        """Yield the calls from `x` to `out`, including adapters if there are any.
+        """Yield the calls from `x` to `out`, with those of adapters if there are any.
 
-        If `is_gated`, the map gives `[gate, up]`, and `silu(gate) * up` goes to `out`.
+        If `is_gated`, the map computes `[gate, up]`, and `silu(gate) * up` goes to `out`.
         """
         adapted = self.work.adapted.get(name)
         alone = out if adapted is None else adapted.alone

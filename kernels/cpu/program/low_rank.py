@@ -1,7 +1,7 @@
 """LoRA adapters of a native decoder: their additions to linear maps, in C.
 
-Symbols: `T` tokens, `L` layers, `K` input features of a map, `N` its output features, `R` ranks of
-an adapter's pair of maps, `G` groups of tokens of one adapter each.
+Symbols: `T` tokens, `K` input features of a map, `N` its output features, `R` rank of an adapter's
+pair of maps, `G` groups of tokens, each with one adapter.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +18,15 @@ MAPS: Final = ("qkv", "attention_output", "gate_up", "down")
 """The maps of a layer that adapters add to, in the order in which C counts them."""
 
 PackedPair: TypeAlias = tuple[PackedLinear, PackedLinear]
-"""A, K to R, and B, scaled, R to N; R is even."""
+"""An adapter's maps for one map of the model: A from K to R, and B, already scaled, from R to N. R
+is even."""
 
 
 class NativeAdapter:
     """An adapter as C reads it: the addresses of its weights. It never changes."""
 
     def __init__(self, layers: Sequence[Mapping[str, PackedPair]]) -> None:
-        """`layers` has, for each layer, the maps it adds to, by their names in `MAPS`."""
+        """`layers` has, for each layer, a pair for each map it adds to, by its name in `MAPS`."""
         self._layers = tuple(layers)  # C reads them
         self._spans: list[torch.Tensor] = []
         self._table = np.zeros((len(layers) * len(MAPS), 4), np.int64)  # C's `low_rank`
@@ -44,15 +45,15 @@ class NativeAdapter:
 
     @property
     def address(self) -> int:
-        """The address of its first map of the first layer, C's `low_rank`."""
+        """The address of its table of C's `low_rank`, which begins with the first layer's maps."""
         return self._table.ctypes.data
 
 
 def _spans(panels: torch.Tensor) -> torch.Tensor:
-    """Return the steps, of R / 2, in which each panel of B is not zero: int32[ceil(N / 32), 2].
+    """Return where each panel of B is not zero: int32[ceil(N / 32), 2], intervals [first, end).
 
-    They are half-open intervals. If several maps are fused into one, the outputs of each depend
-    only on its own ranks.
+    They count pairs of ranks, of which there are R / 2. If several maps are fused into one, the
+    outputs of each depend only on its own ranks.
     """
     is_used = panels.ne(0).flatten(2).any(2)  # [ceil(N / 32), R / 2]
     num_steps = is_used.shape[1]
@@ -63,14 +64,14 @@ def _spans(panels: torch.Tensor) -> torch.Tensor:
 
 
 class RowAdapters:
-    """The adapter of each token of a step, in the form for C."""
+    """The adapter of each token of a step, in the form that C reads."""
 
     def __init__(
         self, numbers: npt.NDArray[np.int64], adapters: Mapping[int, NativeAdapter]
     ) -> None:
-        """`numbers`, int64[T], has each token's adapter; no number is negative.
+        """Group tokens by their adapters' `numbers`, int64[T], which are not negative.
 
-        A number that is not in `adapters` means none.
+        A number that is not in `adapters` means that the token has none.
         """
         num_tokens = len(numbers)
         self._places = np.argsort(numbers, kind="stable")
@@ -116,13 +117,13 @@ def low_rank_calls(
     Args:
         library: the native code.
         rows: the address of the step's `RowAdapters`.
-        place: the map's index among all of an adapter's: `layer * len(MAPS) + MAPS.index(name)`.
+        place: the map's index among an adapter's maps: `layer * len(MAPS) + MAPS.index(name)`.
         x: [T, K].
-        alone: [T, N]: what the model's map gives.
+        alone: [T, N]: the results of the model's map.
         ranks: [T, R], R the step's largest: memory for A x.
-        out: [T, N], other memory than `alone`.
-        is_gated: the map gives `[gate, up]`, and `silu(gate) * up` [T, N / 2] goes to `out`; its
-            `can_gate` must hold.
+        out: [T, N], in other memory than `alone`.
+        is_gated: whether the map computes `[gate, up]`, and `silu(gate) * up` [T, N / 2] goes to
+            `out`; its `can_gate` must hold.
     """
     yield Call(library.low_rank_down, (
         rows, place, x.shape[1], x.data_ptr(), ranks.data_ptr(), x.stride(0), ranks.stride(0),

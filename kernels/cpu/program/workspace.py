@@ -1,6 +1,6 @@
 """Memory for the intermediate results of a native decoder's layers.
 
-Each call writes to a separate tensor, and layers take turns with a few workspaces, so no memory is
+Each call writes to a separate tensor, and layers take turns with a few workspaces. So no memory is
 overwritten while a late thread may still use it (`kernels.cpu.library.Program`).
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
@@ -17,7 +17,7 @@ import torch
 from kernels.cpu.program.low_rank import MAPS
 
 _LINE: Final = 32
-"""Elements of a line of the cache."""
+"""bfloat16 elements per cache line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class NativeShape:
     has_qk_norm: bool
     """Whether heads of queries and keys are normalised."""
     is_gated: bool
-    """Whether the call of the map to gate and up, or of its adapters, computes the gated
+    """Whether the call of the map `gate_up`, or of its adapters, also computes the gated
     product."""
     num_ranks: int = 0
     """The largest R; 0: there are no adapters."""
@@ -68,7 +68,7 @@ class Workspace:
     gated: torch.Tensor  # [T, I]
     output: torch.Tensor  # [T, E]: of the feed-forward part
     adapted: Mapping[str, AdaptedWork]
-    """By the names in `MAPS`; empty where there are no adapters."""
+    """By the names in `MAPS`; empty if there are no adapters."""
 
     @staticmethod
     def num_elements(shape: NativeShape, num_tokens: int) -> int:
@@ -93,7 +93,7 @@ class Workspace:
 
 
 def _sizes(shape: NativeShape) -> dict[str, tuple[int, ...]]:
-    """The shape of each part for one token."""
+    """Return the shape of each part for one token."""
     hidden, size, dim = (shape.hidden_size,), shape.head_dim, shape.intermediate_size
     query, key = (shape.num_heads, size), (shape.num_kv_heads, size)
     num_heads = shape.num_heads + 2 * shape.num_kv_heads
@@ -115,7 +115,7 @@ def _sizes(shape: NativeShape) -> dict[str, tuple[int, ...]]:
         "mlp_residual": hidden,
         "mlp_normed": hidden,
         "gate_up": (0 if shape.is_gated else 2 * dim,),
-        # An odd number of lines, so that rows fall on different lines of a cache.
+        # An odd number of cache lines, so that rows fall into different sets of the cache.
         "gated": (dim + _LINE * (dim // _LINE % 2 == 0) if shape.is_gated else dim,),
         "output": hidden,
     }

@@ -25,19 +25,19 @@ def paged_attention_decode(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, DV].
+    """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; returns [S, H, DV].
 
     The caches are [B, P, HKV, D] and [B, P, HKV, DV] views, `block_tables` int32[S, M], `seq_lens`
-    int32[S]; a sequence of length 0 is a padding row and gives zeros. Softmax and sums are fp32.
+    int32[S]. A sequence of length 0 is a padding row and gives zeros. Softmax and sums are fp32.
     The values may be a view of the keys' first DV numbers, as in multi-head latent attention.
 
-    It calls SDPA once for each sequence, on its exact length, so not a bit of a row depends on
-    another row of the batch. For 8 sequences of equal length, one padded call for all would take
-    three quarters of the time; for sequences of different lengths, twice the time.
+    SDPA is called once for each sequence, with its exact length, so no bit of a row depends on
+    other rows of the batch. One padded call for all would take three quarters of the time for 8
+    sequences of equal length, but twice the time for sequences of different lengths.
 
-    With `window` only the last `window` slots are attended to, and read. With `softcap` scores s
-    become `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], join the softmax's denominator as one
-    more score of each head, unscaled.
+    With `window` only the last `window` slots are read and attended to. With `softcap` each score s
+    becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], are one more score of each head in the
+    softmax's denominator, without scale or value.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says; K and V are the stored numbers times their scales, rounded to the

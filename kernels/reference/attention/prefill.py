@@ -11,8 +11,8 @@ import torch
 from kernels.reference.attention.dense import attend_dense
 from kernels.reference.attention.gather import KvGather
 
-# Query tokens of one call of SDPA, cut at multiples of this number. Keys in a piece's future are
-# not computed (a prompt of 512 takes 0.7 of the time), and masks stay small.
+# Query tokens are cut at multiples of this number, and SDPA is called for each piece. So keys after
+# a piece are left out (a prompt of 512 takes 0.7 of the time), and masks stay small.
 _PIECE: Final = 64
 
 
@@ -33,23 +33,23 @@ def paged_attention_prefill(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with each query token to its sequence's slots up to its own position; [T, H, DV].
+    """Attend with each query token to its sequence's slots up to its position; gives [T, H, DV].
 
-    Sequence s owns the rows [query_start_loc[s], query_start_loc[s + 1]) of `query` [T, H, D], its
-    last query_len tokens: row i has position seq_len - query_len + i. The keys and values of these
-    tokens are already in the caches, [B, P, HKV, D] and [B, P, HKV, DV] views. `block_tables` is
-    int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1]; no query_len is above
-    `max_query_len`.
-    `query_start_loc` may begin behind 0. Rows of no sequence give zeros. Softmax and sums are fp32.
+    The rows [query_start_loc[s], query_start_loc[s + 1]) of `query` [T, H, D] are the last
+    query_len tokens of sequence s: row i has position seq_len - query_len + i. The keys and values
+    of these tokens are already in the caches, [B, P, HKV, D] and [B, P, HKV, DV] views.
+    `block_tables` is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1]; no query_len
+    is above `max_query_len`. The first of `query_start_loc` may be above 0. Rows of no sequence
+    give zeros. Softmax and sums are fp32.
 
-    Not a bit of a row depends on another sequence, nor on the chunks of its prompt if these are cut
-    at multiples of 64; other cuts agree up to rounding. A chunk of one token gives the same result
-    as `paged_attention_decode`.
+    No bit of a row depends on another sequence, or on the chunks of its prompt if these are cut at
+    multiples of 64; with other cuts results agree up to rounding. A chunk of one token gives the
+    same result as `paged_attention_decode`.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`.
 
-    With `out`, contiguous [T, H, DV], it writes the result there and returns `out`; rows of no
-    sequence are then undefined.
+    With `out`, contiguous [T, H, DV], it writes the result there and returns `out`; then rows of no
+    sequence are undefined.
     """
     if out is None:
         out = query.new_zeros(*query.shape[:2], value_cache.shape[3])

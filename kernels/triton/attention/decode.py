@@ -1,8 +1,8 @@
 """Paged attention for one new token per sequence, split along the KV length.
 
 Symbols: `S` sequences, `H` query heads, `HKV` kv heads, `G` query heads of one kv head, `D` head
-dim of values, `REST` further numbers of keys (`tile.py`), `B` blocks, `P` block size, `M` max
-blocks per sequence, `N` splits of the longest sequence.
+dim of values, `REST` numbers by which keys are wider (`tile.py`), `B` blocks, `P` block size, `M`
+max blocks per sequence, `N` partial results of a sequence.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
@@ -27,22 +27,21 @@ from kernels.triton.attention.tile import (
 from kernels.triton.launch import Launch
 from kernels.tuning.configs import DecodeConfig, config_of, num_processors, shape_of
 
-_MIN_SEQS: Final = (
-    256  # sequences are rounded up to multiples of this, so that few variants are compiled
-)
+_MIN_SEQS: Final = 256
+"""S is rounded up to a power of two of at least this, so that few variants are compiled."""
 _MOST_ROWS: Final = 16
-"""Most query heads per program with latent attention. Not measured."""
+"""With latent attention, a program has at most this many query heads. Not measured."""
 
 
 @triton.jit
 def _splits_of(
     seq_len, shared, window, POSITIONS: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr
 ):
-    """Return where a sequence's splits begin, their size and their number: 1 if it is empty.
+    """Return where a sequence's splits begin, their size, and their number, which is at least 1.
 
-    The first split begins behind the `shared` positions, or with the tile in which the newest
+    The first split begins after the `shared` positions, or with the tile in which the newest
     token's window begins. Without shared positions all three numbers depend only on the sequence's
-    own length, so the batch changes no result.
+    own length, so results do not depend on the batch.
     """
     begin = shared
     if window is not None:
@@ -98,19 +97,19 @@ def _attend_splits_kernel(
     REST: tl.constexpr,  # numbers of a key that are not of its value
     REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
     POSITIONS: tl.constexpr,  # kv positions of a tile
-    SPLIT: tl.constexpr,  # kv positions of a split, at least
-    MAX_SPLITS: tl.constexpr,  # of one sequence; longer sequences have longer splits
+    SPLIT: tl.constexpr,  # a split's size is a multiple of this
+    MAX_SPLITS: tl.constexpr,  # limit on the splits of a sequence; splits grow to keep it
     SHARED_PARTS: tl.constexpr,  # partial results of shared positions, which come first
     NUM_STAGES: tl.constexpr,  # tiles in flight
 ):
     """`out = softmax(cap(scale * q K^T)) V` and its log-sum-exp over splits of the positions.
 
-    A piece of work is a triple (sequence, split, kv head). Pieces are counted on the device, from
-    the lengths, so the grid is fixed and no program starts for a split that does not exist: of n
+    A piece of work is a triple (sequence, split, kv head). The device counts the pieces from the
+    lengths. So the grid is fixed, and no program starts for a split that does not exist: of n
     programs, program i takes pieces i, i + n, i + 2n and so on. The G query heads of a piece are
-    the rows of one product. A sequence of one split is written to `out`; the others leave partial
-    results for `_reduce_splits_kernel`. So does a sequence with shared positions, because
-    `prefill.py` attends to these.
+    the rows of one product. The result of a sequence with one split is written to `out`; other
+    sequences leave partial results for `_reduce_splits_kernel`. So does each sequence with shared
+    positions, because `prefill.py` attends to these.
     """
     G: tl.constexpr = H // HKV
     each = tl.arange(0, SEQS)
@@ -160,7 +159,7 @@ def _attend_splits_kernel(
         begin = start
         if window is not None:  # the first split's first tile may begin before the window
             begin = tl.maximum(start, seq_len - window)
-        else:  # behind the tiles that are whole
+        else:  # after the tiles that are whole
             masked_from = start + (end - start) // POSITIONS * POSITIONS
         acc, row_max, row_sum = attend_positions(
             q,
@@ -247,9 +246,9 @@ def _reduce_splits_kernel(
     MAX_SPLITS: tl.constexpr,
     SHARED_PARTS: tl.constexpr,
 ):
-    """Merge the splits of each sequence; one program for each sequence and head.
+    """Merge the partial results of each sequence; one program for each sequence and head.
 
-    A sequence of one split is skipped: its result is in `out` already.
+    Sequences whose result is in `out` already are skipped.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -299,19 +298,19 @@ def paged_attention_decode(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [S, H, D + REST] to each sequence's first `seq_lens` slots; [S, H, D].
+    """Attend with `query` [S, H, D + REST] to each sequence's first `seq_lens` slots.
 
-    The caches are views, [B, P, HKV, D + REST] and [B, P, HKV, D]; if REST is not 0, the second is
-    a part of the first. `block_tables` is int32[S, M]. `seq_lens` is int32[S], each at most M * P;
-    the host never reads lengths, so it cannot check them. A sequence of length 0 is a padding row
-    and gives zeros. Not a bit of a row depends on other rows of the batch, or on S or
-    M: splits have a fixed size, which grows only for a sequence that would need too many of them.
-    Needs fp32 scratch of S * N * H * (D + 1), where N is the number of splits of a sequence of M *
-    P tokens.
+    Returns [S, H, D]. The caches are views, [B, P, HKV, D + REST] and [B, P, HKV, D]; if REST is
+    not 0, the second is a part of the first. `block_tables` is int32[S, M]. `seq_lens` is int32[S],
+    each at most M * P; the host never reads lengths, so it cannot check them. A sequence of length
+    0 is a padding row and gives zeros. No bit of a row depends on other rows of the batch, or on S
+    or M: splits have a fixed size, which grows only for a sequence that would need too many of
+    them. Needs fp32 scratch of S * N * H * (D + 1), where N is the number of splits of a sequence
+    of M * P tokens.
 
-    With `window` only the last `window` slots are attended to, and read. With `softcap` scores s
-    become `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], join the softmax's denominator as one
-    more score of each head, unscaled.
+    With `window` only the last `window` slots are read and attended to. With `softcap` each score s
+    becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], are one more score of each head in the
+    softmax's denominator, without scale or value.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says. The scales multiply scores and weights in fp32, so stored numbers are
@@ -357,7 +356,7 @@ def prepare_decode(
 ) -> Callable[[Sequences], None]:
     """Check and prepare `paged_attention_decode`, to be launched on many steps' sequences.
 
-    Each launch overwrites as many of the first rows of `out` as it has sequences.
+    A launch with S sequences overwrites the first S rows of `out`.
 
     Raises:
         ValueError: as `paged_attention_decode`.
@@ -403,7 +402,7 @@ def prepare_decode(
         shared = sequences.shared
         if window is not None:
             most_visible = min(most_visible, window + config.positions - 1)
-            shared = None  # shared blocks may be behind the windows of some sequences
+            shared = None  # shared blocks may lie before the windows of some sequences
         shared_parts, attend_shared = (0, None) if shared is None else of_shared()
         num_splits = max(1, min(max_splits, triton.cdiv(most_visible, config.split)))
         num_parts = shared_parts + num_splits

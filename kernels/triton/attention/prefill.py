@@ -1,8 +1,8 @@
 """Causal paged attention for chunks of many tokens, of variable length.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `G` query heads of one kv
-head, `D` head dim of values, `REST` further numbers of keys (`tile.py`), `B` blocks, `P` block
-size, `M` max blocks per sequence, `N` most splits of a tile's positions.
+head, `D` head dim of values, `REST` numbers by which keys are wider (`tile.py`), `B` blocks, `P`
+block size, `M` max blocks per sequence, `N` partial results of a token.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
@@ -37,7 +37,7 @@ def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
 
     So each sequence has at least ceil(query_len / TOKENS) tiles, and all together have
     T // TOKENS + S, which the host knows without reading the device. Tiles before the first
-    sequence are given to it, too.
+    sequence's own also belong to it.
     """
     low = 0
     high = num_seqs
@@ -99,21 +99,21 @@ def _attend_chunks_kernel(
     REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
     VALUE_PARTS: tl.constexpr,  # programs that share the dims of values; 1, or D is DIMS
     POSITIONS: tl.constexpr,  # kv positions of a tile
-    LEAST_POSITIONS: tl.constexpr,  # of a split, a multiple of POSITIONS
+    LEAST_POSITIONS: tl.constexpr,  # a split's size is a multiple of this
     NUM_STAGES: tl.constexpr,  # tiles in flight
 ):
     """`out[t] = softmax(cap(scale * q[t] K^T)) V` over the positions that token t sees.
 
     A token sees all positions up to its own, or with a window the last `window` of them. There is
-    one program for each kv head (for each part of its values, if they are wide) and tile of TOKENS
-    query tokens of one sequence. The G heads of each token are rows of the same product, so K and V
-    are read once for all of them. The last tiles start first: the last tile of a chunk sees the
-    most positions, and the device should not end with it.
+    one program for each pair of a kv head and a tile of TOKENS query tokens of one sequence; if
+    values are wide, one for each part of them. The G heads of each token are rows of the same
+    product, so K and V are read once for all of them. The last tiles start first: the last tile of
+    a chunk sees the most positions, and should not be the last to end.
 
-    With `partial_out` there is a program for each split of a tile's positions, too. It leaves a
-    partial result for `_merge_chunks_kernel`.
+    With `partial_out` each split of a tile's positions has its own program, which leaves a partial
+    result for `_merge_chunks_kernel`.
 
-    With `sharing`, the S sequences are prefixes that several tokens share; a prefix is in the
+    With `sharing`, the S sequences are prefixes that several tokens share. A prefix is in the
     blocks of the first of its tokens, and its tokens see all its positions.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -126,11 +126,11 @@ def _attend_chunks_kernel(
     seq_len = tl.load(seq_lens + seq)
     if first < 0 or first >= query_len:
         return
-    if partial_out is None and seq_len == 0:  # else the partial results are of no positions
+    if partial_out is None and seq_len == 0:  # partial results are written even without positions
         return
 
-    # The positions that the tile's rows see, from a tile's border on; they begin with the first
-    # row's window.
+    # The positions that the tile's rows see: from the first row's window, rounded down to a tile of
+    # positions.
     tile_end = seq_len
     if sharing is None:
         tile_end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)
@@ -164,12 +164,12 @@ def _attend_chunks_kernel(
         rest_mask = ((row < TOKENS * G) & (index < query_len))[:, None] & (rest < REST)[None, :]
         q_rest = tl.load(q_row[:, None] + D + rest[None, :], mask=rest_mask, other=0.0)
 
-    # Rows past the chunk see the same as its last token, because a row that sees nothing divides by
-    # zero.
+    # Rows past the chunk see the same positions as its last token, because a row that sees none
+    # would divide by zero.
     row_position = tl.minimum(seq_len - query_len + index, tile_end - 1)
     if sharing is not None:
         row_position = tl.zeros([ROWS], tl.int32) + (tile_end - 1)
-    # Finite, but below any score: a row may see no position of its first tile, or of its split.
+    # Finite, but below any score, because a row may see no position of its first tile or split.
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     if sinks is not None and partial_out is None:
@@ -178,7 +178,7 @@ def _attend_chunks_kernel(
         row_sum = tl.full([ROWS], 1.0, tl.float32)
     block_table = block_tables + table * table_stride
     masked_from = start
-    if window is None:  # behind the tiles that all rows see
+    if window is None:  # after the tiles that all rows see
         masked_from = (seq_len - query_len + first + 1) // POSITIONS * POSITIONS
         if sharing is not None:
             masked_from = seq_len
@@ -292,23 +292,22 @@ def paged_attention_prefill(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with each query token to its sequence's slots up to its own position; [T, H, D].
+    """Attend with each query token to its sequence's slots up to its position; gives [T, H, D].
 
-    Sequence s owns the rows [query_start_loc[s], query_start_loc[s + 1]) of `query`, [T, H, D +
-    REST], its last query_len tokens: row i has position seq_len - query_len + i. The keys and
-    values of these tokens are already in the caches, as in `paged_attention_decode`. `block_tables`
-    is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1], which may begin behind 0;
-    the host does not read them.
-    Rows that belong to no sequence, or to one of length 0, give zeros. A row does not depend on
-    other sequences of the batch, but its last bits depend on T: if T tokens are too few to fill the
-    device, the positions that a tile sees are split. This needs fp32 scratch of T * N * H * (D +
-    1), where N falls as T grows.
+    The rows [query_start_loc[s], query_start_loc[s + 1]) of `query`, [T, H, D + REST], are the last
+    query_len tokens of sequence s: row i has position seq_len - query_len + i. The keys and values
+    of these tokens are already in the caches, which are as in `paged_attention_decode`.
+    `block_tables` is int32[S, M], `seq_lens` int32[S], and `query_start_loc` int32[S + 1], whose
+    first number may be above 0; the host does not read them. Rows that belong to no sequence, or to
+    one of length 0, give zeros. A row does not depend on other sequences of the batch, but its last
+    bits depend on T: if T tokens are too few to fill the device, the positions that a tile sees are
+    split. This needs fp32 scratch of T * N * H * (D + 1), where N falls as T grows.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`. Tiles outside
     the windows of all query tokens of a program are not read.
 
-    With `out`, contiguous [T, H, D], it writes the result there and returns `out`; rows of no
-    sequence are then undefined.
+    With `out`, contiguous [T, H, D], it writes the result there and returns `out`; then rows of no
+    sequence are undefined.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, `max_query_len` exceeds T, or an
@@ -353,9 +352,9 @@ def prepare_prefill(
     """Check and prepare `paged_attention_prefill`, to be launched on many steps' sequences.
 
     Each launch overwrites the rows of `out` that belong to its sequences, unless their length is 0.
-    If `is_whole`, positions are never split, so no bit of a row depends on T. Nor does it depend on
-    how the row's sequence was cut into chunks: products and sums are then rounded one by one, since
-    whether they can be fused depends on whether a tile of positions has a mask.
+    If `is_whole`, positions are never split, so no bit of a row depends on T. No bit depends on how
+    the row's sequence was cut into chunks either, because each product and each sum is rounded.
+    Whether the compiler could fuse them would depend on whether a tile of positions has a mask.
 
     Raises:
         ValueError: as `paged_attention_prefill`.
@@ -405,9 +404,10 @@ class SharedLaunch(Protocol):
     def __call__(
         self, sequences: Sequences, partial_out: torch.Tensor, partial_lse: torch.Tensor
     ) -> None:
-        """Write partial results of the sequences that share, the first of N for each.
+        """Write the first of the N partial results of each sequence that shares positions.
 
-        fp32 `partial_out` [S, N, H, D] and `partial_lse` [S, N, H], contiguous, base 2.
+        Both tensors are fp32 and contiguous: `partial_out` [S, N, H, D], and `partial_lse`
+        [S, N, H] to base 2.
         """
 
 
@@ -424,7 +424,7 @@ def prepare_shared(
 ) -> tuple[int, SharedLaunch]:
     """Prepare the part of decode attention that sequences share (`SharedPrefixes`).
 
-    Returns how many partial results it writes for each sequence, and the launch.
+    Returns how many partial results the launch writes for each sequence, and the launch.
     """
     tiles = _prepare_tiles(
         query, key_cache, value_cache, scale, None, softcap, None, key_scales, value_scales, out
@@ -454,22 +454,23 @@ def prepare_shared(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tiles:
-    """The first kernel with its fixed arguments, and the numbers that grids depend on."""
+    """`_attend_chunks_kernel` with its fixed arguments, and the numbers that grids depend on."""
 
     attend: Launch
     arguments: dict[str, Any]
     tokens: int
-    """Of a tile."""
+    """Query tokens per tile."""
     positions: int
-    """Of a tile."""
+    """KV positions per tile."""
     num_kv_heads: int
-    """With each as often as parts of its values are computed alone."""
+    """Number of kv heads, times the number of parts into which values are divided."""
     most_splits: int
+    """The limit on splits of a tile's positions."""
     least: int
-    """Positions of a split, at least."""
+    """The least number of positions of a split."""
 
     def num_splits(self, most_visible: int | None) -> int:
-        """Splits of a tile that sees at most so many positions; None: any number."""
+        """Return the splits of a tile that sees at most `most_visible` positions; None: unknown."""
         if most_visible is None:
             return max(1, self.most_splits)
         return max(1, min(self.most_splits, most_visible // self.least))
@@ -504,7 +505,7 @@ def _prepare_tiles(
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if is_whole:
         options["enable_fp_fusion"] = False
-    # The sums over wider values do not fit a program's registers; the sums over latents barely fit.
+    # The sums of wider values do not fit a program's registers; those of latents barely fit.
     is_wide = shape.divides_values and shape.dims > config.value_dims
     sizes["VALUE_PARTS"] = shape.dims // config.value_dims if is_wide else 1
     num_kv_heads *= sizes["VALUE_PARTS"]

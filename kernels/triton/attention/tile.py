@@ -3,8 +3,8 @@
 Symbols: `R` query rows of a tile, `C` kv positions of a tile, `D` head dim of values, `P` block
 size.
 
-Keys are as wide as values; or, in multi-head latent attention, wider by `REST` numbers, and values
-are their first D.
+Keys are as wide as values. In multi-head latent attention they are wider by `REST` numbers, and
+their first D numbers are the values.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
@@ -20,7 +20,7 @@ import triton.language as tl
 from kernels.triton.quantized_kv import as_bits, plain_numbers, unit_of
 from kernels.tuning.configs import DecodeConfig, PrefillConfig
 
-LOG2_E: Final = 1.4426950408889634  # scores are scaled by it, so that exp2 is the exponential
+LOG2_E: Final = 1.4426950408889634  # scores are multiplied by it, so that exp2 can replace exp
 
 
 @triton.jit
@@ -37,9 +37,8 @@ def attend_positions(
     key_scales,  # bf16 [B, P, HKV], or None: not quantized
     value_scales,  # as key_scales
     block_table,  # points to this sequence's row, int32[M]
-    start,  # a multiple of C: the first position, if there is no window
-    # a multiple of C: the first one in the window; without a window, a row sees all before it
-    masked_from,
+    start,  # a multiple of C: where the positions begin, if there is no window
+    masked_from,  # a multiple of C: where tiles begin to need a mask; with a window, the first tile
     begin,  # with a window, positions before this one are not read
     end,  # positions from this one on are not read
     scale_log2,  # scale * log2(e)
@@ -63,15 +62,15 @@ def attend_positions(
     DIMS: tl.constexpr,  # power of two, at least D and 16
     REST: tl.constexpr,
     REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
-    VALUE_DIMS: tl.constexpr,  # of values, from VALUE_DIMS * value_part on
+    VALUE_DIMS: tl.constexpr,  # dims of values to compute, from VALUE_DIMS * value_part on
     POSITIONS: tl.constexpr,  # C
     NUM_STAGES: tl.constexpr,
 ):
     """Return `acc` fp32 [R, VALUE_DIMS], `row_max` and `row_sum` after the positions up to `end`.
 
     The softmax starts from the given `row_max` and `row_sum`, as if they came from earlier
-    positions whose value vectors are zero. Masks cost time, so the tiles that every row sees whole,
-    [start, masked_from), have none. `_attend_range` computes a range of tiles.
+    positions whose value vectors are zero. Masks cost time, so there are none for the tiles that
+    every row sees as a whole, [start, masked_from). `_attend_range` computes a range of tiles.
     """
     acc = tl.zeros([ROWS, VALUE_DIMS], tl.float32)
     key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
@@ -195,16 +194,16 @@ def _attend_range(
     REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
     VALUE_DIMS: tl.constexpr,  # power of two; DIMS, or a part of it if D is DIMS
     POSITIONS: tl.constexpr,  # C
-    IS_MASKED: tl.constexpr,  # otherwise each row sees all of the range, which ends before `end`
+    IS_MASKED: tl.constexpr,  # false: each row sees the whole range, which `end` does not cut
     NUM_STAGES: tl.constexpr,
 ):
     """Return `acc`, `row_max` and `row_sum` after the positions [low, high), in tiles of C.
 
-    `m' = max(m, max_c s)`, `l' = l * 2^(m - m') + sum_c 2^(s - m')`, and `acc` likewise with V;
-    `s = scale_log2 * q . k` (Milakov and Gimelshein 2018; FlashAttention), with a cap `c` then
-    `c * tanh(s / c)`. Scores and sums are fp32; products take the dtype of q, without TF32. A
-    quantized cache's numbers are not dequantized one by one: the scale of a position multiplies its
-    scores, and the weight of its values.
+    `m' = max(m, max_c s)`, `l' = l * 2^(m - m') + sum_c 2^(s - m')`, and `acc` likewise with V,
+    where `s = scale_log2 * q . k`, or with a cap `c` then `c * tanh(s / c)` (Milakov and Gimelshein
+    2018; FlashAttention). Scores and sums are fp32; products take the dtype of q, without TF32. The
+    numbers of a quantized cache are not dequantized one by one: the scale of a position multiplies
+    its scores, and the weight of its values.
     """
     dim = tl.arange(0, DIMS)
     dim_mask = dim < D
@@ -238,7 +237,7 @@ def _attend_range(
             key_scale = tl.load(key_scale_ptr, mask=inside, other=0.0).to(tl.float32)
             scores *= (key_scale * unit_of(k))[None, :]
         if softcap_log2 is not None:
-            # tanh(x) = 1 - 2 / (e^2x + 1); where e^2x overflows it is 1.
+            # tanh(x) = 1 - 2 / (e^2x + 1), which is 1 if e^2x overflows
             scores = softcap_log2 * (1 - 2 / (tl.exp(2 * scores / softcap_log2) + 1))
         if IS_MASKED:
             visible = inside[None, :] & (position[None, :] <= row_position[:, None])
@@ -274,7 +273,7 @@ def _attend_range(
 def merge_parts(
     partial_out,  # fp32 [*, H, D], contiguous
     partial_lse,  # fp32 [*, H], contiguous, base 2; -inf: the part has no positions
-    place,  # of the first part, among [*, H]
+    place,  # index of the first part among [*, H]
     num_parts,
     sink,  # a score that joins the softmax, base 2; -inf: none
     H: tl.constexpr,
@@ -285,8 +284,8 @@ def merge_parts(
 ):
     """Return `sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`, fp32 [DIMS].
 
-    The partial results of one row's positions are H places apart; without positions the result is
-    zero. The largest exponent is subtracted from all exponents first.
+    The partial results of one row are H places apart. If no part has positions, the result is zero.
+    The largest exponent is subtracted from all exponents first.
     """
     dim = tl.arange(0, DIMS)
     part = tl.arange(0, PARTS)
@@ -309,7 +308,7 @@ def merge_parts(
 
 @triton.jit
 def _load(pointer, inside, dim_mask, IS_MASKED: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Load a tile with only the masks that it needs; each costs an instruction per number."""
+    """Load a tile with only the masks that it needs; a mask costs an instruction per number."""
     if IS_MASKED and IS_WHOLE:
         tile = tl.load(pointer, mask=inside, other=0)
     elif IS_MASKED:
@@ -323,10 +322,10 @@ def _load(pointer, inside, dim_mask, IS_MASKED: tl.constexpr, IS_WHOLE: tl.const
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heads:
-    """The heads that one program attends with, and the caches as it sees them."""
+    """How query heads are grouped into programs, and the caches as the programs see them."""
 
     group: int
-    """Query heads of a kv head."""
+    """Query heads per kv head."""
     key_cache: torch.Tensor
     """[B, P, HKV, D + REST]"""
     value_cache: torch.Tensor | None
@@ -344,9 +343,9 @@ def group_heads(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> Heads:
-    """Return the caches; those of latent attention with as many heads as the kernel needs.
+    """Group query heads; with latent attention, repeat the kv head as the kernel needs it.
 
-    The sums of all query heads over a wide latent do not fit a program's registers, so the one kv
+    The sums of all query heads over a wide latent do not fit a program's registers. So the only kv
     head is repeated, without a copy, until each repetition has at most `most` query heads.
 
     Raises:
@@ -378,7 +377,7 @@ def attend_arguments(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Return the arguments that both kernels have, by name."""
+    """Return the arguments that decode and prefill kernels have in common, by name."""
     values = heads.key_cache if heads.value_cache is None else heads.value_cache
     _, num_heads, query_dim = query.shape
     head_dim = out.shape[2]

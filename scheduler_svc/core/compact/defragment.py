@@ -64,7 +64,7 @@ class _Owners:
 
     def __init__(self, running: Iterable[Sequence], border: DeviceBlockId) -> None:
         """List the entries of blocks from `border` on."""
-        # There may be a hundred thousand entries, so parallel arrays until they are sorted.
+        # There may be a hundred thousand entries, so they are sorted as parallel arrays.
         self._seqs = list(running)
         lens = np.array([len(seq.block_ids) for seq in self._seqs], np.intp)
         tables = chain.from_iterable(seq.block_ids for seq in self._seqs)
@@ -97,7 +97,7 @@ class _Pass:
     sources: list[DeviceBlockId]
     """Ascending; taken from the end."""
     free_targets: list[DeviceBlockId]
-    """Blocks without a holder, descending; taken from the end, and used if cached by then."""
+    """Blocks without a holder, descending; taken from the end, and used only if cached by then."""
     owners: _Owners
     evacuates: bool = False
     """Whether the pass only empties the blocks beyond the border; such a pass has no report."""

@@ -36,7 +36,7 @@ class MovableRequest:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A request whose blocks are copied to another core while it runs."""
+    """The progress of a request whose blocks are copied to another core while it runs."""
 
     live: MovableRequest
     can_copy: bool

@@ -83,7 +83,7 @@ class Takeover:
     ) -> None:
         """`finish` is `Scheduler._finish`."""
         self.num_recomputed_tokens = 0
-        """Tokens that the worker had computed and adopted sequences recompute."""
+        """Tokens that the worker had computed before, and that adopted sequences compute again."""
         self.num_adopted_tokens = 0
         """Tokens of adopted sequences whose KV the worker still held."""
         self.expires_at = float("inf")

@@ -59,9 +59,9 @@ class Request:
     reads_prefix_cache: bool = True
     """Whether it may reuse cached KV; otherwise its whole prompt is computed."""
     pools: bool = False
-    """Whether the worker makes a vector of the prompt instead of drawing. To the core it is a
-    request for one token, whose sequence starts over when it loses its row or its scheduler: the
-    worker keeps parts of the vector in the row."""
+    """Whether the worker makes a vector of the prompt instead of drawing tokens. To the core this
+    is a request for one token. Its sequence starts over when it loses its row or its scheduler,
+    because the worker keeps parts of the vector in the row."""
     cache_pin_s: float | None = None
     """How long the prompt's full blocks are pinned after they are computed; None: no pin."""
     beam: BeamParams | None = None

@@ -10,7 +10,7 @@ from scheduler_svc.core.policies.priority import Priority
 
 
 class Combined(Policy):
-    """By priority; within a level by fairness; within a tenant by deadline or arrival.
+    """Orders by priority, then by fairness between tenants, then by deadline or arrival.
 
     A criterion that is None is left out. With priority, a sequence that has waited longer than the
     aging period goes before newer ones of the same priority, of any tenant; fairness decides only

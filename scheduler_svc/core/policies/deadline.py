@@ -6,7 +6,7 @@ from scheduler_svc.core.policies.policy import Policy, Rank, background
 
 
 class EarliestDeadline(Policy):
-    """By deadline, at the latest `patience_s` after arrival.
+    """Orders by deadline, which is at most `patience_s` seconds after arrival.
 
     So no sequence waits for sequences that arrive more than `patience_s` after it.
     """

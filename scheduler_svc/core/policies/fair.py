@@ -1,6 +1,6 @@
 """Serves the least served tenant first, by a virtual token counter.
 
-After "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): each tenant has a
+Follows "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Each tenant has a
 counter of the tokens that it was served, weighted by their cost. The tenant with the lowest counter
 goes first. So if two tenants always have waiting work, neither gets ahead of the other by more than
 one batch. A tenant without waiting work gains no credit: when it returns, its counter is raised to

@@ -8,7 +8,7 @@ from scheduler_svc.core.policies.policy import Policy, Rank
 
 
 class Priority(Policy):
-    """By priority; a waiting sequence gains one level every `aging_s` seconds.
+    """Orders by priority; a waiting sequence gains one level every `aging_s` seconds.
 
     All sequences age at the same pace, so their order never changes: at any time, `a` goes before
     `b` if `priority(a) + (now - arrived(a)) / aging_s` is greater, and `now` cancels out.

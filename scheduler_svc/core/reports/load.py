@@ -20,7 +20,7 @@ class Queues:
     num_running: int
     num_waiting: int
     num_preemptions: int
-    """Since the start."""
+    """Counted since the core's start."""
 
 
 def read_queues(core: "Scheduler") -> Queues:
@@ -98,7 +98,8 @@ def read_load(core: "Scheduler") -> SchedulerLoad:
     )
 
 
-_NOT_QUEUED = RUNNING | {SeqStatus.SPARE}  # a spare is of a search, whose beams run or are queued
+# A spare belongs to a search, whose beams run or are queued.
+_NOT_QUEUED = RUNNING | {SeqStatus.SPARE}
 
 
 def count_queued(core: "Scheduler") -> Counter[str]:

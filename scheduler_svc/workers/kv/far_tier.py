@@ -202,8 +202,8 @@ class FarTier:
     async def _store_some(self, hashes: Sequence[BlockHash], giving: Session) -> int | None:
         """Store as many of the first blocks as the host has room for; return their number.
 
-        None: the core lends no blocks now, because swap-ins wait or the host is full. It may lend
-            some after the steps in flight; this method has waited for these steps.
+        Returns None if the core lends no blocks now, because swap-ins wait or the host is full. It
+        may lend some after the steps in flight, for which this method has waited.
         """
         loan = giving.call(lambda core: core.lend(hashes))
         try:

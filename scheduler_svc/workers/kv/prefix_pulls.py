@@ -2,7 +2,7 @@
 
 Placement may choose a worker because it is less busy than the one that has a request's prefix. If
 copying the missing blocks is faster than computing them, the request waits for the copy, at most as
-long as computing would take. Each copy teaches how long copies take.
+long as computing would take. Each copy improves the estimate of how long copies take.
 """
 
 import asyncio
@@ -57,8 +57,8 @@ class CopyTimes:
     """The expected time of a copy: a fixed part, and a part for each byte.
 
     If a copy takes another time than expected, each part changes in proportion to its share of the
-    expected time. So small copies teach the fixed part, and large ones the rate (a normalized LMS
-    filter).
+    expected time. So small copies mostly adjust the fixed part, and large ones the rate (a
+    normalized LMS filter).
     """
 
     def __init__(self) -> None:

@@ -206,7 +206,7 @@ async def test_worker_of_absurd_size_is_not_attached(folder, worker, capsys, fie
         setattr(worker.info, field, value)
     async with running_scheduler(folder, [worker.target]) as scheduler:
         reason = ""
-        while "describes itself" not in reason:
+        while "its description is invalid" not in reason:
             _, body = await wait_until_not_ready(scheduler)
             reason = str(body)
     assert problem in capsys.readouterr().out
@@ -218,6 +218,6 @@ async def test_many_long_rows_are_not_more_than_a_scheduler_can_hold(folder, wor
     worker.info.num_blocks = 2**24
     worker.info.model.max_model_len = 2**24
     async with running_scheduler(folder, [worker.target]) as scheduler:
-        while "describes itself" not in str((await wait_until_not_ready(scheduler))[1]):
+        while "its description is invalid" not in str((await wait_until_not_ready(scheduler))[1]):
             pass
     assert "the product must be at most" in capsys.readouterr().out
