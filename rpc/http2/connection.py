@@ -8,16 +8,15 @@ from typing import Any, Final, Protocol, cast
 import grpc
 import structlog
 from h2 import events
-from h2.config import H2Configuration
-from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.exceptions import ProtocolError
-from h2.settings import SettingCodes, Settings
-from hyperframe.frame import Frame, GoAwayFrame
+from h2.settings import SettingCodes
+from hyperframe.frame import GoAwayFrame
 
+from rpc.http2.bounded_h2 import BoundedH2
 from rpc.http2.call import Call
 from rpc.http2.headers import Headers, Metadata, RefusedRequestError, read_request
-from rpc.http2.inbox import WINDOW_BYTES, Inbox
+from rpc.http2.inbox import Inbox
 from rpc.http2.limits import FrameBudget, Limits
 from rpc.http2.outbox import Outbox, OutStream
 from rpc.security.client_certificates import auth_context
@@ -32,8 +31,7 @@ _MOST_UNREAD_BYTES: Final = 1024 * 1024
 """From a client that does not read so many bytes nothing is read: its pings want answers."""
 _SLICE_BYTES: Final = 4096
 _SLICES_S: Final = 0.005
-"""Received bytes are parsed in slices, so that many small frames do not keep the event loop."""
-_FRAME_HEAD_BYTES: Final = 9
+"""Received bytes are parsed in slices, so that many small frames do not hold the event loop."""
 
 log = structlog.get_logger()
 
@@ -50,27 +48,6 @@ class Host(Protocol):
 
     async def find_handler(self, method: str, metadata: Metadata) -> Any:
         """Return the handler of a call; None: there is none."""
-
-
-class _H2(H2Connection):
-    """h2's connection, which counts all frames, and goes on after a client's GOAWAY."""
-
-    num_frames = 0
-
-    def _receive_frame(self, frame: Frame) -> list[events.Event]:
-        self.num_frames += 1
-        return super()._receive_frame(frame)
-
-    def _receive_goaway_frame(self, _frame: GoAwayFrame) -> tuple[list[Frame], list[events.Event]]:
-        # h2 would end all streams, but a client that opens no more still reads their responses.
-        return [], []
-
-
-def _is_use(event: events.Event) -> bool:
-    """Whether a frame brought a request or data."""
-    if isinstance(event, events.DataReceived):
-        return bool(event.data)
-    return isinstance(event, events.RequestReceived)
 
 
 def _peer_of(transport: asyncio.BaseTransport) -> str:
@@ -105,7 +82,9 @@ class Connection(asyncio.Protocol):
         self._waiting: dict[int, Call] = {}
         """Those of `_calls` whose handlers start when others have ended, in order."""
         self._backlog = bytearray()
-        """Received bytes that were not parsed yet."""
+        """Received bytes that were not given to h2 yet."""
+        self._is_parsing = False
+        """Whether `_parse` will run again for what was received."""
         self._num_received = 0
         """Bytes of messages since the connection's window was widened."""
         self._is_reading = True
@@ -129,26 +108,7 @@ class Connection(asyncio.Protocol):
         self._heard_at = self._loop.time()
         self._is_pinged = False
         self._budget = FrameBudget(self.limits.max_concurrent_streams, self._heard_at)
-        self._h2 = h2 = _H2(
-            # With its checks of headers, one malformed call would end all calls of the connection.
-            H2Configuration(
-                client_side=False,
-                validate_inbound_headers=False,
-                normalize_inbound_headers=False,
-                validate_outbound_headers=False,
-                normalize_outbound_headers=False,
-            )
-        )
-        h2.local_settings = Settings(
-            client=False,
-            initial_values={
-                SettingCodes.MAX_CONCURRENT_STREAMS: self.limits.max_concurrent_streams,
-                SettingCodes.MAX_HEADER_LIST_SIZE: self.limits.max_metadata_bytes,
-                SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
-            },
-        )
-        # Too large metadata is answered with a status; from this size on, it ends the connection.
-        h2.decoder.max_header_list_size = 4 * self.limits.max_metadata_bytes
+        self._h2 = h2 = BoundedH2(self.limits)
         h2.initiate_connection()
         h2.increment_flow_control_window(_RECEIVE_WINDOW_BYTES - h2.inbound_flow_control_window)
         self.outbox = Outbox(h2, self._write)
@@ -179,33 +139,33 @@ class Connection(asyncio.Protocol):
             self._is_pinged = False
             self._timer.cancel()
             self._keep_alive()
-        if not self._backlog and len(data) <= _SLICE_BYTES:
-            self._receive(data)
-            self._read_or_not()
-            return
-        is_busy = bool(self._backlog)
         self._backlog += data
-        if not is_busy:
-            self._receive_slices()
+        if not self._is_parsing:
+            self._parse()
 
     # --- what the client sends ------------------------------------------------------------------
 
-    def _receive_slices(self) -> None:
+    def _parse(self) -> None:
         until = self._loop.time() + _SLICES_S
-        while self._backlog and not self._is_closed:
-            part = bytes(self._backlog[:_SLICE_BYTES])
-            del self._backlog[:_SLICE_BYTES]
-            self._receive(part)
-            if self._backlog and self._loop.time() > until:
-                self._loop.call_soon(self._receive_slices)
+        backlog, h2 = self._backlog, self._h2
+        self._is_parsing = False
+        while (backlog or h2.has_more) and not self._is_closed:
+            if self._loop.time() > until:
+                self._is_parsing = True
+                self._loop.call_soon(self._parse)
                 break
+            part = b""
+            if not h2.has_more:
+                part = bytes(backlog[:_SLICE_BYTES])
+                del backlog[:_SLICE_BYTES]
+            self._receive(part)
         self._read_or_not()
 
     def _read_or_not(self) -> None:
         if self._is_closed or self._transport.is_closing():
             return
         is_unread = self._transport.get_write_buffer_size() > _MOST_UNREAD_BYTES
-        if bool(self._backlog or is_unread) is self._is_reading:
+        if (self._is_parsing or is_unread) is self._is_reading:
             self._is_reading = not self._is_reading
             if self._is_reading:
                 self._transport.resume_reading()
@@ -213,20 +173,14 @@ class Connection(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def _receive(self, data: bytes) -> None:
-        h2 = self._h2
-        h2.num_frames = 0
         try:
-            happened = h2.receive_data(data)
+            happened = self._h2.receive_data(data)
         except ProtocolError as error:  # h2 has made a GOAWAY
             log.debug("an HTTP/2 connection ends", peer=self.peer, reason=str(error))
             self.close()
             return
         self.outbox.take()  # an acknowledgement of settings comes before their effect
-        self._spend(h2.num_frames - sum(map(_is_use, happened)))
-        # h2 checks a frame's length only when it has all of it.
-        num_kept = len(h2.incoming_buffer._data)  # noqa: SLF001
-        if num_kept > h2.max_inbound_frame_size + _FRAME_HEAD_BYTES:
-            self._refuse(ErrorCodes.FRAME_SIZE_ERROR, "too large a frame")
+        self._spend(self._h2.num_idle_frames)
         for event in happened:
             if self._is_closed:
                 return
@@ -254,8 +208,9 @@ class Connection(asyncio.Protocol):
             case events.RemoteSettingsChanged():
                 self._timer.cancel()
                 self._keep_alive()
-                for call in self._calls.values():
-                    self.outbox.widen(call.stream)
+                if SettingCodes.INITIAL_WINDOW_SIZE in event.changed_settings:
+                    for call in self._calls.values():
+                        self.outbox.widen(call.stream)
 
     def _on_data(self, event: events.DataReceived) -> None:
         num_bytes = event.flow_controlled_length or 0
@@ -277,7 +232,7 @@ class Connection(asyncio.Protocol):
         if h2_stream is None or h2_stream.closed:  # it was reset in the same moment
             return
         if self._is_leaving:
-            self._h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+            self._reset(stream_id, ErrorCodes.REFUSED_STREAM)
             return
         stream = OutStream(h2_stream)
         try:
@@ -319,8 +274,13 @@ class Connection(asyncio.Protocol):
             self._calls.pop(stream.num, None)
             self._waiting.pop(stream.num, None)
             if not stream.h2.closed:  # the client may still send; nothing will be read
-                self._h2.reset_stream(stream.num, ErrorCodes.NO_ERROR)
+                self._reset(stream.num, ErrorCodes.NO_ERROR)
+            self._h2.forget(stream.num)
         self.outbox.take()
+
+    def _reset(self, stream_id: int, code: ErrorCodes) -> None:
+        self._h2.reset_stream(stream_id, code)
+        self._h2.forget(stream_id)
 
     @property
     def auth_context(self) -> Mapping[str, list[bytes]]:
@@ -336,7 +296,7 @@ class Connection(asyncio.Protocol):
         if not self._is_leaving and not self._is_closed:
             self._is_leaving = True
             for stream_id, call in self._waiting.items():
-                self._h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+                self._reset(stream_id, ErrorCodes.REFUSED_STREAM)
                 del self._calls[stream_id]
                 call.leave()
             self._waiting.clear()
