@@ -19,6 +19,7 @@ from rpc.http2.headers import Headers, Metadata, RefusedRequestError, read_reque
 from rpc.http2.inbox import Inbox
 from rpc.http2.limits import FrameBudget, Limits
 from rpc.http2.outbox import Outbox, OutStream
+from rpc.http2.turns import Turns
 from rpc.security.client_certificates import auth_context
 
 _PREFACE_S: Final = 10.0
@@ -29,9 +30,13 @@ _RECEIVE_WINDOW_BYTES: Final = 1024 * 1024
 """What a client may send on all streams before it is received here."""
 _MOST_UNREAD_BYTES: Final = 1024 * 1024
 """From a client that does not read so many bytes nothing is read: its pings want answers."""
+_LARGE_AT_ONCE: Final = 16
+"""Messages larger than a window that may be received in part, each by a call of its own."""
 _SLICE_BYTES: Final = 4096
-_SLICES_S: Final = 0.005
-"""Received bytes are parsed in slices, so that many small frames do not hold the event loop."""
+"""What is parsed at once, of one connection; it may be fewer bytes if they are many frames."""
+
+_CALLS_AT_ONCE: Final = 100
+"""A handler that is cancelled holds the event loop for 20 us and more."""
 
 log = structlog.get_logger()
 
@@ -45,6 +50,7 @@ class Host(Protocol):
     limits: Limits
     connections: set["Connection"]
     is_stopping: bool
+    turns: Turns
 
     async def find_handler(self, method: str, metadata: Metadata) -> Any:
         """Return the handler of a call; None: there is none."""
@@ -83,10 +89,12 @@ class Connection(asyncio.Protocol):
         """Those of `_calls` whose handlers start when others have ended, in order."""
         self._backlog = bytearray()
         """Received bytes that were not given to h2 yet."""
-        self._is_parsing = False
-        """Whether `_parse` will run again for what was received."""
+        self._is_waiting = False
+        """Whether `parse` will run for what was received."""
         self._num_received = 0
         """Bytes of messages since the connection's window was widened."""
+        self._room = asyncio.Semaphore(_LARGE_AT_ONCE)
+        """For messages larger than a window."""
         self._is_reading = True
         self._is_leaving = False
         self._is_closed = False
@@ -140,32 +148,36 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
             self._keep_alive()
         self._backlog += data
-        if not self._is_parsing:
-            self._parse()
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._server.turns.add(self)
+            if self._is_waiting:
+                self._read_or_not()
 
     # --- what the client sends ------------------------------------------------------------------
 
-    def _parse(self) -> None:
-        until = self._loop.time() + _SLICES_S
-        backlog, h2 = self._backlog, self._h2
-        self._is_parsing = False
-        while (backlog or h2.has_more) and not self._is_closed:
-            if self._loop.time() > until:
-                self._is_parsing = True
-                self._loop.call_soon(self._parse)
-                break
+    def parse(self) -> bool:
+        """Parse a slice of what was received; return whether there is more."""
+        if not self._is_closed:
             part = b""
-            if not h2.has_more:
-                part = bytes(backlog[:_SLICE_BYTES])
-                del backlog[:_SLICE_BYTES]
-            self._receive(part)
-        self._read_or_not()
+            if not self._h2.has_more:
+                part = bytes(self._backlog[:_SLICE_BYTES])
+                del self._backlog[:_SLICE_BYTES]
+            try:
+                self._receive(part)
+            except Exception:
+                log.exception("an HTTP/2 connection failed", peer=self.peer)
+                self._abort()
+        self._is_waiting = not self._is_closed and (bool(self._backlog) or self._h2.has_more)
+        if not self._is_waiting:
+            self._read_or_not()
+        return self._is_waiting
 
     def _read_or_not(self) -> None:
         if self._is_closed or self._transport.is_closing():
             return
         is_unread = self._transport.get_write_buffer_size() > _MOST_UNREAD_BYTES
-        if (self._is_parsing or is_unread) is self._is_reading:
+        if (self._is_waiting or is_unread) is self._is_reading:
             self._is_reading = not self._is_reading
             if self._is_reading:
                 self._transport.resume_reading()
@@ -246,7 +258,7 @@ class Connection(asyncio.Protocol):
                 self._h2.increment_flow_control_window(num_bytes, stream_id)
                 self.outbox.take()
 
-        inbox = Inbox(self.limits.max_received_bytes, request.encoding, allow)
+        inbox = Inbox(self.limits.max_received_bytes, request.encoding, allow, self._room)
         self._calls[stream_id] = call = Call(self, stream, inbox, request)
         self._waiting[stream_id] = call
         self._start_calls()
@@ -325,10 +337,16 @@ class Connection(asyncio.Protocol):
             self._is_closed = True
             self._timer.cancel()
             self._backlog.clear()
-            for call in list(self._calls.values()):
-                call.leave()
+            self._leave_calls(list(self._calls.values()))
             self._calls.clear()
             self._waiting.clear()
+
+    def _leave_calls(self, calls: list[Call]) -> None:
+        # The handlers of all calls end at the next turn of the event loop.
+        for call in calls[:_CALLS_AT_ONCE]:
+            call.leave()
+        if rest := calls[_CALLS_AT_ONCE:]:
+            self._loop.call_soon(self._leave_calls, rest)
 
     def _close_if_idle(self) -> None:
         if self._is_leaving and not self.tasks:

@@ -30,15 +30,25 @@ class Inbox:
     """Collects bytes, and takes messages out of them.
 
     The client may send `WINDOW_BYTES` that no handler reads. While a handler waits for a message,
-    the client may send all of it.
+    the client may send all of it, except that few messages larger than that may come at once.
     """
 
-    def __init__(self, max_bytes: int, encoding: str, allow: Callable[[int], None]) -> None:
-        """`allow` lets the client send more bytes; it has `WINDOW_BYTES` at first."""
+    def __init__(
+        self,
+        max_bytes: int,
+        encoding: str,
+        allow: Callable[[int], None],
+        room: asyncio.Semaphore,
+    ) -> None:
+        """`allow` lets the client send more bytes; it has `WINDOW_BYTES` at first.
+
+        A message larger than that has a place in `room` while it comes.
+        """
         self._max_bytes = max_bytes
         self._encoding = encoding
         self._wbits = ENCODING_TO_WBITS[encoding]
         self._allow = allow
+        self._room = room
         self._data = bytearray()
         self._num_allowed = WINDOW_BYTES
         """Bytes that the client may still send."""
@@ -71,16 +81,25 @@ class Inbox:
                         grpc.StatusCode.INTERNAL, "the request ends within a message"
                     )
                 return None
-            self._num_wanted = size
-            num_missing = size - len(self._data)
-            self._allow_up_to(max(WINDOW_BYTES, num_missing), at_least=num_missing)
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+            if size > WINDOW_BYTES:
+                async with self._room:
+                    await self._wait_for(size)
+            else:
+                await self._wait_for(size)
         is_compressed = self._data[0]
         message = bytes(memoryview(self._data)[_PREFIX_BYTES:size])
         del self._data[:size]
         self._allow_up_to(WINDOW_BYTES - len(self._data))
         return await self._inflated(message) if is_compressed else message
+
+    async def _wait_for(self, size: int) -> None:
+        if self._has_ended or len(self._data) >= size:
+            return
+        self._num_wanted = size
+        num_missing = size - len(self._data)
+        self._allow_up_to(max(WINDOW_BYTES, num_missing), at_least=num_missing)
+        self._reader = asyncio.get_running_loop().create_future()
+        await self._reader
 
     def _wake(self) -> None:
         reader = self._reader
