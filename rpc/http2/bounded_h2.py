@@ -132,6 +132,10 @@ class BoundedH2(H2Connection):
             del self.streams[stream_id]
             self._closed_streams[stream_id] = stream.closed_by
 
+    def close(self) -> None:
+        """Receive nothing more; h2's references to itself end, so that it can be freed."""
+        self._frame_dispatch_table.clear()
+
     def _open_streams(self, _remainder: int) -> int:
         # h2 would look at all streams, for each new one.
         return len(self.streams)

@@ -126,7 +126,11 @@ class Connection(asyncio.Protocol):
         """End all calls."""
         self._close()
         self._timer.cancel()
-        self._server.connections.discard(self)
+        if self in self._server.connections:
+            self._server.connections.remove(self)
+            # Many connections that end at once must not become much garbage to collect at once.
+            self._h2.close()
+            self.outbox.close()
         self.closed.set_result(None)
 
     def pause_writing(self) -> None:

@@ -24,6 +24,10 @@ _FRAME: Final = struct.Struct(">BHBBI")
 _PREFIX: Final = struct.Struct(">BI")
 
 
+def _drop(_data: bytes, _num_frames: int) -> None:
+    pass
+
+
 class OutStream:
     """The outgoing half of a stream."""
 
@@ -125,6 +129,10 @@ class Outbox:
         """Take the frames that h2 has made; to be called after each call of h2 that makes some."""
         if data := self._h2.data_to_send():
             self.add(data)
+
+    def close(self) -> None:
+        """Send nothing more, and refer to nobody who would."""
+        self._write = _drop
 
     def add(self, frames: bytes) -> None:
         """Send frames other than messages'."""

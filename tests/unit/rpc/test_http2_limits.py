@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import gc
+import weakref
 import zlib
 from dataclasses import replace
 
@@ -532,6 +534,31 @@ async def test_a_client_that_does_not_begin(connect, monkeypatch):
     client = await connect(begins=False)
     client.writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n")
     assert await client.end() is None
+
+
+@pytest.mark.parametrize("first", [b"", HELLO, HELLO[:3]])
+async def test_a_connection_leaves_no_garbage(connect, server, first):
+    """Thousands that end at once would hold the event loop when they are collected."""
+    client = await connect()
+    if first:
+        client.call(1, changed(grpc_timeout="100S"), first)
+        await client.status(1)
+    client.h2.ping(bytes(8))
+    client.send()
+    await client.event(h2.events.PingAckReceived)
+    (connection,) = server.connections
+    closed, kept = connection.closed, weakref.ref(connection)
+    del connection
+    gc.disable()
+    try:
+        client.writer.close()
+        await asyncio.wait_for(closed, 20)
+        del closed
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 class TestConnections:
