@@ -5,11 +5,11 @@ from typing import Any, Final
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import DataReceived, Event, RequestReceived
-from h2.exceptions import DenialOfServiceError
+from h2.exceptions import DenialOfServiceError, StreamClosedError
 from h2.frame_buffer import FrameBuffer
 from h2.settings import SettingCodes, Settings
 from hpack import Decoder, HPACKDecodingError
-from hyperframe.frame import Frame, GoAwayFrame, HeadersFrame, SettingsFrame
+from hyperframe.frame import DataFrame, Frame, GoAwayFrame, HeadersFrame, SettingsFrame
 
 from rpc.http2.inbox import WINDOW_BYTES
 from rpc.http2.limits import Limits
@@ -147,6 +147,20 @@ class BoundedH2(H2Connection):
         self.num_idle_frames += not any(map(_is_use, happened))
         self.forget(frame.stream_id)
         return happened
+
+    # The frames of an error's traceback refer to the error: it would stay until it is collected.
+
+    def _receive_headers_frame(self, frame: HeadersFrame) -> tuple[list[Frame], list[Event]]:
+        try:
+            return super()._receive_headers_frame(frame)
+        except StreamClosedError as error:
+            raise error.with_traceback(None)  # noqa: B904
+
+    def _handle_data_on_closed_stream(
+        self, happened: list[Event], error: StreamClosedError, frame: DataFrame
+    ) -> tuple[list[Frame], list[Event]]:
+        error.__traceback__ = None
+        return super()._handle_data_on_closed_stream(happened, error, frame)
 
     def _receive_settings_frame(self, frame: SettingsFrame) -> tuple[list[Frame], list[Event]]:
         known, changed = self.remote_settings, {}

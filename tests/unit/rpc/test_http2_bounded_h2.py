@@ -1,5 +1,6 @@
 """What a frame of a client may cost: time, and memory that stays."""
 
+import gc
 import struct
 
 import h2.connection
@@ -142,6 +143,20 @@ def test_closed_streams_are_forgotten(server):
     assert server.data_to_send().startswith(b"\0\0\4\3\0\0\0\0\1")  # RST_STREAM
 
 
+@pytest.mark.parametrize("late", [DataFrame(1, b"late").serialize(), headers(1)])
+def test_frames_on_an_ended_stream_leave_no_garbage(server, late):
+    server.receive_data(headers(1) + DataFrame(1, b"", flags=["END_STREAM"]).serialize())
+    gc.collect()
+    gc.disable()
+    try:
+        (event,) = server.receive_data(late)
+        assert isinstance(event, h2.events.StreamReset)
+        assert event.error_code == ErrorCodes.STREAM_CLOSED
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
 def test_streams_are_counted_without_a_look_at_each(server, monkeypatch):
     most = LIMITS.max_concurrent_streams
     for number in range(most):
@@ -160,10 +175,13 @@ def test_h2_has_what_is_overridden():
     for name in (
         "_open_streams",
         "_receive_frame",
+        "_receive_headers_frame",
+        "_handle_data_on_closed_stream",
+        "_frame_dispatch_table",
         "_receive_settings_frame",
         "_receive_goaway_frame",
     ):
-        assert hasattr(h2.connection.H2Connection, name)
+        assert hasattr(h2.connection.H2Connection(), name)
     base = BoundedH2.__mro__[1]
     assert base is h2.connection.H2Connection
     assert all(
