@@ -103,13 +103,15 @@ class Connection(asyncio.Protocol):
     # --- asyncio's calls ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, unless there are too many connections."""
+        """Begin, unless there are too many connections, or TLS has agreed on another protocol."""
         self._transport = cast("asyncio.Transport", transport)
         self.peer = _peer_of(transport)
         most = self.limits.max_connections
         self._timer = self._loop.call_later(_PREFACE_S, self._abort)
         is_full = most is not None and len(self._server.connections) >= most
-        if is_full or self._server.is_stopping:
+        tls = transport.get_extra_info("ssl_object")
+        is_other = tls is not None and tls.selected_alpn_protocol() != "h2"
+        if is_full or is_other or self._server.is_stopping:
             self._abort()
             return
         self._server.connections.add(self)
