@@ -8,18 +8,18 @@ from typing import Any, Final, Protocol, cast
 import grpc
 import structlog
 from h2 import events
-from h2.config import H2Configuration
-from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.exceptions import ProtocolError
-from h2.settings import SettingCodes, Settings
-from hyperframe.frame import Frame, GoAwayFrame
+from h2.settings import SettingCodes
+from hyperframe.frame import GoAwayFrame
 
+from rpc.http2.bounded_h2 import BoundedH2
 from rpc.http2.call import Call
 from rpc.http2.headers import Headers, Metadata, RefusedRequestError, read_request
-from rpc.http2.inbox import WINDOW_BYTES, Inbox
+from rpc.http2.inbox import Inbox
 from rpc.http2.limits import FrameBudget, Limits
 from rpc.http2.outbox import Outbox, OutStream
+from rpc.http2.turns import Turns
 from rpc.security.client_certificates import auth_context
 
 _PREFACE_S: Final = 10.0
@@ -31,10 +31,12 @@ _RECEIVE_WINDOW_BYTES: Final = 1024 * 1024
 _MOST_UNREAD_BYTES: Final = 1024 * 1024
 """While more bytes than this wait to be sent, nothing is read from the client. Otherwise answers to
 its pings could pile up."""
+_LARGE_AT_ONCE: Final = 64
+"""How many messages larger than a stream's window may be on their way at the same time."""
 _SLICE_BYTES: Final = 4096
-_SLICES_S: Final = 0.005
 """Received bytes are parsed in slices, so that many small frames do not block the event loop."""
-_FRAME_HEAD_BYTES: Final = 9
+_CALLS_AT_ONCE: Final = 100
+"""Handlers that are cancelled at once; each holds the event loop for 20 us or more."""
 
 log = structlog.get_logger()
 
@@ -48,30 +50,10 @@ class Host(Protocol):
     limits: Limits
     connections: set["Connection"]
     is_stopping: bool
+    turns: Turns
 
     async def find_handler(self, method: str, metadata: Metadata) -> Any:
         """Return the handler of a call; None: the method is unknown."""
-
-
-class _H2(H2Connection):
-    """h2's connection, extended to count frames and to continue after a client's GOAWAY."""
-
-    num_frames = 0
-
-    def _receive_frame(self, frame: Frame) -> list[events.Event]:
-        self.num_frames += 1
-        return super()._receive_frame(frame)
-
-    def _receive_goaway_frame(self, _frame: GoAwayFrame) -> tuple[list[Frame], list[events.Event]]:
-        # h2 would end all streams, but the client still reads responses on open streams.
-        return [], []
-
-
-def _is_use(event: events.Event) -> bool:
-    """Whether an event is a request or has data."""
-    if isinstance(event, events.DataReceived):
-        return bool(event.data)
-    return isinstance(event, events.RequestReceived)
 
 
 def _peer_of(transport: asyncio.BaseTransport) -> str:
@@ -106,9 +88,13 @@ class Connection(asyncio.Protocol):
         self._waiting: dict[int, Call] = {}
         """The calls in `_calls` whose handlers have not started, oldest first."""
         self._backlog = bytearray()
-        """Received bytes that have not been parsed yet."""
+        """Received bytes that have not been given to h2 yet."""
+        self._is_waiting = False
+        """Whether `parse` will be called again for received bytes."""
         self._num_received = 0
         """Bytes of data received since the connection's window was last widened."""
+        self._room = asyncio.Semaphore(_LARGE_AT_ONCE)
+        """Places for messages larger than a stream's window."""
         self._is_reading = True
         self._is_leaving = False
         self._is_closed = False
@@ -117,39 +103,22 @@ class Connection(asyncio.Protocol):
     # --- asyncio's calls ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start HTTP/2, unless there are too many connections or the server is stopping."""
+        """Start HTTP/2, unless the server is full, it is stopping, or TLS agreed on something else."""
         self._transport = cast("asyncio.Transport", transport)
         self.peer = _peer_of(transport)
         most = self.limits.max_connections
         self._timer = self._loop.call_later(_PREFACE_S, self._abort)
         is_full = most is not None and len(self._server.connections) >= most
-        if is_full or self._server.is_stopping:
+        tls = transport.get_extra_info("ssl_object")
+        is_other = tls is not None and tls.selected_alpn_protocol() != "h2"
+        if is_full or is_other or self._server.is_stopping:
             self._abort()
             return
         self._server.connections.add(self)
         self._heard_at = self._loop.time()
         self._is_pinged = False
         self._budget = FrameBudget(self.limits.max_concurrent_streams, self._heard_at)
-        self._h2 = h2 = _H2(
-            # If h2 checked headers, one malformed call would end all calls of the connection.
-            H2Configuration(
-                client_side=False,
-                validate_inbound_headers=False,
-                normalize_inbound_headers=False,
-                validate_outbound_headers=False,
-                normalize_outbound_headers=False,
-            )
-        )
-        h2.local_settings = Settings(
-            client=False,
-            initial_values={
-                SettingCodes.MAX_CONCURRENT_STREAMS: self.limits.max_concurrent_streams,
-                SettingCodes.MAX_HEADER_LIST_SIZE: self.limits.max_metadata_bytes,
-                SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
-            },
-        )
-        # Metadata above the limit is refused with a status; above this size it ends the connection.
-        h2.decoder.max_header_list_size = 4 * self.limits.max_metadata_bytes
+        self._h2 = h2 = BoundedH2(self.limits)
         h2.initiate_connection()
         h2.increment_flow_control_window(_RECEIVE_WINDOW_BYTES - h2.inbound_flow_control_window)
         self.outbox = Outbox(h2, self._write)
@@ -159,7 +128,11 @@ class Connection(asyncio.Protocol):
         """End all calls."""
         self._close()
         self._timer.cancel()
-        self._server.connections.discard(self)
+        if self in self._server.connections:
+            self._server.connections.remove(self)
+            # Many connections that end at once must not become much garbage to collect at once.
+            self._h2.close()
+            self.outbox.close()
         self.closed.set_result(None)
 
     def pause_writing(self) -> None:
@@ -180,33 +153,37 @@ class Connection(asyncio.Protocol):
             self._is_pinged = False
             self._timer.cancel()
             self._keep_alive()
-        if not self._backlog and len(data) <= _SLICE_BYTES:
-            self._receive(data)
-            self._read_or_not()
-            return
-        is_busy = bool(self._backlog)
         self._backlog += data
-        if not is_busy:
-            self._receive_slices()
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._server.turns.add(self)
+            if self._is_waiting:
+                self._read_or_not()
 
     # --- what the client sends ------------------------------------------------------------------
 
-    def _receive_slices(self) -> None:
-        until = self._loop.time() + _SLICES_S
-        while self._backlog and not self._is_closed:
-            part = bytes(self._backlog[:_SLICE_BYTES])
-            del self._backlog[:_SLICE_BYTES]
-            self._receive(part)
-            if self._backlog and self._loop.time() > until:
-                self._loop.call_soon(self._receive_slices)
-                break
-        self._read_or_not()
+    def parse(self) -> bool:
+        """Parse a slice of the received bytes; return whether there are more."""
+        if not self._is_closed:
+            part = b""
+            if not self._h2.has_more:
+                part = bytes(self._backlog[:_SLICE_BYTES])
+                del self._backlog[:_SLICE_BYTES]
+            try:
+                self._receive(part)
+            except Exception:
+                log.exception("an HTTP/2 connection failed", peer=self.peer)
+                self._abort()
+        self._is_waiting = not self._is_closed and (bool(self._backlog) or self._h2.has_more)
+        if not self._is_waiting:
+            self._read_or_not()
+        return self._is_waiting
 
     def _read_or_not(self) -> None:
         if self._is_closed or self._transport.is_closing():
             return
         is_unread = self._transport.get_write_buffer_size() > _MOST_UNREAD_BYTES
-        if bool(self._backlog or is_unread) is self._is_reading:
+        if (self._is_waiting or is_unread) is self._is_reading:
             self._is_reading = not self._is_reading
             if self._is_reading:
                 self._transport.resume_reading()
@@ -214,20 +191,14 @@ class Connection(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def _receive(self, data: bytes) -> None:
-        h2 = self._h2
-        h2.num_frames = 0
         try:
-            happened = h2.receive_data(data)
+            happened = self._h2.receive_data(data)
         except ProtocolError as error:  # h2 has prepared a GOAWAY
             log.debug("an HTTP/2 client broke the protocol", peer=self.peer, reason=str(error))
             self.close()
             return
         self.outbox.take()  # settings must be acknowledged before they take effect
-        self._spend(h2.num_frames - sum(map(_is_use, happened)))
-        # h2 checks a frame's length only when the whole frame has arrived.
-        num_kept = len(h2.incoming_buffer._data)  # noqa: SLF001
-        if num_kept > h2.max_inbound_frame_size + _FRAME_HEAD_BYTES:
-            self._refuse(ErrorCodes.FRAME_SIZE_ERROR, "a frame is too large")
+        self._spend(self._h2.num_idle_frames)
         for event in happened:
             if self._is_closed:
                 return
@@ -255,8 +226,9 @@ class Connection(asyncio.Protocol):
             case events.RemoteSettingsChanged():
                 self._timer.cancel()
                 self._keep_alive()
-                for call in self._calls.values():
-                    self.outbox.widen(call.stream)
+                if SettingCodes.INITIAL_WINDOW_SIZE in event.changed_settings:
+                    for call in self._calls.values():
+                        self.outbox.widen(call.stream)
 
     def _on_data(self, event: events.DataReceived) -> None:
         num_bytes = event.flow_controlled_length or 0
@@ -278,7 +250,7 @@ class Connection(asyncio.Protocol):
         if h2_stream is None or h2_stream.closed:  # the same bytes also reset the stream
             return
         if self._is_leaving:
-            self._h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+            self._reset(stream_id, ErrorCodes.REFUSED_STREAM)
             return
         stream = OutStream(h2_stream)
         try:
@@ -292,7 +264,7 @@ class Connection(asyncio.Protocol):
                 self._h2.increment_flow_control_window(num_bytes, stream_id)
                 self.outbox.take()
 
-        inbox = Inbox(self.limits.max_received_bytes, request.encoding, allow)
+        inbox = Inbox(self.limits.max_received_bytes, request.encoding, allow, self._room)
         self._calls[stream_id] = call = Call(self, stream, inbox, request)
         self._waiting[stream_id] = call
         self._start_calls()
@@ -321,8 +293,13 @@ class Connection(asyncio.Protocol):
             self._calls.pop(stream.num, None)
             self._waiting.pop(stream.num, None)
             if not stream.h2.closed:  # tells the client to send no more
-                self._h2.reset_stream(stream.num, ErrorCodes.NO_ERROR)
+                self._reset(stream.num, ErrorCodes.NO_ERROR)
+            self._h2.forget(stream.num)
         self.outbox.take()
+
+    def _reset(self, stream_id: int, code: ErrorCodes) -> None:
+        self._h2.reset_stream(stream_id, code)
+        self._h2.forget(stream_id)
 
     @property
     def auth_context(self) -> Mapping[str, list[bytes]]:
@@ -338,7 +315,7 @@ class Connection(asyncio.Protocol):
         if not self._is_leaving and not self._is_closed:
             self._is_leaving = True
             for stream_id, call in self._waiting.items():
-                self._h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+                self._reset(stream_id, ErrorCodes.REFUSED_STREAM)
                 del self._calls[stream_id]
                 call.leave()
             self._waiting.clear()
@@ -367,10 +344,16 @@ class Connection(asyncio.Protocol):
             self._is_closed = True
             self._timer.cancel()
             self._backlog.clear()
-            for call in list(self._calls.values()):
-                call.leave()
+            self._leave_calls(list(self._calls.values()))
             self._calls.clear()
             self._waiting.clear()
+
+    def _leave_calls(self, calls: list[Call]) -> None:
+        # The handlers of all calls end at the next turn of the event loop.
+        for call in calls[:_CALLS_AT_ONCE]:
+            call.leave()
+        if rest := calls[_CALLS_AT_ONCE:]:
+            self._loop.call_soon(self._leave_calls, rest)
 
     def _close_if_idle(self) -> None:
         if self._is_leaving and not self.tasks:

@@ -20,6 +20,7 @@ RESPONSE: Final = (
 )
 """The headers before the first message."""
 
+_PSEUDO: Final = frozenset((b":method", b":scheme", b":path", b":authority"))
 _HIDDEN: Final = frozenset(
     (b"te", b"content-type", b"grpc-encoding", b"grpc-accept-encoding", b"grpc-timeout", b"host")
 )
@@ -31,6 +32,8 @@ _SAFE: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 """Characters that are not percent-encoded in a status message."""
 _TIMEOUT: Final = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+_MOST_DETAILS: Final = 200
+"""Characters of a refusal, which names what the client has sent."""
 _FIELD_BYTES: Final = 32
 """Bytes that HTTP/2 adds to the size of each header."""
 ENCODING_TO_WBITS: Final = {"identity": 0, "deflate": 15, "gzip": 31}
@@ -63,6 +66,9 @@ def read_request(headers: Headers, max_bytes: int) -> Request:
         RefusedRequestError: The call is refused; answer it with the headers in `answer`.
     """
     name_to_value = dict(headers)
+    pseudo = [name for name, _ in headers if name.startswith(b":")]
+    if len(pseudo) > len(_PSEUDO.intersection(pseudo)):  # proxies may have read another of two
+        raise RefusedRequestError([(b":status", b"400")])
     if name_to_value.get(b":method") != b"POST" or b":path" not in name_to_value:
         raise RefusedRequestError([(b":status", b"405"), (b"allow", b"POST")])
     if not name_to_value.get(b"content-type", b"").startswith(b"application/grpc"):
@@ -92,7 +98,7 @@ def read_request(headers: Headers, max_bytes: int) -> Request:
 
 
 def _refused(code: grpc.StatusCode, details: str) -> RefusedRequestError:
-    return RefusedRequestError([*RESPONSE, *encode_status(code, details)])
+    return RefusedRequestError([*RESPONSE, *encode_status(code, details[:_MOST_DETAILS])])
 
 
 def _seconds(timeout: bytes) -> float:

@@ -30,15 +30,25 @@ class Inbox:
     """Collects received bytes and splits them into messages.
 
     The client may send `WINDOW_BYTES` before a handler reads them. While a handler waits for a
-    larger message, the client may send all of that message.
+    larger message, the client may send all of that message, if there is a place for it in `room`.
     """
 
-    def __init__(self, max_bytes: int, encoding: str, allow: Callable[[int], None]) -> None:
-        """`allow(n)` lets the client send n bytes more; at first it may send `WINDOW_BYTES`."""
+    def __init__(
+        self,
+        max_bytes: int,
+        encoding: str,
+        allow: Callable[[int], None],
+        room: asyncio.Semaphore,
+    ) -> None:
+        """`allow(n)` lets the client send n bytes more; at first it may send `WINDOW_BYTES`.
+
+        `room` limits how many messages larger than that the inboxes that share it receive at once.
+        """
         self._max_bytes = max_bytes
         self._encoding = encoding
         self._wbits = ENCODING_TO_WBITS[encoding]
         self._allow = allow
+        self._room = room
         self._data = bytearray()
         self._num_allowed = WINDOW_BYTES
         """Bytes that the client may still send."""
@@ -71,16 +81,25 @@ class Inbox:
                         grpc.StatusCode.INTERNAL, "the request ends within a message"
                     )
                 return None
-            self._num_wanted = size
-            num_missing = size - len(self._data)
-            self._allow_up_to(max(WINDOW_BYTES, num_missing), at_least=num_missing)
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+            if size > WINDOW_BYTES:
+                async with self._room:
+                    await self._wait_for(size)
+            else:
+                await self._wait_for(size)
         is_compressed = self._data[0]
         message = bytes(memoryview(self._data)[_PREFIX_BYTES:size])
         del self._data[:size]
         self._allow_up_to(WINDOW_BYTES - len(self._data))
         return await self._inflated(message) if is_compressed else message
+
+    async def _wait_for(self, size: int) -> None:
+        if self._has_ended or len(self._data) >= size:
+            return
+        self._num_wanted = size
+        num_missing = size - len(self._data)
+        self._allow_up_to(max(WINDOW_BYTES, num_missing), at_least=num_missing)
+        self._reader = asyncio.get_running_loop().create_future()
+        await self._reader
 
     def _wake(self) -> None:
         reader = self._reader

@@ -24,6 +24,10 @@ _FRAME: Final = struct.Struct(">BHBBI")
 _PREFIX: Final = struct.Struct(">BI")
 
 
+def _drop(_data: bytes, _num_frames: int) -> None:
+    pass
+
+
 class OutStream:
     """The outgoing half of a stream."""
 
@@ -132,6 +136,10 @@ class Outbox:
         """Send the frames that h2 has made. Call this after each h2 method that makes frames."""
         if data := self._h2.data_to_send():
             self.add(data)
+
+    def close(self) -> None:
+        """Send nothing more, and refer to nobody who would."""
+        self._write = _drop
 
     def add(self, frames: bytes) -> None:
         """Send frames other than DATA frames of messages."""

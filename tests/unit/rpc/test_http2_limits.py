@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import gc
+import weakref
 import zlib
 from dataclasses import replace
 
@@ -208,6 +210,10 @@ def changed(**changes):
         ({"connection": "close"}, 0, ""),
         ({"x_long": "a" * 4000}, 8, "4096"),
         ({":path": "/test/Nothing"}, 12, "Method not found!"),
+        ({":status": "200"}, "400", ""),
+        ({"content_length": "3"}, 0, ""),
+        ({"content_length": "x"}, 0, ""),
+        ({"grpc_encoding": "x" * 3000}, 12, "grpc-encoding is xxx"),
     ],
 )
 async def test_headers(connect, changes, status, text):
@@ -217,6 +223,20 @@ async def test_headers(connect, changes, status, text):
     assert code == status
     assert text in message
     await echoes(client, 3)
+
+
+@pytest.mark.parametrize("name", [":path", ":method", ":authority"])
+async def test_two_headers_of_which_a_proxy_may_have_read_the_other(connect, name):
+    client = await connect()
+    client.call(1, [(name, "/other"), *HEADERS])
+    assert await client.status(1) == ("400", "")
+    await echoes(client, 3)
+
+
+async def test_a_refusal_is_short(connect):
+    client = await connect()
+    client.call(1, changed(grpc_encoding="x" * 3000))
+    assert len((await client.status(1))[1]) < 300
 
 
 @pytest.mark.parametrize(
@@ -323,6 +343,36 @@ async def test_a_message_larger_than_a_window_is_let_in_when_it_is_wanted(connec
     client.h2.increment_flow_control_window(2 * MAX_BYTES, 1)
     client.send()
     assert await client.status(1) == (0, "")
+
+
+async def test_few_large_messages_come_at_once(connect, monkeypatch):
+    monkeypatch.setattr(connection_module, "_LARGE_AT_ONCE", 2)
+    client = await connect()
+    client.h2.increment_flow_control_window(10 * MAX_BYTES)
+    message, numbers = framed(bytes(MAX_BYTES)), (1, 3, 5)
+    sent = dict.fromkeys(numbers, 0)
+    for number in numbers:
+        client.h2.send_headers(number, HEADERS)
+        client.h2.increment_flow_control_window(2 * MAX_BYTES, number)
+
+    async def send_up_to(most):
+        """Send what there is room for, until the server gives no more."""
+        for _ in range(40):
+            for number in numbers:
+                room = min(client.h2.local_flow_control_window(number), 16_384)
+                part = message[sent[number] : min(sent[number] + room, most)]
+                if part:
+                    sent[number] += len(part)
+                    client.h2.send_data(number, part, end_stream=sent[number] == len(message))
+            client.h2.ping(bytes(8))
+            client.send()
+            await client.event(h2.events.PingAckReceived)
+
+    await send_up_to(len(message) - 1)
+    assert sorted(sent.values()) == [WINDOW_BYTES, MAX_BYTES + 4, MAX_BYTES + 4]
+    await send_up_to(len(message))
+    for number in numbers:
+        assert await client.status(number) == (0, "")
 
 
 async def test_a_frame_that_is_too_large_is_refused_before_it_is_there(connect):
@@ -484,6 +534,31 @@ async def test_a_client_that_does_not_begin(connect, monkeypatch):
     client = await connect(begins=False)
     client.writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n")
     assert await client.end() is None
+
+
+@pytest.mark.parametrize("first", [b"", HELLO, HELLO[:3]])
+async def test_a_connection_leaves_no_garbage(connect, server, first):
+    """Thousands that end at once would hold the event loop when they are collected."""
+    client = await connect()
+    if first:
+        client.call(1, changed(grpc_timeout="100S"), first)
+        await client.status(1)
+    client.h2.ping(bytes(8))
+    client.send()
+    await client.event(h2.events.PingAckReceived)
+    (connection,) = server.connections
+    closed, kept = connection.closed, weakref.ref(connection)
+    del connection
+    gc.disable()
+    try:
+        client.writer.close()
+        await asyncio.wait_for(closed, 20)
+        del closed
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 class TestConnections:

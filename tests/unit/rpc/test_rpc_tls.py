@@ -1,5 +1,6 @@
 """Servers and channels with certificates: allowed calls, and errors of others."""
 
+import asyncio
 import contextlib
 import ssl
 
@@ -152,6 +153,22 @@ async def test_plain_text_to_a_tls_port_is_refused(run_server, process):
         async with aiohttp.ClientSession() as session:
             with pytest.raises(aiohttp.ClientError):
                 await session.get(f"http://{addresses.http}/health")
+
+
+@pytest.mark.parametrize("protocols", [[], ["http/1.1"]])
+async def test_a_client_that_does_not_agree_on_http_2_is_refused(run_server, process, protocols):
+    async with run_server(ProcessSettings(**process.as_server)) as addresses:
+        context = ssl.create_default_context(cafile=process.ca)
+        context.check_hostname = False
+        if protocols:
+            context.set_alpn_protocols(protocols)
+        host, _, port = addresses.grpc.rpartition(":")
+        received = b""
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            received = await asyncio.wait_for(reader.read(1), 20)
+        assert received == b""
 
 
 async def test_tls_to_a_plain_port_says_so(run_server, process):

@@ -1,0 +1,178 @@
+"""HTTP/2 by the library h2, with bounds for the work that each frame of a client makes."""
+
+from typing import Any, Final
+
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import DataReceived, Event, RequestReceived
+from h2.exceptions import DenialOfServiceError, StreamClosedError
+from h2.frame_buffer import FrameBuffer
+from h2.settings import SettingCodes, Settings
+from hpack import Decoder, HPACKDecodingError
+from hyperframe.frame import DataFrame, Frame, GoAwayFrame, HeadersFrame, SettingsFrame
+
+from rpc.http2.inbox import WINDOW_BYTES
+from rpc.http2.limits import Limits
+
+_LENGTH_BYTES: Final = 3
+"""The beginning of a frame."""
+_FRAMES_AT_ONCE: Final = 32
+"""What is parsed before `has_more`: a frame takes 10 to 1000 us."""
+_STREAMS_PER_FRAME: Final = 50
+"""A change of all streams' windows takes as long as a frame for every so many streams."""
+_MOST_TABLE_BYTES: Final = 4096
+"""Size of the table by which sent headers are compressed; it is searched entry by entry."""
+_MOST_TABLE_CHANGES: Final = 2
+"""In one block of headers, as RFC 7541 has it (4.2); each takes a byte and 1 us."""
+_USED_SETTINGS: Final = frozenset(
+    (
+        SettingCodes.HEADER_TABLE_SIZE,
+        SettingCodes.ENABLE_PUSH,
+        SettingCodes.INITIAL_WINDOW_SIZE,
+        SettingCodes.MAX_FRAME_SIZE,
+    )
+)
+"""h2 would keep all, 65,536 at most, and look at each of them for every SETTINGS frame."""
+_SETTINGS_OF_STREAMS: Final = frozenset(
+    (SettingCodes.INITIAL_WINDOW_SIZE, SettingCodes.MAX_FRAME_SIZE)
+)
+"""Their changes concern all streams."""
+
+
+class _Frames(FrameBuffer):
+    """Yields `num_left` frames, and refuses a frame that is too large before it is there."""
+
+    num_left = _FRAMES_AT_ONCE
+
+    def __next__(self) -> Frame:
+        if not self.num_left:
+            raise StopIteration
+        self.num_left -= 1
+        if len(self._data) >= _LENGTH_BYTES:
+            self._validate_frame_length(int.from_bytes(self._data[:_LENGTH_BYTES], "big"))
+        return super().__next__()
+
+
+class _Decoder(Decoder):
+    """Decodes headers, with few changes of its table's size."""
+
+    _num_changes = 0
+
+    def decode(self, data: bytes, raw: bool = False) -> Any:
+        self._num_changes = 0
+        # A call whose data has another length would end the connection.
+        return [each for each in super().decode(data, raw) if each[0] != b"content-length"]
+
+    def _update_encoding_context(self, data: bytes | memoryview) -> int:
+        self._num_changes += 1
+        if self._num_changes > _MOST_TABLE_CHANGES:
+            raise HPACKDecodingError("too many changes of the table's size")
+        return super()._update_encoding_context(data)
+
+
+def _is_use(event: Event) -> bool:
+    """Whether a frame brought a request or data."""
+    if isinstance(event, DataReceived):
+        return bool(event.data)
+    return isinstance(event, RequestReceived)
+
+
+class BoundedH2(H2Connection):
+    """A server's connection, which goes on after a client's GOAWAY.
+
+    A closed stream must be given to `forget`.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        # With its checks of headers, one malformed call would end all calls of the connection.
+        super().__init__(
+            H2Configuration(
+                client_side=False,
+                validate_inbound_headers=False,
+                normalize_inbound_headers=False,
+                validate_outbound_headers=False,
+                normalize_outbound_headers=False,
+            )
+        )
+        self.local_settings = Settings(
+            client=False,
+            initial_values={
+                SettingCodes.MAX_CONCURRENT_STREAMS: limits.max_concurrent_streams,
+                SettingCodes.MAX_HEADER_LIST_SIZE: limits.max_metadata_bytes,
+                SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
+            },
+        )
+        self.incoming_buffer: _Frames = _Frames(server=True)
+        self.decoder = _Decoder()
+        # Too large metadata is answered with a status; from this size on, it ends the connection.
+        self._max_headers_bytes = 4 * limits.max_metadata_bytes
+        self.decoder.max_header_list_size = self._max_headers_bytes
+        self.num_idle_frames = 0
+        """Frames of the last `receive_data` without a request or data, weighed by their work."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `receive_data(b"")` may find other frames in the data that it had."""
+        return self.incoming_buffer.num_left == 0
+
+    def receive_data(self, data: bytes) -> list[Event]:  # type: ignore[override] # no other buffers
+        """Parse a few frames; see `has_more`.
+
+        Raises:
+            ProtocolError: The connection has ended, with a GOAWAY.
+        """
+        self.incoming_buffer.num_left = _FRAMES_AT_ONCE
+        self.num_idle_frames = 0
+        return super().receive_data(data)
+
+    def forget(self, stream_id: int) -> None:
+        """Free a stream, if it is closed."""
+        stream = self.streams.get(stream_id)
+        if stream is not None and stream.closed:
+            del self.streams[stream_id]
+            self._closed_streams[stream_id] = stream.closed_by
+
+    def close(self) -> None:
+        """Receive nothing more; h2's references to itself end, so that it can be freed."""
+        self._frame_dispatch_table.clear()
+
+    def _open_streams(self, _remainder: int) -> int:
+        # h2 would look at all streams, for each new one.
+        return len(self.streams)
+
+    def _receive_frame(self, frame: Frame) -> list[Event]:
+        if isinstance(frame, HeadersFrame) and len(frame.data) > self._max_headers_bytes:
+            raise DenialOfServiceError("too large a block of headers")
+        happened = super()._receive_frame(frame)
+        self.num_idle_frames += not any(map(_is_use, happened))
+        self.forget(frame.stream_id)
+        return happened
+
+    # The frames of an error's traceback refer to the error: it would stay until it is collected.
+
+    def _receive_headers_frame(self, frame: HeadersFrame) -> tuple[list[Frame], list[Event]]:
+        try:
+            return super()._receive_headers_frame(frame)
+        except StreamClosedError as error:
+            raise error.with_traceback(None)  # noqa: B904
+
+    def _handle_data_on_closed_stream(
+        self, happened: list[Event], error: StreamClosedError, frame: DataFrame
+    ) -> tuple[list[Frame], list[Event]]:
+        error.__traceback__ = None
+        return super()._handle_data_on_closed_stream(happened, error, frame)
+
+    def _receive_settings_frame(self, frame: SettingsFrame) -> tuple[list[Frame], list[Event]]:
+        known, changed = self.remote_settings, {}
+        for code, value in frame.settings.items():
+            most = _MOST_TABLE_BYTES if code == SettingCodes.HEADER_TABLE_SIZE else value
+            if code in _USED_SETTINGS and known[code] != min(value, most):
+                changed[code] = min(value, most)
+        frame.settings = changed
+        if changed.keys() & _SETTINGS_OF_STREAMS:
+            self.num_idle_frames += len(self.streams) // _STREAMS_PER_FRAME
+        return super()._receive_settings_frame(frame)
+
+    def _receive_goaway_frame(self, _frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
+        # h2 would end all streams, but a client that opens no more still reads their responses.
+        return [], []
