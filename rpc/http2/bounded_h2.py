@@ -1,4 +1,4 @@
-"""HTTP/2 by the library h2, with bounds for the work that each frame of a client makes."""
+"""The library h2's connection, with limits on the work that each frame of a client makes."""
 
 from typing import Any, Final
 
@@ -15,15 +15,15 @@ from rpc.http2.inbox import WINDOW_BYTES
 from rpc.http2.limits import Limits
 
 _LENGTH_BYTES: Final = 3
-"""The beginning of a frame."""
+"""Size of the field at the beginning of a frame that has the frame's length."""
 _FRAMES_AT_ONCE: Final = 32
-"""What is parsed before `has_more`: a frame takes 10 to 1000 us."""
+"""Frames that one `receive_data` parses at most; a frame takes 10 to 1000 us."""
 _STREAMS_PER_FRAME: Final = 50
-"""A change of all streams' windows takes as long as a frame for every so many streams."""
+"""Changing the windows of this many streams takes as long as one frame."""
 _MOST_TABLE_BYTES: Final = 4096
-"""Size of the table by which sent headers are compressed; it is searched entry by entry."""
+"""Limit on the table that compresses the headers we send; hpack searches it entry by entry."""
 _MOST_TABLE_CHANGES: Final = 2
-"""In one block of headers, as RFC 7541 has it (4.2); each takes a byte and 1 us."""
+"""Limit in one block of headers, from RFC 7541, 4.2; a change has one byte and takes 1 us."""
 _USED_SETTINGS: Final = frozenset(
     (
         SettingCodes.HEADER_TABLE_SIZE,
@@ -32,15 +32,15 @@ _USED_SETTINGS: Final = frozenset(
         SettingCodes.MAX_FRAME_SIZE,
     )
 )
-"""h2 would keep all, 65,536 at most, and look at each of them for every SETTINGS frame."""
+"""Other settings are dropped: h2 would keep up to 65,536, and check all at each SETTINGS frame."""
 _SETTINGS_OF_STREAMS: Final = frozenset(
     (SettingCodes.INITIAL_WINDOW_SIZE, SettingCodes.MAX_FRAME_SIZE)
 )
-"""Their changes concern all streams."""
+"""Changes of these settings affect all streams."""
 
 
 class _Frames(FrameBuffer):
-    """Yields `num_left` frames, and refuses a frame that is too large before it is there."""
+    """Yields `num_left` frames, and refuses a frame that is too large before all of it has come."""
 
     num_left = _FRAMES_AT_ONCE
 
@@ -54,7 +54,7 @@ class _Frames(FrameBuffer):
 
 
 class _Decoder(Decoder):
-    """Decodes headers, with few changes of its table's size."""
+    """Decodes headers, and refuses many changes of the table's size."""
 
     _num_changes = 0
 
@@ -78,13 +78,13 @@ def _is_use(event: Event) -> bool:
 
 
 class BoundedH2(H2Connection):
-    """A server's connection, which goes on after a client's GOAWAY.
+    """A server's connection, which continues after a client's GOAWAY.
 
-    A closed stream must be given to `forget`.
+    The caller gives each stream that has closed to `forget`.
     """
 
     def __init__(self, limits: Limits) -> None:
-        # With its checks of headers, one malformed call would end all calls of the connection.
+        # If h2 checked headers, one malformed call would end all calls of the connection.
         super().__init__(
             H2Configuration(
                 client_side=False,
@@ -104,15 +104,15 @@ class BoundedH2(H2Connection):
         )
         self.incoming_buffer: _Frames = _Frames(server=True)
         self.decoder = _Decoder()
-        # Too large metadata is answered with a status; from this size on, it ends the connection.
+        # Metadata above the limit is refused with a status; above this size it ends the connection.
         self._max_headers_bytes = 4 * limits.max_metadata_bytes
         self.decoder.max_header_list_size = self._max_headers_bytes
         self.num_idle_frames = 0
-        """Frames of the last `receive_data` without a request or data, weighed by their work."""
+        """Frames without a request or data in the last `receive_data`, weighted by their work."""
 
     @property
     def has_more(self) -> bool:
-        """Whether `receive_data(b"")` may find other frames in the data that it had."""
+        """Whether `receive_data(b"")` may find further frames in data that it was given earlier."""
         return self.incoming_buffer.num_left == 0
 
     def receive_data(self, data: bytes) -> list[Event]:  # type: ignore[override] # no other buffers
@@ -133,7 +133,7 @@ class BoundedH2(H2Connection):
             self._closed_streams[stream_id] = stream.closed_by
 
     def close(self) -> None:
-        """Receive nothing more; h2's references to itself end, so that it can be freed."""
+        """Receive nothing more; drop h2's references to itself, so that it is freed at once."""
         self._frame_dispatch_table.clear()
 
     def _open_streams(self, _remainder: int) -> int:
@@ -148,7 +148,7 @@ class BoundedH2(H2Connection):
         self.forget(frame.stream_id)
         return happened
 
-    # The frames of an error's traceback refer to the error: it would stay until it is collected.
+    # An error and its traceback refer to each other, and would stay until a garbage collection.
 
     def _receive_headers_frame(self, frame: HeadersFrame) -> tuple[list[Frame], list[Event]]:
         try:
@@ -174,5 +174,5 @@ class BoundedH2(H2Connection):
         return super()._receive_settings_frame(frame)
 
     def _receive_goaway_frame(self, _frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
-        # h2 would end all streams, but a client that opens no more still reads their responses.
+        # h2 would end all streams, but the client still reads responses on open streams.
         return [], []

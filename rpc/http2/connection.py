@@ -103,7 +103,7 @@ class Connection(asyncio.Protocol):
     # --- asyncio's calls ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start HTTP/2, unless the server is full, it is stopping, or TLS agreed on something else."""
+        """Start HTTP/2, unless the server is full or stopping, or TLS chose another protocol."""
         self._transport = cast("asyncio.Transport", transport)
         self.peer = _peer_of(transport)
         most = self.limits.max_connections

@@ -6,29 +6,29 @@ from collections import deque
 from typing import Final, Protocol
 
 _TURN_S: Final = 0.005
-"""Then the event loop does all else that is due."""
+"""After this time, the event loop runs its other callbacks."""
 
 
 class Parser(Protocol):
-    """A connection that has received something."""
+    """A connection with received bytes."""
 
     def parse(self) -> bool:
-        """Parse a slice; return whether there is more. It raises nothing."""
+        """Parse a slice; return whether there are more bytes. Raises nothing."""
 
 
 class Turns:
-    """Whose turn it is: so many small frames do not hold the event loop, of however many clients.
+    """Lets connections parse in turn, so that many small frames do not hold the event loop.
 
-    Without it, each connection would parse for some milliseconds in each turn of the event loop.
+    The limit on time is for all connections together, so it holds for any number of clients.
     """
 
     def __init__(self) -> None:
         self._queue: deque[Parser] = deque()
         self._until: float | None = None
-        """The end of this turn; None: nothing was parsed in it."""
+        """When this turn of the event loop ends for parsing; None: nothing was parsed in it."""
 
     def add(self, parser: Parser) -> None:
-        """Let a connection parse, now or soon; it must not wait already."""
+        """Let a connection parse, now or soon. It must not be in the queue already."""
         is_first = not self._queue
         self._queue.append(parser)
         until = self._begin() if self._until is None else self._until
