@@ -23,6 +23,7 @@ from rpc.grpc_server import (
     CannotListenError,
     Server,
     Service,
+    failure_of_grpcio,
     make_grpc_server,
     start_grpc_server,
 )
@@ -93,7 +94,8 @@ async def serve(
     With `shared_http_port`, HTTP listens on that port as well, and other processes may share it and
     the port of gRPC. A drain then begins by closing both ports here.
 
-    Raises CannotListenError if an address is not available, and the errors of `on_started`.
+    Raises CannotListenError if an address is not available, the errors of `on_started`, and the
+    error that ended grpcio's server: the process must end, too, so that another one can listen.
     """
     stopping = stop if stop is not None else asyncio.Event()
     grace_s = settings.drain_s if on_drain is None else _FLUSH_S
@@ -125,6 +127,7 @@ async def serve(
                 grpc=await start_grpc_server(server, settings),
                 http=await start_http_server(runner, settings),
             )
+            failure = failure_of_grpcio()
             if shared_http_port is not None:
                 shared_site = await start_shared_site(runner, settings, shared_http_port)
             log.info("listening", grpc=addresses.grpc, http=addresses.http)
@@ -132,7 +135,7 @@ async def serve(
                 await _unless(stopping, on_started(addresses))
             with watching_loop(settings.loop_stall_s, report_stall, LAG.observe):
                 with _heap_frozen():
-                    await stopping.wait()
+                    await _unless(stopping, failure)
                 log.info("draining", drain_s=settings.drain_s)
                 health.set_draining()
                 if shared_site is not None:

@@ -15,6 +15,8 @@ import grpc.aio
 import pytest
 from aiohttp import web
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from h2.config import H2Configuration
+from h2.connection import H2Connection
 
 from rpc.health import Health
 from rpc.peers.channel import open_channel
@@ -335,3 +337,22 @@ def test_a_taken_port_is_one_line_and_exit_code_1(start):
     assert process.returncode == 1
     assert "error: HTTP cannot listen on 127.0.0.1:" in stderr
     assert "Traceback" not in stderr
+
+
+async def test_a_process_ends_when_grpcio_s_server_ends(settings):
+    """A call with a path that is not UTF-8 ends it."""
+    h2 = H2Connection(H2Configuration(header_encoding=None, validate_outbound_headers=False))
+    h2.initiate_connection()
+    headers = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x\xff")]
+    headers += [(b":authority", b"localhost"), (b"content-type", b"application/grpc")]
+    headers.append((b"te", b"trailers"))
+    h2.send_headers(1, headers)
+    with socket.socket(socket.AF_UNIX) as client:
+
+        async def call(addresses):
+            client.connect(addresses.grpc.removeprefix("unix:"))
+            client.sendall(h2.data_to_send())
+
+        async with asyncio.timeout(20):
+            with pytest.raises(UnicodeDecodeError):
+                await serve(settings, health=Health(), services=[], on_started=call)
