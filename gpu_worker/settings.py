@@ -160,11 +160,11 @@ class WorkerSettings(ProcessSettings):
     """Threads that compute on a CPU, shared by the ranks on this machine; unset: one per physical
     core that this process may use."""
     amx: Literal["auto", "on", "off"] = "auto"
-    """Whether linear maps in bfloat16 use Intel's AMX, on a CPU that has it. auto: if its results
-    are right, for the formats of weights for which it is faster; the worker's first start on a
-    machine checks and times it, and the finding is kept. on: if its results are right. off: never.
-    Results differ in their last bits, so with workers on several machines choose on or off for
-    all."""
+    """Whether linear maps and attention in bfloat16 use Intel's AMX, on a CPU that has it. auto: if
+    its results are right, for attention and the formats of weights for which it is faster; the
+    worker's first start on a machine checks and times it, and the finding is kept. on: if its
+    results are right. off: never. Results differ in their last bits, so with workers on several
+    machines choose on or off for all."""
     tensor_parallel_size: PositiveInt = 1
     """Devices that split each layer of the model; together they are one worker and hold its weights
     and KV. Must divide the model's heads (docs/parallelism.md)."""

@@ -102,9 +102,10 @@ def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
 
 
 def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
-    """Decide which of the CPU's linear maps use Intel's AMX, as the setting `amx` says; log why.
+    """Decide what uses Intel's AMX on a CPU, as the setting `amx` says; log why.
 
-    Returns their formats of weights. Call it after `set_num_threads`, which its times depend on.
+    Returns names in `kernels.cpu.amx_choice.USES`. Call it after `set_num_threads`, which its times
+    depend on.
     """
     choice = choose_amx(wanted) if device.type == "cpu" else None
     if choice is None:
@@ -113,26 +114,26 @@ def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
         return ()
     found = choice.findings
     if found is None:
-        _log.info("linear maps without AMX, as the setting amx says")
+        _log.info("AMX is not used, as the setting amx says")
     elif found.failure is not None:
-        _log.warning("linear maps without AMX: its check failed", failure=found.failure)
+        _log.warning("AMX is not used: its check failed", failure=found.failure)
     else:
         _log.info(
-            f"linear maps {'with' if choice.formats else 'without'} AMX",
-            weights=choice.formats,
+            f"AMX is {'used' if choice.uses else 'not used'}",
+            uses=choice.uses,
             amx=wanted,
             measured=found.date,
             milliseconds={name: asdict(times) for name, times in found.times.items()},
         )
-    return choice.formats
+    return choice.uses
 
 
-def name_arithmetic(device: torch.device, amx_formats: Sequence[str]) -> str:
+def name_arithmetic(device: torch.device, amx_uses: Sequence[str]) -> str:
     """Name the properties of this device, besides versions, that decide the last bits of results.
 
     On a GPU that is its kind, by which libraries choose kernels, and we choose tiles and products
     of fp8. On a CPU that is its instruction sets, by which torch, oneDNN and our kernels choose how
-    to add, whether our kernels could be compiled, and the formats for which maps use AMX.
+    to add, whether our kernels could be compiled, and what uses AMX.
     """
     if device.type != "cpu":
         return repr((device.type, device_name(device)))
@@ -140,7 +141,7 @@ def name_arithmetic(device: torch.device, amx_formats: Sequence[str]) -> str:
     names = [name for name in _ROUNDING_FEATURES if features.get(name)]
     kernels = "torch" if native() is None else "C"
     isa = torch.backends.cpu.get_cpu_capability()
-    return repr((device.type, isa, *names, kernels, *amx_formats))
+    return repr((device.type, isa, *names, kernels, *amx_uses))
 
 
 def num_physical_cores() -> int:

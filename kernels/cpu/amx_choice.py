@@ -1,9 +1,9 @@
-"""Whether linear maps use Intel's AMX here: decided by a check and by timing, once on a machine.
+"""What uses Intel's AMX here: decided by a check and by timing, once on a machine.
 
 The CPU's capability alone does not suffice: Quire's code for AMX was written without such a CPU.
-The decision is one for each format of weights, and applies to all numbers of rows, because AMX and
-AVX-512 add in different orders. It is kept in a file beside the compiled library, so the workers of
-a machine decide alike.
+The decision is one for each format of weights, and one for attention. It applies to all numbers of
+rows, to decodes and to prompts, because AMX and AVX-512 add in different orders. It is kept in a
+file beside the compiled library, so the workers of a machine decide alike.
 """
 
 import fcntl
@@ -21,29 +21,25 @@ from typing import Any, Final, TextIO
 
 import torch
 
+from kernels.cpu.amx_trials import NUM_CHECKED_ROWS, TimedUse, make_checked, make_timed
 from kernels.cpu.build import BuildError, cache_directory
 from kernels.cpu.library import Library, native
-from kernels.cpu.linear import PackedLinear, can_pack, pack, pack_integers
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
-FORMATS: Final = {"bfloat16": 1 << 1, "int8": 1 << 2, "int4": 1 << 3}
-"""Formats of weights, with the bits that C has for them (`kept_as` in `linear.c`)."""
-_ALL: Final = sum(FORMATS.values())
-_PROMPT_ROWS: Final = 512
+USES: Final = {"bfloat16": 1 << 1, "int8": 1 << 2, "int4": 1 << 3, "attention": 1 << 4}
+"""Linear maps by their format of weights, and attention, with the bits that C has for them
+(`quire_amx_uses` in `amx.h`)."""
+_ALL: Final = sum(USES.values())
 _NUM_OUTPUT_TOKENS: Final = 64
-"""The comparison uses a request with these numbers of prompt and output tokens, on one stream."""
-_TIMED_SHAPE: Final = (4096, 2048)
-"""Output and input features: 16 MiB of weights in bfloat16."""
+"""The comparison uses a request with so many output tokens, on one stream."""
 _TIMING_S: Final = 0.5
-"""For each format."""
+"""For each use."""
 _MIN_ROUNDS: Final = 2
 _ROUNDS_OF_ONE_ROW: Final = 4
-_TIMED_GROUP: Final = 32
-"""Input features of a group of 4-bit weights."""
-_CHECKED_ROWS: Final = (1, 5, 16, 17, 32, 33, 100)
+_CHECKED_TOGETHER: Final = (1, 5, 16, 17, 32, 33)
+"""Numbers of rows: all rows are computed again, so many at a time."""
 _RELATIVE_ERROR: Final = 2.0**-7
 """Of a result: bfloat16's last place."""
-_ABSOLUTE_ERROR: Final = 1e-4
 _MAX_BEGUN: Final = 2
 """Checks that may end with the process before AMX is left off."""
 _LOCK_S: Final = 20.0
@@ -54,7 +50,7 @@ _CPU_FIELDS: Final = ("model name", "cpu family", "model", "stepping", "microcod
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds of maps of one format of weights: 512 rows of one, and one row."""
+    """Milliseconds of a use: of a prompt of 512 tokens, and of one token."""
 
     avx512_prompt_ms: float
     amx_prompt_ms: float
@@ -80,14 +76,15 @@ class AmxFindings:
     failure: str | None = None
     """The fault in AMX's results; None: they are right, and the times are known."""
     times: dict[str, Times] = field(default_factory=dict)
-    """By format of weights."""
+    """By use."""
 
 
 @dataclass(frozen=True, slots=True)
 class AmxChoice:
-    """For which formats of weights maps of bfloat16 use AMX from now on."""
+    """What uses AMX in bfloat16 from now on."""
 
-    formats: tuple[str, ...]
+    uses: tuple[str, ...]
+    """Names in `USES`."""
     findings: AmxFindings | None
     """None: nothing was checked, since AMX is not wanted."""
 
@@ -98,8 +95,8 @@ def choose_amx(wanted: str) -> AmxChoice | None:
     No kernel may run meanwhile.
 
     Args:
-        wanted: "auto" is the faster one for each format of weights; "on" is AMX if its results are
-            right; "off" is without.
+        wanted: "auto" is the faster one for each use; "on" is AMX if its results are right;
+            "off" is without.
 
     Returns:
         None if there is no AMX: the CPU, the system, or the compiler has none.
@@ -111,9 +108,9 @@ def choose_amx(wanted: str) -> AmxChoice | None:
     if wanted == "off":
         return AmxChoice((), findings=None)
     findings = _find(library)
-    formats = tuple(f for f, each in findings.times.items() if wanted == "on" or each.is_faster)
-    library.use_amx(sum(FORMATS[each] for each in formats))
-    return AmxChoice(formats, findings)
+    uses = tuple(use for use, each in findings.times.items() if wanted == "on" or each.is_faster)
+    library.use_amx(sum(USES[use] for use in uses))
+    return AmxChoice(uses, findings)
 
 
 def _find(library: Library) -> AmxFindings:
@@ -153,69 +150,35 @@ def _examine(library: Library, machine: dict[str, str], num_begun: int) -> AmxFi
 
 def find_failure(library: Library) -> str | None:
     """Return the fault in AMX's results; None if they are right. Leaves AMX on or off."""
-    generator = torch.Generator().manual_seed(0)
-    for name, apply, weight, bias in _maps(generator):
-        x = torch.randn(max(_CHECKED_ROWS), apply.num_in, generator=generator).bfloat16()
-        exact = x.double() @ weight.T + bias.double()
+    for use in make_checked(library):
         library.use_amx(_ALL)
-        together = apply(x)
-        error = (together.double() - exact).abs() - _RELATIVE_ERROR * exact.abs()
-        if not bool((error <= _ABSOLUTE_ERROR).all()):  # also if it is NaN
-            return f"{name}: a result is wrong by {error.max().item():.3g}"
-        for num_rows in _CHECKED_ROWS:
-            first = len(x) - num_rows
-            if not torch.equal(apply(x[first:]), together[first:]):
-                return f"{name}: {num_rows} rows differ from the same among {len(x)}"
+        together = use.compute(0, NUM_CHECKED_ROWS)
+        error = (together.double() - use.exact).abs() - _RELATIVE_ERROR * use.exact.abs()
+        if not bool((error <= use.absolute_error).all()):  # also if it is NaN
+            return f"{use.name}: a result is wrong by {error.max().item():.3g}"
+        for num_rows in _CHECKED_TOGETHER:
+            for first in range(0, NUM_CHECKED_ROWS, num_rows):
+                end = min(first + num_rows, NUM_CHECKED_ROWS)
+                if not torch.equal(use.compute(first, end), together[first:end]):
+                    rows = f"{end - first} rows from {first} on"
+                    return f"{use.name}: {rows} differ from the same among {NUM_CHECKED_ROWS}"
     return None
 
 
-def _maps(
-    generator: torch.Generator,
-) -> Iterator[tuple[str, PackedLinear, torch.Tensor, torch.Tensor]]:
-    """Name, map, weight in float64 and bias of maps of each kind."""
-    for num_out, num_in in (96, 576), (40, 70), (33, 2048):
-        weight = torch.randn(num_out, num_in, generator=generator).div_(num_in**0.5).bfloat16()
-        assert can_pack(weight)
-        bias = torch.randn(num_out, generator=generator).bfloat16()
-        yield f"bfloat16 [{num_out}, {num_in}]", pack(weight, bias), weight.double(), bias
-    for bits, group, num_out, num_in in (8, 576, 96, 576), (8, 16, 40, 128), (4, 32, 96, 576):
-        most, shape = 2 ** (bits - 1), (num_out, num_in // group)
-        values = torch.randint(-most, most, (num_out, num_in), generator=generator)
-        scales = torch.rand(shape, generator=generator).div_(most * num_in**0.5).half().double()
-        offsets = None
-        weight = values * scales.repeat_interleave(group, 1)
-        if bits == 4:  # noqa: PLR2004  they have offsets, which C takes for values that begin at 0
-            offsets = torch.randn(shape, generator=generator).div_(num_in**0.5).half() + 8 * scales
-            weight += offsets.repeat_interleave(group, 1)
-        bias = torch.randn(num_out, generator=generator).bfloat16()
-        apply = pack_integers(bits, values.to(torch.int8), scales, offsets, bias, torch.bfloat16)
-        yield f"int{bits} [{num_out}, {num_in}] in groups of {group}", apply, weight, bias
-
-
 def time_all(library: Library) -> dict[str, Times]:
-    """Return the times of each format of weights."""
-    num_out, num_in = _TIMED_SHAPE
-    ones = torch.ones(_TIMED_SHAPE, dtype=torch.int8)
-    by_row = torch.ones(num_out, 1)
-    by_group = torch.ones(num_out, num_in // _TIMED_GROUP)
-    maps = {
-        "bfloat16": pack(ones.bfloat16(), None),
-        "int8": pack_integers(8, ones, by_row, None, None, torch.bfloat16),
-        "int4": pack_integers(4, ones, by_group, by_group, None, torch.bfloat16),
-    }
-    return {name: time_both(library, apply) for name, apply in maps.items()}
+    """Return the times of each use."""
+    return {name: time_both(library, use) for name, use in make_timed(library).items()}
 
 
 def time_both(
-    library: Library, apply: PackedLinear, clock: Callable[[], float] = time.perf_counter
+    library: Library, use: TimedUse, clock: Callable[[], float] = time.perf_counter
 ) -> Times:
-    """Return the times of a map, each the least of some rounds that take turns."""
-    prompt = torch.full((_PROMPT_ROWS, apply.num_in), 0.01, dtype=torch.bfloat16)
+    """Return the times of a use, each the least of some rounds that take turns."""
     least = [float("inf")] * 4
 
-    def measure(place: int, x: torch.Tensor) -> None:
+    def measure(place: int, compute: Callable[[], object]) -> None:
         began = clock()
-        apply(x)
+        compute()
         least[place] = min(least[place], 1000 * (clock() - began))
 
     end = clock() + _TIMING_S
@@ -224,9 +187,9 @@ def time_both(
             break
         for uses_amx in False, True:
             library.use_amx(_ALL * uses_amx)
-            measure(uses_amx, prompt)
+            measure(uses_amx, use.compute_prompt)
             for _ in range(_ROUNDS_OF_ONE_ROW):
-                measure(2 + uses_amx, prompt[:1])
+                measure(2 + uses_amx, use.compute_token)
         if number == 0:
             least = [float("inf")] * 4
     return Times(*least)

@@ -6,10 +6,10 @@
  * or on the number of threads. Sums are fp32; products take the dtype of the queries: with bf16 the
  * weights are rounded to it, but not in their sum.
  *
- * With AMX all rows of bf16 take its products (amx.h), those of a decode, too: a lone row has few rows
- * of a register, and adds in the order of a row among many, a row of zeros more or less being no
- * difference. The weights are the same numbers as without AMX, so one product of each is enough: no second
- * one of what rounding took from them.
+ * With AMX all rows of bf16 take its products (amx.h), those of a decode, too: registers of few rows give
+ * the sums that registers of many give, and positions that a row does not see add zeros. The weights are
+ * the numbers that AVX-512 multiplies, with the same error; so there is no second product of what rounding
+ * took from them.
  *
  * Work is divided into items (attention_walk.h): some query tokens of one sequence, for one kv head,
  * and, if a lone token attends to more than one split, for one split. A share is the items that start
@@ -177,7 +177,7 @@ INLINE void attend_split(dtype type, const struct attention *a,
         int64_t seen = min64(COLUMNS, end - at);
         prefetch(type, a, item, at + COLUMNS, item->end);
         find_tile(type, a, s, item, at, at + seen, &tile);
-        if (!attends_with_amx(a) && is_for_few(type, a, num_rows)) {
+        if (is_for_few(type, a, num_rows)) {
             score_few(num_rows, s, &tile);
             weigh_tile(type, a, s, item, at, seen, 0, (int)num_rows);
             add_few(num_rows, s, &tile);

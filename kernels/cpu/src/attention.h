@@ -80,12 +80,12 @@ INLINE bool has_values_in_keys(const struct attention *a) { return a->value_cach
 
 INLINE int64_t group_of(const struct attention *a) { return a->num_heads / a->num_kv_heads; }
 
-/* Whether the products are AMX's, of every row alike: of a decode and of a prompt. KV in 8 bits has
- * none, because dequantizing takes time of its own, which the choice did not measure. */
+/* Whether the products are AMX's: of all rows, as they add in another order than AVX-512. Not with
+ * quantized KV, whose attention was not timed when AMX was chosen. */
 #ifdef HAS_AMX
 INLINE bool attends_with_amx(const struct attention *a)
 {
-    const int64_t whole = 2 * AMX_STEPS; /* numbers of a register's row; also PANEL */
+    const int64_t whole = 2 * AMX_STEPS; /* as many as PANEL: whole registers of both products */
     return quire_amx_uses >> AMX_ATTENTION & 1 && step_kind_of((dtype)a->type) == PAIRS &&
            a->format == AS_IS && a->head_dim % whole == 0 && a->value_dim % whole == 0;
 }
@@ -169,8 +169,8 @@ INLINE void find_tile(dtype type, const struct attention *a, const struct scratc
     int64_t seen = end - start;
     int64_t behind = a->window ? item->position - a->window + 1 - start : 0;
     char *room = s->dequantized;
-    /* AMX adds up whole groups of 32 positions, wherever the last one is: their sums differ from those
-     * of smaller groups. */
+    /* AMX adds up 32 positions at once. Fewer at the end would be added in another order, and where the
+     * end is depends on the chunk. */
     const int64_t whole = attends_with_amx(a) ? PANEL : LANES;
     tile->columns = ceil_div(seen, whole) * whole;
     for (int64_t c = 0; c < seen; c++) {
