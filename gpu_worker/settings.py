@@ -161,10 +161,11 @@ class WorkerSettings(ProcessSettings):
     """Number of threads that compute on a CPU, shared by the ranks on this machine; unset: one per
     physical core that this process may use."""
     amx: Literal["auto", "on", "off"] = "auto"
-    """Whether linear maps in bfloat16 use Intel's AMX, on a CPU that has it. auto: for the weight
-    formats for which it is faster, if its results are right; the worker's first start on a machine
-    finds this out and keeps the finding. on: if its results are right. off: never. AMX changes the
-    last bits of results, so with workers on several machines choose on or off for all."""
+    """Whether linear maps and attention in bfloat16 use Intel's AMX, on a CPU that has it. auto: if
+    its results are right, for each weight format, and for attention, if it is faster there; the
+    worker's first start on a machine finds this out and keeps the finding. on: if its results are
+    right. off: never. AMX changes the last bits of results, so with workers on several machines
+    choose on or off for all."""
     tensor_parallel_size: PositiveInt = 1
     """Number of devices that split each layer of the model; together they are one worker, which
     holds its weights and KV. Must divide the model's heads (docs/parallelism.md)."""

@@ -102,10 +102,10 @@ def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
 
 
 def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
-    """Decide by the setting `amx` which of the CPU's linear maps use Intel's AMX, and log why.
+    """Decide by the setting `amx` what uses Intel's AMX on a CPU, and log why.
 
-    Returns the weight formats of these maps. Call this after `set_num_threads`, because it measures
-    times, which depend on the number of threads.
+    Returns names in `kernels.cpu.amx_choice.USES`. Call this after `set_num_threads`, because it
+    measures times, which depend on the number of threads.
     """
     choice = choose_amx(wanted) if device.type == "cpu" else None
     if choice is None:
@@ -114,27 +114,26 @@ def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
         return ()
     found = choice.findings
     if found is None:
-        _log.info("linear maps do not use AMX: the setting amx is off")
+        _log.info("AMX is not used: the setting amx is off")
     elif found.failure is not None:
-        _log.warning("linear maps do not use AMX: its check failed", failure=found.failure)
+        _log.warning("AMX is not used: its check failed", failure=found.failure)
     else:
         _log.info(
-            f"linear maps {'use' if choice.formats else 'do not use'} AMX",
-            weights=choice.formats,
+            f"AMX is {'used' if choice.uses else 'not used'}",
+            uses=choice.uses,
             amx=wanted,
             measured=found.date,
             milliseconds={name: asdict(times) for name, times in found.times.items()},
         )
-    return choice.formats
+    return choice.uses
 
 
-def name_arithmetic(device: torch.device, amx_formats: Sequence[str]) -> str:
+def name_arithmetic(device: torch.device, amx_uses: Sequence[str]) -> str:
     """Name the properties of this device, besides versions, that decide the last bits of results.
 
     On a GPU, this is its model, by which libraries choose kernels, and we choose tiles and products
     of fp8. On a CPU, these are its instruction sets, by which torch, oneDNN and our kernels choose
-    the order of sums; whether our kernels could be compiled; and the weight formats for which maps
-    use AMX.
+    the order of sums; whether our kernels could be compiled; and what uses AMX.
     """
     if device.type != "cpu":
         return repr((device.type, device_name(device)))
@@ -142,7 +141,7 @@ def name_arithmetic(device: torch.device, amx_formats: Sequence[str]) -> str:
     names = [name for name in _ROUNDING_FEATURES if features.get(name)]
     kernels = "torch" if native() is None else "C"
     isa = torch.backends.cpu.get_cpu_capability()
-    return repr((device.type, isa, *names, kernels, *amx_formats))
+    return repr((device.type, isa, *names, kernels, *amx_uses))
 
 
 def num_physical_cores() -> int:

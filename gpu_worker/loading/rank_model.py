@@ -74,8 +74,8 @@ class RankModel:
     executor: Executor
     device: torch.device
     num_threads: int
-    amx_formats: tuple[str, ...]
-    """The formats of weights for which a CPU's linear maps use Intel's AMX."""
+    amx_uses: tuple[str, ...]
+    """What uses Intel's AMX on a CPU."""
     tiers: LowerTiers
     has_structured_output: bool
     limits: Limits
@@ -136,7 +136,7 @@ def _load_rank_model(
     device = pick_device(settings.device, member.number)
     attention = pick_attention(settings.attention_backend, device)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
-    amx_formats = set_amx(settings.amx, device)
+    amx_uses = set_amx(settings.amx, device)
     quantization = Quantization(settings.quantization) if settings.quantization else None
     is_dummy = settings.load_format == "dummy"
     if is_dummy:
@@ -151,7 +151,7 @@ def _load_rank_model(
     abilities = read_abilities(directory, config, place.num_ranks)
     dtype = pick_dtype(settings.dtype, config, device)
     if dtype is not torch.bfloat16:
-        amx_formats = ()  # maps in other dtypes never use AMX
+        amx_uses = ()  # other dtypes never use AMX
     limits = _limits(settings, config, device)
     has_kv = not config.is_encoder
     dtypes = _kv_dtypes(settings, config, dtype, place) if has_kv else ()
@@ -214,7 +214,7 @@ def _load_rank_model(
     tiers, identity = LowerTiers(), None
     if has_kv:
         if not is_dummy:
-            arithmetic = name_arithmetic(device, amx_formats)
+            arithmetic = name_arithmetic(device, amx_uses)
             identity = kv_identity(settings, directory, dtype, groups, arithmetic)
         tiers = open_lower_tiers(settings, pool, local_config, identity)
     num_host_blocks = tiers.num_host_blocks
@@ -291,7 +291,7 @@ def _load_rank_model(
         device=device,
         dtype=dtype,
         num_threads=num_threads,
-        amx_formats=amx_formats,
+        amx_uses=amx_uses,
         block_bytes=bytes_per_block,
         max_num_blocks=None if pool_memory is None else len(pool.blocks_as_bytes),
         tiers=tiers,

@@ -156,7 +156,7 @@ def _load_adapter(
 def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
     limits, measured = loaded.limits, loaded.rates
     host_pool, num_ranks = loaded.tiers.host_pool, settings.num_ranks
-    name = device_name(loaded.device) + (" with AMX" if loaded.amx_formats else "")
+    name = device_name(loaded.device) + (" with AMX" if loaded.amx_uses else "")
     return WorkerInfo(
         worker_id=settings.worker_id,
         device=name if num_ranks == 1 else f"{num_ranks} x {name}",

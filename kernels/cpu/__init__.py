@@ -2,6 +2,6 @@
 
 `build` compiles the sources in `src`, `library` loads the result into torch's thread pool, `ops`
 checks tensors and calls it, `linear` has linear maps with packed weights, and `program` runs all
-layers of a decoder in one call. `amx_choice` decides whether linear maps use Intel's AMX. `python
--m kernels.cpu` compiles ahead of time.
+layers of a decoder in one call. `amx_choice` decides what uses Intel's AMX, by what is in
+`amx_trials`. `python -m kernels.cpu` compiles ahead of time.
 """

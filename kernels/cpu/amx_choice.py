@@ -1,9 +1,9 @@
-"""Decides by a check and by timing, once per machine, whether linear maps use Intel's AMX.
+"""Decides by a check and by timing, once per machine, what uses Intel's AMX.
 
 It is not enough that the CPU has AMX, because Quire's code for AMX was written without such a CPU.
-There is one decision for each format of weights. It applies to any number of rows, because AMX and
-AVX-512 add in different orders. A file beside the compiled library keeps the findings, so that all
-workers of a machine decide alike.
+There is one decision for each format of weights, and one for attention. It applies to any number of
+rows, because AMX and AVX-512 add in different orders. A file beside the compiled library keeps the
+findings, so that all workers of a machine decide alike.
 """
 
 import fcntl
@@ -21,30 +21,25 @@ from typing import Any, Final, TextIO
 
 import torch
 
+from kernels.cpu.amx_trials import NUM_CHECKED_ROWS, TimedUse, make_checked, make_timed
 from kernels.cpu.build import BuildError, cache_directory
 from kernels.cpu.library import Library, native
-from kernels.cpu.linear import PackedLinear, can_pack, pack, pack_integers
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
-FORMATS: Final = {"bfloat16": 1 << 1, "int8": 1 << 2, "int4": 1 << 3}
-"""Maps each format of weights to C's bit for it, 1 << `kept` in `linear.c`."""
-_ALL: Final = sum(FORMATS.values())
-_PROMPT_ROWS: Final = 512
+USES: Final = {"bfloat16": 1 << 1, "int8": 1 << 2, "int4": 1 << 3, "attention": 1 << 4}
+"""Linear maps by their format of weights, and attention, with the bits that C has for them
+(`quire_amx_uses` in `amx.h`)."""
+_ALL: Final = sum(USES.values())
 _NUM_OUTPUT_TOKENS: Final = 64
-"""The comparison assumes a single stream, of a request with these numbers of prompt and output
-tokens."""
-_TIMED_SHAPE: Final = (4096, 2048)
-"""Output and input features: 16 MiB of weights in bfloat16."""
+"""The comparison uses a request with so many output tokens, on one stream."""
 _TIMING_S: Final = 0.5
-"""How long each format is timed."""
+"""For each use."""
 _MIN_ROUNDS: Final = 2
 _ROUNDS_OF_ONE_ROW: Final = 4
-_TIMED_GROUP: Final = 32
-"""Input features per group of 4-bit weights."""
-_CHECKED_ROWS: Final = (1, 5, 16, 17, 32, 33, 100)
+_CHECKED_TOGETHER: Final = (1, 5, 16, 17, 32, 33)
+"""Numbers of rows: as if all were computed so many at a time, the first and the last are."""
 _RELATIVE_ERROR: Final = 2.0**-7
-"""Allowed error as a share of the result: one unit in bfloat16's last place."""
-_ABSOLUTE_ERROR: Final = 1e-4
+"""Of a result: bfloat16's last place."""
 _MAX_BEGUN: Final = 2
 """AMX stays off after this many checks that began and did not end."""
 _LOCK_S: Final = 20.0
@@ -55,7 +50,7 @@ _CPU_FIELDS: Final = ("model name", "cpu family", "model", "stepping", "microcod
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds that one map takes for a prompt of 512 rows and for a single row."""
+    """Milliseconds of a use: of a prompt of 512 tokens, and of one token."""
 
     avx512_prompt_ms: float
     amx_prompt_ms: float
@@ -81,15 +76,15 @@ class AmxFindings:
     failure: str | None = None
     """Why AMX cannot be used; None: its results are right, or the check has not ended."""
     times: dict[str, Times] = field(default_factory=dict)
-    """By format of weights; empty: not measured."""
+    """By use."""
 
 
 @dataclass(frozen=True, slots=True)
 class AmxChoice:
-    """The decision, with its reason."""
+    """What uses AMX in bfloat16 from now on."""
 
-    formats: tuple[str, ...]
-    """The formats of weights for which bfloat16 maps use AMX from now on."""
+    uses: tuple[str, ...]
+    """Names in `USES`."""
     findings: AmxFindings | None
     """None: nothing was checked, because AMX is not wanted."""
 
@@ -100,8 +95,8 @@ def choose_amx(wanted: str) -> AmxChoice | None:
     No kernel may run during the call.
 
     Args:
-        wanted: "auto" uses AMX for each format of weights for which it is faster; "on" uses AMX if
-            its results are right; "off" never uses it.
+        wanted: "auto" is the faster one for each use; "on" is AMX if its results are right;
+            "off" is without.
 
     Returns:
         The decision; None if the CPU, the system or the compiler does not support AMX.
@@ -113,9 +108,9 @@ def choose_amx(wanted: str) -> AmxChoice | None:
     if wanted == "off":
         return AmxChoice((), findings=None)
     findings = _find(library)
-    formats = tuple(f for f, each in findings.times.items() if wanted == "on" or each.is_faster)
-    library.use_amx(sum(FORMATS[each] for each in formats))
-    return AmxChoice(formats, findings)
+    uses = tuple(use for use, each in findings.times.items() if wanted == "on" or each.is_faster)
+    library.use_amx(sum(USES[use] for use in uses))
+    return AmxChoice(uses, findings)
 
 
 def _find(library: Library) -> AmxFindings:
@@ -154,70 +149,36 @@ def _examine(library: Library, machine: dict[str, str], num_begun: int) -> AmxFi
 
 
 def find_failure(library: Library) -> str | None:
-    """Return the fault in AMX's results; None if they are right. AMX may be on afterwards."""
-    generator = torch.Generator().manual_seed(0)
-    for name, apply, weight, bias in _maps(generator):
-        x = torch.randn(max(_CHECKED_ROWS), apply.num_in, generator=generator).bfloat16()
-        exact = x.double() @ weight.T + bias.double()
+    """Return the fault in AMX's results; None if they are right. Leaves AMX on or off."""
+    for use in make_checked(library):
         library.use_amx(_ALL)
-        together = apply(x)
-        error = (together.double() - exact).abs() - _RELATIVE_ERROR * exact.abs()
-        if not bool((error <= _ABSOLUTE_ERROR).all()):  # also if it is NaN
-            return f"{name}: a result is wrong by {error.max().item():.3g}"
-        for num_rows in _CHECKED_ROWS:
-            first = len(x) - num_rows
-            if not torch.equal(apply(x[first:]), together[first:]):
-                return f"{name}: {num_rows} rows differ from the same among {len(x)}"
+        together = use.compute(0, NUM_CHECKED_ROWS)
+        error = (together.double() - use.exact).abs() - _RELATIVE_ERROR * use.exact.abs()
+        if not bool((error <= use.absolute_error).all()):  # also if it is NaN
+            return f"{use.name}: a result is wrong by {error.max().item():.3g}"
+        for num_rows in _CHECKED_TOGETHER:
+            for first in 0, (NUM_CHECKED_ROWS - 1) // num_rows * num_rows:
+                end = min(first + num_rows, NUM_CHECKED_ROWS)
+                if not torch.equal(use.compute(first, end), together[first:end]):
+                    rows = f"{end - first} rows from {first} on"
+                    return f"{use.name}: {rows} differ from the same among {NUM_CHECKED_ROWS}"
     return None
 
 
-def _maps(
-    generator: torch.Generator,
-) -> Iterator[tuple[str, PackedLinear, torch.Tensor, torch.Tensor]]:
-    """Yield maps of each kind: the name, the map, its weight in float64, and its bias."""
-    for num_out, num_in in (96, 576), (40, 70), (33, 2048):
-        weight = torch.randn(num_out, num_in, generator=generator).div_(num_in**0.5).bfloat16()
-        assert can_pack(weight)
-        bias = torch.randn(num_out, generator=generator).bfloat16()
-        yield f"bfloat16 [{num_out}, {num_in}]", pack(weight, bias), weight.double(), bias
-    for bits, group, num_out, num_in in (8, 576, 96, 576), (8, 16, 40, 128), (4, 32, 96, 576):
-        most, shape = 2 ** (bits - 1), (num_out, num_in // group)
-        values = torch.randint(-most, most, (num_out, num_in), generator=generator)
-        scales = torch.rand(shape, generator=generator).div_(most * num_in**0.5).half().double()
-        offsets = None
-        weight = values * scales.repeat_interleave(group, 1)
-        if bits == 4:  # noqa: PLR2004  with offsets, from which `pack_integers` takes 8 * scale
-            offsets = torch.randn(shape, generator=generator).div_(num_in**0.5).half() + 8 * scales
-            weight += offsets.repeat_interleave(group, 1)
-        bias = torch.randn(num_out, generator=generator).bfloat16()
-        apply = pack_integers(bits, values.to(torch.int8), scales, offsets, bias, torch.bfloat16)
-        yield f"int{bits} [{num_out}, {num_in}] in groups of {group}", apply, weight, bias
-
-
 def time_all(library: Library) -> dict[str, Times]:
-    """Return the times of each format of weights."""
-    num_out, num_in = _TIMED_SHAPE
-    ones = torch.ones(_TIMED_SHAPE, dtype=torch.int8)
-    by_row = torch.ones(num_out, 1)
-    by_group = torch.ones(num_out, num_in // _TIMED_GROUP)
-    maps = {
-        "bfloat16": pack(ones.bfloat16(), None),
-        "int8": pack_integers(8, ones, by_row, None, None, torch.bfloat16),
-        "int4": pack_integers(4, ones, by_group, by_group, None, torch.bfloat16),
-    }
-    return {name: time_both(library, apply) for name, apply in maps.items()}
+    """Return the times of each use."""
+    return {name: time_both(library, use) for name, use in make_timed(library).items()}
 
 
 def time_both(
-    library: Library, apply: PackedLinear, clock: Callable[[], float] = time.perf_counter
+    library: Library, use: TimedUse, clock: Callable[[], float] = time.perf_counter
 ) -> Times:
-    """Time a map with AVX-512 and AMX in alternating rounds; return the least time of each."""
-    prompt = torch.full((_PROMPT_ROWS, apply.num_in), 0.01, dtype=torch.bfloat16)
+    """Return the times of a use, each the least of some rounds that take turns."""
     least = [float("inf")] * 4
 
-    def measure(place: int, x: torch.Tensor) -> None:
+    def measure(place: int, compute: Callable[[], object]) -> None:
         began = clock()
-        apply(x)
+        compute()
         least[place] = min(least[place], 1000 * (clock() - began))
 
     end = clock() + _TIMING_S
@@ -226,9 +187,9 @@ def time_both(
             break
         for uses_amx in False, True:
             library.use_amx(_ALL * uses_amx)
-            measure(uses_amx, prompt)
+            measure(uses_amx, use.compute_prompt)
             for _ in range(_ROUNDS_OF_ONE_ROW):
-                measure(2 + uses_amx, prompt[:1])
+                measure(2 + uses_amx, use.compute_token)
         if number == 0:
             least = [float("inf")] * 4
     return Times(*least)

@@ -143,9 +143,9 @@ class Library:
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
         self.use_amx: Callable[[int], bool] = library.quire_use_amx
-        """Sets the formats of weights, as bits, for which bfloat16 maps use Intel's AMX from now
-        on. Returns whether any map does; never true without AMX. No kernel may run during the
-        call."""
+        """Turns Intel's AMX on for the uses in a set of bits (`kernels.cpu.amx_choice.USES`), and
+        off for all others; returns whether any is on, which only a CPU with AMX can. No kernel may
+        run meanwhile."""
         library.quire_use_amx.argtypes = (ctypes.c_int64,)
         library.quire_use_amx.restype = ctypes.c_bool
 

@@ -19,7 +19,7 @@ INSTRUCTIONS = ("ldtilecfg", "tileloadd", "tilezero", "tdpbf16ps", "tilestored",
 FOR_AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 STRICT = ("-Wall", "-Wextra", "-Werror")
 FILES = (
-    *(f"tests/kernels/test_native_{name}.py" for name in ("linear", "heads", "low_rank")),
+    *(f"tests/kernels/test_native_{n}.py" for n in ("linear", "heads", "low_rank", "attention")),
     "tests/kernels/test_amx_choice.py",
     "tests/unit/gpu_worker/models/test_native_layers.py",
 )
@@ -33,10 +33,15 @@ CASES = (
     "own_map and bfloat16",
     "silu_mul_makes",
     "several_adapters and 13-64",
-    "this_library or formats_are_timed or formats_that_are_named",
+    "this_library or uses_are_timed or formats_that_are_named or if_it_is_named or without_amx",
+    "any_size and bfloat16",
+    "twin_s and torch and bfloat16 and (128-16 or decode or options)",
+    "its_own_sequence and None-3 and bfloat16",
+    "part_of_the_keys and bfloat16 and (576 or 4-96)",
+    "few_heads and bfloat16 and (9 or 2)",
     "gives_the_bits_of_the_ops and (overrides1 or overrides4 or in_turn)",
 )
-"""Bfloat16 (dtype0), because AMX does not compute float32."""
+"""Bfloat16 (in some files dtype0), because AMX does not compute float32."""
 
 needs_gcc = pytest.mark.skipif(
     shutil.which("gcc") is None or platform.machine() != "x86_64", reason="needs gcc for x86"
@@ -163,18 +168,19 @@ def test_kernels_with_emulated_amx_pass_the_tests_of_our_own():
 
 
 @needs_gcc
-def test_the_sources_become_instructions_of_amx(tmp_path):
+@pytest.mark.parametrize("name", ["linear", "attention"])
+def test_the_sources_become_instructions_of_amx(tmp_path, name):
     if shutil.which("objdump") is None:
         pytest.skip("needs objdump")
-    made = tmp_path / "linear.o"
+    made = tmp_path / f"{name}.o"
     flags = ["-O1", *build._FLAGS[1:]]  # compiles faster
-    source = build.SOURCES / "linear.c"
+    source = build.SOURCES / f"{name}.c"
     subprocess.run(
         ["gcc", *flags, *FOR_AMX, *STRICT, "-c", str(source), "-o", str(made)], check=True
     )
     code = subprocess.run(["objdump", "-d", str(made)], check=True, capture_output=True, text=True)
     assert [
-        name for name in INSTRUCTIONS if f"\t{name} " not in code.stdout.replace("\n", " \n")
+        each for each in INSTRUCTIONS if f"\t{each} " not in code.stdout.replace("\n", " \n")
     ] == []
 
 

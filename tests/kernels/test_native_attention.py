@@ -108,6 +108,52 @@ def test_a_row_depends_on_nothing_but_its_own_sequence(window, num_threads, dtyp
             assert torch.equal(alone[0], together[starts[seq] + row])
 
 
+def attend_among(others, query, paged, rows, **chosen):
+    """The result for these rows of `query`, tokens of sequence 1 of 3.
+
+    The step has the last tokens of the other sequences, too, if `others` says how many of each.
+    """
+    chunk, num_rows = query[rows], rows.stop - rows.start
+    seq_lens, scale = paged.seq_lens.clone(), query.shape[2] ** -0.5
+    seq_lens[1] += rows.stop - len(query)
+    keys, values, tables, _ = paged.args
+    if not others and num_rows == 1:
+        args = chunk, keys, values, tables[1:2], seq_lens[1:2], scale
+        return paged_attention_decode(*args, **chosen)
+    if not others:
+        args = chunk, keys, values, tables[1:2], seq_lens[1:2], starts_of([num_rows]), num_rows
+        return paged_attention_prefill(*args, scale, **chosen)
+    lens = others[0], num_rows, others[1]
+    before, after = (torch.randn(n, *query.shape[1:]).to(query.dtype) for n in others)
+    args = torch.cat([before, chunk, after]), keys, values, tables, seq_lens, starts_of(lens)
+    out = paged_attention_prefill(*args, max(lens), scale, **chosen)
+    return out[others[0] : others[0] + num_rows]
+
+
+@native_dtypes
+@pytest.mark.parametrize("num_cached", [0, 480])
+@pytest.mark.parametrize("chosen", [{}, {"window": 60, "softcap": 1.5}], ids=["plain", "options"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (14, 2), (32, 8)])
+def test_chunks_of_any_size_give_the_bits_of_the_whole_prompt(
+    num_heads, num_kv_heads, head_dim, chosen, num_cached, dtype
+):
+    num_tokens = 80
+    seq_lens = [40, num_cached + num_tokens, 90]
+    paged = make_paged(seq_lens, num_kv_heads, head_dim, 16, dtype, "cpu")
+    query = torch.randn(num_tokens, num_heads, head_dim).to(dtype)
+    whole = attend_among(None, query, paged, slice(0, num_tokens), **chosen)
+    only = replace(paged, block_tables=paged.block_tables[1:2], seq_lens=paged.seq_lens[1:2])
+    args = query, *only.args, starts_of([num_tokens]), num_tokens, head_dim**-0.5
+    assert_close(whole, reference.paged_attention_prefill(*args, **chosen))
+    for chunk in 1, 7, 16, 64, num_tokens:
+        for number, first in enumerate(range(0, num_tokens, chunk)):
+            rows = slice(first, min(first + chunk, num_tokens))
+            others = [(1, 5), None, (20, 3)][number % 3]
+            out = attend_among(others, query, paged, rows, **chosen)
+            assert torch.equal(out, whole[rows]), (chunk, first, others)
+
+
 LATENT_SHAPES = [  # H, D, DV, P
     (16, 576, 512, 16),
     (128, 80, 64, 16),

@@ -6,7 +6,7 @@
 #include <unistd.h>
 #endif
 
-int64_t quire_amx_formats = 0;
+int64_t quire_amx_uses = 0;
 
 /* Asks the system for the registers' memory, which it gives only to a process that asks. */
 static bool is_permitted(void)
@@ -21,10 +21,10 @@ static bool is_permitted(void)
 #endif
 }
 
-/* Has maps use them from now on, whose weights have a format in this set of bits; returns whether any
- * do: not if the library, or this system, has no such instructions. No kernel may run meanwhile. */
-bool quire_use_amx(int64_t formats)
+/* Has the uses in this set of bits use them from now on; returns whether any does: not if the library,
+ * or this system, has no such instructions. No kernel may run meanwhile. */
+bool quire_use_amx(int64_t uses)
 {
-    quire_amx_formats = formats && is_permitted() ? formats : 0;
-    return quire_amx_formats;
+    quire_amx_uses = uses && is_permitted() ? uses : 0;
+    return quire_amx_uses;
 }

@@ -19,11 +19,11 @@
 #define HAS_AMX
 #endif
 
-enum { AMX_ROWS = 32 }; /* of two registers */
+enum { AMX_ROWS = 32 /* of two registers */, AMX_ATTENTION = 4 };
 
-/* The formats of weights, a bit for each, whose maps of bf16 are multiplied so; never changed while a
- * kernel runs. */
-extern int64_t quire_amx_formats;
+/* What is multiplied so, in bf16: maps of a format of weights, whose number (`kept_as` in linear.c) is
+ * its bit, and with bit AMX_ATTENTION attention. Never changed while a kernel runs. */
+extern int64_t quire_amx_uses;
 
 #ifdef HAS_AMX
 
@@ -72,7 +72,7 @@ INLINE void amx_end(void) { _tile_release(); }
 INLINE void amx_multiply(bool has_second, const struct product *p, const char *a, const char *b,
                          int64_t steps)
 {
-    const int64_t at_once = amx_configured.steps, b_bytes = 4 * PANEL;
+    const int64_t at_once = amx_configured.steps, b_bytes = 4 * p->ldb;
     for (int64_t k = 0; k < steps; k += at_once, a += 4 * at_once, b += at_once * b_bytes) {
         if (p->ahead_bytes)
             for (int64_t i = 0; i < at_once * b_bytes; i += 64)
@@ -120,7 +120,7 @@ INLINE void amx_store(bool has_second, float *c, int64_t ldc)
     amx_sync(c);
 }
 
-/* Up to AMX_ROWS rows with a panel of pairs, [steps][PANEL]; as `pairs_product`. */
+/* Up to AMX_ROWS rows with a panel of pairs, [steps][PANEL] of [steps][ldb]; as `pairs_product`. */
 static inline void amx_product(int rows, const struct product *p)
 {
     const bool has_second = rows > AMX_TILE_ROWS;
@@ -130,6 +130,15 @@ static inline void amx_product(int rows, const struct product *p)
     else amx_load(has_second, p->c, p->ldc);
     amx_multiply(has_second, p, p->a, p->b, p->steps);
     amx_store(has_second, p->c, p->ldc);
+}
+
+/* As `product` (tile.h), but up to AMX_ROWS rows, and a multiple of PANEL columns. The steps are a
+ * multiple of AMX_STEPS. */
+static inline void amx_columns(int rows, int64_t columns, struct product p)
+{
+    p.group_steps = AMX_STEPS;
+    for (int64_t j = 0; j < columns; j += PANEL, p.b += 4 * PANEL, p.c += PANEL)
+        amx_product(rows, &p);
 }
 
 /* As `scaled_pairs_product`: each group of steps has sums of its own, which go through memory. */

@@ -3,7 +3,13 @@
  * A row is one head of one token. It attends to its keys in tiles of COLUMNS positions, at multiples of
  * COLUMNS, in ascending order, and in splits of SPLIT positions, which are merged in ascending order. So
  * its result depends on its own sequence only: not on the batch, on how the prompt was cut into chunks,
- * or on the number of threads. Sums are fp32; products take the dtype of the queries.
+ * or on the number of threads. Sums are fp32; products take the dtype of the queries: with bf16 the
+ * weights are rounded to it, but not in their sum.
+ *
+ * With AMX all rows of bf16 take its products (amx.h), those of a decode, too: registers of few rows give
+ * the sums that registers of many give, and positions that a row does not see add zeros. The weights are
+ * the numbers that AVX-512 multiplies, with the same error; so there is no second product of what rounding
+ * took from them.
  *
  * Work is divided into items (attention_walk.h): some query tokens of one sequence, for one kv head,
  * and, if a lone token attends to more than one split, for one split. A share is the items that start
@@ -39,14 +45,14 @@ static struct scratch make_scratch(dtype type, const struct attention *a)
     int64_t columns = ceil_div(s.steps, LANES) * LANES * COLUMNS;
     int64_t dequantized = COLUMNS * (ceil_div(a->head_dim, LANES) * LANES + s.width);
     int64_t zeros = max64(a->head_dim, a->value_dim);
-    int64_t floats = rows * s.steps + columns + COLUMNS * s.width + 2 * TILE_ROWS * COLUMNS +
+    int64_t floats = rows * s.steps + columns + COLUMNS * s.width + 2 * BLOCK_ROWS * COLUMNS +
                      2 * rows * (s.width + 2) + dequantized + zeros + 16 * LANES;
     char *at = thread_memory(4 * floats);
     s.query = take(&at, 4 * rows * s.steps);
     s.keys = take(&at, 4 * columns);
     s.values = take(&at, 4 * COLUMNS * s.width);
-    s.scores = take(&at, 4 * TILE_ROWS * COLUMNS);
-    s.weights = take(&at, 4 * TILE_ROWS * COLUMNS);
+    s.scores = take(&at, 4 * BLOCK_ROWS * COLUMNS);
+    s.weights = take(&at, 4 * BLOCK_ROWS * COLUMNS);
     s.dequantized = a->format == AS_IS ? NULL : take(&at, 4 * dequantized);
     s.zeros = memset(take(&at, 4 * zeros), 0, 4 * zeros);
     s.acc = take(&at, 4 * rows * s.width);
@@ -118,6 +124,17 @@ INLINE void weigh_tile(dtype type, const struct attention *a, const struct scrat
     }
 }
 
+#ifdef HAS_AMX
+INLINE void multiply(const struct attention *a, step_kind kind, int rows, int64_t columns,
+                     struct product p)
+{
+    if (attends_with_amx(a)) amx_columns(rows, columns, p);
+    else product(kind, rows, columns, p);
+}
+#else
+#define multiply(a, ...) product(__VA_ARGS__)
+#endif
+
 /* Attends with all rows of an item to one tile, laid out for the product. */
 INLINE void attend_many(dtype type, const struct attention *a, const struct scratch *s,
                         const struct item *item, const struct kv_tile *tile, int64_t start,
@@ -126,23 +143,24 @@ INLINE void attend_many(dtype type, const struct attention *a, const struct scra
     const step_kind kind = step_kind_of(type);
     const int64_t pair = kind == PAIRS ? 2 : 1, group = group_of(a);
     const int64_t num_rows = item->num_tokens * group;
+    const int64_t height = attends_with_amx(a) ? AMX_ROWS : TILE_ROWS;
     lay_out(a, s, tile);
-    for (int64_t block = 0; block < num_rows; block += TILE_ROWS) {
-        int rows = (int)min64(TILE_ROWS, num_rows - block);
+    for (int64_t block = 0; block < num_rows; block += height) {
+        int rows = (int)min64(height, num_rows - block);
         int64_t first = item->position + block / group;
         int64_t last = item->position + (block + rows - 1) / group;
         if (start > last || (a->window && start + COLUMNS <= first - a->window + 1)) continue;
-        product(kind, rows, tile->columns,
-                (struct product){.a = s->query + 4 * block * s->steps,
-                                 .lda_bytes = 4 * s->steps, .b = s->keys, .ldb = COLUMNS,
-                                 .steps = s->steps, .c = s->scores, .ldc = COLUMNS,
-                                 .fresh = true});
+        multiply(a, kind, rows, tile->columns,
+                 (struct product){.a = s->query + 4 * block * s->steps,
+                                  .lda_bytes = 4 * s->steps, .b = s->keys, .ldb = COLUMNS,
+                                  .steps = s->steps, .c = s->scores, .ldc = COLUMNS,
+                                  .fresh = true});
         weigh_tile(type, a, s, item, start, seen, block, rows);
-        product(kind, rows, s->width,
-                (struct product){.a = s->weights, .lda_bytes = COLUMNS * 4 / pair,
-                                 .b = s->values, .ldb = s->width, .steps = tile->columns / pair,
-                                 .c = s->acc + block * s->width, .ldc = s->width,
-                                 .fresh = false});
+        multiply(a, kind, rows, s->width,
+                 (struct product){.a = s->weights, .lda_bytes = COLUMNS * 4 / pair,
+                                  .b = s->values, .ldb = s->width, .steps = tile->columns / pair,
+                                  .c = s->acc + block * s->width, .ldc = s->width,
+                                  .fresh = false});
     }
 }
 
@@ -282,6 +300,7 @@ INLINE void attend_share(dtype type, const struct attention *a, int64_t total_co
     skip_seqs(a, &w, begin);
     int64_t before = w.cost, partial = w.num_partials;
     bool is_there = next_item(a, &w, &item);
+    if (attends_with_amx(a)) amx_begin();
     while (is_there && before < end) {
         int64_t after = w.cost, num_partials = w.num_partials;
         is_there = next_item(a, &w, &next);
@@ -294,6 +313,7 @@ INLINE void attend_share(dtype type, const struct attention *a, int64_t total_co
         before = after;
         item = next;
     }
+    if (attends_with_amx(a)) amx_end();
 }
 
 INLINE void merge_share(dtype type, const struct attention *a, int64_t share, int64_t num_shares)

@@ -5,13 +5,18 @@
 #ifndef QUIRE_ATTENTION_H
 #define QUIRE_ATTENTION_H
 
+#include "amx.h"
 #include "kv_row.h"
-#include "tile.h"
 
 enum {
     COLUMNS = 64,      /* positions of a tile */
     SPLIT = 512,       /* positions of a split; a multiple of COLUMNS */
     ITEM_ROWS = 96,    /* rows that share one layout of keys and values */
+#ifdef HAS_AMX
+    BLOCK_ROWS = AMX_ROWS, /* rows of the largest product */
+#else
+    BLOCK_ROWS = TILE_ROWS,
+#endif
 };
 
 struct attention {
@@ -54,8 +59,8 @@ struct scratch {
     char *query;   /* [ITEM_ROWS][steps] of 4 bytes */
     char *keys;    /* [steps][COLUMNS] of 4 bytes */
     char *values;  /* [COLUMNS steps][width] of 4 bytes */
-    float *scores; /* [TILE_ROWS][COLUMNS] */
-    char *weights; /* [TILE_ROWS][COLUMNS] */
+    float *scores; /* [BLOCK_ROWS][COLUMNS] */
+    char *weights; /* [BLOCK_ROWS][COLUMNS] */
     char *dequantized; /* [COLUMNS][D + DV], in whole vectors, of the model's format */
     char *zeros;   /* [max(D, DV)] of 4 bytes: what is read past the last position */
     float *sum, *max;            /* [rows]: softmax's sum and maximum in the present split */
@@ -64,16 +69,29 @@ struct scratch {
 };
 
 /* Where the keys and values of a tile's positions are. Those behind the window, and past the end up
- * to a whole vector of positions, point at zeros. */
+ * to a multiple of what the product takes, point at zeros. */
 struct kv_tile {
     const char *keys[COLUMNS], *values[COLUMNS]; /* [D] and [DV] each */
-    int64_t columns; /* a multiple of LANES */
+    int64_t columns; /* a multiple of LANES, or with AMX's product of PANEL */
 };
 
 /* Whether values are the first numbers of their keys, as in multi-head latent attention. */
 INLINE bool has_values_in_keys(const struct attention *a) { return a->value_cache == a->key_cache; }
 
 INLINE int64_t group_of(const struct attention *a) { return a->num_heads / a->num_kv_heads; }
+
+/* Whether the products are AMX's: of all rows, as they add in another order than AVX-512. Not with
+ * quantized KV, whose attention was not timed when AMX was chosen. */
+#ifdef HAS_AMX
+INLINE bool attends_with_amx(const struct attention *a)
+{
+    const int64_t whole = 2 * AMX_STEPS; /* as many as PANEL: whole registers of both products */
+    return quire_amx_uses >> AMX_ATTENTION & 1 && step_kind_of((dtype)a->type) == PAIRS &&
+           a->format == AS_IS && a->head_dim % whole == 0 && a->value_dim % whole == 0;
+}
+#else
+#define attends_with_amx(a) false
+#endif
 
 /* The first token of a sequence in the batch. */
 INLINE int64_t query_start(const struct attention *a, int64_t seq)
@@ -151,7 +169,10 @@ INLINE void find_tile(dtype type, const struct attention *a, const struct scratc
     int64_t seen = end - start;
     int64_t behind = a->window ? item->position - a->window + 1 - start : 0;
     char *room = s->dequantized;
-    tile->columns = ceil_div(seen, LANES) * LANES;
+    /* AMX adds up 32 positions at once. Fewer at the end would be added in another order, and where the
+     * end is depends on the chunk. */
+    const int64_t whole = attends_with_amx(a) ? PANEL : LANES;
+    tile->columns = ceil_div(seen, whole) * whole;
     for (int64_t c = 0; c < seen; c++) {
         if (c > 0) next_slot(type, &slots);
         if (c < behind) {

@@ -1,8 +1,9 @@
 /* Attention of few rows over one tile: keys and values go from the cache to registers, and are not
  * laid out in memory first.
  *
- * Only for bf16 and head dims of whole vectors. The sums are those that `product` gives for the layout
- * of `lay_out`, in the same order, so the results are the same to the bit. */
+ * Only for bf16 and head dims of whole vectors, and not with AMX, which adds in another order. The sums
+ * are those that `product` gives for the layout of `lay_out`, in the same order, so the results are the
+ * same to the bit. */
 #ifndef QUIRE_ATTENTION_FEW_H
 #define QUIRE_ATTENTION_FEW_H
 
@@ -13,7 +14,7 @@ enum { FEW_ROWS = HAS_BF16_DOT ? 8 : 0, PAIR_LANES = 2 * LANES };
 INLINE bool is_for_few(dtype type, const struct attention *a, int64_t num_rows)
 {
     return step_kind_of(type) == PAIRS && num_rows <= FEW_ROWS && a->head_dim % PAIR_LANES == 0 &&
-           a->value_dim % PAIR_LANES == 0;
+           a->value_dim % PAIR_LANES == 0 && !attends_with_amx(a);
 }
 
 /* scores[r][c] = query[r] . keys[c] */

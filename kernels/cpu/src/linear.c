@@ -49,7 +49,7 @@ struct linear {
 INLINE bool has_amx_products(const struct linear *a)
 {
 #ifdef HAS_AMX
-    return quire_amx_formats >> a->kept & 1 && a->x_type == BF16 && !a->is_low_rank;
+    return quire_amx_uses >> a->kept & 1 && a->x_type == BF16 && !a->is_low_rank;
 #else
     return (void)a, false;
 #endif

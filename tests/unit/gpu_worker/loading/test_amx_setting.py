@@ -21,11 +21,11 @@ def set_amx(monkeypatch, choice, wanted="auto", on=CPU):
 
 
 def test_one_line_says_what_was_measured(monkeypatch):
-    for formats, verb in (("bfloat16",), "use"), ((), "do not use"):
-        uses, (line,) = set_amx(monkeypatch, AmxChoice(formats, MEASURED))
-        assert uses == line["weights"] == formats
+    for chosen, words in (("bfloat16", "attention"), "used"), ((), "not used"):
+        uses, (line,) = set_amx(monkeypatch, AmxChoice(chosen, MEASURED))
+        assert uses == line["uses"] == chosen
         assert line["log_level"] == "info"
-        assert line["event"] == f"linear maps {verb} AMX"
+        assert line["event"] == f"AMX is {words}"
         assert line["milliseconds"]["bfloat16"]["amx_prompt_ms"] == 5.0
         assert line["milliseconds"]["int4"]["avx512_row_ms"] == 0.1
 
@@ -58,4 +58,4 @@ def test_off_is_said(monkeypatch):
     choice = AmxChoice((), findings=None)
     uses, (line,) = set_amx(monkeypatch, choice, "off")
     assert not uses
-    assert line["event"] == "linear maps do not use AMX: the setting amx is off"
+    assert line["event"] == "AMX is not used, as the setting amx says"

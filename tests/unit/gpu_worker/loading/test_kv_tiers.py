@@ -243,19 +243,20 @@ def test_with_a_far_tier_kv_is_named_by_the_content_of_the_model_s_files(tmp_pat
 
 
 def test_kv_computed_in_another_way_is_other_kv(model, monkeypatch):
-    def identity(dtype, *amx_formats, **features):
-        monkeypatch.setattr(rank_model, "set_amx", lambda *_: amx_formats)
+    def identity(dtype, *amx_uses, **features):
+        monkeypatch.setattr(rank_model, "set_amx", lambda *_: amx_uses)
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
         sizes = {"kv_cache_memory_gb": 0.01, "host_kv_memory_gb": 0.0}
         settings = WorkerSettings(_env_file=None, model=model, device="cpu", dtype=dtype, **sizes)
         loaded = load_rank_model(Member(settings), lambda *_: None, lambda *_: None)
-        assert loaded.amx_formats == (amx_formats if dtype == "bfloat16" else ())
+        assert loaded.amx_uses == (amx_uses if dtype == "bfloat16" else ())
         return loaded.identity
 
     amx = identity("bfloat16", "bfloat16")
     assert amx == identity("bfloat16", "bfloat16"), "a worker that starts again finds it"
     others = identity("bfloat16"), identity("bfloat16", "bfloat16", amx_bf16=True)
-    assert len({amx, *others}) == 3
+    with_attention = identity("bfloat16", "bfloat16", "attention")
+    assert len({amx, with_attention, *others}) == 4
     assert identity("float32", "bfloat16") == identity("float32"), "it has nothing to do with AMX"
     monkeypatch.setattr(device, "native", lambda: None)
     assert identity("bfloat16") not in others, "nothing could be compiled"
