@@ -180,7 +180,7 @@ def test_a_process_that_keeps_the_file_holds_up_no_other(amx, monkeypatch):
     with amx.file.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         choice = choose_amx("auto")
-    assert choice.findings.failure == f"not checked: a process keeps {amx.file}"
+    assert choice.findings.failure == f"not checked: another process holds {amx.file}"
     assert not amx.library.uses
     assert amx.file.read_text() == ""
 

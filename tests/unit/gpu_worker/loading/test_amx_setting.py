@@ -58,4 +58,4 @@ def test_off_is_said(monkeypatch):
     choice = AmxChoice((), findings=None)
     uses, (line,) = set_amx(monkeypatch, choice, "off")
     assert not uses
-    assert line["event"] == "AMX is not used, as the setting amx says"
+    assert line["event"] == "AMX is not used: the setting amx is off"
