@@ -1,5 +1,6 @@
 """`openengine.v1`, as its clients call it, against a fake scheduler."""
 
+import asyncio
 import grpc
 import pytest
 from keyed_router import plain_settings, running
@@ -245,11 +246,12 @@ async def test_kv_events_begin_by_clearing(router, control):
         token_ids=pack_int32([5, 6, 7, 8]),
     )
     begin = kv_pb2.KvSnapshotBegin(reason=kv_pb2.KV_SNAPSHOT_REASON_FIRST)
-    for event in ({"begin": begin}, {"stored": stored}):
-        events.messages.put_nowait(
-            kv_pb2.WatchKvResponse(worker="a", block_size=2, events=[kv_pb2.KvEvent(**event)])
-        )
     while True:
+        events.messages = asyncio.Queue()  # a failed attempt may have taken some
+        for event in ({"begin": begin}, {"stored": stored}):
+            events.messages.put_nowait(
+                kv_pb2.WatchKvResponse(worker="a", block_size=2, events=[kv_pb2.KvEvent(**event)])
+            )
         try:
             call = control.SubscribeKvEvents(pb.SubscribeKvEventsRequest())
             first, second = [(await call.read()).batch for _ in range(2)]
