@@ -1,6 +1,7 @@
 """`openengine.v1`, as its clients call it, against a fake scheduler."""
 
 import asyncio
+
 import grpc
 import pytest
 from keyed_router import plain_settings, running
