@@ -41,7 +41,8 @@ Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
 
 MAX_REQUESTS: Final = 512
-"""Most concurrent requests: more than the service runs at once, but fewer than its limit."""
+"""Maximum number of concurrent requests: more than the service runs at once, but fewer than its
+limit."""
 
 _INPUTS_OF_A_CALL: Final = 512
 """Inputs per call of `Embed`."""

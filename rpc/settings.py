@@ -127,13 +127,14 @@ class ProcessSettings(LinkSettings):
     http_port: Port = 0
     """Port for HTTP; 0 picks a free one."""
     max_message_mb: Annotated[int, Field(ge=1, le=2047)] = DEFAULT_MAX_MESSAGE_MB
-    """Largest gRPC message in either direction, in MiB."""
+    """Maximum size of a gRPC message in either direction, in MiB."""
     max_metadata_kb: Annotated[int, Field(ge=1, le=1024)] = DEFAULT_MAX_METADATA_KB
-    """Largest metadata of a gRPC call, in KiB."""
+    """Maximum size of the metadata of a gRPC call, in KiB."""
     max_concurrent_streams: Annotated[int, Field(ge=1, le=2**31 - 1)] = (
         DEFAULT_MAX_CONCURRENT_STREAMS
     )
-    """Most concurrent gRPC calls on one connection; further calls wait at the client."""
+    """Maximum number of concurrent gRPC calls on one connection; further calls wait at the client.
+    """
     reflection: bool = True
     """Whether gRPC reflection lists the process's services and messages."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0

@@ -37,7 +37,7 @@ class ClientSettings(RouterTargetSettings):
     served_model_name: str = ""
     """The model's name; empty: the only served model."""
     max_tokens: PositiveInt | None = None
-    """Most tokens to generate; default: as many as fit the context."""
+    """Maximum number of tokens to generate; default: as many as fit the context."""
     temperature: float | None = None
     """Randomness of the sampling; 0 always chooses the likeliest token; default: 1."""
     top_p: float | None = None
@@ -123,7 +123,7 @@ class BatchSettings(RouterClientSettings):
     model: str = ""
     """Start a service for this model, and stop it afterwards."""
     concurrency: PositiveInt = 64
-    """Most requests that run at once."""
+    """Maximum number of requests that run at once."""
 
     @model_validator(mode="after")
     def _there_is_one_service(self) -> Self:
@@ -184,7 +184,7 @@ class KvSettings(RouterTargetSettings):
     first_seq_id: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Show sequences from this number on."""
     max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
-    """Most sequences to show per worker."""
+    """Maximum number of sequences to show per worker."""
     json_: Annotated[bool, Field(alias="json")] = False
     """Print JSON, with block tables and ref counts."""
 
@@ -201,7 +201,7 @@ class TopSettings(RouterTargetSettings):
     once: bool = False
     """Print one frame after one interval, and exit."""
     max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
-    """Most sequences to query per worker; the terminal shows as many as fit."""
+    """Maximum number of sequences to query per worker; the terminal shows as many as fit."""
 
 
 class _ChosenRequests(RouterTargetSettings):

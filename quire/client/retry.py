@@ -10,7 +10,8 @@ class Retry:
     """When to repeat a failed call; never sooner than a busy service asks for."""
 
     max_attempts: int = 5
-    """Most calls for a request that is refused because the service is too busy or unavailable."""
+    """Maximum number of calls for a request that is refused because the service is too busy or
+    unavailable."""
     first_backoff_s: float = 0.05
     """First wait; it doubles with each failure in a row. Each wait is random, between half of this
     value and all of it."""

@@ -29,7 +29,7 @@ from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of
 
 MAX_STREAMED_REQUESTS: Final = 1024
-"""Most unanswered requests of one stream; the next one is read after an answer."""
+"""Maximum number of unanswered requests of one stream; the next one is read after an answer."""
 
 
 class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):

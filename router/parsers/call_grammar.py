@@ -46,7 +46,7 @@ class ThinkingGrammar:
     has_begun: bool
     """Whether the prompt ends within thinking."""
     max_tokens: int | None
-    """Most tokens of each section of thinking; None: no limit."""
+    """Maximum number of tokens of each section of thinking; None: no limit."""
 
     @property
     def before(self) -> str:

@@ -24,12 +24,12 @@ from router.text.tokenizer import Tokenizer, Tokenizers
 T = TypeVar("T")
 
 MAX_QUESTIONS: Final = 16
-"""Most pending calls of /tokenize and /detokenize."""
+"""Maximum number of pending calls of /tokenize and /detokenize."""
 
 
 MAX_ANSWERED: Final = 2**17
-"""Most tokens in an answer that lists tokens, unless the model's context is longer. The event loop
-writes the answer: a million tokens take 0.1 s."""
+"""Maximum number of tokens in an answer that lists tokens, unless the model's context is longer.
+The event loop writes the answer: a million tokens take 0.1 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class ModelText:
 
     @property
     def max_token_bytes(self) -> int:
-        """Most bytes of one token's text; at least 1."""
+        """Maximum number of bytes of one token's text; at least 1."""
         return max(1, self._tokenizer.table.max_piece_bytes)
 
     def max_text_bytes(self, model: Model) -> int:

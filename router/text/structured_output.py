@@ -18,9 +18,9 @@ from contract.value_checks import check_count, check_unicode
 MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024
 MAX_WORDS: Final = 256
-"""Most entries of `bad_words`."""
+"""Maximum number of entries of `bad_words`."""
 MAX_WORD_CHARS: Final = 128
-"""Most characters of each of the `bad_words`."""
+"""Maximum number of characters of each of the `bad_words`."""
 _MAX_KEPT: Final = 64
 """Number of cached grammars; requests often have the same form."""
 

@@ -15,7 +15,7 @@ from router.turns.turn import Turn, TurnEnd, TurnStatus
 from router.turns.usage import add_once, add_usage, sweep_usage
 
 SWEEP_LIMIT: Final = 1000
-"""Most turns that one sweep deletes."""
+"""Maximum number of turns that one sweep deletes."""
 LEASE_S: Final = 5.0
 """How long a router owns a turn after its last write; then any router may take the turn over."""
 
@@ -28,7 +28,7 @@ _OF_TURN: Final = ", ".join(
 )
 """A turn's columns except `record`, which contains the whole prompt."""
 MAX_CHAIN: Final = 1024
-"""Most turns of one conversation."""
+"""Maximum number of turns of one conversation."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ import grpc
 from rpc.http2.headers import ENCODING_TO_WBITS
 
 WINDOW_BYTES: Final = 65_535
-"""Most bytes that a client may send on a stream before the handler reads; HTTP/2's default."""
+"""Maximum number of bytes that a client may send on a stream before the handler reads; HTTP/2's
+default."""
 
 _PREFIX_BYTES: Final = 5
 _QUICK_BYTES: Final = 256 * 1024

@@ -20,9 +20,9 @@ class Limits:
     max_metadata_bytes: int
     """Largest metadata of a request. As in HTTP/2, each header counts 32 bytes beyond its text."""
     max_concurrent_streams: int
-    """Most handlers that run at once for one connection."""
+    """Maximum number of handlers that run at once for one connection."""
     max_connections: int | None = None
-    """Most open connections; None: no limit."""
+    """Maximum number of open connections; None: no limit."""
     pings: Pings = PATIENT
 
 

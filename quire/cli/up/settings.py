@@ -104,8 +104,8 @@ class UpSettings(ProcessSettings):
     """The name that requests use for the model; empty: the directory's name. With several models,
     one name for each, in their order."""
     on_demand: PositiveInt | None = None
-    """Most models that are loaded at once. A request loads its model in place of the least recently
-    used one (docs/operations.md). Default: all models are loaded."""
+    """Maximum number of models loaded at once. A request loads its model in place of the least
+    recently used one (docs/operations.md). Default: all models are loaded."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """With --on-demand, the shortest time in seconds for which a model stays loaded; default: the
     router's, 10."""
@@ -164,11 +164,12 @@ class UpSettings(ProcessSettings):
     """Round the weights of linear maps to int8 or int4, for less memory and faster decoding.
     Default: keep them in --dtype."""
     max_model_len: PositiveInt | None = None
-    """Most tokens of prompt and output together; default: the model's context length."""
+    """Maximum number of tokens of prompt and output together; default: the model's context length.
+    """
     max_num_seqs: PositiveInt | None = None
-    """Most sequences that run at once on a worker; default: the worker's."""
+    """Maximum number of sequences that run at once on a worker; default: the worker's."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Most tokens that one step computes; default: the worker's."""
+    """Maximum number of tokens that one step computes; default: the worker's."""
     num_blocks: PositiveInt | None = None
     """KV blocks of a worker; default: as many as fit in its memory."""
     block_size: PositiveInt | None = None
@@ -212,7 +213,7 @@ class UpSettings(ProcessSettings):
     """Speculative decoding: propose tokens from earlier text (ngram) or with --draft-model (draft),
     and verify several in one step. The output stays the same. Default: off."""
     num_draft_tokens: PositiveInt | None = None
-    """Most tokens to propose at a time; default: the worker's, 4."""
+    """Maximum number of tokens to propose at a time; default: the worker's, 4."""
     draft_model: ModelName | None = None
     """The model that proposes tokens, given like --model; it needs the same vocabulary."""
     ngram_min: PositiveInt | None = None
