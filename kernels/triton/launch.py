@@ -8,8 +8,9 @@ from typing import Any
 class Launch:
     """A kernel with its constant arguments.
 
-    At each launch, Triton looks up the compiled kernel by the types, alignments and values of all
-    arguments. This class looks it up once per variant, and then launches it directly.
+    At each launch, Triton inspects all arguments to find the compiled kernel: their types, their
+    specialization (such as divisibility by 16), and the values of constants. This class finds it
+    once per variant, and then launches it directly.
     """
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], options: Mapping[str, int]) -> None:

@@ -30,7 +30,7 @@ def _kind(change: Change) -> tuple[CacheTier, bool, str, bool]:
 
 
 def blocks_to_proto(blocks: Iterable[KvBlock]) -> Iterator[kv_pb2.KvEvent]:
-    """Make `stored` events of blocks in any tiers."""
+    """Make `stored` events for blocks, one per tier, salt, and whether the tokens are known."""
     alike: dict[tuple[CacheTier, str, bool], list[KvBlock]] = {}
     for block in blocks:
         for tier in block.tiers:

@@ -1,1 +1,0 @@
-"""Decoders that the `transformers` library builds, on paged attention and states in blocks."""

@@ -98,7 +98,8 @@ class BeamGroups:
     def _most_blocks_of_others(self, group: BeamGroup) -> int:
         """Return the blocks that the other beams need if they share none with the best.
 
-        The best beam may have given back blocks behind its window that the others need.
+        Sharing is not assumed: the others may need blocks that the best beam has already given
+        back, because they are behind its window.
         """
         num_others = len(group.search.beams) - 1
         return num_others * self._kv_groups.num_needed(group.search.num_tokens)

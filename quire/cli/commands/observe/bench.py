@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """One measurement; times are in seconds."""
+    """One measurement; durations are in seconds."""
 
     began_ns: int
     """The start, on the clock of `time.monotonic_ns`, which all processes of a machine share."""
