@@ -134,7 +134,7 @@ async def start_grpc_server(server: Server, settings: ProcessSettings) -> str:
     return target
 
 
-def failure_of_grpcio() -> asyncio.Future[None]:
+def failure_of(server: Server) -> asyncio.Future[None]:
     """Return a future for the error that ends a server of grpcio; call this after its start.
 
     A call whose path is not UTF-8 ends it, before any interceptor (seen with grpcio 1.85). The
@@ -147,9 +147,14 @@ def failure_of_grpcio() -> asyncio.Future[None]:
             log.error("the gRPC server has failed", error=repr(error))
             failure.set_exception(error)
 
-    for task in asyncio.all_tasks():
-        if getattr(task.get_coro(), "__qualname__", "") == "AioServer._server_main_loop":
-            task.add_done_callback(on_done)
+    if isinstance(server, Http2Server):
+        return failure
+    names = {task: getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()}
+    serving = [task for task, name in names.items() if name == "AioServer._server_main_loop"]
+    if not serving:
+        log.warning("grpcio has changed: a failure of its server would not be noticed")
+    for task in serving:
+        task.add_done_callback(on_done)
     return failure
 
 

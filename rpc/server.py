@@ -23,7 +23,7 @@ from rpc.grpc_server import (
     CannotListenError,
     Server,
     Service,
-    failure_of_grpcio,
+    failure_of,
     make_grpc_server,
     start_grpc_server,
 )
@@ -127,7 +127,7 @@ async def serve(
                 grpc=await start_grpc_server(server, settings),
                 http=await start_http_server(runner, settings),
             )
-            failure = failure_of_grpcio()
+            failure = failure_of(server)
             if shared_http_port is not None:
                 shared_site = await start_shared_site(runner, settings, shared_http_port)
             log.info("listening", grpc=addresses.grpc, http=addresses.http)

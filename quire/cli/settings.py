@@ -384,6 +384,7 @@ class _CommandSettings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True,
         env_prefix=ENV_PREFIX,
+        env_prefix_target="all",
         env_ignore_empty=True,
         use_attribute_docstrings=True,
     )

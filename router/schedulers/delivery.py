@@ -39,6 +39,8 @@ class Delivery:
         self._loop = loop or asyncio.get_running_loop()
         self._now, self._busy_s = now, busy_s or wanted_s
         self._waiting: dict[LiveRequest, None] = {}  # an ordered set
+        self._wave: dict[LiveRequest, None] = {}
+        """The rest of a wave that has given way."""
         self._timer: asyncio.Handle | None = None
         """Calls the next wave, or the rest of this one."""
         self._last_at, self._last_busy_s = now(), self._busy_s()
@@ -47,8 +49,10 @@ class Delivery:
     def add(self, changed: Iterable[LiveRequest]) -> None:
         """Flush requests, now or in the next wave."""
         self._waiting.update(dict.fromkeys(changed))
-        if self._timer is not None:
-            return
+        if self._timer is None:
+            self._begin_or_wait()
+
+    def _begin_or_wait(self) -> None:
         if len(self._waiting) <= _FEW:
             self._flush()
             return
@@ -62,17 +66,20 @@ class Delivery:
     def _flush(self) -> None:
         """Begin a wave."""
         self._last_at, self._last_busy_s = self._now(), self._busy_s()
+        self._wave, self._waiting = self._waiting, {}
         self._flush_some()
 
     def _flush_some(self) -> None:
         self._timer = None
         ends_at = self._now() + _LONGEST_HOLD_S
-        for live in list(self._waiting):
-            del self._waiting[live]
+        for live in list(self._wave):
+            del self._wave[live]
             live.flush()
-            if self._now() >= ends_at and self._waiting:
+            if self._now() >= ends_at and self._wave:
                 self._timer = self._loop.call_soon(self._flush_some)
                 return
+        if self._waiting:
+            self._begin_or_wait()
 
 
 def wanted_s() -> float:

@@ -12,6 +12,8 @@ from rpc.http2.headers import ENCODING_TO_WBITS
 WINDOW_BYTES: Final = 65_535
 """Maximum number of bytes that a client may send on a stream before the handler reads; HTTP/2's
 default."""
+_LARGE_S: Final = 60.0
+"""Longest time for a larger message to arrive, because it has one of few places."""
 
 _PREFIX_BYTES: Final = 5
 _QUICK_BYTES: Final = 256 * 1024
@@ -84,7 +86,7 @@ class Inbox:
                 return None
             if size > WINDOW_BYTES:
                 async with self._room:
-                    await self._wait_for(size)
+                    await self._wait_for_large(size)
             else:
                 await self._wait_for(size)
         is_compressed = self._data[0]
@@ -92,6 +94,16 @@ class Inbox:
         del self._data[:size]
         self._allow_up_to(WINDOW_BYTES - len(self._data))
         return await self._inflated(message) if is_compressed else message
+
+    async def _wait_for_large(self, size: int) -> None:
+        try:
+            async with asyncio.timeout(_LARGE_S):
+                await self._wait_for(size)
+        except TimeoutError:
+            raise RefusedMessageError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"a message above {WINDOW_BYTES} bytes took more than {_LARGE_S:g} s to arrive",
+            ) from None
 
     async def _wait_for(self, size: int) -> None:
         if self._has_ended or len(self._data) >= size:

@@ -47,16 +47,17 @@ def free_path(path: Path) -> None:
     """Remove the file of a Unix socket whose process has died.
 
     Raises:
-        OSError: A process listens there.
+        OSError: A process listens there, or it cannot be known.
     """
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        # EAGAIN: it has not accepted its last clients yet.
-        if probe.connect_ex(os.fspath(path)) in (0, errno.EAGAIN):
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), os.fspath(path))
-    path.unlink()
+        code = probe.connect_ex(os.fspath(path))
+    if code == errno.ECONNREFUSED:
+        path.unlink()
+    elif code != errno.ENOENT:  # EAGAIN: the process has not accepted its last clients yet
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), os.fspath(path))
 
 
 class ListeningPath:

@@ -26,6 +26,7 @@ from hyperframe.frame import (
 )
 
 from rpc.http2 import connection as connection_module
+from rpc.http2 import inbox as inbox_module
 from rpc.http2.inbox import WINDOW_BYTES
 from rpc.http2.limits import FrameBudget, Limits
 from rpc.http2.server import Http2Server
@@ -373,6 +374,21 @@ async def test_few_large_messages_come_at_once(connect, monkeypatch):
     await send_up_to(len(message))
     for number in numbers:
         assert await client.status(number) == (0, "")
+
+
+async def test_a_large_message_that_does_not_come_gives_its_place_away(connect, monkeypatch):
+    monkeypatch.setattr(connection_module, "_LARGE_AT_ONCE", 1)
+    monkeypatch.setattr(inbox_module, "_LARGE_S", 0.2)
+    client = await connect()
+    client.h2.increment_flow_control_window(10 * MAX_BYTES)
+    for number in (1, 3):
+        client.h2.send_headers(number, HEADERS)
+        client.h2.send_data(number, framed(bytes(MAX_BYTES))[:10])
+    client.send()
+    for number in (1, 3):
+        code, details = await client.status(number)
+        assert (code, "to arrive" in details) == (grpc.StatusCode.DEADLINE_EXCEEDED.value[0], True)
+    await echoes(client, 5)
 
 
 async def test_a_frame_that_is_too_large_is_refused_before_it_is_there(connect):

@@ -224,6 +224,14 @@ async def test_a_socket_that_accepts_no_client_now_is_not_taken_over(settings, b
             await serve(settings, health=Health(), services=[], grpc_by_grpcio=by_grpcio)
 
 
+async def test_a_socket_of_another_kind_is_left_alone(settings, by_grpcio):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(settings.uds))
+        with pytest.raises(CannotListenError, match=str(settings.uds)):
+            await serve(settings, health=Health(), services=[], grpc_by_grpcio=by_grpcio)
+        assert settings.uds.is_socket()
+
+
 async def test_a_dead_process_s_socket_is_replaced(run_server, settings):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(settings.uds))
