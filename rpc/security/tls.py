@@ -48,11 +48,13 @@ def is_local(target: str) -> bool:
     return target.startswith(_LOCAL_PREFIXES)
 
 
+_TLS_WANTED: Final = "the server may require TLS (--tls-ca) or a client certificate (--tls-cert)"
 _SIGN_TO_HINT: Final = {
     "WRONG_VERSION_NUMBER": "the server does not use TLS; leave out --tls-ca",
     "Hostname Verification": "its certificate has another name; set it with --tls-server-name",
     "CERTIFICATE_VERIFY_FAILED": "no authority in --tls-ca has signed its certificate",
-    "Socket closed": "the server may require TLS (--tls-ca) or a client certificate (--tls-cert)",
+    "Socket closed": _TLS_WANTED,
+    "Connection reset by peer": _TLS_WANTED,
 }
 
 

@@ -175,7 +175,11 @@ def draw_sampling(chance):
 
 
 def serve(executor, limits, chance, num_requests):
-    """Drive random requests to their end; returns how many steps of each kind there were."""
+    """Drive random requests to their end; returns how many steps of each kind there were.
+
+    Drives as many again, a few times, if some kind is missing: graphs that compute nothing draw
+    tokens at random, so the same seed does not make the same history.
+    """
     core = Scheduler(
         SchedulerConfig(
             num_blocks=limits.num_blocks,
@@ -191,13 +195,16 @@ def serve(executor, limits, chance, num_requests):
     samplings = {}
     beginnings = [[chance.randrange(5, 400) for _ in range(40)] for _ in range(2)]
     seen = dict.fromkeys(("decode", "mixed", "prefill", "swap_out", "swap_in", "copy"), 0)
-    waiting, now = num_requests, 0.0
-    for _ in range(5000):
-        if not (waiting or list(core.live)):
-            break
-        if waiting and chance.random() < 0.2:
-            key = waiting * 10
-            waiting -= 1
+    num_sent, now = 0, 0.0
+    num_wanted, most_wanted = num_requests, 5 * num_requests
+    for _ in range(5 * 5000):
+        if num_sent == num_wanted and not list(core.live):
+            if all(seen.values()) or num_wanted == most_wanted:
+                break
+            num_wanted += num_requests
+        if num_sent < num_wanted and chance.random() < 0.2:
+            num_sent += 1
+            key = num_sent * 10
             tail = [chance.randrange(5, 400) for _ in range(chance.randrange(1, 30))]
             prompt = chance.choice(beginnings)[: chance.choice((0, 13, 40))] + tail
             name = str(key).encode()

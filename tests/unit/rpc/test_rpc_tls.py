@@ -13,7 +13,7 @@ from contract.errors import PermissionDeniedError, UnauthenticatedError, Unavail
 from quire.v1 import admin_pb2, admin_pb2_grpc
 from rpc.peers.channel import open_blocking_channel, open_channel
 from rpc.security.client_certificates import check_names
-from rpc.security.tls import ClientTls
+from rpc.security.tls import ClientTls, explain
 from rpc.settings import ProcessSettings, parse_settings
 from rpc.status import status_to_error
 from tests.certificates import Authority
@@ -76,6 +76,12 @@ async def test_client_without_certificate_gets_in_only_where_none_is_asked_for(r
         assert await check(addresses.grpc, ClientTls(process.ca))
     async with run_server(ProcessSettings(**process.as_peer)) as addresses:
         assert "--tls-cert" in await refusal(addresses.grpc, ClientTls(process.ca))
+
+
+@pytest.mark.parametrize("sign", ["Socket closed", "recvmsg:Connection reset by peer (104)"])
+def test_each_way_in_which_a_tls_server_refuses_a_client_has_the_hint(sign):
+    details = f"failed to connect to all addresses; last error: UNAVAILABLE: {sign}"
+    assert "--tls-cert" in explain(details)
 
 
 async def test_a_certificate_opens_only_where_its_name_is_accepted(run_server, ours, process):
