@@ -35,7 +35,7 @@ from contract.info import Role
 from contract.step import Plan, Result
 from scheduler_svc.core.interface.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
-from scheduler_svc.core.limits.step_pacing import Pace, StepPacer
+from scheduler_svc.core.pacing import Pace, StepPacer
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.observers.metrics import SchedulerMetrics

@@ -23,7 +23,7 @@ from harness.device import Clock, SimulatedWorker
 from contract.step import Plan, Result
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
-from scheduler_svc.core.limits.step_pacing import Pace, StepPacer
+from scheduler_svc.core.pacing import Pace, StepPacer
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.scheduler import Scheduler
 

@@ -12,13 +12,14 @@ from aiohttp.typedefs import Middleware
 from prometheus_client import REGISTRY
 
 from model_files.locate import find_model
-from router.access.authentication import KeyInterceptor, key_middleware
 from router.access.tenancy import check_operator
 from router.gateway_metrics import GatewayMetrics
 from router.grpc.api import inference_service
+from router.grpc.authentication import KeyInterceptor
 from router.grpc.bounds import RequestBounds
 from router.grpc.operations import operator_services
 from router.http import api as openai_api
+from router.http.authentication import key_middleware
 from router.http.batches.batches import Batches
 from router.http.web_pages import PageGuard, is_loopback
 from router.kserve.api import kserve_service

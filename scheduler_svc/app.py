@@ -15,10 +15,9 @@ from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, Resolver
 from rpc.server import Addresses, before_serving, serve
-from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.limits.step_pacing import Pace
+from scheduler_svc.core.interface.config import Eviction, PreemptionMode, SchedulerConfig
+from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.space.eviction import Eviction
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics

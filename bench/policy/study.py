@@ -30,7 +30,7 @@ from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.interface.errors import RequestRefusedError
 from scheduler_svc.core.interface.events import Finished, StepEvents
 from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey, SourceId
-from scheduler_svc.core.limits.step_pacing import least_tokens
+from scheduler_svc.core.pacing import least_tokens
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.entries import (

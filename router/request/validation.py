@@ -5,8 +5,8 @@ The functions raise `InvalidArgumentError`, which names field, value and limit, 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from contract.errors import ContextLengthError, InvalidArgumentError, UnimplementedError
 from contract.request import (
@@ -30,6 +30,7 @@ from contract.value_checks import (
     check_unicode,
 )
 from router.access.tenancy import check_tenant
+from router.text.size_limits import check_text
 
 _BEAM_ALLOWS: Final = frozenset(
     ("temperature", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "adapter")
@@ -194,28 +195,4 @@ def check_prompt_length(num_prompt_tokens: int, model: Model, field: str = "prom
         raise ContextLengthError(
             field,
             f"has {num_prompt_tokens} tokens; it must have at most {model.max_prompt_len}{less}",
-        )
-
-
-def check_text(field: str, text: str, model: Model, max_bytes: int) -> None:
-    """Check a text's size before it is tokenized: a text above `max_bytes` cannot fit."""
-    _check_num_bytes(field, check_unicode(field, text), model, max_bytes)
-
-
-def check_chat(messages: Sequence[Mapping[str, Any]], model: Model, max_bytes: int) -> None:
-    """Check the size of a chat's messages before the template renders them."""
-    check_count("messages", len(messages), model.max_model_len)
-    num_bytes = 0
-    for i, message in enumerate(messages):
-        for name, value in message.items():
-            num_bytes += check_unicode(f"messages[{i}].{name}", str(value))
-    _check_num_bytes("messages", num_bytes, model, max_bytes)
-
-
-def _check_num_bytes(field: str, num_bytes: int, model: Model, most: int) -> None:
-    if num_bytes > most:
-        raise ContextLengthError(
-            field,
-            f"has {num_bytes} bytes; at most {most} can fit the model's context of"
-            f" {model.max_model_len} tokens",
         )

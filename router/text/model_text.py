@@ -11,12 +11,12 @@ from contract.request import GenerateRequest, Model
 from contract.sampling import StructuredOutput
 from contract.value_checks import check_count, check_token_ids
 from router.parsers.choosing import OutputParsers, choose_parsers
-from router.request.validation import check_chat, check_text
 from router.schedulers.served_model import ServedModel
 from router.text.chat_settings import ChatSettings
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer
 from router.text.infill import infill
+from router.text.size_limits import check_chat, check_text
 from router.text.structured_output import to_grammar, without_words
 from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer, Tokenizers

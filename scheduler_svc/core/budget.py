@@ -2,7 +2,7 @@
 
 A step computes one token for each sequence that decodes. The rest of `max_num_batched_tokens` goes
 to sequences with known tokens to compute; most of these tokens are prompts. `begin_step` limits the
-prompt tokens of a step to what the pacer (`limits/step_pacing.py`) and memory pressure allow.
+prompt tokens of a step to what the pacer (`pacing.py`) and memory pressure allow.
 `grant` decides how many tokens each sequence computes.
 """
 

@@ -11,10 +11,9 @@ from contract.hashing import extend_chain, group_hash, tail_hash
 from contract.step import NewSequence, Plan, StepId
 from scheduler_svc.core.budget import TokenBudget
 from scheduler_svc.core.decodes import Decodes, DraftedDecodes, SteadyDecodes
-from scheduler_svc.core.handover.identity import identity, swap_root
-from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.interface.events import Preempted, Started
+from scheduler_svc.core.interface.identity import identity, swap_root
 from scheduler_svc.core.interface.request import SeqId
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Policy
@@ -23,6 +22,7 @@ from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.space.kv_groups import NULL_BLOCK, KvGroups
+from scheduler_svc.core.space.labels import NewLabels
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_tier import HostTier
 

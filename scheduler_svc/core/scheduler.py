@@ -33,7 +33,6 @@ from scheduler_svc.core.budget import TokenBudget
 from scheduler_svc.core.compact.defragment import DefragmentationReport, Defragmenter
 from scheduler_svc.core.compact.resize import Resizing
 from scheduler_svc.core.handover.copies import Copies, Loan, LoanId, Room, RoomId
-from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.handover.moved_request import (
     Export,
     ExportId,
@@ -67,6 +66,7 @@ from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.space.cache_watcher import CacheTier, CacheWatch
 from scheduler_svc.core.space.kv_groups import KvGroups
+from scheduler_svc.core.space.labels import NewLabels
 from scheduler_svc.core.space.pins import Pins
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.fetching import Fetching, FetchStatus

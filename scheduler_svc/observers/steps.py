@@ -10,7 +10,7 @@ from typing import Protocol
 
 from contract.step import Plan
 from scheduler_svc.core.interface.config import SchedulerConfig
-from scheduler_svc.core.limits.step_pacing import Pace, StepPacer
+from scheduler_svc.core.pacing import Pace, StepPacer
 from scheduler_svc.core.reports.load import Queues
 from scheduler_svc.observers.rate_meter import RateMeter
 

@@ -12,7 +12,7 @@ from contract.info import ModelInfo
 from contract.sampling import EarlyStopping
 from contract.step import Result
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from scheduler_svc.core.beams.search import BeamParams
+from scheduler_svc.core.interface.request import BeamParams
 
 _NO_LOGPROB = common_pb2.TokenLogprob()
 

@@ -22,7 +22,7 @@ from scheduler_svc.core.interface.config import SchedulerLoad
 from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.interface.events import Admitted
 from scheduler_svc.core.interface.request import Request
-from scheduler_svc.core.limits.step_pacing import Pace
+from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.reports.load import (
     count_queued,
     num_steps_answered,

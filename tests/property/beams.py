@@ -11,9 +11,8 @@ from zlib import crc32
 import numpy as np
 
 from contract.sampling import EarlyStopping
-from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.interface.events import Finished
-from scheduler_svc.core.interface.request import FinishReason
+from scheduler_svc.core.interface.request import BeamParams, FinishReason
 
 VOCABULARY = (0, 1)
 

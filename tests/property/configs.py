@@ -3,8 +3,7 @@
 from hypothesis import strategies as st
 
 from contract.worker_limits import STATE_WINDOW, Chunk
-from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.space.eviction import Eviction
+from scheduler_svc.core.interface.config import Eviction, PreemptionMode, SchedulerConfig
 
 POLICIES = st.sampled_from(
     ["fcfs", "priority", "fair", "deadline", "fair+deadline", "priority+fair+deadline"]

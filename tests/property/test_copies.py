@@ -9,13 +9,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from contract.step import Result
 from scheduler_svc.core.handover.copies import Loan, Room
-from scheduler_svc.core.handover.identity import identity
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.interface.errors import (
     MigrationRefusedError,
     QueueFullError,
     RequestTooLongError,
 )
+from scheduler_svc.core.interface.identity import identity
 from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler

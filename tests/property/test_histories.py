@@ -11,9 +11,8 @@ from hypothesis import settings
 from contract.info import MemoryLevel
 from contract.sampling import EarlyStopping
 from contract.worker_limits import Chunk
-from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.interface.config import PreemptionMode
-from scheduler_svc.core.space.eviction import Eviction
+from scheduler_svc.core.interface.config import Eviction, PreemptionMode
+from scheduler_svc.core.interface.request import BeamParams
 from tests.property.test_scheduler import SchedulerMachine
 from tests.property.transitions import ALL, OF_MOVES, Transition, recorded_transitions
 

@@ -14,15 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from contract.info import MemoryLevel
 from contract.sampling import EarlyStopping
 from contract.step import Result
-from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.handover.identity import identity
 from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.interface.errors import (
     QueueFullError,
     RequestTooLongError,
     ResizeRefusedError,
 )
-from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
+from scheduler_svc.core.interface.identity import identity
+from scheduler_svc.core.interface.request import BeamParams, Request, SeqKey, SourceId
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
 from tests.property.configs import CHOICES, tiny_config

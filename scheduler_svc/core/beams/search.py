@@ -19,24 +19,7 @@ import numpy.typing as npt
 from contract.arrays import Float32Array, Int32Array
 from contract.sampling import EarlyStopping
 from contract.step import OutputState, SearchState
-
-
-@dataclass(frozen=True, slots=True)
-class BeamParams:
-    """The search parameters of a request."""
-
-    width: int
-    """Number of beams, and of hypotheses to keep; at least 2."""
-    end_token_ids: tuple[int, ...]
-    """Tokens that end an output; distinct."""
-    length_penalty: float = 1.0
-    """A hypothesis's score is its log-probability ÷ (number of output tokens ^ length_penalty)."""
-    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
-
-    @property
-    def num_kept(self) -> int:
-        """Number of continuations considered in a step; at least `width` of them do not end."""
-        return max(2, 1 + len(self.end_token_ids)) * self.width
+from scheduler_svc.core.interface.request import BeamParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,13 +15,13 @@ from itertools import chain
 
 from contract.step import StepId
 from scheduler_svc.core.compact.defragment import Defragmenter
-from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.handover.moves import Moves
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.interface.errors import RequestTooLongError, ResizeRefusedError
 from scheduler_svc.core.limits.acceptance import check_length
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.space.labels import NewLabels
 from scheduler_svc.core.space.pins import Pins
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 

@@ -36,9 +36,9 @@ from contract.hashing import BlockHash, extend_chain, tail_hash
 from contract.state import HeldBlocks, HeldRow, Holdings
 from contract.step import StepLogprob
 from scheduler_svc.core.beams.group import BeamGroup
-from scheduler_svc.core.handover.identity import identity, swap_root
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.identity import identity, swap_root
 from scheduler_svc.core.interface.request import FinishReason, OutputSoFar, Request
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.prefix import FoundKv

@@ -5,7 +5,17 @@ from enum import StrEnum
 
 from contract.info import MemoryLevel
 from contract.worker_limits import KvWindow, window_length
-from scheduler_svc.core.space.eviction import Eviction
+
+
+class Eviction(StrEnum):
+    """Which cached block is evicted first."""
+
+    LRU = "lru"
+    """The block whose last holder dropped it longest ago."""
+    LFU = "lfu"
+    """The block with the fewest hits since it was published; among equals as LRU."""
+    FIFO = "fifo"
+    """The block that became cached first; hits do not count."""
 
 
 class PreemptionMode(StrEnum):

@@ -8,9 +8,9 @@ import numpy.typing as npt
 
 from contract.outputs import FinishReason
 from contract.request import MAX_PRIORITY
-from scheduler_svc.core.beams.search import BeamParams
+from contract.sampling import EarlyStopping
 
-__all__ = ["FinishReason", "OutputSoFar", "Request", "SeqId", "SeqKey", "SourceId"]
+__all__ = ["BeamParams", "FinishReason", "OutputSoFar", "Request", "SeqId", "SeqKey", "SourceId"]
 
 SeqId = NewType("SeqId", int)
 """Identifies a sequence; unique over the life of a scheduler core."""
@@ -28,6 +28,24 @@ class OutputSoFar:
 
     token_ids: npt.NDArray[np.int32]
     finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """The search parameters of a request."""
+
+    width: int
+    """Number of beams, and of hypotheses to keep; at least 2."""
+    end_token_ids: tuple[int, ...]
+    """Tokens that end an output; distinct."""
+    length_penalty: float = 1.0
+    """A hypothesis's score is its log-probability ÷ (number of output tokens ^ length_penalty)."""
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+
+    @property
+    def num_kept(self) -> int:
+        """Number of continuations considered in a step; at least `width` of them do not end."""
+        return max(2, 1 + len(self.end_token_ids)) * self.width
 
 
 @dataclass(frozen=True, slots=True, eq=False)

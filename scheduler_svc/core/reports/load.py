@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_svc.core.compact.fragmentation import SpaceReport, measure
 from scheduler_svc.core.interface.config import SchedulerLoad
-from scheduler_svc.core.limits.step_pacing import PromptQueue
+from scheduler_svc.core.pacing import PromptQueue
 from scheduler_svc.core.sequence import RUNNING, SeqStatus
 
 if TYPE_CHECKING:

@@ -27,9 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.hashing import BlockHash
-from scheduler_svc.core.handover.labels import NewLabels
+from scheduler_svc.core.interface.config import Eviction
 from scheduler_svc.core.interface.errors import BrokenInvariantError
-from scheduler_svc.core.space.eviction import Eviction, make_eviction_order
+from scheduler_svc.core.space.eviction import make_eviction_order
+from scheduler_svc.core.space.labels import NewLabels
 
 DeviceBlockId = NewType("DeviceBlockId", int)
 HostBlockId = NewType("HostBlockId", int)

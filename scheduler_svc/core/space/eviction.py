@@ -15,22 +15,11 @@ table first:
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from enum import StrEnum
 from typing import Protocol
 
 from contract.hashing import BlockHash
+from scheduler_svc.core.interface.config import Eviction
 from scheduler_svc.core.space.marked_heap import MarkedHeap
-
-
-class Eviction(StrEnum):
-    """Which cached block is evicted first."""
-
-    LRU = "lru"
-    """The block whose last holder dropped it longest ago."""
-    LFU = "lfu"
-    """The block with the fewest hits since it was published; among equals as LRU."""
-    FIFO = "fifo"
-    """The block that became cached first; hits do not count."""
 
 
 class EvictionOrder(Protocol):

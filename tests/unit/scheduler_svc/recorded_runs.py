@@ -14,11 +14,9 @@ import numpy as np
 from contract.info import MemoryLevel, WorkerInfo
 from contract.sampling import EarlyStopping
 from contract.worker_limits import Limits
-from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.config import Eviction, SchedulerConfig
 from scheduler_svc.core.interface.errors import RequestRefusedError, ResizeRefusedError
-from scheduler_svc.core.interface.request import OutputSoFar, Request, SeqKey, SourceId
-from scheduler_svc.core.space.eviction import Eviction
+from scheduler_svc.core.interface.request import BeamParams, OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.journal.entries import MAGIC
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.journal.replay import replay

@@ -6,10 +6,9 @@ from scheduler_requests import make_request
 
 from contract.arrays import ints
 from contract.step import Result
-from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.interface.events import Finished
-from scheduler_svc.core.interface.request import FinishReason, OutputSoFar
+from scheduler_svc.core.interface.request import BeamParams, FinishReason, OutputSoFar
 from scheduler_svc.core.reports.progress import Progress, read_progress
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.workers.crash_counter import CrashCounter

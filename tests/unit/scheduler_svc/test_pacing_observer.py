@@ -1,6 +1,6 @@
 """How the pacer and the rate meter learn from the same steps."""
 
-from scheduler_svc.core.limits.step_pacing import Pace
+from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.reports.load import Queues
 from scheduler_svc.observers.steps import AnsweredStep, PacingObserver, SentStep
 from tests.unit.scheduler_svc.core.test_pacing import GPU, plan_of

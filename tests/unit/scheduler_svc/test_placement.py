@@ -7,8 +7,7 @@ import pytest
 
 from contract.hashing import extend_chain, root_hash
 from contract.info import Role
-from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.interface.request import OutputSoFar, Request
+from scheduler_svc.core.interface.request import BeamParams, OutputSoFar, Request
 from scheduler_svc.workers.placement import (
     MAX_BESIDE_DECODES,
     SEQUENCE_TOKENS,

@@ -13,7 +13,7 @@ from rpc.health import Health
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import Fragmentation, SpaceReport
 from scheduler_svc.core.interface.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.limits.step_pacing import Pace
+from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.observers import spans as telemetry

@@ -18,9 +18,8 @@ from contract.lora import LoraAdapter
 from contract.pooling import Abilities, Task
 from contract.sampling import EarlyStopping
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.interface.events import Admitted, Finished, Pinned, StepEvents
-from scheduler_svc.core.interface.request import FinishReason
+from scheduler_svc.core.interface.request import BeamParams, FinishReason
 from scheduler_svc.wire.request import request_from_proto
 from scheduler_svc.wire.router import (
     events_to_proto,

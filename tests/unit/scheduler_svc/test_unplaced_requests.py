@@ -2,8 +2,7 @@
 
 from scheduler_requests import make_request
 
-from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.interface.request import FinishReason
+from scheduler_svc.core.interface.request import BeamParams, FinishReason
 from scheduler_svc.domain import SubmitRequest
 from scheduler_svc.workers.placement import UnplacedRequests
 

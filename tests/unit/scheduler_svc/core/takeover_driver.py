@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.interface.events import Finished
 from scheduler_svc.core.interface.request import (
+    BeamParams,
     FinishReason,
     OutputSoFar,
     Request,

@@ -9,10 +9,9 @@ from core_driver import ROUTER, answer, chunks, make_core, new, schedule, submit
 from contract.arrays import ints
 from contract.step import Plan, Result
 from quire.v1 import kv_pb2
-from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.interface.errors import MigrationRefusedError, RequestTooLongError
 from scheduler_svc.core.interface.events import StepEvents
-from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey
+from scheduler_svc.core.interface.request import BeamParams, FinishReason, Request, SeqKey
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.reports.describe import Query, describe
 from scheduler_svc.core.reports.load import count_queued

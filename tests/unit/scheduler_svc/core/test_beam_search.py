@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from contract.sampling import EarlyStopping
-from scheduler_svc.core.beams.search import BeamParams, BeamSearcher, Candidates
+from scheduler_svc.core.beams.search import BeamSearcher, Candidates
+from scheduler_svc.core.interface.request import BeamParams
 
 END = 9
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from scheduler_svc.core.handover.labels import NewLabels
+from scheduler_svc.core.interface.config import Eviction
 from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.space.eviction import Eviction
+from scheduler_svc.core.space.labels import NewLabels
 
 
 def make_pool(num_blocks=6, eviction=Eviction.LRU, evicted=None):

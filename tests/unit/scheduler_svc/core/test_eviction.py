@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler_svc.core.interface.config import Eviction
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.space.eviction import Eviction
 
 ALL = pytest.mark.parametrize("eviction", list(Eviction))
 

@@ -2,7 +2,7 @@
 
 from policy_driver import Worker, make_core, request
 
-from scheduler_svc.core.limits.step_pacing import PromptQueue
+from scheduler_svc.core.pacing import PromptQueue
 from scheduler_svc.core.reports.load import read_prompts
 
 

@@ -1,6 +1,6 @@
 """New labels that wait for the next plan."""
 
-from scheduler_svc.core.handover.labels import NewLabels
+from scheduler_svc.core.space.labels import NewLabels
 
 
 def test_blocks_of_a_step_are_labelled_with_the_next_step():

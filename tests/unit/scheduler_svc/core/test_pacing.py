@@ -7,7 +7,7 @@ import pytest
 
 from contract.step import Plan, StepId
 from scheduler_svc.core.interface.config import SchedulerConfig
-from scheduler_svc.core.limits.step_pacing import Pace, PromptQueue, StepPacer
+from scheduler_svc.core.pacing import Pace, PromptQueue, StepPacer
 
 ROOM = {"num_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_model_len": 1}
 CPU = SchedulerConfig(**ROOM, max_num_batched_tokens=2048, num_saturating_tokens=512)

@@ -4,8 +4,8 @@ import pytest
 from core_driver import ROUTER, answer, chunks, make_core, new, outs, schedule, submit
 
 from contract.info import MemoryLevel
-from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.interface.config import PreemptionMode
+from scheduler_svc.core.interface.request import BeamParams
 from scheduler_svc.core.limits.memory_pressure import Pressure
 
 OK, WARNING, CRITICAL = MemoryLevel

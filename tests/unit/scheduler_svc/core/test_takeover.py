@@ -14,8 +14,8 @@ from takeover_driver import (
 )
 
 from contract.state import Holdings
-from scheduler_svc.core.handover.identity import identity
 from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.interface.identity import identity
 from scheduler_svc.core.interface.request import FinishReason
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler

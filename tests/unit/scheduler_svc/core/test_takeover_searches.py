@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from takeover_driver import CONFIG, PROMPT, SEARCHES, Pair, make_request
 
-from scheduler_svc.core.beams.search import BeamParams
+from scheduler_svc.core.interface.request import BeamParams
 from scheduler_svc.core.scheduler import Scheduler
 from tests.property.beams import expected_search
 

@@ -1,20 +1,17 @@
-"""Checks the API key of every call, gRPC or HTTP, before any API sees it.
+"""Checks the API key of every gRPC call, before any API sees it.
 
 All calls need a key except those exempted here.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import grpc
 import grpc.aio
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from contract.errors import UnauthenticatedError
 from router import metrics
 from router.access.api_keys import ApiKeys
-from router.http.errors import error_response
 
 _OPEN_METHODS: Final = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 """Prefixes of methods that need no key. Their answers contain no user's data."""
@@ -52,31 +49,3 @@ def _refusal(error: UnauthenticatedError) -> Callable[[Any, Any], Awaitable[None
         raise error
 
     return refuse
-
-
-def key_middleware(keys: ApiKeys, open_paths: Collection[str] = ()) -> Middleware:
-    """Make the middleware that answers 401 to calls without a key.
-
-    Reading `open_paths` needs no key; their answers must contain no user's data.
-    """
-
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in open_paths and request.method in ("GET", "HEAD"):
-            return await handler(request)
-        try:
-            keys.enter(_authorization(request.headers))
-        except UnauthenticatedError as error:
-            metrics.REQUESTS_REFUSED.labels("", error.code.name).inc()
-            response = error_response(error, path=request.path)
-            response.headers["WWW-Authenticate"] = "Bearer"
-            return response
-        return await handler(request)
-
-    return middleware
-
-
-def _authorization(headers: Mapping[str, str]) -> str | None:
-    """Return the authorization header; for Anthropic's clients, make it from `x-api-key`."""
-    key = headers.get("x-api-key")
-    return headers.get("Authorization", None if key is None else f"Bearer {key}")
