@@ -131,11 +131,11 @@ async def wrong_blocks(client: AsyncClient) -> list[str]:
         wrong = [
             f"{kv.worker}: of {tier.num_blocks} blocks in {KvTier.Name(tier.tier)} "
             f"{tier.num_held} are held, "
-            f"{tier.num_shared} by several, {tier.num_cached} cached, {tier.num_blank} blank; "
+            f"{tier.num_shared} by several, {tier.num_cached} cached, {tier.num_free} free; "
             f"{kv.num_sequences} sequences"
             for kv in await client.describe_kv(timeout_s=30)
             for tier in kv.tiers
-            if tier.num_blank + tier.num_cached + tier.num_retired != tier.num_blocks
+            if tier.num_free + tier.num_cached + tier.num_retired != tier.num_blocks
             or kv.num_sequences
         ]
         if not wrong or time.monotonic() > deadline:

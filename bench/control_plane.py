@@ -76,7 +76,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Face:
+class Client:
     """A way to request the streams."""
 
     name: str
@@ -88,20 +88,20 @@ class Face:
     """Streams per connection, for gRPC."""
 
 
-def faces(interval: int) -> dict[str, Face]:
-    """Return all faces by name; an event of `gateway_http` has `interval` tokens."""
+def clients(interval: int) -> dict[str, Client]:
+    """Return all clients by name; an event of `gateway_http` has `interval` tokens."""
     return {
-        face.name: face
-        for face in (
-            Face("http", "http"),
-            Face("grpc", "grpc"),
-            Face("gateway_http", "http", stream_interval=interval),
-            Face("gateway_grpc", "grpc-many", per_connection=1 << 20),
+        client.name: client
+        for client in (
+            Client("http", "http"),
+            Client("grpc", "grpc"),
+            Client("gateway_http", "http", stream_interval=interval),
+            Client("gateway_grpc", "grpc-many", per_connection=1 << 20),
         )
     }
 
 
-async def measure_one(face: Face, num_streams: int, rate: float | None, seconds: float) -> Cost:
+async def measure_one(client: Client, num_streams: int, rate: float | None, seconds: float) -> Cost:
     """Measure a number of streams; `rate` is each stream's tokens per second, None: full speed."""
     steps_per_s = 1 / _H200.step_s(num_streams, num_streams * 256)
     # Streams start one after another, and none may end before the last window.
@@ -125,8 +125,8 @@ async def measure_one(face: Face, num_streams: int, rate: float | None, seconds:
         async with modules(Path(name), module_to_flags) as processes:
             router, scheduler = processes["router"], processes["scheduler_svc"]
             http = router.base_url.removeprefix("http://")
-            address = http if face.api == "http" else f"{HOST}:{port}"
-            async with reader(face, address, num_streams, num_tokens) as reading:
+            address = http if client.api == "http" else f"{HOST}:{port}"
+            async with reader(client, address, num_streams, num_tokens) as reading:
                 await asyncio.sleep(_WARM_UP_S)
                 windows = [
                     await measure_window(router, scheduler, seconds / _NUM_WINDOWS)
@@ -161,16 +161,19 @@ async def measure_window(
 
 @contextlib.asynccontextmanager
 async def reader(
-    face: Face, address: str, num_streams: int, num_tokens: int
+    client: Client, address: str, num_streams: int, num_tokens: int
 ) -> AsyncIterator[Callable[[], Awaitable[int]]]:
     """Read streams in a separate process, from the first token of each.
 
     Yields a function that ends the reading and returns how many pieces have arrived.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "harness.many_streams", face.api, address, f"--model={_MODEL}"),
+        *(sys.executable, "-m", "harness.many_streams", client.api, address, f"--model={_MODEL}"),
         *(f"--streams={num_streams}", f"--tokens={num_tokens}"),
-        *(f"--stream-interval={face.stream_interval}", f"--per-connection={face.per_connection}"),
+        *(
+            f"--stream-interval={client.stream_interval}",
+            f"--per-connection={client.per_connection}",
+        ),
         stdout=asyncio.subprocess.PIPE,
         env=environment(),
     )
@@ -209,7 +212,7 @@ async def num_generated(router: Process) -> int:
 async def measure(given: argparse.Namespace) -> Results:
     results: dict[str, float] = {}
     seconds = 5.0 if given.quick else given.seconds
-    known = faces(given.gateway_interval)
+    known = clients(given.gateway_interval)
     columns = ("streams:d", "rate/stream:.0f", "tokens/s:,.0f", "device's:,.0f")
     table = Table(
         *("api:<12", *columns, "tokens/piece:.2f"),
@@ -218,10 +221,10 @@ async def measure(given: argparse.Namespace) -> Results:
     for num_streams in given.streams:
         rate = min(given.rate, given.most / num_streams)
         for name in given.apis:
-            face = known[name]
+            client = known[name]
             for each_rate in (rate,) if given.paced_only else (rate, None):
                 progress(f"{num_streams} streams by {name} ...")
-                cost = await measure_one(face, num_streams, each_rate, seconds)
+                cost = await measure_one(client, num_streams, each_rate, seconds)
                 table.row(
                     *(name, num_streams, each_rate, cost.tokens_per_s, cost.device_tokens_per_s),
                     *(cost.tokens_per_piece, cost.router_us.median, cost.router_us.least),
@@ -246,7 +249,10 @@ if __name__ == "__main__":
     parser = arguments(__doc__, quick="5 seconds a row, and 256 streams only unless given")
     parser.add_argument("--streams", type=numbers, help="numbers of streams")
     parser.add_argument(
-        "--apis", type=lambda text: text.split(","), default=[*faces(1)], help=", ".join(faces(1))
+        "--apis",
+        type=lambda text: text.split(","),
+        default=[*clients(1)],
+        help=", ".join(clients(1)),
     )
     parser.add_argument(
         "--gateway-interval", type=int, default=4, help="tokens per event of gateway_http"

@@ -306,7 +306,7 @@ class Outcome:
     """The outcome of one simulation's requests."""
 
     good_shares: tuple[float, ...]
-    """Of each objective between tokens."""
+    """The share of good requests, for each objective between tokens."""
     ttft_p90_s: float
     gap_p95_s: float
     longest_gap_p50_s: float

@@ -232,7 +232,7 @@ class Lease:
 
 
 async def _line_of(response: aiohttp.ClientResponse) -> bytes:
-    """Return the next line of a watch; empty: it has ended, or brings none for `_QUIET_S`."""
+    """Return the next line of a watch; empty if it ended or was silent for `_QUIET_S`."""
     try:
         return await response.content.readline()
     except TimeoutError:

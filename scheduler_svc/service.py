@@ -233,8 +233,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._cancel(message.cancel.seq_keys, stream)
             case "resume":
                 self._resume(message.resume, stream)
-            case "beat":
-                stream.on_beat()
+            case "heartbeat":
+                stream.on_heartbeat()
             case "leave":
                 if not message.leave.seq_keys:
                     raise InvalidArgumentError("leave.seq_keys", "is empty; it must have 1 or more")

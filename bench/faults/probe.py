@@ -25,7 +25,7 @@ from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from rpc.peers.channel import open_blocking_channel
 
 _NUM_CALLERS = 8
-"""An accepted caller waits for a token; the other callers continue."""
+"""More than one, because an accepted caller waits for its token."""
 _PAUSE_S = 0.05
 _CALL_S = 30.0
 

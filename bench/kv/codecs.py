@@ -44,7 +44,7 @@ class CodecTable:
 
 
 def measure_codecs(model: Path, dtype: torch.dtype, num_texts: int) -> CodecTable:
-    """Run the model over texts and its KV through each codec."""
+    """Compute KV with the model, then encode and decode it with each codec."""
     blocks_per_text = _LENGTH // BLOCK_SIZE
     engine = load_engine(model, num_texts * blocks_per_text, dtype, "cpu")
     samples = list(texts(model, _LENGTH, num_texts))

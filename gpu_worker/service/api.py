@@ -290,7 +290,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 None if self._memory is None else self._memory.level
             ),
             is_unloaded=self._is_unloaded,
-            num_beats=self._attachments.num_beats,
+            num_heartbeats=self._attachments.num_heartbeats,
             is_cut_off=self._attachments.is_cut_off,
         )
 
@@ -447,7 +447,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidArgumentError(
                 "step_id", f"is {batch.step_id}; it must be greater than {newest.last_step_id}"
             )
-        self._attachments.num_beats += 1
+        self._attachments.num_heartbeats += 1
         newest.last_step_id = batch.step_id
         newest.holdings = None
         with timeline.span("decode the batch"):

@@ -30,7 +30,7 @@ class Attachments:
 
     def __init__(self) -> None:
         self.newest: Attachment | None = None
-        self.num_beats = 0
+        self.num_heartbeats = 0
         """Number of heartbeats of the attached schedulers."""
         self.is_cut_off = False
         """Whether the newest scheduler's last report said that all its routers are silent."""
@@ -47,14 +47,14 @@ class Attachments:
         if before is not None and epoch < before.epoch:
             raise _stale(epoch, before.epoch)
         self.newest = Attachment(0 if before is None else before.number + 1, epoch)
-        self.num_beats += 1
+        self.num_heartbeats += 1
         self.is_cut_off = False
         return self.newest
 
     def hear(self, epoch: int, *, is_cut_off: bool) -> None:
         """Count a heartbeat, if it comes from the attached scheduler."""
         if self.newest is not None and epoch == self.newest.epoch:
-            self.num_beats += 1
+            self.num_heartbeats += 1
             self.is_cut_off = is_cut_off
 
     def of(self, epoch: int) -> Attachment:

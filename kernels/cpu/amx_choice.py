@@ -37,9 +37,9 @@ _TIMING_S: Final = 0.5
 _MIN_ROUNDS: Final = 2
 _ROUNDS_OF_ONE_ROW: Final = 4
 _CHECKED_TOGETHER: Final = (1, 5, 16, 17, 32, 33)
-"""Numbers of rows: as if all were computed so many at a time, the first and the last are."""
+"""Numbers of rows to check: a result must not depend on how many rows are computed at a time."""
 _RELATIVE_ERROR: Final = 2.0**-7
-"""Of a result: bfloat16's last place."""
+"""The allowed relative error of a result: bfloat16's last place."""
 _MAX_BEGUN: Final = 2
 """AMX stays off after this many checks that began and did not end."""
 _LOCK_S: Final = 20.0

@@ -114,8 +114,8 @@ def scheduler_channel(
     """
     if settings.scheduler and settings.served_model:
         raise CommandError(
-            f"--served-model: {settings.served_model}: chooses among this machine's schedulers, and"
-            " --scheduler names one: give one of the two"
+            f"--served-model {settings.served_model} chooses among this machine's schedulers, and"
+            f" --scheduler {settings.scheduler} names one; give one of the two"
         )
     target = settings.scheduler or _find_scheduler(
         settings.http_port, default, settings.served_model

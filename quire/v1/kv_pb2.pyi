@@ -23,7 +23,7 @@ class KvTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 class KvBlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     KV_BLOCK_STATE_UNSPECIFIED: _ClassVar[KvBlockState]
-    KV_BLOCK_STATE_BLANK: _ClassVar[KvBlockState]
+    KV_BLOCK_STATE_FREE: _ClassVar[KvBlockState]
     KV_BLOCK_STATE_CACHED: _ClassVar[KvBlockState]
     KV_BLOCK_STATE_PINNED: _ClassVar[KvBlockState]
     KV_BLOCK_STATE_HELD: _ClassVar[KvBlockState]
@@ -49,7 +49,7 @@ KV_TIER_DEVICE: KvTier
 KV_TIER_HOST: KvTier
 KV_TIER_DISK: KvTier
 KV_BLOCK_STATE_UNSPECIFIED: KvBlockState
-KV_BLOCK_STATE_BLANK: KvBlockState
+KV_BLOCK_STATE_FREE: KvBlockState
 KV_BLOCK_STATE_CACHED: KvBlockState
 KV_BLOCK_STATE_PINNED: KvBlockState
 KV_BLOCK_STATE_HELD: KvBlockState
@@ -178,14 +178,14 @@ class WorkerKv(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierKv, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceKv, _Mapping]]] = ..., num_sequences: _Optional[int] = ..., next_seq_id: _Optional[int] = ...) -> None: ...
 
 class TierKv(_message.Message):
-    __slots__ = ("tier", "num_blocks", "num_held", "num_shared", "num_cached", "num_pinned", "num_blank", "states", "ref_counts", "next_block", "num_retired")
+    __slots__ = ("tier", "num_blocks", "num_held", "num_shared", "num_cached", "num_pinned", "num_free", "states", "ref_counts", "next_block", "num_retired")
     TIER_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARED_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
     NUM_PINNED_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
     REF_COUNTS_FIELD_NUMBER: _ClassVar[int]
     NEXT_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -196,12 +196,12 @@ class TierKv(_message.Message):
     num_shared: int
     num_cached: int
     num_pinned: int
-    num_blank: int
+    num_free: int
     states: bytes
     ref_counts: bytes
     next_block: int
     num_retired: int
-    def __init__(self, tier: _Optional[_Union[KvTier, str]] = ..., num_blocks: _Optional[int] = ..., num_held: _Optional[int] = ..., num_shared: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_blank: _Optional[int] = ..., states: _Optional[bytes] = ..., ref_counts: _Optional[bytes] = ..., next_block: _Optional[int] = ..., num_retired: _Optional[int] = ...) -> None: ...
+    def __init__(self, tier: _Optional[_Union[KvTier, str]] = ..., num_blocks: _Optional[int] = ..., num_held: _Optional[int] = ..., num_shared: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_free: _Optional[int] = ..., states: _Optional[bytes] = ..., ref_counts: _Optional[bytes] = ..., next_block: _Optional[int] = ..., num_retired: _Optional[int] = ...) -> None: ...
 
 class SequenceKv(_message.Message):
     __slots__ = ("seq_id", "request_id", "output_index", "status", "num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_cached_tokens", "num_device_blocks", "num_host_blocks", "num_shared_blocks", "device_block_ids", "host_block_ids", "num_disk_blocks", "disk_block_ids")

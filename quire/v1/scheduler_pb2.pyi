@@ -9,22 +9,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "resume", "leave", "unpin", "beat")
+    __slots__ = ("hello", "submit", "cancel", "resume", "leave", "unpin", "heartbeat")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     UNPIN_FIELD_NUMBER: _ClassVar[int]
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
     resume: Resume
     leave: Leave
     unpin: Unpin
-    beat: RouterBeat
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ...) -> None: ...
+    heartbeat: RouterHeartbeat
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ..., heartbeat: _Optional[_Union[RouterHeartbeat, _Mapping]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("welcome", "step", "refused", "resumed")
@@ -45,22 +45,22 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
 
 class SchedulerWelcome(_message.Message):
-    __slots__ = ("epoch", "model", "resume_grace_s", "superseded_epochs", "max_waiting", "hears_beats")
+    __slots__ = ("epoch", "model", "resume_grace_s", "superseded_epochs", "max_waiting", "wants_heartbeats")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     RESUME_GRACE_S_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDED_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     MAX_WAITING_FIELD_NUMBER: _ClassVar[int]
-    HEARS_BEATS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_HEARTBEATS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     model: _common_pb2.ModelInfo
     resume_grace_s: float
     superseded_epochs: _containers.RepeatedScalarFieldContainer[int]
     max_waiting: int
-    hears_beats: bool
-    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., resume_grace_s: _Optional[float] = ..., superseded_epochs: _Optional[_Iterable[int]] = ..., max_waiting: _Optional[int] = ..., hears_beats: bool = ...) -> None: ...
+    wants_heartbeats: bool
+    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., resume_grace_s: _Optional[float] = ..., superseded_epochs: _Optional[_Iterable[int]] = ..., max_waiting: _Optional[int] = ..., wants_heartbeats: bool = ...) -> None: ...
 
-class RouterBeat(_message.Message):
+class RouterHeartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -357,7 +357,7 @@ class DescribeDeviceRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., is_cut_off: bool = ...) -> None: ...
 
 class DescribeDeviceResponse(_message.Message):
-    __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler", "memory_level", "is_unloaded", "num_beats", "is_cut_off")
+    __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler", "memory_level", "is_unloaded", "num_heartbeats", "is_cut_off")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -365,7 +365,7 @@ class DescribeDeviceResponse(_message.Message):
     HAS_SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LEVEL_FIELD_NUMBER: _ClassVar[int]
     IS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
-    NUM_BEATS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEARTBEATS_FIELD_NUMBER: _ClassVar[int]
     IS_CUT_OFF_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     epoch: int
@@ -374,9 +374,9 @@ class DescribeDeviceResponse(_message.Message):
     has_scheduler: bool
     memory_level: _common_pb2.MemoryLevel
     is_unloaded: bool
-    num_beats: int
+    num_heartbeats: int
     is_cut_off: bool
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ..., is_unloaded: bool = ..., num_beats: _Optional[int] = ..., is_cut_off: bool = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ..., is_unloaded: bool = ..., num_heartbeats: _Optional[int] = ..., is_cut_off: bool = ...) -> None: ...
 
 class ReadKvRequest(_message.Message):
     __slots__ = ("epoch", "host_block_ids", "kv_format", "instance_id", "transfer")

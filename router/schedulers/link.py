@@ -273,9 +273,9 @@ class SchedulerLink:
                 poll.cancel()  # from now on the stream carries heartbeats
                 heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
-                self._knows_unpin = welcome.hears_beats  # one version introduced both
-                if welcome.hears_beats:
-                    tasks.append(asyncio.create_task(_beat(outbox)))
+                self._knows_unpin = welcome.wants_heartbeats  # one version introduced both
+                if welcome.wants_heartbeats:
+                    tasks.append(asyncio.create_task(_send_heartbeats(outbox)))
                 while (message := await _read(call)) is not None:
                     heartbeat.on_message()
                     self._on_message(message)
@@ -437,10 +437,10 @@ async def _poll(stub: scheduler_pb2_grpc.SchedulerServiceStub, heartbeat: Heartb
         await asyncio.sleep(BEAT_S)
 
 
-async def _beat(outbox: Outbox) -> None:
+async def _send_heartbeats(outbox: Outbox) -> None:
     """Send heartbeats to the scheduler, until cancelled."""
     while True:
-        outbox.beat()
+        outbox.send_heartbeat()
         await asyncio.sleep(BEAT_S)
 
 

@@ -24,7 +24,7 @@ class Welcome:
     """Epochs of the schedulers whose workers this scheduler has taken over."""
     max_waiting: int | None
     """Limit on sequences that wait at one worker; None: unknown."""
-    hears_beats: bool
+    wants_heartbeats: bool
     """Whether the scheduler expects heartbeats from this router."""
 
 

@@ -9,7 +9,7 @@ from quire.v1 import scheduler_pb2
 from router.request.live_request import LiveRequest
 from router.schedulers.wire import submit_to_proto
 
-_BEAT: Final = scheduler_pb2.ConnectRequest(beat=scheduler_pb2.RouterBeat())
+_HEARTBEAT: Final = scheduler_pb2.ConnectRequest(heartbeat=scheduler_pb2.RouterHeartbeat())
 
 
 class Outbox:
@@ -63,10 +63,10 @@ class Outbox:
         self._messages.append(scheduler_pb2.ConnectRequest(unpin=unpin))
         self._filled.set()
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Queue a heartbeat, unless one is pending."""
-        if _BEAT not in self._messages:
-            self._messages.append(_BEAT)
+        if _HEARTBEAT not in self._messages:
+            self._messages.append(_HEARTBEAT)
             self._filled.set()
 
     async def next(self) -> scheduler_pb2.ConnectRequest:

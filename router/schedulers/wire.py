@@ -173,7 +173,7 @@ def message_from_proto(message: scheduler_pb2.ConnectResponse) -> SchedulerMessa
                 resume_grace_s=message.welcome.resume_grace_s,
                 superseded_epochs=frozenset(message.welcome.superseded_epochs),
                 max_waiting=message.welcome.max_waiting or None,
-                hears_beats=message.welcome.hears_beats,
+                wants_heartbeats=message.welcome.wants_heartbeats,
                 model=model_info_from_proto(message.welcome.model, "welcome.model"),
             )
         case _:

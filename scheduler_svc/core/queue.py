@@ -1,7 +1,7 @@
 """The sequences that wait for admission, in the policy's order, and their deadlines.
 
-There is one line for each lane, level and account. Within a line the order is fixed. The first
-sequence overall is the first of some line at the first level, so finding it costs O(accounts).
+There is one line for each lane, level and account. Within a line the order is fixed. The overall
+first sequence heads one of the first level's lines, so finding it costs O(accounts).
 """
 
 from bisect import bisect_left, insort

@@ -43,7 +43,7 @@ class RouterStream:
         self._error: Exception | None = None
         self._wake = asyncio.Event()
 
-    def on_beat(self) -> None:
+    def on_heartbeat(self) -> None:
         """Measure the router's silence from its first heartbeat on."""
         if self.heartbeat is None:
             self.heartbeat = Heartbeat()

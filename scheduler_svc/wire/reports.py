@@ -156,7 +156,7 @@ def _tier_to_proto(it: TierDescription) -> kv_pb2.TierKv:
         num_shared=counts[BlockState.SHARED],
         num_cached=counts[BlockState.CACHED],
         num_pinned=counts[BlockState.PINNED],
-        num_blank=counts[BlockState.FREE],
+        num_free=counts[BlockState.FREE],
         num_retired=counts[BlockState.RETIRED],
         states=it.states.tobytes(),  # the enums have the same numbers
         ref_counts=pack_int32(it.ref_counts),

@@ -41,7 +41,7 @@ def welcome_to_proto(
             model=model_info_to_proto(model),
             superseded_epochs=superseded_epochs,
             max_waiting=max_waiting,
-            hears_beats=True,
+            wants_heartbeats=True,
         )
     )
 

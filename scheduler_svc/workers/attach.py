@@ -60,7 +60,7 @@ async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: 
     """
     channel = open_channel(config.target, config.max_message_mb, config.tls)
     try:
-        async with _beating(channel, config.epoch):
+        async with _send_heartbeats(channel, config.epoch):
             info, former_epoch = await _claim(channel, config)
             holdings = await _read_holdings(channel, config, info)
     except BaseException:
@@ -70,22 +70,22 @@ async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: 
 
 
 @contextlib.asynccontextmanager
-async def _beating(channel: grpc.aio.Channel, epoch: int) -> AsyncIterator[None]:
+async def _send_heartbeats(channel: grpc.aio.Channel, epoch: int) -> AsyncIterator[None]:
     """Send heartbeats within the block: the worker may have to finish long steps first."""
 
-    async def beat() -> None:
+    async def send_heartbeats() -> None:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await stub.DescribeDevice(worker_pb2.DescribeDeviceRequest(epoch=epoch))
             await asyncio.sleep(BEAT_S)
 
-    beating = asyncio.create_task(beat())
+    heartbeats = asyncio.create_task(send_heartbeats())
     try:
         yield
     finally:
-        beating.cancel()
-        await asyncio.wait((beating,))
+        heartbeats.cancel()
+        await asyncio.wait((heartbeats,))
 
 
 async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> tuple[WorkerInfo, int]:

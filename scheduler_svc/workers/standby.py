@@ -130,7 +130,7 @@ class _Watch:
         self._tls = tls
         self._lease = lease
         self._on_poll = on_poll
-        self._beats: tuple[int, int] | None = None
+        self._heartbeats: tuple[int, int] | None = None
         """Epoch and number of heartbeats in the last answer."""
         self._unanswered_s = 0.0
 
@@ -152,18 +152,18 @@ class _Watch:
             is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             self._unanswered_s += _POLL_TIMEOUT_S if is_silent else _POLL_INTERVAL_S
             if self._unanswered_s >= self._silence_s:
-                self.is_reached, self._beats = False, None
+                self.is_reached, self._heartbeats = False, None
         else:
             self._on_answer(answer)
 
     def _on_answer(self, answer: worker_pb2.DescribeDeviceResponse) -> None:
-        beats = (answer.epoch, answer.num_beats)
-        if self._beats is None:
+        heartbeats = (answer.epoch, answer.num_heartbeats)
+        if self._heartbeats is None:
             self.quiet_s = 0.0
         # Older workers do not count heartbeats.
-        has_beaten = beats != self._beats or not answer.num_beats
+        has_advanced = heartbeats != self._heartbeats or not answer.num_heartbeats
         if answer.has_scheduler and answer.is_cut_off:
-            limit_s, has_beaten = min(_CUT_OFF_S, self._silence_s), False
+            limit_s, has_advanced = min(_CUT_OFF_S, self._silence_s), False
         elif answer.has_scheduler:
             limit_s = self._silence_s
         else:
@@ -171,10 +171,10 @@ class _Watch:
         if self._lease is not None and self._lease.is_free:
             most_s = _SILENCE_WITH_FREE_LEASE_S if answer.has_scheduler else 0.0
             limit_s = min(limit_s, most_s)
-        if answer.has_scheduler and has_beaten:
+        if answer.has_scheduler and has_advanced:
             self.quiet_s = 0.0
         else:
             self.quiet_s += _POLL_INTERVAL_S
         self.is_vacant = self.quiet_s >= limit_s
         self.epoch, self.is_reached = answer.epoch, True
-        self._beats, self._unanswered_s = beats, 0.0
+        self._heartbeats, self._unanswered_s = heartbeats, 0.0

@@ -96,7 +96,9 @@ async def test_a_worker_reports_whether_it_has_a_live_scheduler(worker):
     assert attached.has_scheduler, "its stream will come"
     call = worker.Execute()
     await ask(call, first_batch(epoch=2))
-    beats = [attached.num_beats] + [(await state(epoch)).num_beats for epoch in (0, 2, 3, 1)]
+    beats = [attached.num_heartbeats] + [
+        (await state(epoch)).num_heartbeats for epoch in (0, 2, 3, 1)
+    ]
     assert np.diff(beats).tolist() == [1, 1, 0, 0], "a batch and a call of its own epoch"
     for is_cut_off, epoch in ((True, 2), (False, 0), (True, 0), (False, 1)):
         request = worker_pb2.DescribeDeviceRequest(epoch=epoch, is_cut_off=is_cut_off)

@@ -74,7 +74,7 @@ class TierSum:
     num_held: int
     num_pinned: int
     num_cached: int
-    num_blank: int
+    num_free: int
     num_bytes: int
 
 
@@ -130,7 +130,7 @@ def sum_tiers(workers: Sequence[WorkerKv]) -> tuple[TierSum, ...]:
             num_held=total("num_held"),
             num_pinned=total("num_pinned"),
             num_cached=total("num_cached"),
-            num_blank=total("num_blank"),
+            num_free=total("num_free"),
             num_bytes=sum(it.num_blocks * worker.block_bytes for worker, it in tiers),
         )
 

@@ -120,7 +120,7 @@ def _kv(tiers: Sequence[TierSum], load: Load) -> RenderableType:
             "held": it.num_held,
             "pinned": it.num_pinned,
             "cached": it.num_cached,
-            "free": it.num_blank,
+            "free": it.num_free,
         }
         words = [
             Text(f"{num:,} {state}", style=_STATE_TO_STYLE[state]) for state, num in counts.items()

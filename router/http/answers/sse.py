@@ -57,15 +57,15 @@ class SseResponse:
 
         It shows the client that the router is alive.
         """
-        self._beat()
+        self._send_heartbeat()
         try:
             yield
         finally:
             self._timer.cancel()
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         # A timer costs less than a task that sleeps.
-        self._timer = asyncio.get_running_loop().call_later(_HEARTBEAT_S, self._beat)
+        self._timer = asyncio.get_running_loop().call_later(_HEARTBEAT_S, self._send_heartbeat)
         if self._is_silent and self._transport is not None and self.has_room():
             with contextlib.suppress(ClientConnectionResetError):  # the next event raises it
                 self.put(self.heartbeat)

@@ -3,7 +3,7 @@
 import { bytes, int32s } from "./api.js";
 import { byId, colour, element, explain, legendEntry, number, prepare } from "./page.js";
 
-const STATES = [, "blank", "cached", "pinned", "held", "shared", "retired"]; // by KvBlockState
+const STATES = [, "free", "cached", "pinned", "held", "shared", "retired"]; // by KvBlockState
 const MAX_HEIGHT = 180;
 const MAX_HOLDERS = 4; // listed for a block
 const [MIN_CELL, MAX_CELL] = [2, 15];
@@ -116,5 +116,5 @@ function describe(view, x, y) {
     return `request ${seq.request_id}, output ${seq.output_index}, seq ${seq.seq_id} (${seq.status}): ` +
       `table entry ${index}, tokens ${index * blockSize}–${(index + 1) * blockSize - 1}`;
   });
-  return [`${view.tier} block ${block}: ${state === "blank" ? "free" : state}`, ...lines, ...(others > 0 ? [`and ${others} more`] : [])].join("\n");
+  return [`${view.tier} block ${block}: ${state}`, ...lines, ...(others > 0 ? [`and ${others} more`] : [])].join("\n");
 }

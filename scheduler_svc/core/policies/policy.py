@@ -31,7 +31,8 @@ class Rank:
     key: Key
     """The order within level and account. All keys of a policy have one length and no NaN."""
     account: str = ""
-    """The account; within a level, `Policy.num_served` of the account decides."""
+    """The account, such as a tenant; within a level the least served one (`Policy.num_served`) goes
+    first."""
     level: Key = ()
     """Compared before `num_served` and `key`; same requirements as for `key`."""
 

@@ -150,7 +150,7 @@ class FakeInference(InferenceServiceServicer):
             num_shared=1,
             num_cached=1,
             num_pinned=1,
-            num_blank=1,
+            num_free=1,
             num_retired=2,
             states=bytes([1, 2, 3, 4, 5, 6, 6]),
             ref_counts=pack_int32([0, 0, 0, 1, 2, 0, 0]) if request.query.ref_counts else b"",

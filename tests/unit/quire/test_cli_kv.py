@@ -33,7 +33,7 @@ async def test_kv_as_json_has_all(served, capsys):
     assert await run("kv", "--target", served.target, "--json", "--first-block", "2") == 0
     (worker,) = json.loads(capsys.readouterr().out)
     (tier,) = worker["tiers"]
-    assert tier["states"] == ["blank", "cached", "pinned", "held", "shared"] + ["retired"] * 2
+    assert tier["states"] == ["free", "cached", "pinned", "held", "shared"] + ["retired"] * 2
     assert tier["ref_counts"] == [0, 0, 0, 1, 2, 0, 0]
     assert worker["sequences"][0]["device_block_ids"] == [3, 4]
     assert served.fake.requests[0].query.first_block == 2

@@ -85,7 +85,7 @@ def test_container_whose_process_has_its_port_from_the_environment_is_no_service
 def test_a_scheduler_and_the_name_of_a_model_are_not_given_together():
     settings = SchedulerClientSettings(scheduler="127.0.0.1:1", served_model="b")
     with (
-        pytest.raises(CommandError, match="--served-model: b: chooses among"),
+        pytest.raises(CommandError, match="--served-model b chooses among"),
         scheduler_channel(settings),
     ):
         pass

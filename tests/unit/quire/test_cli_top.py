@@ -68,10 +68,10 @@ def worker_kv(worker, *sequences, host=0):
         num_shared=1,
         num_cached=2,
         num_pinned=1,
-        num_blank=3,
+        num_free=3,
     )
     if host:
-        kv.tiers.add(tier=kv_pb2.KV_TIER_HOST, num_blocks=host, num_blank=host)
+        kv.tiers.add(tier=kv_pb2.KV_TIER_HOST, num_blocks=host, num_free=host)
     return kv
 
 

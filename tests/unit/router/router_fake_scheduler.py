@@ -121,8 +121,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.resume_grace_s = 60.0
-        self.hears_beats = True
-        self.beats = asyncio.Queue()
+        self.wants_heartbeats = True
+        self.heartbeats = asyncio.Queue()
         """One entry for each beat of a router."""
         self.epoch = 0
         """The epoch of the last welcome."""
@@ -189,8 +189,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                     self.unpins.put_nowait((request.unpin.tenant, request.unpin.request_id))
                 case "cancel":
                     self.cancels.put_nowait(list(request.cancel.seq_keys))
-                case "beat":
-                    self.beats.put_nowait(None)
+                case "heartbeat":
+                    self.heartbeats.put_nowait(None)
 
     async def GetSchedulerLoad(self, request, context):  # noqa: N802, ARG002
         await self.lives.wait()
@@ -226,7 +226,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             resume_grace_s=self.resume_grace_s,
             superseded_epochs=self.superseded_epochs,
             max_waiting=self.max_waiting,
-            hears_beats=self.hears_beats,
+            wants_heartbeats=self.wants_heartbeats,
         )
         return scheduler_pb2.ConnectResponse(welcome=welcome)
 

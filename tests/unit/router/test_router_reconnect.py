@@ -215,20 +215,20 @@ async def test_a_scheduler_that_hangs_on_is_left(router, monkeypatch):
 
 async def test_a_scheduler_hears_that_a_router_without_requests_is_well(router):
     for _ in range(3):
-        await router.scheduler.beats.get()
+        await router.scheduler.heartbeats.get()
 
 
 async def test_a_scheduler_of_an_earlier_version_gets_no_new_messages(router):
-    router.scheduler.hears_beats = False
+    router.scheduler.wants_heartbeats = False
     await lose_scheduler(router)
     await router.scheduler.start()
     await router.ready.wait()
-    router.scheduler.beats = asyncio.Queue()
+    router.scheduler.heartbeats = asyncio.Queue()
     router.inference.schedulers.unpin("response", "tenant")
     live, _ = await start(router)
     await live.aclose()
     await router.scheduler.cancels.get()
-    assert router.scheduler.beats.empty()
+    assert router.scheduler.heartbeats.empty()
     assert router.scheduler.unpins.empty()
 
 

@@ -92,11 +92,11 @@ class TestRouterStream:
         watching = asyncio.create_task(streams.watch())
         assert not streams.are_silent, "there is none"
         one, other = streams.open("one"), streams.open("other")
-        one.on_beat()
+        one.on_heartbeat()
         while not one.heartbeat.is_hanging:  # noqa: ASYNC110 - it counts ticks
             await asyncio.sleep(0.001)
         assert not streams.are_silent, "the other is of an earlier version"
-        other.on_beat()
+        other.on_heartbeat()
         while not other.heartbeat.is_hanging:
             assert not streams.are_silent
             await asyncio.sleep(0.001)

@@ -26,7 +26,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, epoch=7, *, has_scheduler=False, hangs=False, counts=True):
         self.epoch, self.has_scheduler, self.hangs = epoch, has_scheduler, hangs
-        self.num_beats = int(counts)
+        self.num_heartbeats = int(counts)
         self.is_cut_off = False
         self.num_looks = 0
         self.looked = asyncio.Condition()
@@ -35,12 +35,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         async with self.looked:
             self.num_looks += 1
             self.looked.notify_all()
-        if self.num_beats and self.has_scheduler and not self.hangs:
-            self.num_beats += 1
+        if self.num_heartbeats and self.has_scheduler and not self.hangs:
+            self.num_heartbeats += 1
         return worker_pb2.DescribeDeviceResponse(
             epoch=self.epoch,
             has_scheduler=self.has_scheduler,
-            num_beats=self.num_beats,
+            num_heartbeats=self.num_heartbeats,
             is_cut_off=self.is_cut_off,
         )
 

@@ -17,7 +17,7 @@ from quire.v1 import kv_pb2
 from rpc.settings import parse_settings
 
 _STATE_TO_SIGN: Final[dict[int, str]] = {
-    kv_pb2.KV_BLOCK_STATE_BLANK: "·",
+    kv_pb2.KV_BLOCK_STATE_FREE: "·",
     kv_pb2.KV_BLOCK_STATE_CACHED: "c",
     kv_pb2.KV_BLOCK_STATE_PINNED: "p",
     kv_pb2.KV_BLOCK_STATE_HELD: "#",
@@ -61,7 +61,7 @@ def describe_tier(tier: kv_pb2.TierKv) -> str:
     return (
         f"{enum_word(kv_pb2.KvTier.DESCRIPTOR, tier.tier)}: {tier.num_blocks} blocks:"
         f" {tier.num_held} held, {tier.num_shared} shared, "
-        f"{tier.num_cached} cached, {tier.num_pinned} pinned, {tier.num_blank} free{retired}"
+        f"{tier.num_cached} cached, {tier.num_pinned} pinned, {tier.num_free} free{retired}"
     )
 
 

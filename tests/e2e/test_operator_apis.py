@@ -108,12 +108,12 @@ def _child(service: Service, process: str) -> Child:
 TRACE_ID, CALLER_SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-@pytest.mark.parametrize("face", ["grpc", "http"])
-def test_one_trace_through_all_processes(traced: Service, collector: TraceCollector, face: str):
-    trace_id = TRACE_ID[:-1] + ("1" if face == "grpc" else "2")
+@pytest.mark.parametrize("api", ["grpc", "http"])
+def test_one_trace_through_all_processes(traced: Service, collector: TraceCollector, api: str):
+    trace_id = TRACE_ID[:-1] + ("1" if api == "grpc" else "2")
     traceparent = f"00-{trace_id}-{CALLER_SPAN_ID}-01"
     prompt = list(range(20, 60))
-    if face == "grpc":
+    if api == "grpc":
         request = generate_request(prompt, **GREEDY)
         read(traced.stub.Generate(request, metadata=[("traceparent", traceparent)]))
     else:
