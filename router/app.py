@@ -5,6 +5,7 @@ import os
 import socket
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from aiohttp import web
@@ -46,6 +47,7 @@ from rpc.malloc import M_ARENA_MAX, keep_trimmed, set_malloc
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import operators
 from rpc.server import Addresses, serve
+from rpc.tasks import SideTasks
 
 _MIB = 1024 * 1024
 _DAY_S = 86400
@@ -68,94 +70,66 @@ async def run_router(
     stop = asyncio.Event() if stop is None else stop
     health = Health()
     health.set_starting("reading the tokenizer")
-    api_keys = settings.read_api_keys()
-    usage = UsageCounts() if settings.turn_store else None
-    audit = None
-    if settings.audit_log is not None:
-        audit = AuditLog(
-            settings.audit_log, settings.audit_log_max_mb * _MIB, settings.audit_log_files
+    async with AsyncExitStack() as stack:  # closes in reverse order
+        side_tasks = await stack.enter_async_context(SideTasks(stop))
+        side_tasks.run(keep_trimmed(), "malloc")
+        api_keys = settings.read_api_keys()
+        usage = UsageCounts() if settings.turn_store else None
+        entry = Entry(settings.max_live_requests, api_keys, usage, _open_audit(settings, stack))
+        cells, of_flags = await _open_cells(settings, entry, health)
+        stack.callback(cells.close)
+        gateway_metrics = GatewayMetrics(cells)
+        health.before_scrape(gateway_metrics.refresh)
+        REGISTRY.register(gateway_metrics)
+        stack.callback(REGISTRY.unregister, gateway_metrics)
+        turns = None if usage is None else _open_turns(settings, cells, usage)
+        batches = None if turns is None else _make_batches(settings, cells, turns)
+        ui = Ui(cells) if settings.ui else None
+        check = None if api_keys is None else check_operator
+        obeyed = operators(settings, check)
+        reports = UsageReports(turns, obeyed)
+        operations = Operations(cells, obeyed, settings.client_tls)
+        http = web.Application(
+            middlewares=[
+                _page_middleware(settings)
+                if api_keys is None
+                else key_middleware(api_keys, frozenset() if ui is None else ui.open_paths)
+            ]
         )
-    entry = Entry(settings.max_live_requests, api_keys, usage, audit)
-    own_health = [Health() for _ in settings.cells] if settings.cell else [health]
-    made = [
-        await _cell(settings, each, entry, own, health)
-        for each, own in zip(settings.cells, own_health, strict=True)
-    ]
-    on_demand = None
-    if settings.on_demand is not None or settings.idle_unload_s is not None:
-        on_demand = OnDemand(
-            [cell for cell, _ in made],
-            max_loaded=settings.on_demand or len(made),
-            min_loaded_s=settings.min_loaded_s,
-            max_waiting=settings.max_live_requests,
-            idle_unload_s=settings.idle_unload_s,
-            tls=settings.client_tls,
+        http.add_routes(
+            openai_api.routes(
+                cells,
+                operations,
+                max_body_bytes=settings.max_body_mb * _MIB,
+                may_be_compressed=settings.accept_compressed,
+                turns=turns,
+                batches=batches,
+                usage=reports,
+            )
         )
-    cells = Cells([cell for cell, _ in made], entry, on_demand)
-    if settings.cell:
-        join_health([*zip(cells.names, own_health, strict=True)], health)
-    gateway_metrics = GatewayMetrics(cells)
-    health.before_scrape(gateway_metrics.refresh)
-    ui = Ui(cells) if settings.ui else None
-    turns = None if usage is None else _turns(settings, cells, usage)
-    batches = (
-        None
-        if turns is None
-        else Batches(
-            cells, turns, settings.turn_retention_days * _DAY_S, settings.max_body_mb * _MIB
-        )
-    )
-    open_paths = frozenset() if ui is None else ui.open_paths
-    access = (
-        _page_middleware(settings) if api_keys is None else key_middleware(api_keys, open_paths)
-    )
-    http = web.Application(middlewares=[access])
-    check = None if api_keys is None else check_operator
-    obeyed = operators(settings, check)
-    reports = UsageReports(turns, obeyed)
-    operations = Operations(cells, obeyed, settings.client_tls)
-    http.add_routes(
-        openai_api.routes(
-            cells,
-            operations,
-            max_body_bytes=settings.max_body_mb * _MIB,
-            may_be_compressed=settings.accept_compressed,
-            turns=turns,
-            batches=batches,
-            usage=reports,
-        )
-    )
-    if ui is not None:
-        http.add_routes(ui.routes())
-    writer = None if turns is None else asyncio.create_task(turns.run(), name="turns")
-    keeper = None if batches is None else asyncio.create_task(batches.run(), name="batches")
-    if keeper is not None:
-        keeper.add_done_callback(lambda _: stop.set())
-    if writer is not None:
-        writer.add_done_callback(lambda _: stop.set())  # this task ends by itself only after a bug
-    services = [
-        inference_service(cells),
-        kserve_service(cells, lambda: health.ready),
-        *operator_services(operations, LiveRequests(cells, obeyed), reports, cells, obeyed),
-    ]
-    services += _engine_contracts(cells, health, settings, made[0][1])
-    clients = [
-        asyncio.create_task(cell.schedulers.run(), name=f"schedulers of {cell.name}")
-        for cell in cells.all
-    ]
-    if on_demand is not None:
-        clients.append(asyncio.create_task(on_demand.run(), name="models on demand"))
-    for client in clients:
-        client.add_done_callback(lambda _: stop.set())  # this task ends by itself only after a bug
-    trimming = asyncio.create_task(keep_trimmed(), name="malloc")
-    REGISTRY.register(gateway_metrics)
+        if ui is not None:
+            http.add_routes(ui.routes())
+        services = [
+            inference_service(cells),
+            kserve_service(cells, lambda: health.ready),
+            *operator_services(operations, LiveRequests(cells, obeyed), reports, cells, obeyed),
+            *_engine_contracts(cells, health, settings, of_flags),
+        ]
+        for cell in cells.all:
+            side_tasks.run(cell.schedulers.run(), f"schedulers of {cell.name}")
+        if cells.on_demand is not None:
+            side_tasks.run(cells.on_demand.run(), "models on demand")
+        if turns is not None and batches is not None:
+            stack.push_async_callback(turns.close)
+            turn_tasks = await stack.enter_async_context(SideTasks(stop))
+            turn_tasks.run(turns.run(), "turns")
+            turn_tasks.run(batches.run(), "batches")
 
-    async def drain() -> None:
-        if turns is not None:
-            await turns.drain()
-        await cells.drain()
+        async def drain() -> None:
+            if turns is not None:
+                await turns.drain()
+            await cells.drain()
 
-    try:
         await serve(
             settings,
             health=health,
@@ -175,25 +149,37 @@ async def run_router(
             shared_http_port=settings.shared_http_port,
             grpc_by_grpcio=settings.grpc_server == "grpcio",
         )
-    finally:
-        if keeper is not None:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
-        if turns is not None and writer is not None:
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
-            await turns.close()
-        REGISTRY.unregister(gateway_metrics)
-        cells.close()
-        if audit is not None:
-            await asyncio.to_thread(audit.close)
-        trimming.cancel()
-        for client in clients:
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
-        for task in (*clients, keeper, writer):
-            if task is not None and not task.cancelled():
-                task.result()
+
+
+def _open_audit(settings: RouterSettings, stack: AsyncExitStack) -> AuditLog | None:
+    if settings.audit_log is None:
+        return None
+    audit = AuditLog(settings.audit_log, settings.audit_log_max_mb * _MIB, settings.audit_log_files)
+    stack.push_async_callback(asyncio.to_thread, audit.close)
+    return audit
+
+
+async def _open_cells(settings: RouterSettings, entry: Entry, health: Health) -> tuple[Cells, Path]:
+    """Make the cells; also return the first model's directory."""
+    own_health = [Health() for _ in settings.cells] if settings.cell else [health]
+    made = [
+        await _cell(settings, each, entry, own, health)
+        for each, own in zip(settings.cells, own_health, strict=True)
+    ]
+    on_demand = None
+    if settings.on_demand is not None or settings.idle_unload_s is not None:
+        on_demand = OnDemand(
+            [cell for cell, _ in made],
+            max_loaded=settings.on_demand or len(made),
+            min_loaded_s=settings.min_loaded_s,
+            max_waiting=settings.max_live_requests,
+            idle_unload_s=settings.idle_unload_s,
+            tls=settings.client_tls,
+        )
+    cells = Cells([cell for cell, _ in made], entry, on_demand)
+    if settings.cell:
+        join_health([*zip(cells.names, own_health, strict=True)], health)
+    return cells, made[0][1]
 
 
 async def _cell(
@@ -228,7 +214,7 @@ async def _cell(
     return inference, directory
 
 
-def _turns(settings: RouterSettings, cells: Cells, usage: UsageCounts) -> Turns:
+def _open_turns(settings: RouterSettings, cells: Cells, usage: UsageCounts) -> Turns:
     store = TurnStore(open_database(settings.turn_store), f"{socket.gethostname()}:{uuid.uuid4()}")
     return Turns(
         store,
@@ -237,6 +223,10 @@ def _turns(settings: RouterSettings, cells: Cells, usage: UsageCounts) -> Turns:
         retention_s=settings.turn_retention_days * _DAY_S,
         usage_retention_s=settings.usage_retention_days * _DAY_S,
     )
+
+
+def _make_batches(settings: RouterSettings, cells: Cells, turns: Turns) -> Batches:
+    return Batches(cells, turns, settings.turn_retention_days * _DAY_S, settings.max_body_mb * _MIB)
 
 
 def _engine_contracts(

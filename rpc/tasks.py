@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import grpc.aio
 
@@ -39,6 +40,41 @@ class BackgroundTasks:
         """Cancel all tasks."""
         for task in self._tasks:
             task.cancel()
+
+
+class SideTasks:
+    """Tasks that run beside the server until the `async with` ends.
+
+    A task that ends early sets `stop`.
+    """
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Start a task."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(lambda _: self._stop.set())
+        self._tasks.append(task)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Cancel the tasks; raise a failed task's error unless another is being raised."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if exc_type is None:
+            for task in self._tasks:
+                if not task.cancelled():
+                    await task
 
 
 def retrieve(task: asyncio.Task[Any]) -> None:

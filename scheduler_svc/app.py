@@ -1,11 +1,10 @@
 """The scheduler process: constructs all its parts and runs them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -15,6 +14,7 @@ from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, Resolver
 from rpc.server import Addresses, before_serving, serve
+from rpc.tasks import SideTasks
 from scheduler_svc.core.interface.config import Eviction, PreemptionMode, SchedulerConfig
 from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.scheduler import Scheduler
@@ -186,7 +186,7 @@ async def _run_scheduler(
     calls = WorkerCalls(epoch, settings.client_tls)
     loading = Loading(roster, drainer, calls, on_stay=fleet.place_unplaced)
     servicer = SchedulerServicer(fleet, streams, migrator, resizer, queue_room, epoch)
-    side_tasks = _SideTasks(stop)
+    side_tasks = SideTasks(stop)
     services = [
         scheduler_service(servicer),
         adapter_service(fleet.adapters, state.written),
@@ -238,41 +238,6 @@ async def _run_scheduler(
             resizer.stop()
             loading.stop()
             fleet.adapters.stop()
-
-
-class _SideTasks:
-    """Tasks that run beside the server until the `async with` ends.
-
-    A task that ends early sets `stop`.
-    """
-
-    def __init__(self, stop: asyncio.Event) -> None:
-        self._stop = stop
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def run(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Start a task."""
-        task = asyncio.create_task(work, name=name)
-        task.add_done_callback(lambda _: self._stop.set())
-        self._tasks.append(task)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Cancel the tasks; raise a failed task's error unless another is being raised."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if exc_type is None:
-            for task in self._tasks:
-                if not task.cancelled():
-                    await task
 
 
 def _open_kv_events(epoch: int) -> "tuple[KvEvents, Service]":
