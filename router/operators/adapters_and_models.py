@@ -22,7 +22,7 @@ from rpc.security.tls import ClientTls
 from rpc.tasks import BackgroundTasks
 
 _ANNOUNCE_S: Final = 5.0
-"""Longest wait until a scheduler announces a loaded adapter on its stream."""
+"""Longest wait until a scheduler announces on its stream what was loaded or unloaded."""
 
 _Asked = TypeVar("_Asked")
 _Answer = TypeVar("_Answer")
@@ -42,6 +42,14 @@ async def _ask_each(
             return error
 
     return await asyncio.gather(*map(one, schedulers))
+
+
+async def _until_announced(cell: Inference, is_announced: Callable[[], bool]) -> None:
+    """Wait until the schedulers' announcements agree, but not for long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ANNOUNCE_S):
+            while not is_announced():
+                await cell.schedulers.model_change()
 
 
 class Operations:
@@ -98,10 +106,8 @@ class Operations:
             await _ask_each([*new], lambda each: each.unload_adapter(name, new[each]))
             raise errors[0]
         answer = loaded[0]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ANNOUNCE_S):
-                while not cell.model.has(answer.adapter.name, answer.adapter.digest):
-                    await cell.schedulers.model_change()
+        adapter = answer.adapter
+        await _until_announced(cell, lambda: cell.model.has(adapter.name, adapter.digest))
         return adapters_pb2.LoadAdapterResponse(
             adapter=answer.adapter, was_there=all(each.was_there for each in loaded)
         )
@@ -118,12 +124,20 @@ class Operations:
         """
         self._operators.check(peer, "unloads LoRA adapters")
         log.info("an operator unloads an adapter", name=name, peer=peer)
-        schedulers = self._cells.of(model or name).schedulers.calls_to_all()
+        cell = self._cells.of(model or name)
+        schedulers = cell.schedulers.calls_to_all()
         ends = await self._tasks.run(
             _ask_each(schedulers, lambda each: each.unload_adapter(name, digest))
         )
         errors = [end for end in ends if isinstance(end, QuireError)]
         if all(isinstance(error, NotFoundError) for error in errors) and len(errors) < len(ends):
+            # Otherwise a later `load_adapter` could take the old announcement for its own.
+            await _until_announced(
+                cell,
+                lambda: (
+                    not (cell.model.has(name, digest) if digest else cell.model.has_adapter(name))
+                ),
+            )
             return
         raise next((e for e in errors if not isinstance(e, NotFoundError)), errors[0])
 

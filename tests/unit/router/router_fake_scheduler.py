@@ -118,6 +118,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         """A directory without an adapter."""
         self.changes = asyncio.Queue()
         """Changes of `adapters`."""
+        self.may_announce = asyncio.Event()
+        """Whether an unloaded adapter is announced; set at the start."""
+        self.may_announce.set()
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.resume_grace_s = 60.0
@@ -323,8 +326,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def UnloadAdapter(self, request, context):  # noqa: N802
         if request.name not in self.adapters:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.name!r} is not loaded")
-        await self.send_adapters(*(name for name in self.adapters if name != request.name))
+        self.adapters = tuple(name for name in self.adapters if name != request.name)
+        self._announcing = asyncio.create_task(self._announce())
         return adapters_pb2.UnloadAdapterResponse()
+
+    async def _announce(self):
+        await self.may_announce.wait()
+        await self.send_adapters(*self.adapters)
 
     async def ListAdapters(self, request, context):  # noqa: N802, ARG002
         return adapters_pb2.ListAdaptersResponse(

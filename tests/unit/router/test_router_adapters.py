@@ -128,9 +128,23 @@ async def test_what_is_loaded_is_listed_when_the_call_returns(router):
     assert (await operations.load_adapter("a", "/adapters/a", "unix:")).was_there
     assert [each.adapter.name for each in await operations.list_adapters("unix:")] == ["a"]
     await operations.unload_adapter("a", "unix:")
+    assert names(router.inference) == ["tiny"]
     assert await operations.list_adapters("unix:") == []
     with pytest.raises(NotFoundError, match="'a' is not loaded"):
         await operations.unload_adapter("a", "unix:")
+
+
+async def test_an_unload_returns_once_it_is_announced_so_that_a_load_waits_for_its_own(router):
+    operations = operated(router)
+    await operations.load_adapter("a", "/adapters/a", "unix:")
+    router.scheduler.may_announce.clear()
+    unloading = asyncio.create_task(operations.unload_adapter("a", "unix:"))
+    while "a" in router.scheduler.adapters:
+        await asyncio.sleep(0.001)
+    assert names(router.inference) == ["tiny", "a"]
+    router.scheduler.may_announce.set()
+    await unloading
+    assert names(router.inference) == ["tiny"]
 
 
 async def test_an_adapter_cannot_have_the_models_name(router):
