@@ -121,12 +121,14 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.may_announce = asyncio.Event()
         """Whether an unloaded adapter is announced; set at the start."""
         self.may_announce.set()
+        self.unloaded = asyncio.Event()
+        """Set when an adapter has been unloaded."""
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.resume_grace_s = 60.0
         self.wants_heartbeats = True
         self.heartbeats = asyncio.Queue()
-        """One entry for each beat of a router."""
+        """One entry for each heartbeat of a router."""
         self.epoch = 0
         """The epoch of the last welcome."""
         self.superseded_epochs = ()
@@ -327,6 +329,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         if request.name not in self.adapters:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.name!r} is not loaded")
         self.adapters = tuple(name for name in self.adapters if name != request.name)
+        self.unloaded.set()
         self._announcing = asyncio.create_task(self._announce())
         return adapters_pb2.UnloadAdapterResponse()
 

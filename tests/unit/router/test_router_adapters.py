@@ -139,8 +139,7 @@ async def test_an_unload_returns_once_it_is_announced_so_that_a_load_waits_for_i
     await operations.load_adapter("a", "/adapters/a", "unix:")
     router.scheduler.may_announce.clear()
     unloading = asyncio.create_task(operations.unload_adapter("a", "unix:"))
-    while "a" in router.scheduler.adapters:
-        await asyncio.sleep(0.001)
+    await router.scheduler.unloaded.wait()
     assert names(router.inference) == ["tiny", "a"]
     router.scheduler.may_announce.set()
     await unloading
