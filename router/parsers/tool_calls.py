@@ -27,6 +27,9 @@ _NAME: Final = re.compile(r"[\w.:/-]*")
 _IDENTIFIER: Final = re.compile(r"[\w.]*")
 _MAX_NAME_CHARS: Final = 256
 _KEY: Final = re.compile(r"[^<>\"\n]*")
+_NULLS: Final = ("null", "None")
+_QUOTE_OR_SPACE: Final = '" \t\r\n'
+"""A value that begins with one of these is held back until its type is known."""
 _MISTRAL_ID: Final = string.ascii_letters + string.digits
 
 
@@ -249,7 +252,13 @@ class TaggedBody:
         source, pieces = calls.source, calls.pieces
         end = self.value[1]
         ends = (f"\n{end}", end) if self.trims_line_ends else (end,)
-        if _is_text(schema):
+        is_text = _is_text(schema)
+        if not is_text and set(_types(schema)) == {"string", "null"}:
+            if (yield from source.has_any([word + end for word in _NULLS for end in ends])):
+                pieces.arguments("null")
+                return
+            is_text = (yield from source.peek()) not in _QUOTE_OR_SPACE
+        if is_text:
             pieces.arguments('"')
 
             def show(text: str) -> None:
@@ -263,7 +272,7 @@ class TaggedBody:
         parts: list[str] = []
         is_whole = yield from source.until(ends, parts.append)
         if not is_whole:
-            pieces.arguments("".join(parts) + source.take_back())
+            pieces.arguments(_cut("".join(parts) + source.take_back()))
             raise MalformedError
         pieces.arguments(_typed("".join(parts), schema))
 
@@ -443,6 +452,13 @@ def _types(schema: Any) -> Sequence[str]:
 def _is_text(schema: Any) -> bool:
     """Whether a value is always text, because it has no schema or a schema for strings only."""
     return schema is None or list(_types(schema)) == ["string"]
+
+
+def _cut(text: str) -> str:
+    """Return the beginning of the JSON of a value that was cut short."""
+    value = LiteralText()
+    _, at = value.push(text, 0)
+    return text if at >= len(text.rstrip()) else _json(text)[:-1]
 
 
 _PYTHON_WORDS: Final = {"True": True, "False": False, "None": None}
