@@ -300,6 +300,39 @@ async def test_truncation_drops_the_oldest_turns(client, inference):
     assert prompt.endswith("<user>now<assistant>")
 
 
+def called(name):
+    return {"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"}
+
+
+def result(name):
+    return {"type": "function_call_output", "call_id": name, "output": name}
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"),
+    [
+        (
+            [called("1"), result("1"), called("2"), result("2"), called("3"), result("3")],
+            "<assistant><tool>2<assistant><tool>3",
+        ),
+        (  # calls together, a message between call and result, a call without a result
+            [
+                *(called("0"), called("1"), called("2"), {"role": "user", "content": "wait"}),
+                *(result("2"), result("1"), {"role": "assistant", "content": "now"}),
+                *(called("3"), result("3")),
+            ],
+            "<assistant>now<tool>3",
+        ),
+    ],
+)
+async def test_truncation_drops_the_oldest_steps_of_a_long_turn(client, inference, steps, kept):
+    user = [{"role": "user", "content": text} for text in ("old" * 9, "Do")]
+    await client.responses.create(
+        model="org/tiny", input=[*user, *steps], truncation="auto", max_output_tokens=1
+    )
+    assert inference.requests[-1].prompt == f"<user>Do{kept}<assistant>"
+
+
 @pytest.mark.parametrize(
     ("body", "field", "problem"),
     [
