@@ -121,6 +121,18 @@ EXAMPLES: dict[str, Sequence[str]] = {
         ),
         'Sure.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]add{"a": 3}',
     ),
+    "mistral_v11": (
+        (
+            '[TOOL_CALLS]get_weather[CALL_ID]D681PevKs[ARGS]{"city": "Paris"}[TOOL_CALLS]'
+            'add[CALL_ID]9aFgK2dLx[ARGS]{"a": 3}'
+        ),
+    ),
+    "mistral_v13": (
+        (
+            'Let me look.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]'
+            'add[ARGS]{"a": 3}'
+        ),
+    ),
     "deepseek_v3": (
         (
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"

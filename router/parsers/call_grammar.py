@@ -18,7 +18,7 @@ TokenId: TypeAlias = Callable[[str], int | None]
 """Returns the id of the token with this text; None: no single token has it."""
 
 _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
-_PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|KEY|VALUE)")
+_PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
 _HARMONY_MARKERS: Final = ("start", "channel", "constrain", "message", "end", "return", "call")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 
@@ -152,6 +152,8 @@ class CallGrammar:
                     parts.append(self._literal(function.name))
                 case "INDEX":
                     parts.append("/[0-9]{1,3}/")
+                case "CALLID":
+                    parts.append("/[a-zA-Z0-9]{9}/")
                 case "ARGUMENTS" if self._written.parameter:
                     parts.append(self._parameters(function))
                 case "ARGUMENTS":

@@ -21,7 +21,7 @@ from router.parsers.tool_calls import (
 class Written:
     """The syntax of a call, for a grammar that forces one; see `call_grammar.py`.
 
-    NAME, ARGUMENTS, KEY and VALUE are placeholders; INDEX is the call's number.
+    NAME, ARGUMENTS, KEY and VALUE are placeholders; INDEX is the call's number, and CALLID an id.
     """
 
     call: str
@@ -60,6 +60,11 @@ _DEEPSEEK_SECTION: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁
 _DEEPSEEK_CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _KIMI_SECTION: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _ARGUMENTS: Final = '{"name": "NAME", "arguments": ARGUMENTS}'
+_MISTRAL: Final = Syntax(
+    MistralBody(ObjectBody(), NamedBody(("[ARGS]", ""), id_marker="[CALL_ID]")),
+    call=("[TOOL_CALLS]", ""),
+    has_short_ids=True,
+)
 
 TOOL_FAMILIES: Final[Mapping[str, ToolFamily]] = MappingProxyType(
     {
@@ -161,12 +166,18 @@ TOOL_FAMILIES: Final[Mapping[str, ToolFamily]] = MappingProxyType(
             ),
             stop="</tool_call>",
         ),
+        "mistral_v11": ToolFamily(
+            _MISTRAL,
+            ("[TOOL_CALLS]", "[CALL_ID]"),
+            written=Written("[TOOL_CALLS]NAME[CALL_ID]CALLID[ARGS]ARGUMENTS"),
+        ),
+        "mistral_v13": ToolFamily(
+            _MISTRAL,
+            ("[TOOL_CALLS]", "[ARGS]"),
+            written=Written("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
+        ),
         "mistral": ToolFamily(
-            Syntax(
-                MistralBody(ObjectBody(), NamedBody(("[ARGS]", ""))),
-                call=("[TOOL_CALLS]", ""),
-                has_short_ids=True,
-            ),
+            _MISTRAL,
             ("[TOOL_CALLS]",),
             written=Written(_ARGUMENTS, first="[TOOL_CALLS][", between=", ", last="]"),
         ),

@@ -140,6 +140,8 @@ class NamedBody:
     """The text around the object."""
     has_ids: bool = False
     """Whether there is an id instead of the name: functions.NAME:INDEX."""
+    id_marker: str = ""
+    """The text between the name and an id; empty: there is no such id."""
 
     def read(self, calls: Calls) -> Reading[None]:
         source = calls.source
@@ -150,6 +152,8 @@ class NamedBody:
         if self.has_ids:
             call_id, name = name, name.removeprefix("functions.").rpartition(":")[0]
         yield from source.skip_space()
+        if self.id_marker and (yield from source.has(self.id_marker)):
+            call_id = yield from source.word(_NAME, _MAX_NAME_CHARS)
         if not (yield from source.has_any(self.separators)):
             raise MalformedError
         yield from source.skip_space()

@@ -31,6 +31,8 @@ TEMPLATES = [
     ('{"name": function name, "parameters": dictionary}', "llama3_json", ""),
     ("<|python_tag|>[func_name1(params_name1=1)]", "pythonic", ""),
     ("[TOOL_CALLS] [THINK][/THINK]", "mistral", "mistral"),
+    ("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]", "mistral_v11", ""),
+    ("[TOOL_CALLS]{{ name }}[ARGS] [THINK][/THINK]", "mistral_v13", "mistral"),
     ("<｜tool▁calls▁begin｜>```json</think>", "deepseek_v3", "think"),
     ("<｜tool▁calls▁begin｜></think>", "deepseek_v31", "think"),
     ("<tool_call><arg_key></think>", "glm45", "think"),

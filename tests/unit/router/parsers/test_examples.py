@@ -27,6 +27,12 @@ FOUND = {
         ("", [("add", {"a": 3}), ("get_weather", {"city": "Oslo"})]),
         ("Sure.", [("get_weather", {"city": "Paris"}), ("add", {"a": 3})]),
     ],
+    "mistral_v11": [("", [("get_weather", {"city": "Paris"}), ("add", {"a": 3})])],
+    "mistral_v13": [
+        ("Let me look.", [
+            ("get_weather", {"city": "Paris"}), ("add", {"a": 3})
+        ])
+    ],
     "deepseek_v3": [("", [("get_weather", {"city": "Tokyo"}), ("add", {"a": 1})])],
     "deepseek_v31": [("Well.", [("get_weather", {"city": "Tokyo"}), ("add", {"a": 1})])],
     "glm45": [("I check.", [("get_weather", {"city": "Beijing", "days": 5}), ("add", {"a": 1})])],
@@ -70,6 +76,10 @@ def test_ids_are_those_that_the_family_demands():
     assert read(new_reader("kimi_k2"), EXAMPLES["kimi_k2"]).ids == [
         "functions.get_weather:0",
         "functions.add:1",
+    ]
+    assert read(new_reader("mistral_v11"), EXAMPLES["mistral_v11"]).ids == [
+        "D681PevKs",
+        "9aFgK2dLx",
     ]
     for call_id in read(new_reader("mistral"), EXAMPLES["mistral"][:1]).ids:
         assert call_id.isalnum()
