@@ -128,10 +128,7 @@ EXAMPLES: dict[str, Sequence[str]] = {
         ),
     ),
     "mistral_v13": (
-        (
-            'Let me look.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]'
-            'add[ARGS]{"a": 3}'
-        ),
+        ('Let me look.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]add[ARGS]{"a": 3}'),
     ),
     "deepseek_v3": (
         (

@@ -12,14 +12,14 @@ from typing import Any, Final, TypeAlias
 
 from contract.errors import UnimplementedError
 from router.parsers.families import Written
+from router.parsers.harmony_grammar import Answer, MessageGrammar
 from router.parsers.thinking import Thinking
 
 TokenId: TypeAlias = Callable[[str], int | None]
 """Returns the id of the token with this text; None: no single token has it."""
 
 _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
-_PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
-_HARMONY_MARKERS: Final = ("start", "channel", "constrain", "message", "end", "return", "call")
+_PLACE: Final = re.compile("(NAME|ARGUMENTS|OBJECT|INDEX|CALLID|KEY|VALUE)")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
@@ -48,9 +48,8 @@ class ThinkingGrammar:
     max_tokens: int | None
     """Maximum number of tokens of each section of thinking; None: no limit."""
 
-    @property
-    def before(self) -> str:
-        """The rules for `before`: optional thinking, or the rest of thinking already begun."""
+    def before(self, _: Answer) -> str:
+        """Return rules for `before`: optional thinking, or the rest of thinking already begun."""
         thought = f"{self._thought} SPACE"
         body = (
             f"<[{self.begin}]>? {thought}" if self.has_begun else f"(<[{self.begin}]> {thought})?"
@@ -58,7 +57,7 @@ class ThinkingGrammar:
         return f"before: {body}\nSPACE: /\\s{{0,4}}/"
 
     def text(self) -> str:
-        """A grammar for free text in which thinking may begin again."""
+        """Return a grammar for free text in which thinking may begin again."""
         free = f"<[^{self.begin}]>*"
         return f"start: {free} (<[{self.begin}]> {self._thought} {free})*"
 
@@ -81,7 +80,7 @@ def thinking_grammar(
 
 
 class CallGrammar:
-    """The rules of calls in a family's syntax."""
+    """The rules of calls in a family's syntax; makes one grammar."""
 
     def __init__(self, written: Written, token_id: TokenId) -> None:
         self._written = written
@@ -90,59 +89,56 @@ class CallGrammar:
 
     def calls(self, functions: Sequence[ForcedFunction], *, may_be_several: bool) -> str:
         """Return a grammar for one or several calls, each of any function."""
+        body = self._body(functions, may_be_several=may_be_several)
+        return self._with_rules(f"start: {body}")
+
+    def calls_in_text(
+        self, functions: Sequence[ForcedFunction], thought: ThinkingGrammar | MessageGrammar | None
+    ) -> str | None:
+        """Return a grammar for text with calls, each of any function.
+
+        Returns None if a call's first marker is not a token, because then a grammar cannot tell
+        text from the beginning of a call.
+        """
+        if self._written.is_alone:
+            if not isinstance(thought, MessageGrammar):
+                return None
+            return self._with_rules(thought.text(self._body(functions)))
+        opener = _MARKER.match(self._written.first or self._written.call)
+        opener_id = None if opener is None else self._token_id(opener[0])
+        if opener_id is None:
+            return None
+        marks = [opener_id]
+        if isinstance(thought, ThinkingGrammar):
+            marks = sorted([opener_id, thought.begin])
+        free = f"<[^{','.join(map(str, marks))}]>*"
+        section = self._body(functions, may_be_several=True)
+        return self._with_rules(f"start: {free} (section {free})*\nsection: {section}")
+
+    def calls_or_form(
+        self,
+        functions: Sequence[ForcedFunction],
+        form: str,
+        thought: ThinkingGrammar | MessageGrammar | None,
+        *,
+        may_be_several: bool,
+    ) -> str:
+        """Return a grammar for calls, or else for the term `form`."""
+        calls = self._body(functions, may_be_several=may_be_several)
+        if isinstance(thought, MessageGrammar):
+            return self._with_rules(thought.form(form, calls))
+        return self._with_rules(f"start: {calls} | {form}")
+
+    def _body(self, functions: Sequence[ForcedFunction], *, may_be_several: bool = False) -> str:
         written = self._written
         may_be_several &= not written.is_alone
         options = " | ".join(self._rule("call", self._call(function)) for function in functions)
         call = self._rule("calls_", options)
         more = f"({self._literal(written.between)} {call})*" if may_be_several else ""
-        body = f"{self._literal(written.first)} {call} {more} {self._literal(written.last)}"
-        return "\n".join([f"start: {body}", *self._rules])
+        return f"{self._literal(written.first)} {call} {more} {self._literal(written.last)}".strip()
 
-    def calls_in_text(
-        self,
-        functions: Sequence[ForcedFunction],
-        thinking: ThinkingGrammar | None,
-        *,
-        has_begun: bool = False,
-    ) -> str | None:
-        """Return a grammar for text with calls, each of any function.
-
-        `has_begun`: whether the prompt ends within one of harmony's messages. Returns None if a
-        call's first marker is not a token, because then a grammar cannot tell text from the
-        beginning of a call.
-        """
-        opener = _MARKER.match(self._written.first or self._written.call)
-        opener_id = None if opener is None else self._token_id(opener[0])
-        if opener is None or opener_id is None:
-            return None
-        if self._written.is_alone:
-            if opener[0] != "<|channel|>":
-                return None
-            return self._call_after_messages(functions, has_begun=has_begun)
-        calls = self.calls(functions, may_be_several=True).removeprefix("start:")
-        marks = [opener_id] if thinking is None else sorted([opener_id, thinking.begin])
-        free = f"<[^{','.join(map(str, marks))}]>*"
-        return f"start: {free} (section {free})*\nsection:{calls}"
-
-    def _call_after_messages(
-        self, functions: Sequence[ForcedFunction], *, has_begun: bool
-    ) -> str | None:
-        """Return a grammar for harmony's messages; the last one may be a call."""
-        ids = {name: token_id for name in _HARMONY_MARKERS
-               if (token_id := self._token_id(f"<|{name}|>")) is not None}  # fmt: skip
-        if len(ids) < len(_HARMONY_MARKERS):
-            return None
-        call = self.calls(functions, may_be_several=False).removeprefix("start:")
-        rules = [
-            f"start: {'text (next rest)?' if has_begun else 'rest'}",
-            "rest: (message next)* (message | call)",
-            f"text: <[^{','.join(map(str, sorted(ids.values())))}]>*",
-            f'next: <[{ids["end"]}]> <[{ids["start"]}]> "assistant"',
-            f"message: <[{ids['channel']}]> channel <[{ids['message']}]> text",
-            'channel: "analysis" | "commentary" | "final"',
-            f"call: {call}",
-        ]
-        return "\n".join(rules)
+    def _with_rules(self, start: str) -> str:
+        return "\n".join([start, *self._rules])
 
     def _call(self, function: ForcedFunction) -> str:
         parts = []
@@ -152,6 +148,8 @@ class CallGrammar:
                     parts.append(self._literal(function.name))
                 case "INDEX":
                     parts.append("/[0-9]{1,3}/")
+                case "OBJECT":
+                    parts.append(inline_json(_call_schema(function)))
                 case "CALLID":
                     parts.append("/[a-zA-Z0-9]{9}/")
                 case "ARGUMENTS" if self._written.parameter:
@@ -179,9 +177,9 @@ class CallGrammar:
         before, _, after = self._written.parameter.partition("VALUE")
         head = self._literal(before.replace("KEY", key))
         if not isinstance(schema, dict) or schema.get("type") != "string":
-            defs = {name: function.schema[name] for name in ("$defs", "definitions")
-                    if name in function.schema}  # fmt: skip
-            value = schema if not isinstance(schema, dict) else {**schema, **defs}
+            value = schema
+            if isinstance(schema, dict):
+                value = {**schema, **_definitions(function.schema)}
             return f"{head} {inline_json(value)} {self._literal(after)}"
         if unknown := [word for word in _OF_STRINGS if word in schema]:
             raise UnimplementedError(
@@ -218,6 +216,26 @@ def inline_json(schema: Any) -> str:
     options = {"x-guidance": JSON_OPTIONS}
     value = {**_without_prose(schema), **options} if isinstance(schema, Mapping) else options
     return f"%json {json.dumps(value)}"
+
+
+def _call_schema(function: ForcedFunction) -> Mapping[str, Any]:
+    """Return the schema of a call that is an object.
+
+    It is one term of the grammar: in a lexer, a text with the object's beginning would rule out
+    other objects, such as an answer.
+    """
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.name}, "parameters": function.schema},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+        **_definitions(function.schema),
+    }
+
+
+def _definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the definitions of a schema, for a schema of which it becomes a part."""
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
 def _without_prose(value: Any) -> Any:

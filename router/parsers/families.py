@@ -21,7 +21,8 @@ from router.parsers.tool_calls import (
 class Written:
     """The syntax of a call, for a grammar that forces one; see `call_grammar.py`.
 
-    NAME, ARGUMENTS, KEY and VALUE are placeholders; INDEX is the call's number, and CALLID an id.
+    NAME, ARGUMENTS, KEY and VALUE are placeholders; INDEX is the call's number, CALLID
+    an id, and OBJECT an object with name and parameters.
     """
 
     call: str
@@ -199,7 +200,7 @@ TOOL_FAMILIES: Final[Mapping[str, ToolFamily]] = MappingProxyType(
         "llama3_json": ToolFamily(
             Syntax(ObjectBody(), call=("<|python_tag|>", ""), separator=";", at_start=True),
             ('{"name": function name, "parameters":',),
-            written=Written('{"name": "NAME", "parameters": ARGUMENTS}', between="; "),
+            written=Written("OBJECT", between="; "),
         ),
     }
 )

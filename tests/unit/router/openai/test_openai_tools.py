@@ -19,6 +19,8 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
 UNKNOWN = ChatTemplate("{{ tools }}", {})
 """A template that writes calls in an unknown syntax."""
+GPT_OSS = ("start", "channel", "constrain", "message", "end", "return", "call")
+GPT_OSS_IDS = {f"<|{name}|>": 100 + i for i, name in enumerate(GPT_OSS)}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -151,8 +153,7 @@ async def test_a_strict_function_is_called_as_its_schema_says(client, inference)
 
 
 async def test_a_strict_function_of_gpt_oss_may_be_called(client, inference):
-    names = ("start", "channel", "constrain", "message", "end", "return", "call")
-    inference.text.marker_ids = {f"<|{name}|>": 100 + i for i, name in enumerate(names)}
+    inference.text.marker_ids = GPT_OSS_IDS
     inference.text.template = ChatTemplate("{{ tools }}<|channel|><|message|>", {})
     header = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
     inference.script = spell(f'{header}{{"a": 1}}<|call|>')
@@ -161,6 +162,53 @@ async def test_a_strict_function_of_gpt_oss_may_be_called(client, inference):
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
     (request,) = inference.requests
     assert "to=functions." in to_grammar(request.sampling.structured).grammar
+
+
+FORM = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+FORMED = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}}
+
+
+async def test_an_answer_with_tools_is_a_call_or_has_a_form(client, inference):
+    for output, found in (
+        (CALL, ("", [["add", '{"a":1}']], "tool_calls")),
+        ('{"sum": 1}', ('{"sum": 1}', [], "stop")),
+    ):
+        inference.script = spell(output)
+        assert await streamed(client, tools=[ADD], **FORMED) == found
+        grammar = to_grammar(inference.requests[-1].sampling.structured).grammar
+        assert "sum" in grammar
+        assert "add" in grammar
+
+
+async def test_a_form_has_no_effect_on_a_forced_call(client, inference):
+    inference.script = spell(CALL)
+    options = {"tools": [ADD], "tool_choice": "required", **FORMED}
+    assert await streamed(client, **options) == ("", [["add", '{"a":1}']], "tool_calls")
+    assert "sum" not in inference.requests[-1].sampling.structured.grammar
+
+
+async def test_gpt_oss_thinks_before_a_call_or_an_answer_with_a_form(client, inference):
+    inference.text.marker_ids = GPT_OSS_IDS
+    inference.text.template = ChatTemplate("{{ tools }}<|channel|><|message|>", {})
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    inference.script = spell(f'{thought}<|channel|>final<|message|>{{"sum": 1}}')
+    options = {"model": "org/tiny", "messages": HELLO, **FORMED}
+    for tools in ({}, {"tools": [ADD]}):
+        answer = await client.chat.completions.create(**options, **tools)
+        message = answer.choices[0].message
+        assert (message.reasoning, message.content) == ("Hm.", '{"sum": 1}')
+        (request,) = inference.requests[-1:]
+        grammar = to_grammar(request.sampling.structured, request.before_form).grammar
+        assert "analysis" in grammar
+    inference.script = spell(
+        f'{thought}<|channel|>commentary to=functions.add <|constrain|>json<|message|>{{"a": 1}}'
+    )
+    for choice in ("auto", "required"):
+        answer = await client.chat.completions.create(**options, tools=[ADD], tool_choice=choice)
+        message = answer.choices[0].message
+        assert (message.reasoning, len(message.tool_calls)) == ("Hm.", 1)
+        (request,) = inference.requests[-1:]
+        assert to_grammar(request.sampling.structured, request.before_form).grammar
 
 
 async def test_tools_that_are_not_to_be_called_need_no_template(client, inference):
@@ -250,8 +298,12 @@ async def test_a_call_that_was_cut_short_says_so(client, inference):
         ({"tool_choice": "required"}, 'tool_choice is "required"; it needs tools'),
         ({"tool_choice": NAMED}, "it needs tools"),
         (
-            {"tools": [ADD], "response_format": {"type": "json_object"}},
-            'tool_choice is not "none"; with tools and a form for the output it must be "none"',
+            {"tools": [ADD], "extra_body": {"guided_regex": "a"}},
+            "structured_outputs.regex is set; with tools it must be unset, or tool_choice must be",
+        ),
+        (
+            {"tools": [ADD], "extra_body": {"guided_json": "{"}},
+            "structured_outputs.json is not JSON",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
@@ -278,6 +330,11 @@ async def test_invalid_values_are_refused_by_name(client, inference, options, me
         ("{{ messages }}", {"tools": [ADD]}, "tools has 1 entries.*chat template"),
         ("{{ tools }}", {"tools": [ADD]}, 'tool_choice is "auto"; with this model it must be'),
         ("{{ tools }}<tool_call><function=", {"tools": [ADD]}, 'tool_choice is "auto"'),
+        (
+            "{{ tools }}[func_name1(",
+            {"tools": [ADD], **FORMED},
+            'tool_choice is "auto" and the output has a form',
+        ),
         ("{{ tools }}<tool_call>", {"tools": [STRICT]}, r"tools\[0\].function.strict is true"),
         (
             '{{ tools }}{"name": function name, "parameters":',

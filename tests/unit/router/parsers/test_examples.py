@@ -28,11 +28,7 @@ FOUND = {
         ("Sure.", [("get_weather", {"city": "Paris"}), ("add", {"a": 3})]),
     ],
     "mistral_v11": [("", [("get_weather", {"city": "Paris"}), ("add", {"a": 3})])],
-    "mistral_v13": [
-        ("Let me look.", [
-            ("get_weather", {"city": "Paris"}), ("add", {"a": 3})
-        ])
-    ],
+    "mistral_v13": [("Let me look.", [("get_weather", {"city": "Paris"}), ("add", {"a": 3})])],
     "deepseek_v3": [("", [("get_weather", {"city": "Tokyo"}), ("add", {"a": 1})])],
     "deepseek_v31": [("Well.", [("get_weather", {"city": "Tokyo"}), ("add", {"a": 1})])],
     "glm45": [("I check.", [("get_weather", {"city": "Beijing", "days": 5}), ("add", {"a": 1})])],
