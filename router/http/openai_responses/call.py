@@ -53,6 +53,7 @@ class ResponseCall:
             token_bytes=inference.text.token_bytes,
             has_logprobs=self.body.has_logprobs,
             seals_thinking=self.body.seals_thinking,
+            name_to_group=self.body.name_to_group,
         )
 
 

@@ -12,6 +12,7 @@ from contract.errors import InvalidArgumentError, UnimplementedError
 from contract.request import MAX_MESSAGES
 from router.http.answers.objects import Json
 from router.http.errors import error_from_validation
+from router.http.openai_responses.tools import grouped_name
 from router.http.requests.messages import CalledFunction, Message, TextPart, ToolCall
 from router.http.strict_json import Listed, Schema, excerpt
 
@@ -91,18 +92,21 @@ class CallItem(Schema):
     """A call of a function that the model made."""
 
     prefix: ClassVar[str] = "fc_"
-    unimplemented = MappingProxyType({"namespace": (), "caller": (), "async": (False,)})
+    unimplemented = MappingProxyType({"caller": (), "async": (False,)})
 
     type: Literal["function_call"]
     id: str = ""
     call_id: str
     name: str
+    namespace: str = ""
+    """The function's group."""
     arguments: str
     status: _STATUS = "completed"
 
     def shown(self) -> Json:
         """Return the item as OpenAI lists it."""
-        return self.model_dump(include={"type", "call_id", "name", "arguments"})
+        group: Json = {"namespace": self.namespace} if self.namespace else {}
+        return self.model_dump(include={"type", "call_id", "name", "arguments"}) | group
 
 
 class CallOutputItem(Schema):
@@ -236,7 +240,8 @@ def _message_of(item: Item, field: str) -> Message:
         case MessageItem():
             return _message(item.author, item.text)
         case CallItem():
-            called = CalledFunction(name=item.name, arguments=item.arguments or "{}")
+            name = grouped_name(item.namespace, item.name)
+            called = CalledFunction(name=name, arguments=item.arguments or "{}")
             call = ToolCall(id=item.call_id, type="function", function=called)
             return _message("assistant", None, tool_calls=[call])
         case CallOutputItem():
