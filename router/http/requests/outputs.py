@@ -1,8 +1,9 @@
 """Plans a chat's outputs: thinking and its budget, calls, and forms."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from pydantic_core import from_json
 
@@ -22,6 +23,10 @@ from router.parsers.forced import ChosenCall, ForcedCall
 from router.parsers.harmony import begun_channel
 from router.parsers.harmony_grammar import MessageGrammar, message_grammar
 from router.parsers.pieces import Reader
+from router.parsers.tool_calls import Tools
+
+_PROMPT_END_CHARS: Final = 256
+"""Number of a prompt's last characters that a user's reader of thinking gets."""
 
 Thought: TypeAlias = ThinkingGrammar | MessageGrammar
 """The grammar of the thinking before an answer."""
@@ -68,7 +73,7 @@ def plan_outputs(
     Raises:
         UnimplementedError: The model's syntax does not support the request.
     """
-    thinking, channel = parsers.thinking, ""
+    thinking, channel = parsers.thinking_family, ""
     if thinking is not None:
         has_begun = thinking.has_begun(prompt, continued)
     else:
@@ -91,10 +96,13 @@ def plan_outputs(
                 else "no parser for its thinking is known"
             )
         )
+    new_reader = functools.partial(
+        parsers.new_reader, has_begun=has_begun, prompt_end=prompt[-_PROMPT_END_CHARS:]
+    )
     if tools is not None and tools.wants_calls:
-        plan = _plan_calls(parsers, tools, form, thought, has_begun=has_begun)
+        plan = _plan_calls(parsers, tools, form, thought, new_reader)
     else:
-        plan = _plan_text(parsers, form, thought, has_begun=has_begun)
+        plan = _plan_text(parsers, form, thought, new_reader)
     return replace(plan, thinking=parsers.markers(has_begun=has_begun))
 
 
@@ -102,15 +110,14 @@ def _plan_text(
     parsers: OutputParsers,
     form: StructuredOutput | None,
     thought: Thought | None,
-    *,
-    has_begun: bool,
+    new_reader: Callable[[Tools | None], Reader],
 ) -> OutputPlan:
     is_read = parsers.thinking is not None or parsers.reads_messages
     before = "" if thought is None else thought.before("form")
     if form is not None and not before:  # then the whole output has the form
         return OutputPlan(structured=form)
     plan = OutputPlan(
-        (lambda: parsers.new_reader(None, has_begun=has_begun)) if is_read else None,
+        (lambda: new_reader(None)) if is_read else None,
         form,
         before if form is not None else "",
         shows_special_tokens=is_read and parsers.hides_markers(),
@@ -123,8 +130,7 @@ def _plan_calls(
     tools: ToolUse,
     form: StructuredOutput | None,
     thought: Thought | None,
-    *,
-    has_begun: bool,
+    new_reader: Callable[[Tools | None], Reader],
 ) -> OutputPlan:
     """Plan outputs that may call functions. A form has no effect on a forced call."""
     written = None if parsers.family is None else parsers.family.written
@@ -132,7 +138,7 @@ def _plan_calls(
         return _plain_json(tools.functions)
     schemas = {function.name: function.schema_of_arguments() for function in tools.offered}
     plan = OutputPlan(
-        lambda: parsers.new_reader(schemas, has_begun=has_begun),
+        lambda: new_reader(schemas),
         shows_special_tokens=parsers.hides_markers(),
         field_to_json={"structured.grammar": "tools"},
     )

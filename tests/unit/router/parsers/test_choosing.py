@@ -4,7 +4,7 @@ import pytest
 
 from router.parsers.choosing import OutputParsers, ParserError, choose_parsers
 from router.parsers.families import THINKING_FAMILIES, TOOL_FAMILIES
-from router.parsers.pieces import Text
+from router.parsers.pieces import Text, Thought
 from router.parsers.thinking import Thinking
 from tests.reading import read
 
@@ -22,6 +22,21 @@ class Shouting:
 
     def flush(self):
         return [Text(f"{len(self.tools)}!")]
+
+
+class Halved:
+    """A reader of thinking that a user has written: it ends with a semicolon."""
+
+    def __init__(self, prompt_end):
+        self.is_thinking = prompt_end.endswith("think:")
+
+    def push(self, text):
+        thought, end, said = text.partition(";") if self.is_thinking else ("", ";", text)
+        self.is_thinking = not end
+        return [*filter(None, [thought and Thought(thought), said and Text(said)])]
+
+    def flush(self):
+        return []
 
 
 # Extracts of these models' templates.
@@ -71,6 +86,18 @@ def test_a_class_of_ones_own_reads_what_follows_thinking():
     assert (found.thought, found.text) == ("hm", "HI1!")
 
 
+def test_a_class_of_ones_own_may_read_thinking():
+    tools, thinking = choose_parsers(TEMPLATES[0][0], "", f"{__name__}:Halved")
+    parsers = OutputParsers(tools, thinking, lambda _: None, lambda _: False)
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for prompt, thought, text in (("think:", "hm", "Hi"), ("", "", "hm;Hi")):
+        for pieces in ([f"hm;Hi{call}"], f"hm;Hi{call}"):
+            reader = parsers.new_reader({"f": {}}, has_begun=False, prompt_end=prompt)
+            found = read(reader, pieces)
+            assert (found.thought, found.text, found.calls) == (thought, text, [("f", {})])
+    assert (parsers.thinking_family, parsers.markers(has_begun=False)) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("tools", "thinking", "problem"),
     [
@@ -78,7 +105,7 @@ def test_a_class_of_ones_own_reads_what_follows_thinking():
         ("no.such:Class", "", "tool_parser is 'no.such:Class', which cannot be imported"),
         ("json:JSONDecode", "", "cannot be imported"),
         ("json:loads", "", "it must be a ToolFamily or type"),
-        ("", "json:JSONDecoder", "it must be a Thinking"),
+        ("", "json:loads", "it must be a Thinking or type"),
     ],
 )
 def test_a_setting_that_names_no_parser_is_refused(tools, thinking, problem):
