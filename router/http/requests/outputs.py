@@ -19,7 +19,7 @@ from router.parsers.call_grammar import (
     thinking_grammar,
 )
 from router.parsers.choosing import OutputParsers
-from router.parsers.forced import ChosenCall, ForcedCall
+from router.parsers.forced import ForcedCall, chosen_call
 from router.parsers.harmony import begun_channel
 from router.parsers.harmony_grammar import MessageGrammar, message_grammar
 from router.parsers.pieces import Reader
@@ -237,7 +237,9 @@ def _plain_json(functions: Sequence[Function]) -> OutputPlan:
         }
         for function in functions
     ]
-    return OutputPlan(ChosenCall, _json_schema({"anyOf": calls}), field_to_json=named)
+    schemas = {function.name: function.schema_of_arguments() for function in functions}
+    form = _json_schema({"anyOf": calls})
+    return OutputPlan(lambda: chosen_call(schemas), form, field_to_json=named)
 
 
 def _json_schema(schema: Mapping[str, Any]) -> StructuredOutput:

@@ -272,15 +272,31 @@ async def test_a_forced_call_of_one_function_is_its_arguments(client, inference,
 
 async def test_a_required_call_chooses_its_function(client, inference):
     inference.text.template = UNKNOWN
-    inference.script = spell('{"name": "now", "arguments": {}}')
     options = {"tools": [ADD, NOW], "tool_choice": "required"}
-    assert await streamed(client, **options) == ("", [["now", "{}"]], "tool_calls")
+    for name, arguments in (("now", "{}"), ("add", '{"a": 1, "b": "name"}')):
+        inference.script = spell(f'{{"name": "{name}", "arguments": {arguments}}}')
+        called = [[name, arguments.replace(": ", ":").replace(", ", ",")]]
+        assert await streamed(client, **options) == ("", called, "tool_calls")
     text = inference.requests[-1].sampling.structured.schema_text
     add, now = json.loads(text)["anyOf"]
     assert add["properties"] == {"name": {"const": "add"}, "arguments": PARAMETERS}
     assert now["properties"]["arguments"]["properties"] == {}
     inference.script = spell('{"name": "now", "arg', FinishReason.LENGTH)
     assert await streamed(client, **options) == ('{"name": "now", "arg', [], "length")
+    inference.script = spell('{"name": "add", "arguments": {"a": 1', FinishReason.LENGTH)
+    assert await streamed(client, **options) == ("", [["add", '{"a":1']], "length")
+
+
+async def test_a_chosen_calls_arguments_are_sent_as_they_come(client, inference):
+    inference.text.template = UNKNOWN
+    inference.script = spell('{"name": "add", "arguments": {"a": 123456}}')
+    options = {"tools": [ADD, NOW], "tool_choice": "required", "stream": True}
+    num_pieces = 0
+    async for chunk in await client.chat.completions.create(
+        model="org/tiny", messages=HELLO, **options
+    ):
+        num_pieces += bool(chunk.choices[0].delta.tool_calls)
+    assert num_pieces > 8
 
 
 async def test_a_call_that_was_cut_short_says_so(client, inference):
