@@ -19,7 +19,7 @@ TokenId: TypeAlias = Callable[[str], int | None]
 """Returns the id of the token with this text; None: no single token has it."""
 
 _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
-_PLACE: Final = re.compile("(NAME|ARGUMENTS|OBJECT|INDEX|CALLID|KEY|VALUE)")
+_PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
@@ -104,6 +104,8 @@ class CallGrammar:
             if not isinstance(thought, MessageGrammar):
                 return None
             return self._with_rules(thought.text(self._body(functions)))
+        if self._written.like_call:
+            return self._calls_or_text(functions)
         opener = _MARKER.match(self._written.first or self._written.call)
         opener_id = None if opener is None else self._token_id(opener[0])
         if opener_id is None:
@@ -124,41 +126,89 @@ class CallGrammar:
         may_be_several: bool,
     ) -> str:
         """Return a grammar for calls, or else for the term `form`."""
-        calls = self._body(functions, may_be_several=may_be_several)
+        is_json = not self._written.first and self._written.call.startswith("{")
+        calls = self._body(functions, may_be_several=may_be_several, are_objects=is_json)
         if isinstance(thought, MessageGrammar):
             return self._with_rules(thought.form(form, calls))
         return self._with_rules(f"start: {calls} | {form}")
 
-    def _body(self, functions: Sequence[ForcedFunction], *, may_be_several: bool = False) -> str:
+    def _calls_or_text(self, functions: Sequence[ForcedFunction]) -> str:
+        """Return a grammar for calls, or else for text that does not begin like one.
+
+        A call's beginning must be one text of the grammar, because the lexer prefers the longest
+        match, which is the other text up to where it ends to match.
+        """
+        written = self._written
+        calls = self._body(functions, may_be_several=True, are_whole=True)
+        names = "|".join(re.escape(function.name) for function in functions)
+        like_call = written.like_call.replace("NAMES", names)
+        return self._with_rules(
+            f"start: {calls} | TEXT\n"
+            f"TEXT: ANY & ~(/{like_call}/ ANY) & ~(ANY {json.dumps(written.marker)} ANY)\n"
+            "ANY: /(.|\\n)*/"
+        )
+
+    def _body(
+        self,
+        functions: Sequence[ForcedFunction],
+        *,
+        may_be_several: bool = False,
+        are_objects: bool = False,
+        are_whole: bool = False,
+    ) -> str:
+        """Return a term for calls.
+
+        `are_objects`: whether each is one JSON term. `are_whole`: whether the first call's
+        beginning is one text of the grammar, with what precedes it.
+        """
         written = self._written
         may_be_several &= not written.is_alone
-        options = " | ".join(self._rule("call", self._call(function)) for function in functions)
-        call = self._rule("calls_", options)
+        call = self._options(functions, are_objects=are_objects)
+        first = f"{self._literal(written.first)} {call}"
+        if are_whole and written.first:
+            first = self._options(functions, before=written.first)
         more = f"({self._literal(written.between)} {call})*" if may_be_several else ""
-        return f"{self._literal(written.first)} {call} {more} {self._literal(written.last)}".strip()
+        return f"{first} {more} {self._literal(written.last)}".strip()
+
+    def _options(
+        self, functions: Sequence[ForcedFunction], *, before: str = "", are_objects: bool = False
+    ) -> str:
+        """Return the name of a rule for one call of any function."""
+        rules = [
+            self._rule(
+                "call",
+                inline_json(_call_schema(function))
+                if are_objects
+                else self._call(function, before),
+            )
+            for function in functions
+        ]
+        return self._rule("calls_", " | ".join(rules))
 
     def _with_rules(self, start: str) -> str:
         return "\n".join([start, *self._rules])
 
-    def _call(self, function: ForcedFunction) -> str:
-        parts = []
+    def _call(self, function: ForcedFunction, before: str) -> str:
+        parts, text = [], before
         for part in _PLACE.split(self._written.call):
             match part:
                 case "NAME":
-                    parts.append(self._literal(function.name))
+                    text += function.name
+                    continue
                 case "INDEX":
-                    parts.append("/[0-9]{1,3}/")
-                case "OBJECT":
-                    parts.append(inline_json(_call_schema(function)))
+                    term = "/[0-9]{1,3}/"
                 case "CALLID":
-                    parts.append("/[a-zA-Z0-9]{9}/")
+                    term = "/[a-zA-Z0-9]{9}/"
                 case "ARGUMENTS" if self._written.parameter:
-                    parts.append(self._parameters(function))
+                    term = self._parameters(function)
                 case "ARGUMENTS":
-                    parts.append(inline_json(function.schema))
+                    term = inline_json(function.schema)
                 case _:
-                    parts.append(self._literal(part))
-        return _joined(parts)
+                    text += part
+                    continue
+            parts += [self._literal(text), term]
+            text = ""
+        return _joined([*parts, self._literal(text)])
 
     def _parameters(self, function: ForcedFunction) -> str:
         """Return rules for the parameters, in the schema's order."""
@@ -166,21 +216,44 @@ class CallGrammar:
         if not isinstance(properties, dict):
             return ""
         required = function.schema.get("required")
-        parts = []
+        rules, are_required = [], []
         for key, schema in properties.items():
-            parameter = self._rule("parameter", self._parameter(function, key, schema))
-            is_required = isinstance(required, list) and key in required
-            parts.append(parameter if is_required else f"{parameter}?")
-        return " ".join(parts)
+            rules.append(self._rule("parameter", self._parameter(function, key, schema)))
+            are_required.append(isinstance(required, list) and key in required)
+        between = self._literal(self._written.between_parameters)
+        if not between:
+            return " ".join(
+                rule if is_required else f"{rule}?"
+                for rule, is_required in zip(rules, are_required, strict=True)
+            )
+        # From the last one: what follows a parameter, and the whole if it begins here.
+        more, may_be_none = "", True
+        options: list[str] = []
+        for rule, is_required in zip(reversed(rules), reversed(are_required), strict=True):
+            begun = _joined([rule, more])
+            options = [begun] if is_required else [begun, *options]
+            may_be_none &= not is_required
+            also = f"{between} {rule}"
+            more = self._rule("more", _joined([also if is_required else f"({also})?", more]))
+        whole = " | ".join(options)
+        return f"({whole}){'?' if may_be_none else ''}" if whole else ""
 
     def _parameter(self, function: ForcedFunction, key: str, schema: Any) -> str:
         before, _, after = self._written.parameter.partition("VALUE")
+        if self._written.is_python and not key.isidentifier():
+            raise UnimplementedError(
+                f"the function {function.name!r} has a parameter {key!r}; with this model it must"
+                " be a name of letters, digits and _"
+            )
         head = self._literal(before.replace("KEY", key))
-        if not isinstance(schema, dict) or schema.get("type") != "string":
+        kind = schema.get("type") if isinstance(schema, dict) else None
+        if self._written.is_python and kind == "boolean":
+            return f'{head} ("True" | "False")'
+        if kind != "string" or self._written.is_python:
             value = schema
             if isinstance(schema, dict):
                 value = {**schema, **_definitions(function.schema)}
-            return f"{head} {inline_json(value)} {self._literal(after)}"
+            return _joined([head, inline_json(value), self._literal(after)])
         if unknown := [word for word in _OF_STRINGS if word in schema]:
             raise UnimplementedError(
                 f"the function {function.name!r} has a parameter {key!r} with {unknown[0]}; this"

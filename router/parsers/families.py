@@ -21,8 +21,7 @@ from router.parsers.tool_calls import (
 class Written:
     """The syntax of a call, for a grammar that forces one; see `call_grammar.py`.
 
-    NAME, ARGUMENTS, KEY and VALUE are placeholders; INDEX is the call's number, CALLID
-    an id, and OBJECT an object with name and parameters.
+    NAME, ARGUMENTS, KEY and VALUE are placeholders; INDEX is the call's number, and CALLID an id.
     """
 
     call: str
@@ -32,8 +31,16 @@ class Written:
     last: str = ""
     parameter: str = ""
     """The syntax of one parameter of ARGUMENTS; empty: ARGUMENTS is a JSON object."""
+    between_parameters: str = ""
+    is_python: bool = False
+    """Whether values are Python's, so that text has quotes."""
     is_alone: bool = False
     """Whether an output ends after its first call."""
+    like_call: str = ""
+    """A regex for the beginning of an output that may be read as a call without a marker; NAMES are
+    the functions. Empty: calls have markers."""
+    marker: str = ""
+    """The marker that such a call may have, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +203,27 @@ TOOL_FAMILIES: Final[Mapping[str, ToolFamily]] = MappingProxyType(
                 at_start=True,
             ),
             ("[func_name1(",),
+            written=Written(
+                "NAME(ARGUMENTS)",
+                first="[",
+                between=", ",
+                last="]",
+                parameter="KEY=VALUE",
+                between_parameters=", ",
+                is_python=True,
+                like_call=r"\s*\[\s*(NAMES)\(",
+                marker="<|python_start|>",
+            ),
         ),
         "llama3_json": ToolFamily(
             Syntax(ObjectBody(), call=("<|python_tag|>", ""), separator=";", at_start=True),
             ('{"name": function name, "parameters":',),
-            written=Written("OBJECT", between="; "),
+            written=Written(
+                '{"name": "NAME", "parameters": ARGUMENTS}',
+                between="; ",
+                like_call=r'\s*\{\s*"(name|arguments|parameters|id|type)"',
+                marker="<|python_tag|>",
+            ),
         ),
     }
 )

@@ -25,6 +25,7 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 _NAME: Final = re.compile(r"[\w.:/-]*")
 _IDENTIFIER: Final = re.compile(r"[\w.]*")
+_PYTHON_NAME: Final = re.compile(r"[\w.-]*")
 _MAX_NAME_CHARS: Final = 256
 _KEY: Final = re.compile(r"[^<>\"\n]*")
 _NULLS: Final = ("null", "None")
@@ -301,7 +302,7 @@ class PythonicBody:
     def _read_call(self, calls: Calls) -> Reading[None]:
         source, pieces = calls.source, calls.pieces
         yield from source.skip_space()
-        name = yield from source.word(_IDENTIFIER, _MAX_NAME_CHARS)
+        name = yield from source.word(_PYTHON_NAME, _MAX_NAME_CHARS)
         if not (yield from source.has("(")):
             raise MalformedError
         calls.begin(name)

@@ -8,6 +8,7 @@ from openai_fakes import spell
 
 from contract.errors import InvalidArgumentError
 from contract.outputs import FinishReason
+from router.parsers.choosing import OutputParsers
 from router.text.chat_template import ChatTemplate
 from router.text.structured_output import to_grammar
 
@@ -180,6 +181,24 @@ async def test_an_answer_with_tools_is_a_call_or_has_a_form(client, inference):
         assert "add" in grammar
 
 
+async def test_a_form_needs_a_known_grammar_of_calls(client, inference, monkeypatch):
+    parsers = OutputParsers(lambda _: None, None, lambda _: None, lambda _: False)
+    monkeypatch.setattr(inference.text, "parsers", lambda _: parsers)  # of a user's class
+    with pytest.raises(openai.BadRequestError, match="the grammar of its calls is unknown"):
+        await client.chat.completions.create(
+            model="org/tiny", messages=HELLO, tools=[ADD], **FORMED
+        )
+
+
+@pytest.mark.parametrize(
+    "template", ['{{ tools }}{"name": function name, "parameters":', "{{ tools }}[func_name1("]
+)
+async def test_a_strict_function_needs_no_marker(client, inference, template):
+    inference.text.template = ChatTemplate(template, {})
+    await client.chat.completions.create(model="org/tiny", messages=HELLO, tools=[STRICT])
+    assert to_grammar(inference.requests[-1].sampling.structured).grammar
+
+
 async def test_a_form_has_no_effect_on_a_forced_call(client, inference):
     inference.script = spell(CALL)
     options = {"tools": [ADD], "tool_choice": "required", **FORMED}
@@ -346,11 +365,6 @@ async def test_invalid_values_are_refused_by_name(client, inference, options, me
         ("{{ messages }}", {"tools": [ADD]}, "tools has 1 entries.*chat template"),
         ("{{ tools }}", {"tools": [ADD]}, 'tool_choice is "auto"; with this model it must be'),
         ("{{ tools }}<tool_call><function=", {"tools": [ADD]}, 'tool_choice is "auto"'),
-        (
-            "{{ tools }}[func_name1(",
-            {"tools": [ADD], **FORMED},
-            'tool_choice is "auto" and the output has a form',
-        ),
         ("{{ tools }}<tool_call>", {"tools": [STRICT]}, r"tools\[0\].function.strict is true"),
         (
             '{{ tools }}{"name": function name, "parameters":',

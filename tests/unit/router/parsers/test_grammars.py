@@ -124,9 +124,60 @@ def test_a_strict_call_may_stand_in_any_text():
     assert model.admits(form, f"<think>ab</think>\n\nHi {call % 1} and {call % 2}.")
     assert not model.admits(form, f"Hi {call % 'true'}")
     assert not model.admits(form, "<think>abcdefgh")
-    assert (
-        CallGrammar(WRITTEN["llama3_json"], model.token_id).calls_in_text(FUNCTIONS, None) is None
-    )
+
+
+@pytest.mark.parametrize("are_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("family", "call", "texts"),
+    [
+        (
+            "llama3_json",
+            '{"name": "add", "parameters": {"a": %s}}',
+            ["Hello.", '{"a": {"name": 1}}', "[1]", '\n{ "names": 1}', 'So: {"name": "add"}', ""],
+        ),
+        ("pythonic", "[add(a=%s)]", ["Hello.", "[1, 2]", "[sub(a=1)]", "so: [add(b=1)]", "[add]"]),
+    ],
+)
+def test_a_strict_call_without_a_marker_is_told_from_text(family, call, texts, are_tokens):
+    marker = WRITTEN[family].marker
+    model = Model({marker}, are_tokens=are_tokens)
+    grammar = CallGrammar(WRITTEN[family], model.token_id).calls_in_text(FUNCTIONS, None)
+    form = to_grammar(StructuredOutput(grammar=grammar))
+    for text in texts:
+        assert model.admits(form, text)
+        assert not read(new_reader(family, tools=SCHEMAS), [text]).calls
+    assert model.admits(form, call % 1)
+    between = WRITTEN[family].between
+    two = (call % 1)[:-1] + between + (call % 2)[1:] if family == "pythonic" else (
+        f"{call % 1}{between}{call % 2}"
+    )  # fmt: skip
+    assert model.admits(form, two)
+    assert len(read(new_reader(family, tools=SCHEMAS), [two]).calls) == 2
+    for wrong in (call % "true", f" {call % 1}", f"{call % 1} Hi", f"Hi {marker}{call % 1}"):
+        assert not model.admits(form, wrong)
+
+
+def test_python_calls_have_parameters_between_commas():
+    model = Model(set(), are_tokens=False)
+    properties = {"a": {"type": "integer"}, "b": {"type": "boolean"}, "c": {"type": "string"}}
+    for required, fits, misfits in (
+        ([], ["", "a=1", "b=True", 'c="x"', 'a=1, c="x"', "a=1, b=False"], [", a=1", "b=true"]),
+        (["b"], ["b=True", "a=1, b=True", 'b=True, c="x"'], ["", "a=1", 'c="x"', "b=True, a=1"]),
+        (["a", "c"], ['a=1, c="x"', 'a=1, b=True, c="it\'s"'], ["a=1", "a=1, ", 'c="x"', "c='x'"]),
+    ):
+        schema = {"type": "object", "properties": properties, "required": required}
+        grammar = CallGrammar(WRITTEN["pythonic"], model.token_id)
+        functions = [ForcedFunction("f-1", schema)]
+        form = to_grammar(StructuredOutput(grammar=grammar.calls(functions, may_be_several=False)))
+        for arguments in fits:
+            assert model.admits(form, f"[f-1({arguments})]"), arguments
+            assert read(new_reader("pythonic", tools={"f-1": {}}), [f"[f-1({arguments})]"]).calls
+        for arguments in misfits:
+            assert not model.admits(form, f"[f-1({arguments})]"), arguments
+    with pytest.raises(UnimplementedError, match="'a-b'; with this model"):
+        CallGrammar(WRITTEN["pythonic"], model.token_id).calls(
+            [ForcedFunction("f", {"properties": {"a-b": {}}})], may_be_several=False
+        )
 
 
 def test_a_strict_call_may_follow_messages():
