@@ -71,6 +71,7 @@ def plan_outputs(
     `continued` is the assistant's message at the prompt's end, if outputs continue it.
 
     Raises:
+        InvalidArgumentError: A schema is not JSON.
         UnimplementedError: The model's syntax does not support the request.
     """
     thinking, channel = parsers.thinking_family, ""
@@ -130,12 +131,14 @@ def _plan_calls(
     tools: ToolUse,
     form: StructuredOutput | None,
     thought: Thought | None,
-    new_reader: Callable[[Tools | None], Reader],
+    new_reader: Callable[..., Reader],
 ) -> OutputPlan:
     """Plan outputs that may call functions. A form has no effect on a forced call."""
     written = None if parsers.family is None else parsers.family.written
     if tools.is_forced and written is None:
         return _plain_json(tools.functions)
+    if thought is None and (tools.is_forced or form is not None):  # then there is no thinking
+        new_reader = functools.partial(new_reader, has_begun=False, prompt_end="")
     schemas = {function.name: function.schema_of_arguments() for function in tools.offered}
     plan = OutputPlan(
         lambda: new_reader(schemas),
@@ -165,8 +168,9 @@ def _plan_calls(
     if tools.is_alone:
         plan = replace(plan, stop=_stop(parsers))
     strict = [i for i, function in enumerate(tools.offered) if function.strict]
+    # A budget for messages is a grammar of whole outputs, so it must have the calls, too
     is_bounded = isinstance(thought, MessageGrammar) and thought.max_tokens is not None
-    if not strict and not is_bounded:
+    if not strict and not (is_bounded and grammar):
         return _bounded(plan, thought)
     in_text = None if grammar is None else grammar.calls_in_text(functions, thought)
     if in_text is None:

@@ -109,6 +109,26 @@ async def test_gpt_oss_has_a_budget_for_each_message_of_thinking(client, inferen
     assert ("to=functions." in grammar) == bool(tools)
 
 
+@pytest.mark.parametrize(
+    "options", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}]
+)
+async def test_a_forced_call_is_no_thinking_even_if_the_prompt_has_begun_it(
+    client, thinks, options
+):
+    """The markers are no tokens here, so the grammar has no thinking."""
+    thinks.script = spell('<tool_call>{"name": "add", "arguments": {}}</tool_call>')
+    answer = await client.chat.completions.create(
+        model="org/tiny",
+        messages=[*HELLO, {"role": "assistant", "content": "<think>Hm"}],
+        tools=[ADD],
+        extra_body={"continue_final_message": True},
+        **options,
+    )
+    message = answer.choices[0].message
+    assert not message.model_extra, "there is no reasoning"
+    assert [call.function.name for call in message.tool_calls] == ["add"]
+
+
 async def test_a_form_comes_behind_thinking(client, thinks):
     thinks.text.marker_ids = {"<think>": 7, "</think>": 8}
     await answered(client, response_format={"type": "json_object"})
