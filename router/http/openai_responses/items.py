@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
-from contract.errors import InvalidArgumentError, UnimplementedError
+from contract.errors import InvalidArgumentError
 from contract.request import MAX_MESSAGES
 from router.http.answers.objects import Json
-from router.http.errors import error_from_validation
 from router.http.openai_responses.tools import grouped_name
+from router.http.openai_responses.variants import parse_variant
 from router.http.requests.messages import CalledFunction, Message, TextPart, ToolCall
 from router.http.strict_json import Listed, Schema, excerpt
 
@@ -184,25 +184,10 @@ def parse_items(value: object) -> list[Item]:
         raise InvalidArgumentError(
             "input", f"has {len(value)} items; it must have 1 to {MAX_MESSAGES}"
         )
-    return [item if isinstance(item, Item) else _item(item, i) for i, item in enumerate(value)]
-
-
-def _item(value: object, position: int) -> Item:
-    field = f"input[{position}]"
-    if not isinstance(value, dict):
-        raise InvalidArgumentError(field, f"is {excerpt(value)}; it must be an object")
-    kind = _KINDS.get(value.get("type") or "message")
-    if kind is None:
-        raise UnimplementedError(
-            f"{field}.type is {excerpt(value['type'])}; it must be one of {', '.join(_KINDS)}"
-        )
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        problem = error_from_validation(error)
-        raise InvalidArgumentError(f"{field}.{problem.field}", problem.problem) from error
-    except UnimplementedError as error:
-        raise UnimplementedError(f"{field}.{error}") from error
+    return [
+        item if isinstance(item, Item) else parse_variant(item, f"input[{i}]", _KINDS, "message")
+        for i, item in enumerate(value)
+    ]
 
 
 def with_id(item: Item) -> Json:

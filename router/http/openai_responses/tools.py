@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, SerializeAsAny
 
 from contract.errors import InvalidArgumentError
 from router.http.answers.objects import Json
+from router.http.openai_responses.variants import parse_variant
 from router.http.requests.tools import (
     MAX_NAME_CHARS,
     MAX_TOOLS,
@@ -70,7 +71,7 @@ class LeftOutTool(Schema):
 
     model_config = ConfigDict(extra="ignore")
 
-    type: Literal["web_search", "web_search_preview", "image_generation"]
+    type: str
 
 
 class NamedFunction(Schema):
@@ -80,9 +81,26 @@ class NamedFunction(Schema):
     name: FunctionName
 
 
-AnyTool: TypeAlias = Annotated[
-    FunctionTool | FunctionGroup | LeftOutTool, Field(discriminator="type")
-]
+AnyTool: TypeAlias = FunctionTool | FunctionGroup | LeftOutTool
+
+_KINDS: dict[str, type[AnyTool]] = {
+    "function": FunctionTool,
+    "namespace": FunctionGroup,
+    "web_search": LeftOutTool,
+    "web_search_preview": LeftOutTool,
+    "image_generation": LeftOutTool,
+}
+
+
+def parse_tools(value: object) -> list[AnyTool]:
+    """Return the tools of `tools`; raises QuireError naming the tool."""
+    if not isinstance(value, list):
+        raise InvalidArgumentError("tools", f"is {excerpt(value)}; it must be a list")
+    if len(value) > MAX_TOOLS:
+        raise InvalidArgumentError(
+            "tools", f"has {len(value)} entries; it must have at most {MAX_TOOLS}"
+        )
+    return [parse_variant(tool, f"tools[{i}]", _KINDS) for i, tool in enumerate(value)]
 
 
 def grouped_name(group: str, name: str) -> str:
@@ -93,7 +111,11 @@ def grouped_name(group: str, name: str) -> str:
 class ResponseTools(Schema):
     """The part of a response's body for tools."""
 
-    tools: Annotated[Listed[AnyTool], Field(default_factory=list, max_length=MAX_TOOLS)]
+    tools: Annotated[
+        list[SerializeAsAny[InstanceOf[Schema]]],
+        BeforeValidator(parse_tools),
+        Field(default_factory=list),
+    ]
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool = True
 
@@ -160,7 +182,11 @@ class ResponseTools(Schema):
             choice = choice.model_dump()
         return {
             "tool_choice": choice or "auto",
-            "tools": [tool.shown() for tool in self.tools if not isinstance(tool, LeftOutTool)],
+            "tools": [
+                tool.shown()
+                for tool in self.tools
+                if isinstance(tool, FunctionTool | FunctionGroup)
+            ],
             "parallel_tool_calls": self.parallel_tool_calls,
         }
 
