@@ -93,9 +93,13 @@ class CallGrammar:
         return self._with_rules(f"start: {body}")
 
     def calls_in_text(
-        self, functions: Sequence[ForcedFunction], thought: ThinkingGrammar | MessageGrammar | None
+        self,
+        functions: Sequence[ForcedFunction],
+        thought: ThinkingGrammar | MessageGrammar | None,
+        *,
+        may_be_several: bool = True,
     ) -> str | None:
-        """Return a grammar for text with calls, each of any function.
+        """Return a grammar for text with calls, each of any function, or with one at its end.
 
         Returns None if a call's first marker is not a token, because then a grammar cannot tell
         text from the beginning of a call.
@@ -105,7 +109,7 @@ class CallGrammar:
                 return None
             return self._with_rules(thought.text(self._body(functions)))
         if self._written.like_call:
-            return self._calls_or_text(functions)
+            return self._calls_or_text(functions, may_be_several=may_be_several)
         opener = _MARKER.match(self._written.first or self._written.call)
         opener_id = None if opener is None else self._token_id(opener[0])
         if opener_id is None:
@@ -114,8 +118,9 @@ class CallGrammar:
         if isinstance(thought, ThinkingGrammar):
             marks = sorted([opener_id, thought.begin])
         free = f"<[^{','.join(map(str, marks))}]>*"
-        section = self._body(functions, may_be_several=True)
-        return self._with_rules(f"start: {free} (section {free})*\nsection: {section}")
+        section = self._body(functions, may_be_several=may_be_several)
+        sections = f"(section {free})*" if may_be_several else "section?"
+        return self._with_rules(f"start: {free} {sections}\nsection: {section}")
 
     def calls_or_form(
         self,
@@ -132,14 +137,14 @@ class CallGrammar:
             return self._with_rules(thought.form(form, calls))
         return self._with_rules(f"start: {calls} | {form}")
 
-    def _calls_or_text(self, functions: Sequence[ForcedFunction]) -> str:
+    def _calls_or_text(self, functions: Sequence[ForcedFunction], *, may_be_several: bool) -> str:
         """Return a grammar for calls, or else for text that does not begin like one.
 
         A call's beginning must be one text of the grammar, because the lexer prefers the longest
         match, which is the other text up to where it ends to match.
         """
         written = self._written
-        calls = self._body(functions, may_be_several=True, are_whole=True)
+        calls = self._body(functions, may_be_several=may_be_several, are_whole=True)
         names = "|".join(re.escape(function.name) for function in functions)
         like_call = written.like_call.replace("NAMES", names)
         return self._with_rules(

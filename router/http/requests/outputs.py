@@ -165,20 +165,28 @@ def _plan_calls(
             functions, _inline(form), thought, may_be_several=not tools.is_alone
         )
         return _formed(plan, either, before)
-    if tools.is_alone:
-        plan = replace(plan, stop=_stop(parsers))
+    stop = "" if parsers.family is None else parsers.family.stop
+    if tools.is_alone and stop:
+        plan = replace(plan, stop=(stop,))
     strict = [i for i, function in enumerate(tools.offered) if function.strict]
     # A budget for messages is a grammar of whole outputs, so it must have the calls, too
     is_bounded = isinstance(thought, MessageGrammar) and thought.max_tokens is not None
-    if not strict and not (is_bounded and grammar):
+    if not (strict or (is_bounded and grammar) or (tools.is_alone and not stop)):
         return _bounded(plan, thought)
-    in_text = None if grammar is None else grammar.calls_in_text(functions, thought)
-    if in_text is None:
+    in_text = None
+    if grammar is not None:
+        in_text = grammar.calls_in_text(functions, thought, may_be_several=not tools.is_alone)
+    if in_text is not None:
+        return _formed(plan, in_text, before)
+    if strict:
         raise UnimplementedError(
             f"tools[{strict[0]}].function.strict is true; with this model it is supported only if"
             ' tool_choice is "required" or names a function'
         )
-    return _formed(plan, in_text, before)
+    raise UnimplementedError(
+        "parallel_tool_calls is false; with this model it must be true: its calls have no markers"
+        " that are tokens"
+    )
 
 
 def _inline(form: StructuredOutput) -> str:
@@ -199,15 +207,6 @@ def _inline(form: StructuredOutput) -> str:
         return inline_json(from_json(form.schema_text))
     except ValueError as error:
         raise InvalidArgumentError("structured_outputs.json", f"is not JSON: {error}") from None
-
-
-def _stop(parsers: OutputParsers) -> tuple[str, ...]:
-    if parsers.family is None or not parsers.family.stop:
-        raise UnimplementedError(
-            "parallel_tool_calls is false; with this model it must be true: its calls do not end"
-            " with a marker"
-        )
-    return (parsers.family.stop,)
 
 
 def _formed(plan: OutputPlan, grammar: str, before: str) -> OutputPlan:

@@ -18,6 +18,7 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}
 NOW = {"type": "function", "function": {"name": "now", "description": "The time"}}
 NAMED = {"type": "function", "function": {"name": "add"}}
 STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
+STRICT_NOW = {"type": "function", "function": {"name": "now", "strict": True}}
 UNKNOWN = ChatTemplate("{{ tools }}", {})
 """A template that writes calls in an unknown syntax."""
 GPT_OSS = ("start", "channel", "constrain", "message", "end", "return", "call")
@@ -264,6 +265,20 @@ async def test_a_call_that_is_to_be_alone_ends_the_output(client, inference):
     assert [request.stop for request in inference.requests] == [("x",), ("x", "</tool_call>")]
 
 
+async def test_a_call_without_a_marker_at_its_end_is_alone_by_the_grammar(client, inference):
+    inference.text.template = ChatTemplate("{{ tools }}[TOOL_CALLS][ARGS]", {})
+    inference.text.marker_ids = {"[TOOL_CALLS]": 5, "[ARGS]": 6}
+    for options in (
+        {"tools": [ADD, STRICT_NOW]},
+        {"tools": [ADD], "parallel_tool_calls": False},
+    ):
+        await client.chat.completions.create(model="org/tiny", messages=HELLO, **options)
+    several, alone = (request.sampling.structured.grammar for request in inference.requests)
+    assert several.startswith("start: <[^5]>* (section <[^5]>*)*")
+    assert alone.startswith("start: <[^5]>* section?")
+    assert [request.stop for request in inference.requests] == [(), ()]
+
+
 async def test_a_stop_string_that_ends_a_call_is_read_with_it(client, inference):
     inference.text.template = ChatTemplate("{{ tools }}<function=<parameter=", {})
     inference.script = spell(
@@ -367,7 +382,7 @@ async def test_invalid_values_are_refused_by_name(client, inference, options, me
         ("{{ tools }}<tool_call><function=", {"tools": [ADD]}, 'tool_choice is "auto"'),
         ("{{ tools }}<tool_call>", {"tools": [STRICT]}, r"tools\[0\].function.strict is true"),
         (
-            '{{ tools }}{"name": function name, "parameters":',
+            "{{ tools }}[TOOL_CALLS]",
             {"tools": [ADD], "parallel_tool_calls": False},
             "parallel_tool_calls is false",
         ),

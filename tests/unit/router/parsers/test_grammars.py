@@ -153,6 +153,13 @@ def test_a_strict_call_without_a_marker_is_told_from_text(family, call, texts, a
     )  # fmt: skip
     assert model.admits(form, two)
     assert len(read(new_reader(family, tools=SCHEMAS), [two]).calls) == 2
+    grammar = CallGrammar(WRITTEN[family], model.token_id).calls_in_text(
+        FUNCTIONS, None, may_be_several=False
+    )
+    alone = to_grammar(StructuredOutput(grammar=grammar))
+    assert model.admits(alone, call % 1)
+    assert model.admits(alone, texts[0])
+    assert not model.admits(alone, two)
     for wrong in (call % "true", f" {call % 1}", f"{call % 1} Hi", f"Hi {marker}{call % 1}"):
         assert not model.admits(form, wrong)
 
@@ -178,6 +185,20 @@ def test_python_calls_have_parameters_between_commas():
         CallGrammar(WRITTEN["pythonic"], model.token_id).calls(
             [ForcedFunction("f", {"properties": {"a-b": {}}})], may_be_several=False
         )
+
+
+def test_a_call_that_must_be_alone_ends_the_output():
+    model = Model({"[TOOL_CALLS]", "[ARGS]"}, are_tokens=True)
+    call = '[TOOL_CALLS]add[ARGS]{"a": 1}'
+    for may_be_several in (False, True):
+        grammar = CallGrammar(WRITTEN["mistral_v13"], model.token_id).calls_in_text(
+            FUNCTIONS, None, may_be_several=may_be_several
+        )
+        form = to_grammar(StructuredOutput(grammar=grammar))
+        assert model.admits(form, "Hi.")
+        assert model.admits(form, f"Hi.{call}")
+        assert model.admits(form, f"Hi.{call}{call}") == may_be_several
+        assert model.admits(form, f"Hi.{call}!") == may_be_several
 
 
 def test_a_strict_call_may_follow_messages():
