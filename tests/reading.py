@@ -92,6 +92,15 @@ EXAMPLES: dict[str, Sequence[str]] = {
             'Let me see.\n<tool_call>\n{"arguments": {"a": 1}, "name": "add"}\n</tool_call>\n'
             '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>\n'
         ),
+        (
+            "<tool_call>\n"
+            '{"name": "get_weather", "arguments": {"city": "K\\u00f6ln", "tags": [], "unit":'
+            " null}}\n</tool_call>"
+        ),
+        (
+            'Both.<tool_call>{"name":"add","arguments":{"a":1}}</tool_call><tool_call>{"name":'
+            '"get_weather","arguments":{"city":"a \\"</tool_call>\\" b"}}</tool_call>'
+        ),
     ),
     "qwen3_coder": (
         (
@@ -102,6 +111,13 @@ EXAMPLES: dict[str, Sequence[str]] = {
             '<tool_call>\n<function=get_weather>\n<parameter=tags>\n["a", {"b": 1}]\n</parameter>\n'
             "</function>\n</tool_call>\n<tool_call>\n<function=add>\n</function>\n</tool_call>"
         ),
+        (
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nif a < b:\n    c = '</p>'\n\n"
+            "</parameter>\n<parameter=unit>\nnull\n</parameter>\n</function>\n</tool_call>"
+        ),
+        (  # models forget the marker of the section
+            "Now.\n<function=add>\n<parameter=a>\n-7\n</parameter>\n</function>"
+        ),
     ),
     "llama3_json": (
         '{"name": "get_weather", "parameters": {"city": "San Francisco"}}',
@@ -109,10 +125,14 @@ EXAMPLES: dict[str, Sequence[str]] = {
             '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters":'
             ' {"a": 2}}'
         ),
+        '{"type": "function", "name": "get_weather", "parameters": {"city": "Paris", "days": 1}}',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 2}}',
     ),
     "pythonic": (
         '[get_weather(city="San Francisco", days=3), add(a=-1)]',
         "<|python_start|>[get_weather(tags=['a', True, None, {\"b\": 1.5}])]<|python_end|>",
+        "[get_weather(city='San Francisco'), get_weather(city='Seattle', unit=None)]",
+        "[\n    add(a=1),\n    get_weather(city='Saint-Denis', tags=[\"l\\'île\", -0.5e3])\n]",
     ),
     "mistral": (
         (
@@ -120,6 +140,19 @@ EXAMPLES: dict[str, Sequence[str]] = {
             ' "arguments": {"city": "Oslo"}, "id": "VvvODy9mT"}]'
         ),
         'Sure.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]add{"a": 3}',
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}]',
+        '[TOOL_CALLS][{"arguments": {"a": 1}, "name": "add"}]',
+    ),
+    "mistral_v11": (
+        (
+            '[TOOL_CALLS]get_weather[CALL_ID]D681PevKs[ARGS]{"city": "Paris"}[TOOL_CALLS]'
+            'add[CALL_ID]9aFgK2dLx[ARGS]{"a": 3}'
+        ),
+        'I add.[TOOL_CALLS]add[CALL_ID]bV4Zq0Rt1[ARGS]{"a": [1, {"b": "]"}]}',
+    ),
+    "mistral_v13": (
+        ('Let me look.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]add[ARGS]{"a": 3}'),
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "a\\nb", "tags": []}',
     ),
     "deepseek_v3": (
         (
@@ -128,6 +161,12 @@ EXAMPLES: dict[str, Sequence[str]] = {
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
             '```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
         ),
+        (
+            "I look.\n\n<｜tool▁calls▁begin｜>"
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+            '```json\n{"city": "Hangzhou", "tags": ["```"]}\n```<｜tool▁call▁end｜>'
+            "<｜tool▁calls▁end｜>"
+        ),
     ),
     "deepseek_v31": (
         (
@@ -135,12 +174,21 @@ EXAMPLES: dict[str, Sequence[str]] = {
             '{"city": "Tokyo"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}'
             "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
         ),
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+            '{"city": "Hangzhou", "unit": null}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+        ),
     ),
     "glm45": (
         (
             "I check.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Beijing"
             "</arg_value>\n<arg_key>days</arg_key>\n<arg_value>5</arg_value>\n</tool_call>\n"
             "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+        ),
+        (
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>a < b\n c</arg_value>\n"
+            "<arg_key>tags</arg_key>\n<arg_value>[1, true]</arg_value>\n<arg_key>unit</arg_key>\n"
+            "<arg_value>celsius</arg_value>\n</tool_call>"
         ),
     ),
     "kimi_k2": (
@@ -150,11 +198,20 @@ EXAMPLES: dict[str, Sequence[str]] = {
             'functions.add:1 <|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
             "<|tool_calls_section_end|>"
         ),
+        (
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+            '<|tool_call_argument_begin|>{"city": "Beijing", "tags": ["<|tool"]}<|tool_call_end|>'
+            "<|tool_calls_section_end|>"
+        ),
     ),
     "minimax": (
         (
             '<tool_calls>\n{"name": "get_weather", "arguments": {"city": "Shanghai"}}\n'
             '{"name": "add", "arguments": {"a": 1}}\n</tool_calls>'
+        ),
+        (
+            'I need it.\n\n<tool_calls>\n{"name": "get_weather", "arguments": {"city": "San'
+            ' Francisco", "days": 3, "tags": ["a"]}}\n</tool_calls>'
         ),
     ),
     "minimax_m2": (
@@ -163,6 +220,10 @@ EXAMPLES: dict[str, Sequence[str]] = {
             'Sydney</parameter>\n<parameter name="tags">["now", "day"]</parameter>\n</invoke>\n'
             '<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
             "</minimax:tool_call>"
+        ),
+        (
+            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">a "<b>"\nc'
+            '</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n</minimax:tool_call>'
         ),
     ),
     "harmony": (
@@ -178,6 +239,11 @@ EXAMPLES: dict[str, Sequence[str]] = {
         (
             "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>"
             "It is 20 °C.<|return|>"
+        ),
+        (  # a preamble before the call
+            "<|channel|>analysis<|message|>Both.<|end|><|start|>assistant<|channel|>commentary"
+            "<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+            '<|constrain|>json<|message|>{"a": {"b": ["<|end"]}}<|call|>'
         ),
     ),
 }

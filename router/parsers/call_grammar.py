@@ -12,14 +12,14 @@ from typing import Any, Final, TypeAlias
 
 from contract.errors import UnimplementedError
 from router.parsers.families import Written
+from router.parsers.harmony_grammar import Answer, MessageGrammar
 from router.parsers.thinking import Thinking
 
 TokenId: TypeAlias = Callable[[str], int | None]
 """Returns the id of the token with this text; None: no single token has it."""
 
 _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
-_PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|KEY|VALUE)")
-_HARMONY_MARKERS: Final = ("start", "channel", "constrain", "message", "end", "return", "call")
+_PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
@@ -48,9 +48,8 @@ class ThinkingGrammar:
     max_tokens: int | None
     """Maximum number of tokens of each section of thinking; None: no limit."""
 
-    @property
-    def before(self) -> str:
-        """The rules for `before`: optional thinking, or the rest of thinking already begun."""
+    def before(self, _: Answer) -> str:
+        """Return rules for `before`: optional thinking, or the rest of thinking already begun."""
         thought = f"{self._thought} SPACE"
         body = (
             f"<[{self.begin}]>? {thought}" if self.has_begun else f"(<[{self.begin}]> {thought})?"
@@ -58,7 +57,7 @@ class ThinkingGrammar:
         return f"before: {body}\nSPACE: /\\s{{0,4}}/"
 
     def text(self) -> str:
-        """A grammar for free text in which thinking may begin again."""
+        """Return a grammar for free text in which thinking may begin again."""
         free = f"<[^{self.begin}]>*"
         return f"start: {free} (<[{self.begin}]> {self._thought} {free})*"
 
@@ -81,7 +80,7 @@ def thinking_grammar(
 
 
 class CallGrammar:
-    """The rules of calls in a family's syntax."""
+    """The rules of calls in a family's syntax; makes one grammar."""
 
     def __init__(self, written: Written, token_id: TokenId) -> None:
         self._written = written
@@ -90,75 +89,131 @@ class CallGrammar:
 
     def calls(self, functions: Sequence[ForcedFunction], *, may_be_several: bool) -> str:
         """Return a grammar for one or several calls, each of any function."""
-        written = self._written
-        may_be_several &= not written.is_alone
-        options = " | ".join(self._rule("call", self._call(function)) for function in functions)
-        call = self._rule("calls_", options)
-        more = f"({self._literal(written.between)} {call})*" if may_be_several else ""
-        body = f"{self._literal(written.first)} {call} {more} {self._literal(written.last)}"
-        return "\n".join([f"start: {body}", *self._rules])
+        body = self._body(functions, may_be_several=may_be_several)
+        return self._with_rules(f"start: {body}")
 
     def calls_in_text(
         self,
         functions: Sequence[ForcedFunction],
-        thinking: ThinkingGrammar | None,
+        thought: ThinkingGrammar | MessageGrammar | None,
         *,
-        has_begun: bool = False,
+        may_be_several: bool = True,
     ) -> str | None:
-        """Return a grammar for text with calls, each of any function.
+        """Return a grammar for text with calls, each of any function, or with one at its end.
 
-        `has_begun`: whether the prompt ends within one of harmony's messages. Returns None if a
-        call's first marker is not a token, because then a grammar cannot tell text from the
-        beginning of a call.
+        Returns None if a call's first marker is not a token, because then a grammar cannot tell
+        text from the beginning of a call.
         """
+        if self._written.is_alone:
+            if not isinstance(thought, MessageGrammar):
+                return None
+            return self._with_rules(thought.text(self._body(functions)))
+        if self._written.like_call:
+            return self._calls_or_text(functions, may_be_several=may_be_several)
         opener = _MARKER.match(self._written.first or self._written.call)
         opener_id = None if opener is None else self._token_id(opener[0])
-        if opener is None or opener_id is None:
+        if opener_id is None:
             return None
-        if self._written.is_alone:
-            if opener[0] != "<|channel|>":
-                return None
-            return self._call_after_messages(functions, has_begun=has_begun)
-        calls = self.calls(functions, may_be_several=True).removeprefix("start:")
-        marks = [opener_id] if thinking is None else sorted([opener_id, thinking.begin])
+        marks = [opener_id]
+        if isinstance(thought, ThinkingGrammar):
+            marks = sorted([opener_id, thought.begin])
         free = f"<[^{','.join(map(str, marks))}]>*"
-        return f"start: {free} (section {free})*\nsection:{calls}"
+        section = self._body(functions, may_be_several=may_be_several)
+        sections = f"(section {free})*" if may_be_several else "section?"
+        return self._with_rules(f"start: {free} {sections}\nsection: {section}")
 
-    def _call_after_messages(
-        self, functions: Sequence[ForcedFunction], *, has_begun: bool
-    ) -> str | None:
-        """Return a grammar for harmony's messages; the last one may be a call."""
-        ids = {name: token_id for name in _HARMONY_MARKERS
-               if (token_id := self._token_id(f"<|{name}|>")) is not None}  # fmt: skip
-        if len(ids) < len(_HARMONY_MARKERS):
-            return None
-        call = self.calls(functions, may_be_several=False).removeprefix("start:")
+    def calls_or_form(
+        self,
+        functions: Sequence[ForcedFunction],
+        form: str,
+        thought: ThinkingGrammar | MessageGrammar | None,
+        *,
+        may_be_several: bool,
+    ) -> str:
+        """Return a grammar for calls, or else for the term `form`."""
+        is_json = not self._written.first and self._written.call.startswith("{")
+        calls = self._body(functions, may_be_several=may_be_several, are_objects=is_json)
+        if isinstance(thought, MessageGrammar):
+            return self._with_rules(thought.form(form, calls))
+        return self._with_rules(f"start: {calls} | {form}")
+
+    def _calls_or_text(self, functions: Sequence[ForcedFunction], *, may_be_several: bool) -> str:
+        """Return a grammar for calls, or else for text that does not begin like one.
+
+        A call's beginning must be one text of the grammar, because the lexer prefers the longest
+        match, which is the other text up to where it ends to match.
+        """
+        written = self._written
+        calls = self._body(functions, may_be_several=may_be_several, are_whole=True)
+        names = "|".join(re.escape(function.name) for function in functions)
+        like_call = written.like_call.replace("NAMES", names)
+        return self._with_rules(
+            f"start: {calls} | TEXT\n"
+            f"TEXT: ANY & ~(/{like_call}/ ANY) & ~(ANY {json.dumps(written.marker)} ANY)\n"
+            "ANY: /(.|\\n)*/"
+        )
+
+    def _body(
+        self,
+        functions: Sequence[ForcedFunction],
+        *,
+        may_be_several: bool = False,
+        are_objects: bool = False,
+        are_whole: bool = False,
+    ) -> str:
+        """Return a term for calls.
+
+        `are_objects`: whether each is one JSON term. `are_whole`: whether the first call's
+        beginning is one text of the grammar, with what precedes it.
+        """
+        written = self._written
+        may_be_several &= not written.is_alone
+        call = self._options(functions, are_objects=are_objects)
+        first = f"{self._literal(written.first)} {call}"
+        if are_whole and written.first:
+            first = self._options(functions, before=written.first)
+        more = f"({self._literal(written.between)} {call})*" if may_be_several else ""
+        return f"{first} {more} {self._literal(written.last)}".strip()
+
+    def _options(
+        self, functions: Sequence[ForcedFunction], *, before: str = "", are_objects: bool = False
+    ) -> str:
+        """Return the name of a rule for one call of any function."""
         rules = [
-            f"start: {'text (next rest)?' if has_begun else 'rest'}",
-            "rest: (message next)* (message | call)",
-            f"text: <[^{','.join(map(str, sorted(ids.values())))}]>*",
-            f'next: <[{ids["end"]}]> <[{ids["start"]}]> "assistant"',
-            f"message: <[{ids['channel']}]> channel <[{ids['message']}]> text",
-            'channel: "analysis" | "commentary" | "final"',
-            f"call: {call}",
+            self._rule(
+                "call",
+                inline_json(_call_schema(function))
+                if are_objects
+                else self._call(function, before),
+            )
+            for function in functions
         ]
-        return "\n".join(rules)
+        return self._rule("calls_", " | ".join(rules))
 
-    def _call(self, function: ForcedFunction) -> str:
-        parts = []
+    def _with_rules(self, start: str) -> str:
+        return "\n".join([start, *self._rules])
+
+    def _call(self, function: ForcedFunction, before: str) -> str:
+        parts, text = [], before
         for part in _PLACE.split(self._written.call):
             match part:
                 case "NAME":
-                    parts.append(self._literal(function.name))
+                    text += function.name
+                    continue
                 case "INDEX":
-                    parts.append("/[0-9]{1,3}/")
+                    term = "/[0-9]{1,3}/"
+                case "CALLID":
+                    term = "/[a-zA-Z0-9]{9}/"
                 case "ARGUMENTS" if self._written.parameter:
-                    parts.append(self._parameters(function))
+                    term = self._parameters(function)
                 case "ARGUMENTS":
-                    parts.append(inline_json(function.schema))
+                    term = inline_json(function.schema)
                 case _:
-                    parts.append(self._literal(part))
-        return _joined(parts)
+                    text += part
+                    continue
+            parts += [self._literal(text), term]
+            text = ""
+        return _joined([*parts, self._literal(text)])
 
     def _parameters(self, function: ForcedFunction) -> str:
         """Return rules for the parameters, in the schema's order."""
@@ -166,21 +221,44 @@ class CallGrammar:
         if not isinstance(properties, dict):
             return ""
         required = function.schema.get("required")
-        parts = []
+        rules, are_required = [], []
         for key, schema in properties.items():
-            parameter = self._rule("parameter", self._parameter(function, key, schema))
-            is_required = isinstance(required, list) and key in required
-            parts.append(parameter if is_required else f"{parameter}?")
-        return " ".join(parts)
+            rules.append(self._rule("parameter", self._parameter(function, key, schema)))
+            are_required.append(isinstance(required, list) and key in required)
+        between = self._literal(self._written.between_parameters)
+        if not between:
+            return " ".join(
+                rule if is_required else f"{rule}?"
+                for rule, is_required in zip(rules, are_required, strict=True)
+            )
+        # From the last one: what follows a parameter, and the whole if it begins here.
+        more, may_be_none = "", True
+        options: list[str] = []
+        for rule, is_required in zip(reversed(rules), reversed(are_required), strict=True):
+            begun = _joined([rule, more])
+            options = [begun] if is_required else [begun, *options]
+            may_be_none &= not is_required
+            also = f"{between} {rule}"
+            more = self._rule("more", _joined([also if is_required else f"({also})?", more]))
+        whole = " | ".join(options)
+        return f"({whole}){'?' if may_be_none else ''}" if whole else ""
 
     def _parameter(self, function: ForcedFunction, key: str, schema: Any) -> str:
         before, _, after = self._written.parameter.partition("VALUE")
+        if self._written.is_python and not key.isidentifier():
+            raise UnimplementedError(
+                f"the function {function.name!r} has a parameter {key!r}; with this model it must"
+                " be a name of letters, digits and _"
+            )
         head = self._literal(before.replace("KEY", key))
-        if not isinstance(schema, dict) or schema.get("type") != "string":
-            defs = {name: function.schema[name] for name in ("$defs", "definitions")
-                    if name in function.schema}  # fmt: skip
-            value = schema if not isinstance(schema, dict) else {**schema, **defs}
-            return f"{head} {inline_json(value)} {self._literal(after)}"
+        kind = schema.get("type") if isinstance(schema, dict) else None
+        if self._written.is_python and kind == "boolean":
+            return f'{head} ("True" | "False")'
+        if kind != "string" or self._written.is_python:
+            value = schema
+            if isinstance(schema, dict):
+                value = {**schema, **_definitions(function.schema)}
+            return _joined([head, inline_json(value), self._literal(after)])
         if unknown := [word for word in _OF_STRINGS if word in schema]:
             raise UnimplementedError(
                 f"the function {function.name!r} has a parameter {key!r} with {unknown[0]}; this"
@@ -216,6 +294,26 @@ def inline_json(schema: Any) -> str:
     options = {"x-guidance": JSON_OPTIONS}
     value = {**_without_prose(schema), **options} if isinstance(schema, Mapping) else options
     return f"%json {json.dumps(value)}"
+
+
+def _call_schema(function: ForcedFunction) -> Mapping[str, Any]:
+    """Return the schema of a call that is an object.
+
+    It is one term of the grammar: in a lexer, a text with the object's beginning would rule out
+    other objects, such as an answer.
+    """
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.name}, "parameters": function.schema},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+        **_definitions(function.schema),
+    }
+
+
+def _definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the definitions of a schema, for a schema of which it becomes a part."""
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
 def _without_prose(value: Any) -> Any:

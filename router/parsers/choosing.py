@@ -11,7 +11,7 @@ from router.parsers.call_grammar import TokenId
 from router.parsers.families import THINKING_FAMILIES, TOOL_FAMILIES, ToolFamily
 from router.parsers.harmony import THOUGHT_MESSAGES
 from router.parsers.pieces import Pieces, Reader
-from router.parsers.reader import OutputReader, Part, plain_text, read_by
+from router.parsers.reader import OutputReader, Part, TwoReaders, plain_text, read_by
 from router.parsers.source import Reading, Source
 from router.parsers.thinking import Thinking
 from router.parsers.tool_calls import Calls, Tools
@@ -21,6 +21,9 @@ NONE = "none"
 
 ReaderClass: TypeAlias = Callable[[Tools], Reader]
 """A user's class; instantiated for each output with the offered functions' schemas."""
+ThinkingReaderClass: TypeAlias = Callable[[str], Reader]
+"""A user's class; instantiated for each output with the end of the prompt, which may have begun the
+thinking. The text that it returns is read for calls."""
 
 T = TypeVar("T")
 
@@ -35,7 +38,7 @@ class OutputParsers:
 
     tools: ToolFamily | ReaderClass | None
     """None: the syntax of calls is unknown."""
-    thinking: Thinking | None
+    thinking: Thinking | ThinkingReaderClass | None
     token_id: TokenId
     is_special: Callable[[str], bool]
     """Whether a text is a special token, which outputs leave out."""
@@ -46,22 +49,30 @@ class OutputParsers:
         return self.tools if isinstance(self.tools, ToolFamily) else None
 
     @property
+    def thinking_family(self) -> Thinking | None:
+        """The known syntax of thinking; None: there is none, or a user's class reads it."""
+        return self.thinking if isinstance(self.thinking, Thinking) else None
+
+    @property
     def reads_messages(self) -> bool:
         """Whether outputs consist of harmony's messages instead of plain text."""
         return self.family is not None and self.family.is_harmony
 
-    def new_reader(self, tools: Tools | None, *, has_begun: bool) -> OutputReader:
+    def new_reader(self, tools: Tools | None, *, has_begun: bool, prompt_end: str = "") -> Reader:
         """Make the reader of one output.
 
         Args:
             tools: The offered functions' schemas; None: calls are text.
             has_begun: Whether the prompt ends within thinking.
+            prompt_end: The end of the prompt, for a user's class.
         """
         parts: list[Part] = []
-        if (thinking := self.thinking) is not None:
+        if (thinking := self.thinking_family) is not None:
             parts.append(functools.partial(thinking.read, has_begun=has_begun))
-        parts.append(self._part(tools))
-        return OutputReader(parts)
+        reader = OutputReader([*parts, self._part(tools)])
+        if self.thinking is None or isinstance(self.thinking, Thinking):
+            return reader
+        return TwoReaders(self.thinking(prompt_end), reader)
 
     def _part(self, tools: Tools | None) -> Part:
         if self.tools is None or (tools is None and not self.reads_messages):
@@ -77,15 +88,15 @@ class OutputParsers:
 
     def markers(self, *, has_begun: bool) -> ThinkingMarkers | None:
         """Return the markers of thinking; None if the model has none or they are unknown."""
-        if (thinking := self.thinking) is not None:
+        if (thinking := self.thinking_family) is not None:
             return ThinkingMarkers(thinking.begin, (thinking.end, *thinking.other_ends), has_begun)
         return THOUGHT_MESSAGES if self.reads_messages else None
 
     def hides_markers(self) -> bool:
         """Whether markers are special tokens, so that the parsers need text with these tokens."""
         markers: Sequence[str] = ()
-        if self.thinking is not None:
-            markers = (self.thinking.begin, self.thinking.end)
+        if (thinking := self.thinking_family) is not None:
+            markers = (thinking.begin, thinking.end)
         if self.family is not None:
             markers = (*markers, *self.family.syntax.openers)
         return any(map(self.is_special, markers))
@@ -93,7 +104,7 @@ class OutputParsers:
 
 def choose_parsers(
     template: str, tool_parser: str, reasoning_parser: str
-) -> tuple[ToolFamily | ReaderClass | None, Thinking | None]:
+) -> tuple[ToolFamily | ReaderClass | None, Thinking | ThinkingReaderClass | None]:
     """Choose the parsers by the settings, or by the markers in a chat template.
 
     Raises:
@@ -105,7 +116,8 @@ def choose_parsers(
     else:
         tools = _named(tool_parser, TOOL_FAMILIES, "tool_parser", (ToolFamily, type))
     if reasoning_parser != BY_TEMPLATE:
-        return tools, _named(reasoning_parser, THINKING_FAMILIES, "reasoning_parser", (Thinking,))
+        wanted = (Thinking, type)
+        return tools, _named(reasoning_parser, THINKING_FAMILIES, "reasoning_parser", wanted)
     if isinstance(tools, ToolFamily) and tools.is_harmony:
         return tools, None  # its messages mark thinking
     return tools, _thinking_of(template)

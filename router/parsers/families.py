@@ -21,7 +21,7 @@ from router.parsers.tool_calls import (
 class Written:
     """The syntax of a call, for a grammar that forces one; see `call_grammar.py`.
 
-    NAME, ARGUMENTS, KEY and VALUE are placeholders; INDEX is the call's number.
+    NAME, ARGUMENTS, KEY and VALUE are placeholders; INDEX is the call's number, and CALLID an id.
     """
 
     call: str
@@ -31,8 +31,16 @@ class Written:
     last: str = ""
     parameter: str = ""
     """The syntax of one parameter of ARGUMENTS; empty: ARGUMENTS is a JSON object."""
+    between_parameters: str = ""
+    is_python: bool = False
+    """Whether values are Python's, so that text has quotes."""
     is_alone: bool = False
     """Whether an output ends after its first call."""
+    like_call: str = ""
+    """A regex for the beginning of an output that may be read as a call without a marker; NAMES are
+    the functions. Empty: calls have markers."""
+    marker: str = ""
+    """The marker that such a call may have, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,11 @@ _DEEPSEEK_SECTION: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁
 _DEEPSEEK_CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _KIMI_SECTION: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _ARGUMENTS: Final = '{"name": "NAME", "arguments": ARGUMENTS}'
+_MISTRAL: Final = Syntax(
+    MistralBody(ObjectBody(), NamedBody(("[ARGS]", ""), id_marker="[CALL_ID]")),
+    call=("[TOOL_CALLS]", ""),
+    has_short_ids=True,
+)
 
 TOOL_FAMILIES: Final[Mapping[str, ToolFamily]] = MappingProxyType(
     {
@@ -161,12 +174,18 @@ TOOL_FAMILIES: Final[Mapping[str, ToolFamily]] = MappingProxyType(
             ),
             stop="</tool_call>",
         ),
+        "mistral_v11": ToolFamily(
+            _MISTRAL,
+            ("[TOOL_CALLS]", "[CALL_ID]"),
+            written=Written("[TOOL_CALLS]NAME[CALL_ID]CALLID[ARGS]ARGUMENTS"),
+        ),
+        "mistral_v13": ToolFamily(
+            _MISTRAL,
+            ("[TOOL_CALLS]", "[ARGS]"),
+            written=Written("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
+        ),
         "mistral": ToolFamily(
-            Syntax(
-                MistralBody(ObjectBody(), NamedBody(("[ARGS]", ""))),
-                call=("[TOOL_CALLS]", ""),
-                has_short_ids=True,
-            ),
+            _MISTRAL,
             ("[TOOL_CALLS]",),
             written=Written(_ARGUMENTS, first="[TOOL_CALLS][", between=", ", last="]"),
         ),
@@ -184,11 +203,27 @@ TOOL_FAMILIES: Final[Mapping[str, ToolFamily]] = MappingProxyType(
                 at_start=True,
             ),
             ("[func_name1(",),
+            written=Written(
+                "NAME(ARGUMENTS)",
+                first="[",
+                between=", ",
+                last="]",
+                parameter="KEY=VALUE",
+                between_parameters=", ",
+                is_python=True,
+                like_call=r"\s*\[\s*(NAMES)\(",
+                marker="<|python_start|>",
+            ),
         ),
         "llama3_json": ToolFamily(
             Syntax(ObjectBody(), call=("<|python_tag|>", ""), separator=";", at_start=True),
             ('{"name": function name, "parameters":',),
-            written=Written('{"name": "NAME", "parameters": ARGUMENTS}', between="; "),
+            written=Written(
+                '{"name": "NAME", "parameters": ARGUMENTS}',
+                between="; ",
+                like_call=r'\s*\{\s*"(name|arguments|parameters|id|type)"',
+                marker="<|python_tag|>",
+            ),
         ),
     }
 )

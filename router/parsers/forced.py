@@ -2,9 +2,10 @@
 
 from typing import Final
 
-from pydantic_core import from_json, to_json
-
-from router.parsers.pieces import CallPiece, Piece, Text, new_call_id
+from router.parsers.pieces import CallPiece, Piece, Pieces, new_call_id
+from router.parsers.reader import OutputReader
+from router.parsers.source import Reading, Source
+from router.parsers.tool_calls import Calls, ObjectBody, Syntax, Tools
 
 _NO_PIECES: Final[list[Piece]] = []
 
@@ -28,22 +29,11 @@ class ForcedCall:
         return _NO_PIECES
 
 
-class ChosenCall:
-    """Reads an output that is one object with a function's name and arguments."""
+def chosen_call(tools: Tools) -> OutputReader:
+    """Return the reader of an output that is one object with a function's name and arguments."""
+    syntax = Syntax(ObjectBody(), at_start=True)
 
-    def __init__(self) -> None:
-        self._text = ""
+    def part(source: Source, pieces: Pieces) -> Reading[None]:
+        return syntax.read(Calls(source, pieces, tools))
 
-    def push(self, text: str) -> list[Piece]:
-        """Wait for the object's end."""
-        self._text += text
-        return _NO_PIECES
-
-    def flush(self) -> list[Piece]:
-        """Read the object; an object that was cut short is text."""
-        try:
-            call = from_json(self._text)
-        except ValueError:
-            return [Text(self._text)]
-        arguments = to_json(call["arguments"]).decode()
-        return [CallPiece(0, arguments, new_call_id(), call["name"])]
+    return OutputReader([part])

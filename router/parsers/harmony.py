@@ -21,9 +21,13 @@ THOUGHT_MESSAGES: Final = ThinkingMarkers(
 )
 
 
-def message_has_begun(prompt: str) -> bool:
-    """Whether a prompt ends within a message, after its header."""
-    return prompt.rfind("<|message|>") > prompt.rfind("<|start|>")
+def begun_channel(prompt: str) -> str:
+    """Return the channel of the message that a prompt ends within, after its header; else ""."""
+    header, begun, _ = prompt[prompt.rfind("<|start|>") + 1 :].rpartition("<|message|>")
+    if not begun:
+        return ""
+    found = _WORD.match(header.rpartition("<|channel|>")[2])
+    return (found and found[0]) or "final"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ _JSON_ESCAPES = {character: "\\" + character for character in '"\\/bfnrt'}
 JSON: Final = Dialect('"', {"true": "true", "false": "false", "null": "null"}, _JSON_ESCAPES, False)
 PYTHON: Final = Dialect(
     "\"'",
-    {"True": "true", "False": "false", "None": "null"},
+    # Models write JSON's words, too.
+    {"True": "true", "False": "false", "None": "null", **JSON.words},
     {**{character: "\\" + character for character in '"\\bfnrt'}, "'": "'", "\n": ""},
     True,
 )

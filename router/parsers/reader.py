@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from router.parsers.pieces import Piece, Pieces, Reader
+from router.parsers.pieces import Piece, Pieces, Reader, Text
 from router.parsers.source import Reading, Source
 
 Part: TypeAlias = Callable[[Source, Pieces], Reading[None]]
@@ -37,6 +37,25 @@ class OutputReader:
     def _read(self, parts: Sequence[Part]) -> Reading[None]:
         for part in parts:
             yield from part(self._source, self._pieces)
+
+
+class TwoReaders:
+    """Parses an output with one reader, and the text that it returns with another."""
+
+    def __init__(self, first: Reader, second: Reader) -> None:
+        self._first, self._second = first, second
+
+    def push(self, text: str) -> list[Piece]:
+        return self._read(self._first.push(text))
+
+    def flush(self) -> list[Piece]:
+        return [*self._read(self._first.flush()), *self._second.flush()]
+
+    def _read(self, pieces: Sequence[Piece]) -> list[Piece]:
+        read: list[Piece] = []
+        for piece in pieces:
+            read += self._second.push(piece.text) if isinstance(piece, Text) else [piece]
+        return read
 
 
 def plain_text(source: Source, pieces: Pieces) -> Reading[None]:

@@ -25,8 +25,12 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 _NAME: Final = re.compile(r"[\w.:/-]*")
 _IDENTIFIER: Final = re.compile(r"[\w.]*")
+_PYTHON_NAME: Final = re.compile(r"[\w.-]*")
 _MAX_NAME_CHARS: Final = 256
 _KEY: Final = re.compile(r"[^<>\"\n]*")
+_NULLS: Final = ("null", "None")
+_QUOTE_OR_SPACE: Final = '" \t\r\n'
+"""A value that begins with one of these is held back until its type is known."""
 _MISTRAL_ID: Final = string.ascii_letters + string.digits
 
 
@@ -137,6 +141,8 @@ class NamedBody:
     """The text around the object."""
     has_ids: bool = False
     """Whether there is an id instead of the name: functions.NAME:INDEX."""
+    id_marker: str = ""
+    """The text between the name and an id; empty: there is no such id."""
 
     def read(self, calls: Calls) -> Reading[None]:
         source = calls.source
@@ -147,6 +153,8 @@ class NamedBody:
         if self.has_ids:
             call_id, name = name, name.removeprefix("functions.").rpartition(":")[0]
         yield from source.skip_space()
+        if self.id_marker and (yield from source.has(self.id_marker)):
+            call_id = yield from source.word(_NAME, _MAX_NAME_CHARS)
         if not (yield from source.has_any(self.separators)):
             raise MalformedError
         yield from source.skip_space()
@@ -249,7 +257,13 @@ class TaggedBody:
         source, pieces = calls.source, calls.pieces
         end = self.value[1]
         ends = (f"\n{end}", end) if self.trims_line_ends else (end,)
-        if _is_text(schema):
+        is_text = _is_text(schema)
+        if not is_text and set(_types(schema)) == {"string", "null"}:
+            if (yield from source.has_any([word + end for word in _NULLS for end in ends])):
+                pieces.arguments("null")
+                return
+            is_text = (yield from source.peek()) not in _QUOTE_OR_SPACE
+        if is_text:
             pieces.arguments('"')
 
             def show(text: str) -> None:
@@ -263,7 +277,7 @@ class TaggedBody:
         parts: list[str] = []
         is_whole = yield from source.until(ends, parts.append)
         if not is_whole:
-            pieces.arguments("".join(parts) + source.take_back())
+            pieces.arguments(_cut("".join(parts) + source.take_back()))
             raise MalformedError
         pieces.arguments(_typed("".join(parts), schema))
 
@@ -288,7 +302,7 @@ class PythonicBody:
     def _read_call(self, calls: Calls) -> Reading[None]:
         source, pieces = calls.source, calls.pieces
         yield from source.skip_space()
-        name = yield from source.word(_IDENTIFIER, _MAX_NAME_CHARS)
+        name = yield from source.word(_PYTHON_NAME, _MAX_NAME_CHARS)
         if not (yield from source.has("(")):
             raise MalformedError
         calls.begin(name)
@@ -443,6 +457,13 @@ def _types(schema: Any) -> Sequence[str]:
 def _is_text(schema: Any) -> bool:
     """Whether a value is always text, because it has no schema or a schema for strings only."""
     return schema is None or list(_types(schema)) == ["string"]
+
+
+def _cut(text: str) -> str:
+    """Return the beginning of the JSON of a value that was cut short."""
+    value = LiteralText()
+    _, at = value.push(text, 0)
+    return text if at >= len(text.rstrip()) else _json(text)[:-1]
 
 
 _PYTHON_WORDS: Final = {"True": True, "False": False, "None": None}

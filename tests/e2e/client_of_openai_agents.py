@@ -1,7 +1,7 @@
 """The OpenAI Agents SDK, in an environment of its own: URL MODEL; fails if an answer is wrong.
 
 The model follows a script: it says "I look.", calls the tool, reports its result, and then answers
-a second question.
+a second question. With instructions it calls the tool, and its result is JSON.
 """
 
 import asyncio
@@ -9,9 +9,16 @@ import sys
 
 import agents
 import openai
+import pydantic
 
 URL, MODEL = sys.argv[1:]
 TEXT, ARGUMENTS = "response.output_text.delta", "response.function_call_arguments.delta"
+
+
+class Forecast(pydantic.BaseModel):
+    sky: str
+    days: int
+
 
 calls: list[tuple[str, int]] = []
 
@@ -61,6 +68,21 @@ async def converse(model: str | agents.Model, run) -> None:
     assert result.final_output.strip() == "Take a coat.", result
 
 
+async def converse_in_a_form(model: str | agents.Model, run) -> None:
+    """The answer has a form although the agent has tools."""
+    agent = agents.Agent(
+        name="Forecaster",
+        instructions="Forecast.",
+        model=model,
+        tools=[weather],
+        output_type=Forecast,
+    )
+    calls.clear()
+    result = await run(agent, "How is the weather in Cologne?")
+    assert result.final_output == Forecast(sky="rain", days=2), result
+    assert calls == [("Köln", 2)], calls
+
+
 async def main() -> None:
     agents.set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=URL, api_key="none", max_retries=0)
@@ -70,6 +92,7 @@ async def main() -> None:
     for model in (by_responses, by_chat):
         for run in (agents.Runner.run, stream):
             await converse(model, run)
+            await converse_in_a_form(model, run)
 
 
 asyncio.run(main())

@@ -191,18 +191,20 @@ SYNTAXES = {
     "hermes": (
         "<tool_call> </tool_call>",
         "%s",
-        '\n<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
+        "\n",
+        "%s",
     ),
     "harmony": (
         "<|start|> <|channel|> <|constrain|> <|message|> <|end|> <|return|> <|call|>",
         "<|channel|>commentary<|message|>%s",
-        (
-            "<|end|><|start|>assistant"
-            "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s"
-        ),
+        "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s",
+        "<|end|><|start|>assistant",
+        "<|channel|>final <|constrain|>json<|message|>%s",
     ),
 }
-"""A parser's name to the tokens of its syntax, a text, and a call behind it."""
+"""A parser's name to the tokens of its syntax, a text, a call, what separates them, and an answer
+with a form."""
 
 
 @pytest.fixture(params=SYNTAXES)
@@ -212,8 +214,11 @@ def scripted(
     run_dir: Callable[[], Path],
     tmp_path: Path,
 ) -> Iterator[Service]:
-    """A model that calls a tool, reports its result, and answers a second question."""
-    tokens, said, called = SYNTAXES[request.param]
+    """A model that calls a tool, reports its result, and answers a second question.
+
+    With instructions, it calls the tool and answers in JSON.
+    """
+    tokens, said, called, between, formed = SYNTAXES[request.param]
     model = tmp_path / "scripted"
     shutil.copytree(long_llama, model, ignore=shutil.ignore_patterns("*.safetensors"))
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -225,8 +230,10 @@ def scripted(
     arguments = json.dumps({"city": "Köln", "days": 2}, ensure_ascii=False)
     # The chat template ends each message with an end token, so output N follows N messages.
     num_messages_to_output = {
-        1: said % "I look." + called % arguments,
+        1: said % "I look." + between + called % arguments,
+        2: called % arguments,
         3: said % "It rains in Köln.",
+        4: formed % '{"sky": "rain", "days": 2}',
         5: said % "Take a coat.",
     }
     outputs = [num_messages_to_output.get(n, said % f"{n} messages came.") for n in range(6)]

@@ -216,7 +216,7 @@ class CountBody(CacheMarked):
         switch = thinking_switch(template)
         match self.thinking:
             case ThinkingWithBudget(budget_tokens=budget):
-                if parsers.thinking is None:
+                if parsers.thinking_family is None and not parsers.reads_messages:
                     raise UnimplementedError(
                         'thinking.type is "enabled"; with this model it must be "adaptive" or'
                         " absent: no parser for its thinking is known (--reasoning-parser)"
@@ -224,12 +224,7 @@ class CountBody(CacheMarked):
                 return budget, {} if switch is None else {switch: True}
             case NoThinking() if switch is not None:
                 return None, {switch: False}
-            case NoThinking() if parsers.reads_messages:
-                raise UnimplementedError(
-                    'thinking.type is "disabled"; it must be "adaptive" or absent, because this'
-                    " model always thinks"
-                )
-            case NoThinking() if parsers.thinking is not None:
+            case NoThinking() if parsers.thinking_family is not None or parsers.reads_messages:
                 return 0, {}
         return None, {}
 

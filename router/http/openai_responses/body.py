@@ -11,6 +11,7 @@ from contract.request import GenerateRequest
 from contract.sampling import SamplingParams, StructuredOutput
 from router.http.answers.objects import Json
 from router.http.openai_responses.items import Item, messages_of, parse_items
+from router.http.openai_responses.tools import ResponseTools
 from router.http.requests.conversation import Conversation, Effort
 from router.http.requests.schema import (
     MAX_METADATA,
@@ -19,7 +20,6 @@ from router.http.requests.schema import (
     session_pin_s,
 )
 from router.http.requests.structured import JsonSchema
-from router.http.requests.tools import MAX_TOOLS, FunctionName, ToolFields
 from router.http.strict_json import Listed, Schema, at_most
 
 FIELD_TO_JSON: Final[Mapping[str, str]] = MappingProxyType(
@@ -34,40 +34,16 @@ FIELD_TO_JSON: Final[Mapping[str, str]] = MappingProxyType(
 """Maps a request's fields to their JSON names, where they differ."""
 
 
-class FunctionTool(Schema):
-    """A function that the model may call."""
-
-    unimplemented = MappingProxyType(
-        {
-            "defer_loading": (False,),
-            "allowed_callers": (["direct"],),
-            "output_schema": (),
-            "async": (False,),
-        }
-    )
-
-    type: Literal["function"]
-    name: FunctionName
-    description: str = ""
-    parameters: dict[str, Any] | None = None
-    strict: bool = False
-
-
-class NamedFunction(Schema):
-    """A `tool_choice` that names the function to call."""
-
-    type: Literal["function"]
-    name: FunctionName
-
-
 class ReasoningOptions(Schema):
     """How much to think, and how to show it."""
 
-    unimplemented = MappingProxyType({"generate_summary": ("auto",), "context": ("auto",)})
+    unimplemented = MappingProxyType(
+        {"generate_summary": ("auto", "concise", "detailed"), "context": ("auto",)}
+    )
 
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None
-    """Without effect: all thinking is shown."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Without effect: all thinking is shown, and no summary."""
     max_tokens: Annotated[int, Field(ge=0, le=2**20)] | None = None
     """From OpenRouter: the limit on thinking tokens."""
 
@@ -110,7 +86,7 @@ class StreamOptions(Schema):
     unimplemented = MappingProxyType({"include_obfuscation": (False,)})
 
 
-class ResponseBody(Schema):
+class ResponseBody(ResponseTools):
     """POST /v1/responses."""
 
     unimplemented = MappingProxyType(
@@ -137,9 +113,6 @@ class ResponseBody(Schema):
     background: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    tools: Annotated[Listed[FunctionTool], Field(default_factory=list, max_length=MAX_TOOLS)]
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = ReasoningOptions.model_validate({})
     text: TextOptions = TextOptions.model_validate({})
     truncation: Literal["auto", "disabled"] = "disabled"
@@ -183,6 +156,7 @@ class ResponseBody(Schema):
 
     def check(self) -> None:
         """Check fields against each other; raises InvalidArgumentError."""
+        self.check_tools()
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options", "is set; it needs stream to be true")
         if self.top_logprobs and not self.has_logprobs:
@@ -198,26 +172,10 @@ class ResponseBody(Schema):
         return Conversation(
             model=self.model,
             messages=messages_of(self.instructions, [*earlier, *self.items], len(earlier)),
-            tools=self._tools(),
+            tools=self.tool_fields(),
             form=self.text.format.form(),
             thinking_budget=self.reasoning.max_tokens,
             effort=self.reasoning.effort,
-        )
-
-    def _tools(self) -> ToolFields:
-        functions = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
-            for tool in self.tools
-        ]
-        choice: Any = self.tool_choice
-        if isinstance(choice, NamedFunction):
-            choice = {"type": "function", "function": {"name": choice.name}}
-        return ToolFields.model_validate(
-            {
-                "tools": functions,
-                "tool_choice": choice,
-                "parallel_tool_calls": self.parallel_tool_calls,
-            }
         )
 
     def request(self, prompt: str, request_id: str) -> GenerateRequest:
@@ -247,9 +205,6 @@ class ResponseBody(Schema):
 
     def shown(self, *, model: str, store: bool) -> Json:
         """Return the request's fields that a response repeats."""
-        choice: Any = self.tool_choice
-        if isinstance(choice, NamedFunction):
-            choice = choice.model_dump()
         form = self.text.format
         text: Json = {"type": form.type}
         if form.type == "json_schema":
@@ -266,7 +221,6 @@ class ResponseBody(Schema):
             "max_tool_calls": None,
             "metadata": self.metadata,
             "model": model,
-            "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key or None,
             "reasoning": {
@@ -278,20 +232,9 @@ class ResponseBody(Schema):
             "store": store,
             "temperature": self.temperature,
             "text": {"format": text},
-            "tool_choice": choice or "auto",
-            "tools": [_shown_tool(tool) for tool in self.tools],
             "top_logprobs": self.top_logprobs,
             "top_p": self.top_p,
             "truncation": self.truncation,
             "user": self.user or None,
+            **self.shown_tools(),
         }
-
-
-def _shown_tool(tool: FunctionTool) -> Json:
-    return {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description or None,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }

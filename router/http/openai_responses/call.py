@@ -11,16 +11,13 @@ from router.http.body import MAX_PARSED_AT_ONCE_BYTES
 from router.http.errors import error_with_json_names
 from router.http.openai_responses.body import FIELD_TO_JSON, ResponseBody
 from router.http.openai_responses.events import OutputText, ResponseEvents
-from router.http.openai_responses.items import Item, MessageItem
+from router.http.openai_responses.items import Item
+from router.http.openai_responses.truncation import truncated
 from router.http.requests.outputs import OutputPlan
 from router.request.inference import Inference
 from router.request.stop_strings import StopMatcher
 from router.schedulers.wire import record_from_bytes
 from router.turns.turn import Turn
-
-_SHARE_FOR_OUTPUT = 8
-"""With `truncation: "auto"` and no `max_output_tokens`, at least the context's length divided by
-this is left for the output."""
 
 _PROMPT_END = 64
 """Number of a prompt's last tokens, which show whether the output begins within thinking."""
@@ -56,6 +53,7 @@ class ResponseCall:
             token_bytes=inference.text.token_bytes,
             has_logprobs=self.body.has_logprobs,
             seals_thinking=self.body.seals_thinking,
+            name_to_group=self.body.name_to_group,
         )
 
 
@@ -86,7 +84,7 @@ async def prepare(
 ) -> ResponseCall:
     """Make the call for a body that continues `earlier` items; raises QuireError."""
     if body.truncation == "auto":
-        prompt, plan = await _truncated(inference, body, earlier)
+        prompt, plan = await truncated(inference, body, earlier)
     else:
         prompt, plan = await body.conversation(earlier).prepare(inference)
     return ResponseCall(head, body.request(prompt, str(head["id"])), plan, body)
@@ -109,41 +107,3 @@ async def restored(inference: Inference, turn: Turn) -> ResponseCall:
         prompt = b"".join(map(inference.text.token_bytes, token_ids)).decode(errors="replace")
     plan = await body.conversation().output_plan(inference, prompt)
     return ResponseCall(head, body.request(prompt, turn.id), plan, body)
-
-
-async def _truncated(
-    inference: Inference, body: ResponseBody, earlier: Sequence[Item]
-) -> tuple[str, OutputPlan]:
-    """Prepare the chat, without its oldest turns if the whole chat does not fit the context.
-
-    A turn begins with a user message. Items before the first user message always stay.
-    """
-    max_model_len = inference.model.info(body.model).max_model_len
-    room = max_model_len - (body.max_output_tokens or max_model_len // _SHARE_FOR_OUTPUT)
-    items = [*earlier, *body.items]
-    starts = [
-        i for i, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"
-    ]
-
-    def without(num_turns: int) -> ResponseBody:
-        kept = items if not starts else items[: starts[0]] + items[starts[num_turns] :]
-        return body.model_copy(update={"input": kept})
-
-    async def fits(num_turns: int) -> bool:
-        try:
-            prompt, _ = await without(num_turns).conversation().prepare(inference)
-            tokens = await inference.text.tokenize(body.model, prompt, add_special_tokens=False)
-        except InvalidArgumentError:
-            return False  # too long even to tokenize; other errors are raised below
-        return len(tokens) <= room
-
-    if await fits(0):
-        return await without(0).conversation().prepare(inference)
-    fewest, most = min(1, len(starts) - 1), len(starts) - 1
-    while fewest < most:
-        middle = (fewest + most) // 2
-        if await fits(middle):
-            most = middle
-        else:
-            fewest = middle + 1
-    return await without(max(0, fewest)).conversation().prepare(inference)

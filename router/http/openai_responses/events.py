@@ -6,7 +6,8 @@ in which deltas its tokens arrive.
 """
 
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from contract.errors import QuireError
@@ -27,6 +28,8 @@ from router.request.stop_strings import StopMatcher
 
 _OUR_CALL_ID: Final = re.compile(r"call_[0-9a-f]{32}")
 """Matches an id that a parser has generated; other ids come from the model."""
+
+_NO_GROUPS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType({})
 
 _COMPLETED: Final = "completed"
 _INCOMPLETE: Final = "incomplete"
@@ -79,6 +82,7 @@ class ResponseEvents:
         token_bytes: Callable[[int], bytes] | None = None,
         has_logprobs: bool = False,
         seals_thinking: bool = False,
+        name_to_group: Mapping[str, tuple[str, str]] = _NO_GROUPS,
     ) -> None:
         """Start a response.
 
@@ -91,6 +95,7 @@ class ResponseEvents:
             token_bytes: Returns the bytes of a token.
             has_logprobs: Whether to show log-probabilities.
             seals_thinking: Whether reasoning items have `encrypted_content`.
+            name_to_group: Maps a name that the model has seen to group and function.
         """
         self._head = head
         self._text = text
@@ -100,6 +105,7 @@ class ResponseEvents:
         self._token_bytes = token_bytes or (lambda token_id: token_text(token_id).encode())
         self._has_logprobs = has_logprobs
         self._seals_thinking = seals_thinking
+        self._name_to_group = name_to_group
         self._name = str(head["id"]).partition("_")[2]
         self._status = "in_progress"
         self._finished: OutputFinished | None = None
@@ -264,6 +270,8 @@ class ResponseEvents:
             call_id = f"call_{self._name}{self._num_calls}"
         self._num_calls += 1
         call: Json = {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
+        if (grouped := self._name_to_group.get(name)) is not None:
+            call["namespace"], call["name"] = grouped
         self._open_item(call, "fc_")
 
     def _open_item(self, item: Json, prefix: str) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
-from contract.errors import InvalidArgumentError, UnimplementedError
+from contract.errors import InvalidArgumentError
 from contract.request import MAX_MESSAGES
 from router.http.answers.objects import Json
-from router.http.errors import error_from_validation
+from router.http.openai_responses.tools import grouped_name
+from router.http.openai_responses.variants import parse_variant
 from router.http.requests.messages import CalledFunction, Message, TextPart, ToolCall
 from router.http.strict_json import Listed, Schema, excerpt
 
@@ -91,18 +92,21 @@ class CallItem(Schema):
     """A call of a function that the model made."""
 
     prefix: ClassVar[str] = "fc_"
-    unimplemented = MappingProxyType({"namespace": (), "caller": (), "async": (False,)})
+    unimplemented = MappingProxyType({"caller": (), "async": (False,)})
 
     type: Literal["function_call"]
     id: str = ""
     call_id: str
     name: str
+    namespace: str = ""
+    """The function's group."""
     arguments: str
     status: _STATUS = "completed"
 
     def shown(self) -> Json:
         """Return the item as OpenAI lists it."""
-        return self.model_dump(include={"type", "call_id", "name", "arguments"})
+        group: Json = {"namespace": self.namespace} if self.namespace else {}
+        return self.model_dump(include={"type", "call_id", "name", "arguments"}) | group
 
 
 class CallOutputItem(Schema):
@@ -180,25 +184,10 @@ def parse_items(value: object) -> list[Item]:
         raise InvalidArgumentError(
             "input", f"has {len(value)} items; it must have 1 to {MAX_MESSAGES}"
         )
-    return [item if isinstance(item, Item) else _item(item, i) for i, item in enumerate(value)]
-
-
-def _item(value: object, position: int) -> Item:
-    field = f"input[{position}]"
-    if not isinstance(value, dict):
-        raise InvalidArgumentError(field, f"is {excerpt(value)}; it must be an object")
-    kind = _KINDS.get(value.get("type") or "message")
-    if kind is None:
-        raise UnimplementedError(
-            f"{field}.type is {excerpt(value['type'])}; it must be one of {', '.join(_KINDS)}"
-        )
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        problem = error_from_validation(error)
-        raise InvalidArgumentError(f"{field}.{problem.field}", problem.problem) from error
-    except UnimplementedError as error:
-        raise UnimplementedError(f"{field}.{error}") from error
+    return [
+        item if isinstance(item, Item) else parse_variant(item, f"input[{i}]", _KINDS, "message")
+        for i, item in enumerate(value)
+    ]
 
 
 def with_id(item: Item) -> Json:
@@ -236,7 +225,8 @@ def _message_of(item: Item, field: str) -> Message:
         case MessageItem():
             return _message(item.author, item.text)
         case CallItem():
-            called = CalledFunction(name=item.name, arguments=item.arguments or "{}")
+            name = grouped_name(item.namespace, item.name)
+            called = CalledFunction(name=name, arguments=item.arguments or "{}")
             call = ToolCall(id=item.call_id, type="function", function=called)
             return _message("assistant", None, tool_calls=[call])
         case CallOutputItem():

@@ -3,10 +3,11 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import cast
+from types import MappingProxyType
+from typing import Final, cast
 
 import structlog
 from aiohttp import web
@@ -38,6 +39,9 @@ _MAX_BODIES = 16
 """Limit on the conversation that a new response continues, as a multiple of the largest body. Every
 response repeats instructions and tools."""
 
+LEFT_OUT_HEADER: Final = "X-Quire-Tools-Left-Out"
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+
 log = structlog.get_logger()
 
 
@@ -53,7 +57,8 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         body.check()
         response_id = f"resp_{uuid.uuid4().hex}"
         _name(call_id, request, response_id)
-        headers = {REQUEST_ID_HEADER: call_id.value}
+        told = _told(body)
+        headers = {REQUEST_ID_HEADER: call_id.value, **told}
         inference = await use_model(
             cells, body.model, request, headers, is_streamed=bool(body.stream)
         )
@@ -61,7 +66,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         if kept is None:
             _check_without_store(body)
         elif body.store is not False:
-            return await _answer_kept(request, kept, body, response_id, call_id)
+            return await _answer_kept(request, kept, body, response_id, call_id, told)
         check_not_resumable(request)
         model = inference.model.info(body.model).id
         head = head_of(body, response_id, time.time(), model, store=False)
@@ -70,7 +75,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
             earlier = await kept.earlier(tenant_of(request), body.previous_response_id)
         call = await prepare(inference, body, head, earlier)
         call = replace(call, request=with_precedence(call.request, request.headers))
-        return await _answer(request, inference, call, call_id)
+        return await _answer(request, inference, call, headers)
 
     async def get_response(request: web.Request, call_id: CallId) -> web.StreamResponse:
         """Return a stored response, or stream its events after a given one."""
@@ -141,7 +146,12 @@ def _check_without_store(body: ResponseBody) -> None:
 
 
 async def _answer_kept(
-    http: web.Request, kept: KeptResponses, body: ResponseBody, response_id: str, call_id: CallId
+    http: web.Request,
+    kept: KeptResponses,
+    body: ResponseBody,
+    response_id: str,
+    call_id: CallId,
+    headers: Mapping[str, str],
 ) -> web.StreamResponse:
     """Answer a call with a stored response, which continues even without its client."""
     turn, call = await kept.accept(
@@ -153,13 +163,18 @@ async def _answer_kept(
     if turn.id != response_id:  # an older response has this idempotency key
         _name(call_id, http, turn.id)
     if body.stream:
-        return await _follow(http, kept, turn, call_id, call)
+        return await _follow(http, kept, turn, call_id, call, headers)
     shown = await (kept.shown(turn) if body.background else kept.whole(turn, call))
-    return _json(shown)
+    return _json(shown, headers)
 
 
-def _json(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json")
+def _told(body: ResponseBody) -> Mapping[str, str]:
+    """Return the header that names the tools that are left out, if there are any."""
+    return {LEFT_OUT_HEADER: ", ".join(body.left_out)} if body.left_out else {}
+
+
+def _json(body: bytes, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, content_type="application/json", headers=headers)
 
 
 async def _follow(
@@ -168,6 +183,7 @@ async def _follow(
     turn: Turn,
     call_id: CallId,
     call: ResponseCall | None = None,
+    headers: Mapping[str, str] = _NO_HEADERS,
     *,
     starting_after: int = -1,
 ) -> web.StreamResponse:
@@ -177,7 +193,7 @@ async def _follow(
     made, seen = call.events(inference), Seen()
     async with aclosing(kept.read(turn, seen)) as events:
         return await _stream(
-            sse_of(http, {REQUEST_ID_HEADER: call_id.value}),
+            sse_of(http, {REQUEST_ID_HEADER: call_id.value, **headers}),
             made,
             events,
             now=seen.end,
@@ -187,15 +203,15 @@ async def _follow(
 
 
 async def _answer(
-    http: web.Request, inference: Inference, call: ResponseCall, call_id: CallId
+    http: web.Request, inference: Inference, call: ResponseCall, headers: dict[str, str]
 ) -> web.StreamResponse:
     """Answer a call whose response is not stored; it is cancelled if the client disconnects."""
     try:
         async with await inference.generate(call.planned) as live:
             if call.body.stream:
-                sse = sse_of(http, {REQUEST_ID_HEADER: call_id.value})
+                sse = sse_of(http, headers)
                 return await _stream(sse, call.events(inference), live)
-            return json_response(await _collected(inference, call, live))
+            return json_response(await _collected(inference, call, live), headers)
     except InvalidArgumentError as error:
         raise call.named(error) from error
 

@@ -5,10 +5,11 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import from_json
 
 from contract.errors import InvalidArgumentError
 from contract.request import MAX_MESSAGES
-from router.http.strict_json import Listed, Schema, at_most, excerpt, parse_json
+from router.http.strict_json import Listed, Schema, at_most, check_num_parts, excerpt
 
 _TEMPLATE_NAMES = frozenset(
     {
@@ -35,7 +36,7 @@ class TextPart(Schema):
 
 
 class CalledFunction(Schema):
-    """A function call: name, and arguments as the text of a JSON object."""
+    """A function call: name, and arguments as the text of a JSON object, which may be cut short."""
 
     name: str
     arguments: str
@@ -169,12 +170,20 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def _parse_arguments(arguments: str, field: str) -> dict[str, Any]:
+    """Return the arguments of an earlier call, or what is whole of them.
+
+    A model may have broken off within the arguments, and most templates take only an object. A
+    refusal would end the conversation, because each later turn has the call, too.
+
+    Raises InvalidArgumentError if the text has too many parts.
+    """
+    text = arguments.encode()
     try:
-        value = parse_json(arguments.encode())
-    except InvalidArgumentError:
+        check_num_parts(text)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(field, error.problem) from None
+    try:
+        value = from_json(text, allow_partial=True)
+    except ValueError:
         value = None
-    if not isinstance(value, dict):
-        raise InvalidArgumentError(
-            field, f"is {excerpt(arguments)}; it must be the text of a JSON object"
-        )
-    return value
+    return value if isinstance(value, dict) else {}

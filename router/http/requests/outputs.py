@@ -1,8 +1,11 @@
 """Plans a chat's outputs: thinking and its budget, calls, and forms."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final, TypeAlias
+
+from pydantic_core import from_json
 
 from contract.errors import InvalidArgumentError, UnimplementedError
 from contract.request import GenerateRequest, ThinkingMarkers
@@ -12,12 +15,21 @@ from router.parsers.call_grammar import (
     CallGrammar,
     ForcedFunction,
     ThinkingGrammar,
+    inline_json,
     thinking_grammar,
 )
 from router.parsers.choosing import OutputParsers
-from router.parsers.forced import ChosenCall, ForcedCall
-from router.parsers.harmony import message_has_begun
+from router.parsers.forced import ForcedCall, chosen_call
+from router.parsers.harmony import begun_channel
+from router.parsers.harmony_grammar import MessageGrammar, message_grammar
 from router.parsers.pieces import Reader
+from router.parsers.tool_calls import Tools
+
+_PROMPT_END_CHARS: Final = 256
+"""Number of a prompt's last characters that a user's reader of thinking gets."""
+
+Thought: TypeAlias = ThinkingGrammar | MessageGrammar
+"""The grammar of the thinking before an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,54 +71,54 @@ def plan_outputs(
     `continued` is the assistant's message at the prompt's end, if outputs continue it.
 
     Raises:
-        InvalidArgumentError: Fields contradict each other.
+        InvalidArgumentError: A schema is not JSON.
         UnimplementedError: The model's syntax does not support the request.
     """
-    thinking = parsers.thinking
+    thinking, channel = parsers.thinking_family, ""
     if thinking is not None:
         has_begun = thinking.has_begun(prompt, continued)
     else:
-        has_begun = parsers.reads_messages and message_has_begun(prompt)
-    plan = _plan(parsers, tools, form, has_begun=has_begun, thinking_budget=thinking_budget)
-    return replace(plan, thinking=parsers.markers(has_begun=has_begun))
-
-
-def _plan(
-    parsers: OutputParsers,
-    tools: ToolUse | None,
-    form: StructuredOutput | None,
-    *,
-    has_begun: bool,
-    thinking_budget: int | None,
-) -> OutputPlan:
-    wants_calls = tools is not None and tools.wants_calls
-    if wants_calls and form is not None:
-        raise InvalidArgumentError(
-            "tool_choice",
-            'is not "none"; with tools and a form for the output it must be "none"',
-        )
-    thinking, thought = parsers.thinking, None
-    if thinking is not None:
+        channel = begun_channel(prompt) if parsers.reads_messages else ""
+        has_begun = bool(channel)
+    thought: Thought | None = None
+    if parsers.reads_messages:
+        thought = message_grammar(parsers.token_id, channel, thinking_budget)
+    elif thinking is not None:
         thought = thinking_grammar(
             thinking, parsers.token_id, has_begun=has_begun, max_tokens=thinking_budget
         )
     if thinking_budget is not None and thought is None:
+        is_known = thinking is not None or parsers.reads_messages
         raise UnimplementedError(
             f"thinking_budget is {thinking_budget}; with this model it must be unset: "
             + (
-                "no parser for its thinking is known"
-                if thinking is None
-                else "the markers of its thinking are not tokens"
+                "the markers of its thinking are not tokens"
+                if is_known
+                else "no parser for its thinking is known"
             )
         )
-    before = "" if thought is None else thought.before
-    if tools is not None and wants_calls:
-        return _plan_calls(parsers, tools, thought, has_begun=has_begun)
+    new_reader = functools.partial(
+        parsers.new_reader, has_begun=has_begun, prompt_end=prompt[-_PROMPT_END_CHARS:]
+    )
+    if tools is not None and tools.wants_calls:
+        plan = _plan_calls(parsers, tools, form, thought, new_reader)
+    else:
+        plan = _plan_text(parsers, form, thought, new_reader)
+    return replace(plan, thinking=parsers.markers(has_begun=has_begun))
+
+
+def _plan_text(
+    parsers: OutputParsers,
+    form: StructuredOutput | None,
+    thought: Thought | None,
+    new_reader: Callable[[Tools | None], Reader],
+) -> OutputPlan:
     is_read = parsers.thinking is not None or parsers.reads_messages
+    before = "" if thought is None else thought.before("form")
     if form is not None and not before:  # then the whole output has the form
         return OutputPlan(structured=form)
     plan = OutputPlan(
-        (lambda: parsers.new_reader(None, has_begun=has_begun)) if is_read else None,
+        (lambda: new_reader(None)) if is_read else None,
         form,
         before if form is not None else "",
         shows_special_tokens=is_read and parsers.hides_markers(),
@@ -115,65 +127,98 @@ def _plan(
 
 
 def _plan_calls(
-    parsers: OutputParsers, tools: ToolUse, thought: ThinkingGrammar | None, *, has_begun: bool
+    parsers: OutputParsers,
+    tools: ToolUse,
+    form: StructuredOutput | None,
+    thought: Thought | None,
+    new_reader: Callable[..., Reader],
 ) -> OutputPlan:
+    """Plan outputs that may call functions. A form has no effect on a forced call."""
     written = None if parsers.family is None else parsers.family.written
     if tools.is_forced and written is None:
         return _plain_json(tools.functions)
+    if thought is None and (tools.is_forced or form is not None):  # then there is no thinking
+        new_reader = functools.partial(new_reader, has_begun=False, prompt_end="")
     schemas = {function.name: function.schema_of_arguments() for function in tools.offered}
     plan = OutputPlan(
-        lambda: parsers.new_reader(schemas, has_begun=has_begun),
+        lambda: new_reader(schemas),
         shows_special_tokens=parsers.hides_markers(),
         field_to_json={"structured.grammar": "tools"},
     )
-    if tools.is_forced and written is not None:
-        grammar = CallGrammar(written, parsers.token_id).calls(
-            [_forced(function) for function in tools.functions],
-            may_be_several=not tools.is_alone,
+    functions = [
+        ForcedFunction(function.name, function.schema_of_arguments())
+        for function in tools.functions
+    ]
+    grammar = None if written is None else CallGrammar(written, parsers.token_id)
+    if tools.is_forced and grammar is not None:
+        calls = grammar.calls(functions, may_be_several=not tools.is_alone)
+        return _formed(plan, calls, "" if thought is None else thought.before("call"))
+    before = "" if thought is None else thought.before("text")
+    if form is not None:
+        if grammar is None:
+            raise UnimplementedError(
+                'tool_choice is "auto" and the output has a form; with this model it must be'
+                ' "none", "required" or name a function, because the grammar of its calls is'
+                " unknown"
+            )
+        either = grammar.calls_or_form(
+            functions, _inline(form), thought, may_be_several=not tools.is_alone
         )
-        return _formed(plan, grammar, thought)
-    if tools.is_alone:
-        plan = replace(plan, stop=_stop(parsers))
+        return _formed(plan, either, before)
+    stop = "" if parsers.family is None else parsers.family.stop
+    if tools.is_alone and stop:
+        plan = replace(plan, stop=(stop,))
     strict = [i for i, function in enumerate(tools.offered) if function.strict]
-    if not strict:
+    # A budget for messages is a grammar of whole outputs, so it must have the calls, too
+    is_bounded = isinstance(thought, MessageGrammar) and thought.max_tokens is not None
+    if not (strict or (is_bounded and grammar) or (tools.is_alone and not stop)):
         return _bounded(plan, thought)
     in_text = None
-    if written is not None:
-        in_text = CallGrammar(written, parsers.token_id).calls_in_text(
-            [_forced(function) for function in tools.offered], thought, has_begun=has_begun
-        )
-    if in_text is None:
+    if grammar is not None:
+        in_text = grammar.calls_in_text(functions, thought, may_be_several=not tools.is_alone)
+    if in_text is not None:
+        return _formed(plan, in_text, before)
+    if strict:
         raise UnimplementedError(
             f"tools[{strict[0]}].function.strict is true; with this model it is supported only if"
             ' tool_choice is "required" or names a function'
         )
-    return _formed(plan, in_text, thought)
+    raise UnimplementedError(
+        "parallel_tool_calls is false; with this model it must be true: its calls have no markers"
+        " that are tokens"
+    )
 
 
-def _stop(parsers: OutputParsers) -> tuple[str, ...]:
-    if parsers.family is None or not parsers.family.stop:
+def _inline(form: StructuredOutput) -> str:
+    """Return a form as a term of a grammar.
+
+    Raises:
+        InvalidArgumentError: Its schema is not JSON.
+        UnimplementedError: It is not JSON.
+    """
+    if form.json_object:
+        return inline_json({"type": "object"})
+    if form.json_schema is None:
         raise UnimplementedError(
-            "parallel_tool_calls is false; with this model it must be true: its calls do not end"
-            " with a marker"
+            f"structured_outputs.{form.form} is set; with tools it must be unset, or tool_choice"
+            ' must be "none"'
         )
-    return (parsers.family.stop,)
+    try:
+        return inline_json(from_json(form.schema_text))
+    except ValueError as error:
+        raise InvalidArgumentError("structured_outputs.json", f"is not JSON: {error}") from None
 
 
-def _formed(plan: OutputPlan, grammar: str, thought: ThinkingGrammar | None) -> OutputPlan:
-    before = "" if thought is None else thought.before
+def _formed(plan: OutputPlan, grammar: str, before: str) -> OutputPlan:
     return replace(plan, structured=StructuredOutput(grammar=grammar), before_form=before)
 
 
-def _bounded(plan: OutputPlan, thought: ThinkingGrammar | None) -> OutputPlan:
+def _bounded(plan: OutputPlan, thought: Thought | None) -> OutputPlan:
     """Return the plan with the thinking budget, if there is one, for outputs of free text."""
     if thought is None or thought.max_tokens is None:
         return plan
     named = {"structured": "thinking_budget", "structured.grammar": "thinking_budget"}
-    return replace(_formed(plan, thought.text(), thought), field_to_json=named)
-
-
-def _forced(function: Function) -> ForcedFunction:
-    return ForcedFunction(function.name, function.schema_of_arguments())
+    return replace(_formed(plan, thought.text(), thought.before("text")), field_to_json=named)
 
 
 def _plain_json(functions: Sequence[Function]) -> OutputPlan:
@@ -195,7 +240,9 @@ def _plain_json(functions: Sequence[Function]) -> OutputPlan:
         }
         for function in functions
     ]
-    return OutputPlan(ChosenCall, _json_schema({"anyOf": calls}), field_to_json=named)
+    schemas = {function.name: function.schema_of_arguments() for function in functions}
+    form = _json_schema({"anyOf": calls})
+    return OutputPlan(lambda: chosen_call(schemas), form, field_to_json=named)
 
 
 def _json_schema(schema: Mapping[str, Any]) -> StructuredOutput:

@@ -20,7 +20,8 @@ _NO_PARAMETERS: Mapping[str, Any] = {
     "additionalProperties": False,
 }
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+MAX_NAME_CHARS = 128
+FunctionName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_-]{{1,{MAX_NAME_CHARS}}}$")]
 
 
 class Function(Schema):

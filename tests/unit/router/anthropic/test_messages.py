@@ -377,6 +377,16 @@ async def test_thinking_can_be_turned_off(client, inference):
     assert inference.requests[-1].sampling.structured is None
 
 
+async def test_thinking_of_gpt_oss_has_a_budget_and_can_be_turned_off(client, inference):
+    names = ("start", "channel", "constrain", "message", "end", "return", "call")
+    inference.text.template = ChatTemplate("{{ messages }}<|channel|><|message|>", {})
+    inference.text.marker_ids = {f"<|{name}|>": 100 + i for i, name in enumerate(names)}
+    budget = {"type": "enabled", "budget_tokens": 9}
+    for thinking, told in ((budget, "{0,9}"), ({"type": "disabled"}, "(note next)* last")):
+        await client.messages.create(**ASK, thinking=thinking)
+        assert told in inference.requests[-1].sampling.structured.grammar
+
+
 async def test_effort_is_for_templates_that_know_it(client, inference):
     await client.messages.create(**ASK, output_config={"effort": "high"})
     assert "reasoning_effort" not in shown(inference)[1]

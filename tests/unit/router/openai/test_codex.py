@@ -30,8 +30,6 @@ async def test_it_calls_a_tool_and_reads_its_result(server, inference, tmp_path:
         "model": '"org/tiny"',
         "model_provider": '"quire"',
         "model_providers.quire": f'{{name="quire", base_url="http://{host}:{port}/v1"}}',
-        "web_search": '"disabled"',
-        "features.multi_agent": "false",
     }
     process = await asyncio.create_subprocess_exec(
         *(str(CODEX), "exec", "--skip-git-repo-check", "--json", "-s", "danger-full-access"),

@@ -171,6 +171,14 @@ async def test_thinking_is_an_item_of_its_own(http, inference):
     assert (messages[1]["reasoning_content"], messages[1]["content"]) == ("Hm.", "Yes")
 
 
+@pytest.mark.parametrize("summary", ["auto", "concise", "detailed"])
+async def test_a_summary_may_be_asked_for(client, summary):
+    response = await client.responses.create(
+        model="org/tiny", input="x", reasoning={"summary": summary}
+    )
+    assert response.reasoning.summary == summary
+
+
 async def test_items_become_the_messages_of_a_chat(client, inference):
     await client.responses.create(
         model="org/tiny",
@@ -208,6 +216,56 @@ async def test_items_become_the_messages_of_a_chat(client, inference):
         {"name": "f", "arguments": {"x": 1}},
         {"name": "g", "arguments": {}},
     ]
+
+
+async def test_a_conversation_goes_on_after_a_call_that_broke_off(client, inference):
+    inference.script = spell(CALL[: CALL.index("Oslo") + 2], FinishReason.LENGTH)
+    question = {"role": "user", "content": "Weather?"}
+    first = await client.responses.create(model="org/tiny", input=[question], tools=[dict(TOOL)])
+    (call,) = first.output
+    assert (call.status, call.arguments) == ("incomplete", '{"city":"Os')
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "no such city"}
+    await client.responses.create(model="org/tiny", input=[question, call.model_dump(), result])
+    (_, before, _), _ = inference.text.chats[-1]
+    assert before["tool_calls"][0]["function"] == {"name": "weather", "arguments": {}}
+
+
+HOSTED = {"type": "web_search", "external_web_access": False}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_hosted_tool_that_agents_offer_unasked_is_left_out(http, inference, stream):
+    inference.script = spell(CALL)
+    body = {"input": "x", "tools": [HOSTED, TOOL, {"type": "image_generation"}], "stream": stream}
+    async with http.post("/v1/responses", json=json.loads(json.dumps(body, default=dict))) as told:
+        assert told.headers["X-Quire-Tools-Left-Out"] == "web_search, image_generation"
+        text = await told.text()
+    response = json.loads(text.split("data: ")[-1])
+    response = response.get("response", response)
+    assert [tool["name"] for tool in response["tools"]] == ["weather"]
+    (_, kwargs) = inference.text.chats[0]
+    assert [tool["function"]["name"] for tool in kwargs["tools"]] == ["weather"]
+    async with http.post("/v1/responses", json={"input": "x"}) as told:
+        assert "X-Quire-Tools-Left-Out" not in told.headers
+
+
+async def test_a_function_of_a_group_is_called_by_group_and_name(client, http, inference):
+    inference.script = spell(CALL.replace("weather", "agents__weather"))
+    tool = {**TOOL, "description": "Look it up"}
+    group = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [tool]}
+    events = await events_of(http, input="x", tools=[group, dict(TOOL)])
+    (call,) = events[-1]["response"]["output"]
+    assert (call["namespace"], call["name"]) == ("agents", "weather")
+    assert events[-1]["response"]["tools"][0]["tools"][0]["name"] == "weather"
+    (_, kwargs) = inference.text.chats[0]
+    shown = [(f["name"], f["description"]) for f in (t["function"] for t in kwargs["tools"])]
+    assert shown == [
+        ("agents__weather", "Agents.\n\nLook it up"),
+        ("weather", "Look up the weather"),
+    ]
+    await client.responses.create(model="org/tiny", input=[{"role": "user", "content": "x"}, call])
+    (_, before), _ = inference.text.chats[-1]
+    assert before["tool_calls"][0]["function"]["name"] == "agents__weather"
 
 
 async def test_text_has_the_form_of_a_schema(client, inference):
@@ -288,6 +346,39 @@ async def test_truncation_drops_the_oldest_turns(client, inference):
     assert prompt.endswith("<user>now<assistant>")
 
 
+def called(name):
+    return {"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"}
+
+
+def result(name):
+    return {"type": "function_call_output", "call_id": name, "output": name}
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"),
+    [
+        (
+            [called("1"), result("1"), called("2"), result("2"), called("3"), result("3")],
+            "<assistant><tool>2<assistant><tool>3",
+        ),
+        (  # calls together, a message between call and result, a call without a result
+            [
+                *(called("0"), called("1"), called("2"), {"role": "user", "content": "wait"}),
+                *(result("2"), result("1"), {"role": "assistant", "content": "now"}),
+                *(called("3"), result("3")),
+            ],
+            "<assistant>now<tool>3",
+        ),
+    ],
+)
+async def test_truncation_drops_the_oldest_steps_of_a_long_turn(client, inference, steps, kept):
+    user = [{"role": "user", "content": text} for text in ("old" * 9, "Do")]
+    await client.responses.create(
+        model="org/tiny", input=[*user, *steps], truncation="auto", max_output_tokens=1
+    )
+    assert inference.requests[-1].prompt == f"<user>Do{kept}<assistant>"
+
+
 @pytest.mark.parametrize(
     ("body", "field", "problem"),
     [
@@ -302,16 +393,54 @@ async def test_truncation_drops_the_oldest_turns(client, inference):
         ({"input": "x", "stream_options": {}}, "stream_options", "needs stream"),
         ({"input": "x", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "tools"),
         (
-            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
-            "input[0].tool_calls[0].function.arguments",
-            "JSON object",
-        ),
-        (
             {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA="}]},
             "input[0].encrypted_content",
             "not written by this service",
         ),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "not"),
+        ({"input": "x", "tools": {}}, "tools", "must be a list"),
+        ({"input": "x", "tools": ["f"]}, "tools[0]", "must be an object"),
+        ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "a b"),
+        (
+            {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"a": 1}]}]},
+            "tools[0].tools[0].type",
+            "is missing",
+        ),
+        ({"input": "x", "tools": [HOSTED] * 129}, "tools", "has 129 entries"),
+        (
+            {"input": "x", "tools": [HOSTED], "tool_choice": "required"},
+            "tool_choice",
+            "needs tools",
+        ),
+        (
+            {
+                "input": "x",
+                "tools": [
+                    {
+                        "type": "namespace",
+                        "name": "n" * 64,
+                        "tools": [{"type": "function", "name": "f" * 64}],
+                    }
+                ],
+            },
+            "tools[0].tools[0].name",
+            "at most 128 characters",
+        ),
+        (
+            {
+                "input": "x",
+                "tools": [
+                    {
+                        "type": "namespace",
+                        "name": f"n{i}",
+                        "tools": [{"type": "function", "name": f"f{j}"} for j in range(65)],
+                    }
+                    for i in range(2)
+                ],
+            },
+            "tools",
+            "has 130 functions",
+        ),
     ],
 )
 async def test_a_wrong_field_is_named(http, body, field, problem):
@@ -330,6 +459,14 @@ async def test_a_wrong_field_is_named(http, body, field, problem):
         ({"input": "x", "max_tool_calls": 3}, "max_tool_calls is 3"),
         ({"input": "x", "text": {"verbosity": "low"}}, 'verbosity is "low"'),
         ({"input": "x", "reasoning": {"effort": "low"}}, 'reasoning_effort is "low"'),
+        ({"input": "x", "tools": [{"type": "file_search"}]}, 'tools[0].type is "file_search"'),
+        ({"input": "x", "tools": [{"type": ["function"]}]}, 'tools[0].type is ["function"]'),
+        (
+            {"input": "x", "tools": [{"type": "function", "name": "f", "defer_loading": True}]},
+            "tools[0].defer_loading is true",
+        ),
+        ({"input": "x", "tool_choice": {"type": "web_search"}}, '{"type":"web_search"}'),
+        ({"input": "x", "reasoning": {"generate_summary": "long"}}, 'generate_summary is "long"'),
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(http, body, named):

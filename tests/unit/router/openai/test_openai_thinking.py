@@ -92,6 +92,43 @@ async def test_a_budget_is_part_of_the_outputs_grammar(client, thinks, budget):
     assert to_grammar(request.sampling.structured, request.before_form).grammar
 
 
+GPT_OSS = ("start", "channel", "constrain", "message", "end", "return", "call")
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": [ADD]}])
+async def test_gpt_oss_has_a_budget_for_each_message_of_thinking(client, inference, tools):
+    inference.text.template = ChatTemplate("{{ tools }}<|channel|><|message|>", {})
+    inference.text.marker_ids = {f"<|{name}|>": 100 + i for i, name in enumerate(GPT_OSS)}
+    inference.script = spell(
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi!"
+    )
+    assert (await answered(client, extra_body=BUDGETS[0], **tools)).reasoning == "Hm."
+    (request,) = inference.requests
+    grammar = to_grammar(request.sampling.structured, request.before_form).grammar
+    assert "{0,5}" in grammar
+    assert ("to=functions." in grammar) == bool(tools)
+
+
+@pytest.mark.parametrize(
+    "options", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}]
+)
+async def test_a_forced_call_is_no_thinking_even_if_the_prompt_has_begun_it(
+    client, thinks, options
+):
+    """The markers are no tokens here, so the grammar has no thinking."""
+    thinks.script = spell('<tool_call>{"name": "add", "arguments": {}}</tool_call>')
+    answer = await client.chat.completions.create(
+        model="org/tiny",
+        messages=[*HELLO, {"role": "assistant", "content": "<think>Hm"}],
+        tools=[ADD],
+        extra_body={"continue_final_message": True},
+        **options,
+    )
+    message = answer.choices[0].message
+    assert not message.model_extra, "there is no reasoning"
+    assert [call.function.name for call in message.tool_calls] == ["add"]
+
+
 async def test_a_form_comes_behind_thinking(client, thinks):
     thinks.text.marker_ids = {"<think>": 7, "</think>": 8}
     await answered(client, response_format={"type": "json_object"})
@@ -116,6 +153,11 @@ async def test_effort_is_what_the_template_knows(client, thinks):
         (THINKS, {"reasoning_effort": "high"}, 'reasoning_effort is "high"; the model'),
         (ChatTemplate("", {}), {"reasoning_effort": "none"}, 'reasoning_effort is "none"'),
         (ChatTemplate("", {}), {"extra_body": BUDGETS[0]}, "no parser for its thinking"),
+        (
+            ChatTemplate("<|channel|><|message|>", {}),
+            {"extra_body": BUDGETS[0]},
+            "markers of its thinking are not tokens",
+        ),
         (THINKS, {"extra_body": BUDGETS[0]}, "markers of its thinking are not tokens"),
         (THINKS, {"extra_body": {"thinking_budget": -1}}, "thinking_budget is -1"),
         (

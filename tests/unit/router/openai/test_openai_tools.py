@@ -8,6 +8,7 @@ from openai_fakes import spell
 
 from contract.errors import InvalidArgumentError
 from contract.outputs import FinishReason
+from router.parsers.choosing import OutputParsers
 from router.text.chat_template import ChatTemplate
 from router.text.structured_output import to_grammar
 
@@ -17,8 +18,11 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}
 NOW = {"type": "function", "function": {"name": "now", "description": "The time"}}
 NAMED = {"type": "function", "function": {"name": "add"}}
 STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
+STRICT_NOW = {"type": "function", "function": {"name": "now", "strict": True}}
 UNKNOWN = ChatTemplate("{{ tools }}", {})
 """A template that writes calls in an unknown syntax."""
+GPT_OSS = ("start", "channel", "constrain", "message", "end", "return", "call")
+GPT_OSS_IDS = {f"<|{name}|>": 100 + i for i, name in enumerate(GPT_OSS)}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -77,6 +81,37 @@ async def test_a_conversation_with_calls_can_be_sent_back(client, inference):
     }
 
 
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ('{"a": 1, "b": "x', {"a": 1}),
+        ('{"a": [1, {"b": 2', {"a": [1, {"b": 2}]}),
+        ('{"a":', {}),
+        ('{"a": oops}', {}),
+        ("", {}),
+        ("1", {}),
+    ],
+)
+async def test_of_a_broken_call_the_template_sees_what_is_whole(client, inference, sent, shown):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": sent}}
+    result = {"role": "tool", "tool_call_id": "1", "content": "bad arguments"}
+    await client.chat.completions.create(
+        model="org/tiny", messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}, result]
+    )
+    (_, before, _), _ = inference.text.chats[-1]
+    assert before["tool_calls"][0]["function"] == {"name": "add", "arguments": shown}
+
+
+async def test_a_call_with_too_many_parts_is_refused_by_name(client):
+    arguments = '{"a": [' + "[]," * 17_000
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    with pytest.raises(openai.BadRequestError, match=r"arguments has 17002 objects and lists"):
+        await client.chat.completions.create(
+            model="org/tiny", messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}]
+        )
+
+
 async def test_a_call_that_the_model_makes_is_told_apart_from_content(client, inference):
     inference.script = spell(f"So:\n{CALL}\n{CALL}")
     answer = await client.chat.completions.create(
@@ -120,8 +155,7 @@ async def test_a_strict_function_is_called_as_its_schema_says(client, inference)
 
 
 async def test_a_strict_function_of_gpt_oss_may_be_called(client, inference):
-    names = ("start", "channel", "constrain", "message", "end", "return", "call")
-    inference.text.marker_ids = {f"<|{name}|>": 100 + i for i, name in enumerate(names)}
+    inference.text.marker_ids = GPT_OSS_IDS
     inference.text.template = ChatTemplate("{{ tools }}<|channel|><|message|>", {})
     header = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
     inference.script = spell(f'{header}{{"a": 1}}<|call|>')
@@ -130,6 +164,71 @@ async def test_a_strict_function_of_gpt_oss_may_be_called(client, inference):
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
     (request,) = inference.requests
     assert "to=functions." in to_grammar(request.sampling.structured).grammar
+
+
+FORM = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+FORMED = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}}
+
+
+async def test_an_answer_with_tools_is_a_call_or_has_a_form(client, inference):
+    for output, found in (
+        (CALL, ("", [["add", '{"a":1}']], "tool_calls")),
+        ('{"sum": 1}', ('{"sum": 1}', [], "stop")),
+    ):
+        inference.script = spell(output)
+        assert await streamed(client, tools=[ADD], **FORMED) == found
+        grammar = to_grammar(inference.requests[-1].sampling.structured).grammar
+        assert "sum" in grammar
+        assert "add" in grammar
+
+
+async def test_a_form_needs_a_known_grammar_of_calls(client, inference, monkeypatch):
+    parsers = OutputParsers(lambda _: None, None, lambda _: None, lambda _: False)
+    monkeypatch.setattr(inference.text, "parsers", lambda _: parsers)  # of a user's class
+    with pytest.raises(openai.BadRequestError, match="the grammar of its calls is unknown"):
+        await client.chat.completions.create(
+            model="org/tiny", messages=HELLO, tools=[ADD], **FORMED
+        )
+
+
+@pytest.mark.parametrize(
+    "template", ['{{ tools }}{"name": function name, "parameters":', "{{ tools }}[func_name1("]
+)
+async def test_a_strict_function_needs_no_marker(client, inference, template):
+    inference.text.template = ChatTemplate(template, {})
+    await client.chat.completions.create(model="org/tiny", messages=HELLO, tools=[STRICT])
+    assert to_grammar(inference.requests[-1].sampling.structured).grammar
+
+
+async def test_a_form_has_no_effect_on_a_forced_call(client, inference):
+    inference.script = spell(CALL)
+    options = {"tools": [ADD], "tool_choice": "required", **FORMED}
+    assert await streamed(client, **options) == ("", [["add", '{"a":1}']], "tool_calls")
+    assert "sum" not in inference.requests[-1].sampling.structured.grammar
+
+
+async def test_gpt_oss_thinks_before_a_call_or_an_answer_with_a_form(client, inference):
+    inference.text.marker_ids = GPT_OSS_IDS
+    inference.text.template = ChatTemplate("{{ tools }}<|channel|><|message|>", {})
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    inference.script = spell(f'{thought}<|channel|>final<|message|>{{"sum": 1}}')
+    options = {"model": "org/tiny", "messages": HELLO, **FORMED}
+    for tools in ({}, {"tools": [ADD]}):
+        answer = await client.chat.completions.create(**options, **tools)
+        message = answer.choices[0].message
+        assert (message.reasoning, message.content) == ("Hm.", '{"sum": 1}')
+        (request,) = inference.requests[-1:]
+        grammar = to_grammar(request.sampling.structured, request.before_form).grammar
+        assert "analysis" in grammar
+    inference.script = spell(
+        f'{thought}<|channel|>commentary to=functions.add <|constrain|>json<|message|>{{"a": 1}}'
+    )
+    for choice in ("auto", "required"):
+        answer = await client.chat.completions.create(**options, tools=[ADD], tool_choice=choice)
+        message = answer.choices[0].message
+        assert (message.reasoning, len(message.tool_calls)) == ("Hm.", 1)
+        (request,) = inference.requests[-1:]
+        assert to_grammar(request.sampling.structured, request.before_form).grammar
 
 
 async def test_tools_that_are_not_to_be_called_need_no_template(client, inference):
@@ -166,6 +265,20 @@ async def test_a_call_that_is_to_be_alone_ends_the_output(client, inference):
     assert [request.stop for request in inference.requests] == [("x",), ("x", "</tool_call>")]
 
 
+async def test_a_call_without_a_marker_at_its_end_is_alone_by_the_grammar(client, inference):
+    inference.text.template = ChatTemplate("{{ tools }}[TOOL_CALLS][ARGS]", {})
+    inference.text.marker_ids = {"[TOOL_CALLS]": 5, "[ARGS]": 6}
+    for options in (
+        {"tools": [ADD, STRICT_NOW]},
+        {"tools": [ADD], "parallel_tool_calls": False},
+    ):
+        await client.chat.completions.create(model="org/tiny", messages=HELLO, **options)
+    several, alone = (request.sampling.structured.grammar for request in inference.requests)
+    assert several.startswith("start: <[^5]>* (section <[^5]>*)*")
+    assert alone.startswith("start: <[^5]>* section?")
+    assert [request.stop for request in inference.requests] == [(), ()]
+
+
 async def test_a_stop_string_that_ends_a_call_is_read_with_it(client, inference):
     inference.text.template = ChatTemplate("{{ tools }}<function=<parameter=", {})
     inference.script = spell(
@@ -193,15 +306,31 @@ async def test_a_forced_call_of_one_function_is_its_arguments(client, inference,
 
 async def test_a_required_call_chooses_its_function(client, inference):
     inference.text.template = UNKNOWN
-    inference.script = spell('{"name": "now", "arguments": {}}')
     options = {"tools": [ADD, NOW], "tool_choice": "required"}
-    assert await streamed(client, **options) == ("", [["now", "{}"]], "tool_calls")
+    for name, arguments in (("now", "{}"), ("add", '{"a": 1, "b": "name"}')):
+        inference.script = spell(f'{{"name": "{name}", "arguments": {arguments}}}')
+        called = [[name, arguments.replace(": ", ":").replace(", ", ",")]]
+        assert await streamed(client, **options) == ("", called, "tool_calls")
     text = inference.requests[-1].sampling.structured.schema_text
     add, now = json.loads(text)["anyOf"]
     assert add["properties"] == {"name": {"const": "add"}, "arguments": PARAMETERS}
     assert now["properties"]["arguments"]["properties"] == {}
     inference.script = spell('{"name": "now", "arg', FinishReason.LENGTH)
     assert await streamed(client, **options) == ('{"name": "now", "arg', [], "length")
+    inference.script = spell('{"name": "add", "arguments": {"a": 1', FinishReason.LENGTH)
+    assert await streamed(client, **options) == ("", [["add", '{"a":1']], "length")
+
+
+async def test_a_chosen_calls_arguments_are_sent_as_they_come(client, inference):
+    inference.text.template = UNKNOWN
+    inference.script = spell('{"name": "add", "arguments": {"a": 123456}}')
+    options = {"tools": [ADD, NOW], "tool_choice": "required", "stream": True}
+    num_pieces = 0
+    async for chunk in await client.chat.completions.create(
+        model="org/tiny", messages=HELLO, **options
+    ):
+        num_pieces += bool(chunk.choices[0].delta.tool_calls)
+    assert num_pieces > 8
 
 
 async def test_a_call_that_was_cut_short_says_so(client, inference):
@@ -219,20 +348,18 @@ async def test_a_call_that_was_cut_short_says_so(client, inference):
         ({"tool_choice": "required"}, 'tool_choice is "required"; it needs tools'),
         ({"tool_choice": NAMED}, "it needs tools"),
         (
-            {"tools": [ADD], "response_format": {"type": "json_object"}},
-            'tool_choice is not "none"; with tools and a form for the output it must be "none"',
+            {"tools": [ADD], "extra_body": {"guided_regex": "a"}},
+            "structured_outputs.regex is set; with tools it must be unset, or tool_choice must be",
+        ),
+        (
+            {"tools": [ADD], "extra_body": {"guided_json": "{"}},
+            "structured_outputs.json is not JSON",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
             r'tools\[0\].function.name is "a b"',
         ),
         ({"tools": [{"type": "web_search"}]}, r'tools\[0\].type is "web_search"'),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "add", "arguments": "1"}}
-            ]}]},
-            r'messages\[0\].tool_calls\[0\].function.arguments is "1"; it must be the text of',
-        ),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": [
                 {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
@@ -255,7 +382,7 @@ async def test_invalid_values_are_refused_by_name(client, inference, options, me
         ("{{ tools }}<tool_call><function=", {"tools": [ADD]}, 'tool_choice is "auto"'),
         ("{{ tools }}<tool_call>", {"tools": [STRICT]}, r"tools\[0\].function.strict is true"),
         (
-            '{{ tools }}{"name": function name, "parameters":',
+            "{{ tools }}[TOOL_CALLS]",
             {"tools": [ADD], "parallel_tool_calls": False},
             "parallel_tool_calls is false",
         ),

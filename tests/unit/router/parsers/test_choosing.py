@@ -4,7 +4,7 @@ import pytest
 
 from router.parsers.choosing import OutputParsers, ParserError, choose_parsers
 from router.parsers.families import THINKING_FAMILIES, TOOL_FAMILIES
-from router.parsers.pieces import Text
+from router.parsers.pieces import Text, Thought
 from router.parsers.thinking import Thinking
 from tests.reading import read
 
@@ -24,6 +24,21 @@ class Shouting:
         return [Text(f"{len(self.tools)}!")]
 
 
+class Halved:
+    """A reader of thinking that a user has written: it ends with a semicolon."""
+
+    def __init__(self, prompt_end):
+        self.is_thinking = prompt_end.endswith("think:")
+
+    def push(self, text):
+        thought, end, said = text.partition(";") if self.is_thinking else ("", ";", text)
+        self.is_thinking = not end
+        return [*filter(None, [thought and Thought(thought), said and Text(said)])]
+
+    def flush(self):
+        return []
+
+
 # Extracts of these models' templates.
 TEMPLATES = [
     ('<tool_call>\n{"name": <function-name>}</tool_call> <think></think>', "hermes", "think"),
@@ -31,6 +46,8 @@ TEMPLATES = [
     ('{"name": function name, "parameters": dictionary}', "llama3_json", ""),
     ("<|python_tag|>[func_name1(params_name1=1)]", "pythonic", ""),
     ("[TOOL_CALLS] [THINK][/THINK]", "mistral", "mistral"),
+    ("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]", "mistral_v11", ""),
+    ("[TOOL_CALLS]{{ name }}[ARGS] [THINK][/THINK]", "mistral_v13", "mistral"),
     ("<｜tool▁calls▁begin｜>```json</think>", "deepseek_v3", "think"),
     ("<｜tool▁calls▁begin｜></think>", "deepseek_v31", "think"),
     ("<tool_call><arg_key></think>", "glm45", "think"),
@@ -69,6 +86,18 @@ def test_a_class_of_ones_own_reads_what_follows_thinking():
     assert (found.thought, found.text) == ("hm", "HI1!")
 
 
+def test_a_class_of_ones_own_may_read_thinking():
+    tools, thinking = choose_parsers(TEMPLATES[0][0], "", f"{__name__}:Halved")
+    parsers = OutputParsers(tools, thinking, lambda _: None, lambda _: False)
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for prompt, thought, text in (("think:", "hm", "Hi"), ("", "", "hm;Hi")):
+        for pieces in ([f"hm;Hi{call}"], f"hm;Hi{call}"):
+            reader = parsers.new_reader({"f": {}}, has_begun=False, prompt_end=prompt)
+            found = read(reader, pieces)
+            assert (found.thought, found.text, found.calls) == (thought, text, [("f", {})])
+    assert (parsers.thinking_family, parsers.markers(has_begun=False)) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("tools", "thinking", "problem"),
     [
@@ -76,7 +105,7 @@ def test_a_class_of_ones_own_reads_what_follows_thinking():
         ("no.such:Class", "", "tool_parser is 'no.such:Class', which cannot be imported"),
         ("json:JSONDecode", "", "cannot be imported"),
         ("json:loads", "", "it must be a ToolFamily or type"),
-        ("", "json:JSONDecoder", "it must be a Thinking"),
+        ("", "json:loads", "it must be a Thinking or type"),
     ],
 )
 def test_a_setting_that_names_no_parser_is_refused(tools, thinking, problem):

@@ -10,33 +10,82 @@ FOUND = {
     "hermes": [
         ("", [("get_weather", {"city": "Paris", "days": 2})]),
         ("Let me see.", [("add", {"a": 1}), ("add", {"a": 2})]),
+        ("", [("get_weather", {"city": "Köln", "tags": [], "unit": None})]),
+        ("Both.", [("add", {"a": 1}), ("get_weather", {"city": 'a "</tool_call>" b'})]),
     ],
     "qwen3_coder": [
         ("I'll look.", [("get_weather", {"city": "New York", "days": 3})]),
         ("", [("get_weather", {"tags": ["a", {"b": 1}]}), ("add", {})]),
+        ("", [("get_weather", {"city": "if a < b:\n    c = '</p>'\n", "unit": None})]),
+        ("Now.", [("add", {"a": -7})]),
     ],
     "llama3_json": [
         ("", [("get_weather", {"city": "San Francisco"})]),
         ("", [("add", {"a": 1}), ("add", {"a": 2})]),
+        ("", [("get_weather", {"city": "Paris", "days": 1})]),
+        ("", [("add", {"a": 2})]),
     ],
     "pythonic": [
         ("", [("get_weather", {"city": "San Francisco", "days": 3}), ("add", {"a": -1})]),
         ("", [("get_weather", {"tags": ["a", True, None, {"b": 1.5}]})]),
+        (
+            "",
+            [
+                ("get_weather", {"city": "San Francisco"}),
+                ("get_weather", {"city": "Seattle", "unit": None}),
+            ],
+        ),
+        (
+            "",
+            [
+                ("add", {"a": 1}),
+                ("get_weather", {"city": "Saint-Denis", "tags": ["l'île", -500.0]}),
+            ],
+        ),
     ],
     "mistral": [
         ("", [("add", {"a": 3}), ("get_weather", {"city": "Oslo"})]),
         ("Sure.", [("get_weather", {"city": "Paris"}), ("add", {"a": 3})]),
+        ("", [("get_weather", {"city": "Paris", "days": 2})]),
+        ("", [("add", {"a": 1})]),
     ],
-    "deepseek_v3": [("", [("get_weather", {"city": "Tokyo"}), ("add", {"a": 1})])],
-    "deepseek_v31": [("Well.", [("get_weather", {"city": "Tokyo"}), ("add", {"a": 1})])],
-    "glm45": [("I check.", [("get_weather", {"city": "Beijing", "days": 5}), ("add", {"a": 1})])],
-    "kimi_k2": [("I'll check.", [("get_weather", {"city": "Beijing"}), ("add", {"a": 1})])],
-    "minimax": [("", [("get_weather", {"city": "Shanghai"}), ("add", {"a": 1})])],
-    "minimax_m2": [("Let me.", [SYDNEY, ("add", {"a": 1})])],
+    "mistral_v11": [
+        ("", [("get_weather", {"city": "Paris"}), ("add", {"a": 3})]),
+        ("I add.", [("add", {"a": [1, {"b": "]"}]})]),
+    ],
+    "mistral_v13": [
+        ("Let me look.", [("get_weather", {"city": "Paris"}), ("add", {"a": 3})]),
+        ("", [("get_weather", {"city": "a\nb", "tags": []})]),
+    ],
+    "deepseek_v3": [
+        ("", [("get_weather", {"city": "Tokyo"}), ("add", {"a": 1})]),
+        ("I look.", [("get_weather", {"city": "Hangzhou", "tags": ["```"]})]),
+    ],
+    "deepseek_v31": [
+        ("Well.", [("get_weather", {"city": "Tokyo"}), ("add", {"a": 1})]),
+        ("", [("get_weather", {"city": "Hangzhou", "unit": None})]),
+    ],
+    "glm45": [
+        ("I check.", [("get_weather", {"city": "Beijing", "days": 5}), ("add", {"a": 1})]),
+        ("", [("get_weather", {"city": "a < b\n c", "tags": [1, True], "unit": "celsius"})]),
+    ],
+    "kimi_k2": [
+        ("I'll check.", [("get_weather", {"city": "Beijing"}), ("add", {"a": 1})]),
+        ("", [("get_weather", {"city": "Beijing", "tags": ["<|tool"]})]),
+    ],
+    "minimax": [
+        ("", [("get_weather", {"city": "Shanghai"}), ("add", {"a": 1})]),
+        ("I need it.", [("get_weather", {"city": "San Francisco", "days": 3, "tags": ["a"]})]),
+    ],
+    "minimax_m2": [
+        ("Let me.", [SYDNEY, ("add", {"a": 1})]),
+        ("", [("get_weather", {"city": 'a "<b>"\nc', "days": 2})]),
+    ],
     "harmony": [
         ("", [("get_weather", {"city": "San Francisco"})]),
         ("", [("add", {"a": 1})]),
         ("It is 20 °C.", []),
+        ("I look.", [("add", {"a": {"b": ["<|end"]}})]),
     ],
 }
 
@@ -67,9 +116,13 @@ def test_a_calls_arguments_are_shown_as_they_come(family):
 
 
 def test_ids_are_those_that_the_family_demands():
-    assert read(new_reader("kimi_k2"), EXAMPLES["kimi_k2"]).ids == [
+    assert read(new_reader("kimi_k2"), EXAMPLES["kimi_k2"][:1]).ids == [
         "functions.get_weather:0",
         "functions.add:1",
+    ]
+    assert read(new_reader("mistral_v11"), EXAMPLES["mistral_v11"][:1]).ids == [
+        "D681PevKs",
+        "9aFgK2dLx",
     ]
     for call_id in read(new_reader("mistral"), EXAMPLES["mistral"][:1]).ids:
         assert call_id.isalnum()

@@ -80,6 +80,11 @@ def text(value):
             "<function=get_weather>\n<parameter=city>\nPar",
             [["call", "get_weather", '{"city":"Par']],
         ),
+        (  # what was cut short is the beginning of valid JSON
+            "qwen3_coder",
+            "<function=add>\n<parameter=a>\none",
+            [["call", "add", '{"a":"one']],
+        ),
         (  # a value that its schema does not admit is text
             "glm45",
             "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>one</arg_value>\n</tool_call>",
@@ -118,6 +123,26 @@ def text(value):
 def test_what_is_no_call_is_text(family, output, events):
     assert read(new_reader(family), [output]).events == events
     assert read(new_reader(family), list(output)).events == events
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments", "num_pieces"),
+    [
+        ("node script", '{"unit":"node script"}', 9),
+        ("Nonesuch", '{"unit":"Nonesuch"}', 4),
+        ("null", '{"unit":null}', 1),
+        ("None", '{"unit":null}', 1),
+        ('"c"', '{"unit":"c"}', 1),
+        (" null ", '{"unit":null}', 1),
+    ],
+)
+def test_text_that_may_be_null_is_shown_as_it_comes(value, arguments, num_pieces):
+    reader = new_reader("glm45")
+    reader.push("<tool_call>get_weather<arg_key>unit</arg_key><arg_value>")
+    shown = [piece for character in value for piece in reader.push(character)]
+    shown += reader.push("</arg_value></tool_call>")
+    assert '{"unit":' + "".join(piece.arguments for piece in shown) == arguments
+    assert len(shown) >= num_pieces
 
 
 def test_content_is_not_held_back_longer_than_it_may_be_a_marker():

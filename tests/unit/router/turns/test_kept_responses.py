@@ -15,6 +15,7 @@ from router.http.api import routes
 from router.http.openai_responses import call
 from router.http.openai_responses.body import ResponseBody
 from router.request.usage import Used
+from router.text.chat_template import ChatTemplate
 from router.turns.store import Batch
 from router.turns.turn import StoreError, TurnStatus
 from router.turns.turns import Turns
@@ -243,6 +244,38 @@ async def test_a_conversation_goes_on_from_the_response_before(router, new_store
         )
         with pytest.raises(openai.NotFoundError, match="previous_response_id"):
             await client.responses.create(**ASK, previous_response_id="resp_unknown")
+
+
+async def test_a_conversation_goes_on_after_a_call_that_broke_off(router, new_store, monkeypatch):
+    template = ChatTemplate(
+        "{# <tool_call> #}{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}"
+        "{% for call in m.tool_calls %}{% for key, value in call.function.arguments.items() %}"
+        "{{ key }}={{ value }}{% endfor %}{% endfor %};{% endfor %}",
+        {},
+    )
+    monkeypatch.setattr(router.inference.text, "chat_template", lambda *_: template)
+    options = {"model": "tiny", "tools": [{"type": "function", "name": "f"}]}
+    async with serving(router, new_store()) as client:
+        asking = asyncio.create_task(client.responses.create(input="A", **options))
+        submit = await router.scheduler.submits.get()
+        call = '<tool_call>{"name": "f", "arguments": {"a": 1, "b": "bro'
+        await answered(router, submit, call)
+        first = await asking
+        assert [item.type for item in first.output] == ["function_call"]
+        result = {"type": "function_call_output", "output": "no b"}
+        asking = asyncio.create_task(
+            client.responses.create(
+                input=[{**result, "call_id": first.output[0].call_id}],
+                previous_response_id=first.id,
+                **options,
+            )
+        )
+        submit = await router.scheduler.submits.get()
+        prompt = list(memoryview(submit.prompt_token_ids).cast("i"))
+        text = "".join(map(router.inference.text.token_text, prompt))
+        assert text == "A;a=1;no b;"
+        await answered(router, submit, "one")
+        assert (await asking).output_text == "one"
 
 
 async def test_a_response_is_cancelled_and_keeps_what_it_had(router, new_store):

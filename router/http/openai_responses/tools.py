@@ -1,0 +1,198 @@
+"""The tools of a response: functions, groups of functions, and hosted tools.
+
+Quire runs no tools itself. Agents offer some hosted tools without being asked to, and a model need
+not use any tool that it is offered; so these are left out, and the client is told. Other hosted
+tools, and a choice of one, are refused by name.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, SerializeAsAny
+
+from contract.errors import InvalidArgumentError
+from router.http.answers.objects import Json
+from router.http.openai_responses.variants import parse_variant
+from router.http.requests.tools import (
+    MAX_NAME_CHARS,
+    MAX_TOOLS,
+    FunctionName,
+    ToolFields,
+)
+from router.http.strict_json import Listed, Schema, excerpt
+
+
+class FunctionTool(Schema):
+    """A function that the model may call."""
+
+    unimplemented = MappingProxyType(
+        {
+            "defer_loading": (False,),
+            "allowed_callers": (["direct"],),
+            "output_schema": (),
+            "async": (False,),
+        }
+    )
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+    def shown(self) -> Json:
+        """Return the tool as a response repeats it."""
+        return {
+            "type": "function",
+            "name": self.name,
+            "description": self.description or None,
+            "parameters": self.parameters,
+            "strict": self.strict,
+        }
+
+
+class FunctionGroup(Schema):
+    """A group of functions; the model sees each function as GROUP__FUNCTION."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str = ""
+    tools: Annotated[Listed[FunctionTool], Field(max_length=MAX_TOOLS)]
+
+    def shown(self) -> Json:
+        """Return the group as a response repeats it."""
+        tools = [tool.shown() for tool in self.tools]
+        return {**self.model_dump(include={"type", "name", "description"}), "tools": tools}
+
+
+class LeftOutTool(Schema):
+    """A hosted tool that is left out, with any settings."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+
+
+class NamedFunction(Schema):
+    """A `tool_choice` that names the function to call."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+AnyTool: TypeAlias = FunctionTool | FunctionGroup | LeftOutTool
+
+_KINDS: dict[str, type[AnyTool]] = {
+    "function": FunctionTool,
+    "namespace": FunctionGroup,
+    "web_search": LeftOutTool,
+    "web_search_preview": LeftOutTool,
+    "image_generation": LeftOutTool,
+}
+
+
+def parse_tools(value: object) -> list[AnyTool]:
+    """Return the tools of `tools`; raises QuireError naming the tool."""
+    if not isinstance(value, list):
+        raise InvalidArgumentError("tools", f"is {excerpt(value)}; it must be a list")
+    if len(value) > MAX_TOOLS:
+        raise InvalidArgumentError(
+            "tools", f"has {len(value)} entries; it must have at most {MAX_TOOLS}"
+        )
+    return [parse_variant(tool, f"tools[{i}]", _KINDS) for i, tool in enumerate(value)]
+
+
+def grouped_name(group: str, name: str) -> str:
+    """Return the name that the model sees; `group` may be empty."""
+    return f"{group}__{name}" if group else name
+
+
+class ResponseTools(Schema):
+    """The part of a response's body for tools."""
+
+    tools: Annotated[
+        list[SerializeAsAny[InstanceOf[Schema]]],
+        BeforeValidator(parse_tools),
+        Field(default_factory=list),
+    ]
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool = True
+
+    def check_tools(self) -> None:
+        """Check what groups add up to; raises InvalidArgumentError."""
+        num_functions = 0
+        for i, tool in enumerate(self.tools):
+            if not isinstance(tool, FunctionGroup):
+                num_functions += isinstance(tool, FunctionTool)
+                continue
+            num_functions += len(tool.tools)
+            for j, function in enumerate(tool.tools):
+                name = grouped_name(tool.name, function.name)
+                if len(name) > MAX_NAME_CHARS:
+                    raise InvalidArgumentError(
+                        f"tools[{i}].tools[{j}].name",
+                        f"makes the name {excerpt(name)}; it must have at most"
+                        f" {MAX_NAME_CHARS} characters",
+                    )
+        if num_functions > MAX_TOOLS:
+            raise InvalidArgumentError(
+                "tools", f"has {num_functions} functions; it must have at most {MAX_TOOLS}"
+            )
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """The types of the hosted tools that are left out."""
+        return [tool.type for tool in self.tools if isinstance(tool, LeftOutTool)]
+
+    @property
+    def name_to_group(self) -> Mapping[str, tuple[str, str]]:
+        """Maps the name that the model sees to group and function."""
+        return {
+            grouped_name(group.name, tool.name): (group.name, tool.name)
+            for group, tool in self._functions()
+            if group is not None
+        }
+
+    def tool_fields(self) -> ToolFields:
+        """Return the tools of the chat."""
+        functions = []
+        for group, tool in self._functions():
+            function = tool.model_dump(exclude={"type"}, exclude_unset=True)
+            if group is not None:
+                function["name"] = grouped_name(group.name, tool.name)
+                said = [text for text in (group.description, tool.description) if text]
+                function |= {"description": "\n\n".join(said)} if said else {}
+            functions.append({"type": "function", "function": function})
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        return ToolFields.model_validate(
+            {
+                "tools": functions,
+                "tool_choice": choice,
+                "parallel_tool_calls": self.parallel_tool_calls,
+            }
+        )
+
+    def shown_tools(self) -> Json:
+        """Return the fields as a response repeats them, without tools that are left out."""
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = choice.model_dump()
+        return {
+            "tool_choice": choice or "auto",
+            "tools": [
+                tool.shown()
+                for tool in self.tools
+                if isinstance(tool, FunctionTool | FunctionGroup)
+            ],
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+
+    def _functions(self) -> Iterator[tuple[FunctionGroup | None, FunctionTool]]:
+        for tool in self.tools:
+            if isinstance(tool, FunctionTool):
+                yield None, tool
+            elif isinstance(tool, FunctionGroup):
+                yield from ((tool, function) for function in tool.tools)
