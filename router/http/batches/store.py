@@ -9,7 +9,7 @@ from pydantic_core import from_json
 from router.http.answers.objects import Json
 from router.http.strict_json import json_bytes
 from router.turns.database import Connection, Cursor, Database
-from router.turns.store import insert_turn
+from router.turns.store import OF_GROUP, insert_turn
 from router.turns.turn import Turn
 
 VALIDATING: Final = "validating"
@@ -128,8 +128,8 @@ class BatchStore:
 
         def work(cursor: Cursor, _: Connection) -> int:
             cursor.execute(
-                "SELECT max(position) FROM turns WHERE tenant = ? AND group_id = ?",
-                (batch.tenant, batch.id),
+                f"SELECT max(position) FROM turns WHERE {OF_GROUP}",  # noqa: S608 - constants
+                (batch.id,),
             )
             (last,) = cursor.fetchone()
             return last or 0
@@ -198,9 +198,9 @@ class BatchStore:
             now = db.now(cursor)
             cursor.execute(
                 "UPDATE turns SET status = 'cancelled', ended_at = ? WHERE id IN (SELECT id"  # noqa: S608 - constants
-                " FROM turns WHERE tenant = ? AND group_id = ? AND ended_at IS NULL"
+                f" FROM turns WHERE {OF_GROUP} AND ended_at IS NULL"
                 f" AND record IS NULL AND lease_until < ? LIMIT ?{db.skips_locked})",
-                (now, batch.tenant, batch.id, now, SLICE),
+                (now, batch.id, now, SLICE),
             )
             return cursor.rowcount
 
@@ -223,15 +223,27 @@ class BatchStore:
 
         await self._database.run(work)
 
-    async def clear(self) -> None:
-        """Delete the turns of batches that have ended."""
+    async def clear(self, batch: Batch) -> None:
+        """Delete the turns of a batch that has ended."""
+        await self._clear(OF_GROUP, batch.id)
+        await self._database.run(
+            lambda cursor, _: cursor.execute("DELETE FROM turn_groups WHERE id = ?", (batch.id,))
+        )
 
+    async def clear_all(self) -> None:
+        """Delete the turns of all batches that have ended."""
+        ended = "id NOT IN (SELECT id FROM batches WHERE is_live = ?)"
+        await self._clear(f"group_id <> '' AND group_{ended}", True)
+        await self._database.run(
+            lambda cursor, _: cursor.execute(f"DELETE FROM turn_groups WHERE {ended}", (True,))  # noqa: S608 - constants
+        )
+
+    async def _clear(self, condition: str, value: object) -> None:
         def work(cursor: Cursor, db: Connection) -> int:
             cursor.execute(
-                "DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE group_id <> ''"  # noqa: S608 - constants
-                " AND group_id NOT IN (SELECT id FROM batches WHERE is_live = ?)"
+                f"DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE {condition}"  # noqa: S608 - constants
                 f" LIMIT ?{db.skips_locked})",
-                (True, SLICE),
+                (value, SLICE),
             )
             return cursor.rowcount
 

@@ -16,6 +16,7 @@ from router.http.batches import lines
 from router.http.batches.batches import Batches, _Results
 from router.http.batches.lines import turn_of_line
 from router.http.batches.store import Batch, BatchStore
+from router.turns.groups import GroupCounts
 from router.turns.store import insert_turn
 from router.turns.turn import StoreError
 from router.turns.turns import Turns
@@ -294,7 +295,7 @@ async def test_a_batch_that_has_ended_is_filled_no_more(router, new_store):
         kept = Batch(batch.id, "", 0.0, False, {})
         turn = turn_of_line(kept, 1, line("a").encode())
         assert not await BatchStore(store.database).fill(kept, [turn])
-        assert await store.count_group("", batch.id) == {}
+        assert not await store.is_group_live(batch.id)
 
 
 @BOTH
@@ -304,7 +305,7 @@ async def test_what_an_ended_batch_has_left_is_deleted_at_the_next_start(router,
     left = turn_of_line(gone, 1, line("a").encode())
     await store.database.run(lambda cursor, _: insert_turn(cursor, left, "dead", 10.0**12))
     async with serving(router, store):
-        while await store.count_group("", "batch_gone"):
+        while await store.list_group("", "batch_gone"):
             pass
 
 
@@ -422,7 +423,7 @@ async def test_a_batch_with_too_large_results_is_stopped_and_keeps_what_fits(
         await answer(router, "one")
         while (await client.batches.retrieve(batch.id)).request_counts.completed < 1:
             pass
-        most = await store.group_bytes("", batch.id)
+        most = (await store.count_group(batch.id)).result_bytes
         monkeypatch.setattr("router.http.batches.batches.MAX_RESULT_BYTES", most)
         await answer(router, "one")
         batch = await ended(client, batch)
@@ -439,7 +440,7 @@ async def test_a_batch_with_too_large_results_is_stopped_and_keeps_what_fits(
         assert told.keys() == {*"abc"}
         codes = sorted((each["error"] or {}).get("code", "") for each in told.values())
         assert codes == ["", "results_too_large", "results_too_large"]
-        assert await store.group_bytes("", batch.id) == 0
+        assert await store.count_group(batch.id) == GroupCounts()
 
 
 async def test_the_files_of_results_are_made_off_the_loop(router, new_store, monkeypatch):
