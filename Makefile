@@ -6,11 +6,11 @@ PYTHON ?= $(or $(firstword $(foreach name,$(PYTHONS),$(shell command -v $(name))
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-# Where observe-test unpacks Debian packages that the machine lacks.
+# Where `observe-test` and `postgres` unpack Debian packages that the machine lacks.
 UNPACKED := build/debian
 export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
-.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test smg-test dynamo-test nixl-test s3-test ui-test observe-test lint lock sbom protos docs bench chaos
+.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test smg-test dynamo-test nixl-test s3-test ui-test observe-test postgres lint lock sbom protos docs bench chaos
 
 setup: $(VENV)/.installed
 
@@ -133,6 +133,11 @@ ui-test: setup
 observe-test: setup
 	command -v prometheus || tests/debian_packages.sh --into $(UNPACKED) observe prometheus
 	$(BIN)/pytest -m 'observe or not observe' -rs tests/observe
+
+# Unpacks PostgreSQL; tests that need it are skipped by name if there is none and none can be had.
+postgres:
+	ls /usr/lib/postgresql/*/bin/initdb $(UNPACKED)/usr/lib/postgresql/*/bin/initdb 2>/dev/null | grep . \
+		|| tests/debian_packages.sh --into $(UNPACKED) postgres postgresql
 
 lint: setup
 	$(BIN)/ruff check
