@@ -240,5 +240,6 @@ class RunningTurn:
         ]
 
     def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        if self.num_readers:
+            self._news.set()
+            self._news = asyncio.Event()

@@ -114,6 +114,7 @@ class Turns:
         self._is_urgent = asyncio.Event()
         self._is_draining = False
         self._is_failing = False
+        self._pacing = asyncio.Lock()
         self._has_ended_grouped = False
         """Whether a turn of a group has ended since the last time turns were taken over."""
 
@@ -271,6 +272,7 @@ class Turns:
             except Exception:
                 log.exception("turn failed", turn=running.turn.id)
                 running.stop(FinishReason.ERROR, QuireError("internal error"))
+            await self._pace(running.turn)
             while True:
                 try:
                     running.end(await self._end_of(running))
@@ -313,8 +315,19 @@ class Turns:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
+    async def _pace(self, turn: Turn) -> None:
+        """Return for one turn of a group at a time, each in a later round of the event loop.
+
+        Many lines of a batch end in the same step. Together they would hold up the tokens of
+        clients that wait.
+        """
+        if turn.group:
+            async with self._pacing:
+                await asyncio.sleep(0)
+
     async def _submit(self, running: RunningTurn) -> LiveRequest:
         turn = running.turn
+        await self._pace(turn)
         # A prompt is made with the model's limits.
         cell = await self._cells.use(turn.model, is_patient=is_patient(turn.priority))
         if running.record is not None:
@@ -480,7 +493,8 @@ class Turns:
                 continue
             has_begun = turn.status is not TurnStatus.QUEUED
             running = RunningTurn(turn, await self.store.events(turn.id) if has_begun else ())
-            log.info("turn continues", turn=turn.id, num_tokens=running.num_tokens)
+            if has_begun:
+                log.info("turn continues", turn=turn.id, num_tokens=running.num_tokens)
             self._start(running, None)
 
     def _is_for(self, cell: Inference, turn: Turn) -> bool:

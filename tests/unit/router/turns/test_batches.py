@@ -164,6 +164,41 @@ async def test_a_batch_goes_on_at_the_next_start(router, new_store):
         assert (batch.status, batch.request_counts.completed) == ("completed", 2)
 
 
+async def test_lines_that_end_together_leave_the_loop_to_others_between_them(
+    router, new_store, monkeypatch
+):
+    in_this_round, num_per_round = [], []
+
+    def note():
+        if not in_this_round:
+            asyncio.get_running_loop().call_soon(end_round)
+        in_this_round.append(1)
+
+    def end_round():
+        num_per_round.append(len(in_this_round))
+        in_this_round.clear()
+
+    class Noted(lines.BatchLines):
+        async def request(self, turn):
+            note()
+            return await super().request(turn)
+
+        async def result(self, *args):
+            note()
+            return await super().result(*args)
+
+    monkeypatch.setattr("router.http.batches.batches.BatchLines", Noted)
+    async with serving(router, new_store()) as client:
+        batch = await created(client, *map(line, "abc"))
+        keys = [(await router.scheduler.submits.get()).first_seq_key for _ in "abc"]
+        tokens = router.tokens("one")
+        await router.scheduler.step(
+            dict.fromkeys(keys, tokens), finished=dict.fromkeys(keys, LENGTH)
+        )
+        assert (await ended(client, batch)).request_counts.completed == 3
+    assert num_per_round == [1] * 6
+
+
 @BOTH
 async def test_a_cancelled_batch_keeps_what_is_answered(router, new_store):
     async with serving(router, new_store()) as client:
