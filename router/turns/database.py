@@ -259,6 +259,17 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
             coalesce(sum(length(result)), 0), 0, 0, 0, 0, 0
             FROM turns WHERE group_id <> '' GROUP BY group_id""",
     ),
+    (
+        "ALTER TABLE files ADD COLUMN expires_at DOUBLE PRECISION",
+        "ALTER TABLE files ADD COLUMN idempotency_key TEXT",
+        "ALTER TABLE files ADD COLUMN fingerprint BYTEA",
+        "ALTER TABLE batches ADD COLUMN output_expires_s DOUBLE PRECISION",
+        "ALTER TABLE batches ADD COLUMN idempotency_key TEXT",
+        "ALTER TABLE batches ADD COLUMN fingerprint BYTEA",
+        "CREATE UNIQUE INDEX files_key ON files (tenant, idempotency_key)",
+        "CREATE UNIQUE INDEX batches_key ON batches (tenant, idempotency_key)",
+        "CREATE INDEX files_expiring ON files (expires_at) WHERE expires_at IS NOT NULL",
+    ),
 )
 """The statements that upgrade the schema by one version each; never changed once released.
 

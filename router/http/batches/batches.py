@@ -28,6 +28,7 @@ from router.http.batches.lines import (
     unanswered_line,
 )
 from router.http.batches.store import SLICE, VALIDATING, Batch, BatchStore, File
+from router.http.idempotency import CallKey
 from router.http.strict_json import excerpt
 from router.request.cells import Cells
 from router.request.usage import Used
@@ -109,9 +110,24 @@ class Batches:
         return content
 
     async def create(
-        self, tenant: str, file_id: str, endpoint: str, metadata: Mapping[str, str]
+        self,
+        tenant: str,
+        file_id: str,
+        endpoint: str,
+        metadata: Mapping[str, str],
+        output_expires_s: float | None = None,
+        call: CallKey | None = None,
     ) -> Json:
-        """Store a batch; once this returns, the batch will be completed even after crashes."""
+        """Store a batch; once this returns, the batch will be completed even after crashes.
+
+        Returns the batch that the same call created before, if there is one.
+
+        Raises:
+            AlreadyExistsError: Another call has the key.
+            NotFoundError: There is no such file.
+        """
+        if call is not None and (known := await self.store.created_by(tenant, call)) is not None:
+            return await self.shown(await self.find(tenant, known))
         content = await self.content(tenant, file_id)
         num_lines, errors = await asyncio.to_thread(
             _checked_lines, content, endpoint, self.max_line_bytes
@@ -133,9 +149,10 @@ class Batches:
             "request_counts": {"total": num_lines, "completed": 0, "failed": 0},
             **({"failed_at": int(now)} if errors else {}),
         }
-        batch = Batch(batch_id, tenant, now, not errors, shown, key_of_call())
-        await self.store.create(batch)
-        return shown
+        key_name = key_of_call()
+        batch = Batch(batch_id, tenant, now, not errors, shown, key_name, output_expires_s)
+        created = await self.store.create(batch, call)
+        return shown if created == batch_id else await self.shown(await self.find(tenant, created))
 
     async def find(self, tenant: str, batch_id: str) -> Batch:
         """Return a batch; raises NotFoundError."""
@@ -265,9 +282,12 @@ class Batches:
             if content:
                 name = f"{batch.id}_{kind}.jsonl"
                 file_id = f"file-{uuid.uuid4().hex}"
-                files.append(
-                    (File(file_id, batch.tenant, "batch_output", name, len(content), now), content)
+                kept_s = batch.output_expires_s
+                expires_at = None if kept_s is None else now + kept_s
+                file = File(
+                    file_id, batch.tenant, "batch_output", name, len(content), now, expires_at
                 )
+                files.append((file, content))
                 shown[f"{kind}_file_id"] = file_id
         await self.store.end(batch, shown, files)
         await self.store.clear(batch)

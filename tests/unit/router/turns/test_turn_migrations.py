@@ -1,6 +1,7 @@
 """A store that an older version has written is upgraded with all that it contains."""
 
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,18 @@ ROWS = {
                 "cached_tokens": 0,
                 "generated_tokens": 3,
                 "reasoning_tokens": 0,
+            },
+        )
+    ],
+    5: [
+        (
+            "turn_groups",
+            {
+                "id": "batch_1",
+                "completed": 1,
+                "failed": 1,
+                "result_bytes": 8,
+                **dict.fromkeys((each.name for each in fields(Used)), 0),
             },
         )
     ],
