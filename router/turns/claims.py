@@ -9,7 +9,10 @@ from typing import Final, NamedTuple
 from router.turns.database import Connection, Cursor
 
 MAX_QUEUES: Final = 1000
-"""Limit on the queues that one claim looks at; turns of unknown models could make many."""
+"""Limit on the queues that one claim looks at."""
+MAX_MODELS: Final = 100
+"""Limit on the queues of one tenant among them; turns of unknown models, which end at once, could
+make many."""
 
 _ORDER: Final = "ORDER BY priority DESC, created_at, position"
 # Each of these conditions matches a partial index, whose columns follow in the order of the query.
@@ -92,6 +95,7 @@ def find_grouped(
 def _queues(cursor: Cursor) -> Iterator[tuple[str, str]]:
     """Yield the tenants and models of live turns of groups."""
     conditions: Sequence[tuple[str, Sequence[str]]] = (("", ()),)
+    num_models: Counter[str] = Counter()
     for _ in range(MAX_QUEUES):
         for condition, values in conditions:
             cursor.execute(
@@ -105,11 +109,12 @@ def _queues(cursor: Cursor) -> Iterator[tuple[str, str]]:
             return
         tenant, model = row
         yield tenant, model
+        num_models[tenant] += 1
         # For (tenant, model) > (?, ?), SQLite reads the whole queue of the last model.
-        conditions = (
-            (" AND tenant = ? AND model > ?", (tenant, model)),
-            (" AND tenant > ?", (tenant,)),
-        )
+        next_model = " AND tenant = ? AND model > ?", (tenant, model)
+        next_tenant = " AND tenant > ?", (tenant,)
+        has_more = num_models[tenant] < MAX_MODELS
+        conditions = (next_model, next_tenant) if has_more else (next_tenant,)
 
 
 def _share(

@@ -9,6 +9,7 @@ import pytest
 from contract.errors import InvalidArgumentError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob, Usage
 from router.request.usage import HOUR_S, UsageKey, Used
+from router.turns import claims
 from router.turns import store as store_module
 from router.turns.claims import Models
 from router.turns.groups import GroupCounts
@@ -150,6 +151,18 @@ async def test_a_tenant_s_models_are_one_queue_and_a_claim_takes_its_models_only
     assert ids == ["a0", "a1"]
     assert not await store.claim(0, 9, Models(("z",), are_left_out=True))
     assert [turn.id for turn in await store.claim(0, 9, Models(("z",)))] == ["a2"]
+
+
+async def test_a_tenant_with_many_models_leaves_places_to_others(new_store, monkeypatch):
+    monkeypatch.setattr(claims, "MAX_MODELS", 2)
+    store = new_store()
+    many = [replace(turn, model=f"unknown {i}") for i, turn in enumerate(queued("a", 4))]
+    await insert_queued(store, many + queued("b", 1))
+    ids = [[turn.id for turn in await store.claim(0, 9)] for _ in range(2)]
+    assert ids == [["a0", "b0", "a1"], []]
+    for turn in many[:2]:
+        assert await store.end("a", turn.id, END, ())
+    assert [turn.id for turn in await store.claim(0, 9)] == ["a2", "a3"]
 
 
 async def test_a_group_counts_its_ended_turns_and_what_they_used(new_store):
