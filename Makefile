@@ -6,11 +6,11 @@ PYTHON ?= $(or $(firstword $(foreach name,$(PYTHONS),$(shell command -v $(name))
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-# Where observe-test unpacks Debian packages that the machine lacks.
+# Where `observe-test` and `postgres` unpack Debian packages that the machine lacks.
 UNPACKED := build/debian
 export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
-.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test smg-test dynamo-test nixl-test s3-test ui-test observe-test lint lock sbom protos docs bench chaos
+.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test agents-test agents smg-test dynamo-test nixl-test s3-test ui-test observe-test postgres lint lock sbom protos docs bench chaos
 
 setup: $(VENV)/.installed
 
@@ -83,18 +83,26 @@ clients-test: setup
 PUBLIC_CLIENTS := build/public-clients
 OPENAI_AGENTS := build/openai-agents
 LM_EVAL := build/lm-eval
-public-clients-test: setup
+public-clients-test: setup agents
 	test -x $(PUBLIC_CLIENTS)/bin/python || $(PYTHON) -m venv $(PUBLIC_CLIENTS)
 	$(PUBLIC_CLIENTS)/bin/pip install -qq instructor litellm
-	test -x $(OPENAI_AGENTS)/bin/python || $(PYTHON) -m venv $(OPENAI_AGENTS)
-	$(OPENAI_AGENTS)/bin/pip install -qq openai-agents
 	test -x $(LM_EVAL)/bin/python || $(PYTHON) -m venv $(LM_EVAL)
 	$(LM_EVAL)/bin/pip install -qq 'lm-eval[api]>=0.4.10,<0.5' transformers
-	! command -v npm || npm install --silent --prefix $(PUBLIC_CLIENTS) @anthropic-ai/claude-code @openai/codex
-	PUBLIC_CLIENTS_PYTHON=$(PUBLIC_CLIENTS)/bin/python OPENAI_AGENTS_PYTHON=$(OPENAI_AGENTS)/bin/python \
-		LM_EVAL_PYTHON=$(LM_EVAL)/bin/python \
-		PATH="$(CURDIR)/$(PUBLIC_CLIENTS)/node_modules/.bin:$$PATH" \
+	PUBLIC_CLIENTS_PYTHON=$(PUBLIC_CLIENTS)/bin/python LM_EVAL_PYTHON=$(LM_EVAL)/bin/python $(WITH_AGENTS) \
 		$(BIN)/pytest -rs -m public_clients tests/e2e tests/unit/router
+
+# Tests the agents among them: the Agents SDK, Codex and Claude Code; those that cannot be had are
+# skipped by name.
+AGENTS := build/agents
+WITH_AGENTS = OPENAI_AGENTS_PYTHON=$(OPENAI_AGENTS)/bin/python PATH="$(CURDIR)/$(AGENTS)/node_modules/.bin:$$PATH"
+agents-test: setup agents
+	$(WITH_AGENTS) $(BIN)/pytest -rs -m public_clients tests/unit/router/openai tests/unit/router/anthropic tests/e2e/test_command_line_agents.py tests/e2e/test_public_clients.py -k "agents or codex or calls_a_tool"
+
+agents:
+	test -x $(OPENAI_AGENTS)/bin/python || $(PYTHON) -m venv $(OPENAI_AGENTS)
+	ls -d $(OPENAI_AGENTS)/lib/*/site-packages/agents > /dev/null 2>&1 || $(OPENAI_AGENTS)/bin/pip install -qq openai-agents || true
+	test -x $(AGENTS)/node_modules/.bin/codex || ! command -v npm \
+		|| npm install --silent --prefix $(AGENTS) @anthropic-ai/claude-code @openai/codex || true
 
 # Tests the Shepherd Model Gateway, from the package index, in front of two cells; skipped by name
 # if it cannot be had. KILLS=30 kills more processes behind it.
@@ -133,6 +141,11 @@ ui-test: setup
 observe-test: setup
 	command -v prometheus || tests/debian_packages.sh --into $(UNPACKED) observe prometheus
 	$(BIN)/pytest -m 'observe or not observe' -rs tests/observe
+
+# Unpacks PostgreSQL; tests that need it are skipped by name if there is none and none can be had.
+postgres:
+	ls /usr/lib/postgresql/*/bin/initdb $(UNPACKED)/usr/lib/postgresql/*/bin/initdb 2>/dev/null | grep . \
+		|| tests/debian_packages.sh --into $(UNPACKED) postgres postgresql
 
 lint: setup
 	$(BIN)/ruff check

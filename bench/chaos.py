@@ -27,9 +27,9 @@ any fault.
 - `blocks_exact`: whether at the end no block is held, and free + cached = total at each worker,
   without those out of use.
 
-With --turns, clients create stored responses (/v1/responses) instead; a process is killed every few
-seconds, and twice all processes at the same time. Each response is read to its end, as a stream or
-not, and its text compared with its text alone:
+With --turns, clients create stored responses (/v1/responses) instead, and some in batches
+(/v1/batches); a process is killed every few seconds, and twice all processes at the same time. Each
+response is read to its end, as a stream or not, and its text compared with its text alone:
 
 - `turns_lost`: accepted, but missing or failed; `turns_doubled`: computed twice, or with a repeated
   or missing event; `turns_contradicted`: with another text.

@@ -14,6 +14,13 @@ options+=(-o DPkg::Lock::Timeout=120)                           # another proces
 as_root=()
 [ "$(id -u)" -eq 0 ] || as_root=(sudo -n)
 
+needed() { # the packages, and those they need that this machine lacks; the packages alone if they conflict with others
+  local uris
+  uris=$(apt-get "${options[@]}" install --print-uris --no-install-recommends "$@" 2>/dev/null)
+  [ -n "$uris" ] || uris=$(printf "_ %s\n" "$@")
+  cut -d ' ' -f 2 <<<"$uris" | cut -d _ -f 1
+}
+
 install_or_unpack() {
   "${as_root[@]}" apt-get "${options[@]}" update || [ -n "$folder" ] || return # what is known may do
   if [ -z "$folder" ]; then
@@ -21,7 +28,8 @@ install_or_unpack() {
       apt-get "${options[@]}" install -y --no-install-recommends "$@"
     return
   fi
-  mkdir -p "$folder/archives" && cd "$folder/archives" && apt-get "${options[@]}" download "$@" || return
+  mapfile -t missing < <(needed "$@")
+  mkdir -p "$folder/archives" && cd "$folder/archives" && apt-get "${options[@]}" download "${missing[@]}" || return
   for archive in *.deb; do dpkg-deb --extract "$archive" .. || return; done
 }
 

@@ -13,6 +13,8 @@ import psycopg
 import pytest
 
 _USER = "quire"
+_ACCOUNT = "nobody"
+_UNPACKED = Path(__file__).parents[1] / "build/debian"
 
 
 class PostgresServer:
@@ -36,29 +38,42 @@ class PostgresServer:
 @contextmanager
 def postgres_server() -> Iterator[PostgresServer]:
     """Starts a server; skips the test by name without PostgreSQL."""
-    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    path = f"{programs[-1]}:" if programs else ""
-    path += os.environ["PATH"]
+    programs = [
+        each
+        for root in (Path("/"), _UNPACKED)
+        for each in sorted(root.glob("usr/lib/postgresql/*/bin"), reverse=True)
+    ]
+    path = ":".join([*map(str, programs), os.environ["PATH"]])
     initdb, postgres = shutil.which("initdb", path=path), shutil.which("postgres", path=path)
     if initdb is None or postgres is None:
-        pytest.skip("PostgreSQL is not installed")
+        pytest.skip("PostgreSQL is not installed; `make postgres` unpacks it")
+    env = os.environ.copy()
+    if Path(postgres).is_relative_to(_UNPACKED):
+        libraries = [*map(str, _UNPACKED.glob("usr/lib/*-linux-gnu"))]
+        env["LD_LIBRARY_PATH"] = ":".join(libraries)
     as_user: list[str] = []
     if os.getuid() == 0:  # PostgreSQL does not run as root
         # `Popen(user=…)` would fork, and a fork segfaults while gRPC's threads run; without it,
         # Popen uses vfork.
-        as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--init-groups"]
+        as_user = ["setpriv", f"--reuid={_ACCOUNT}", "--regid=nogroup", "--clear-groups"]
+    trial = subprocess.run([*as_user, initdb, "--version"], env=env, check=False)
+    if trial.returncode:  # an account without rights to the folder, or a library that is missing
+        pytest.skip(f"{initdb} cannot be run")
     directory = Path(tempfile.mkdtemp(prefix="quire-pg-"))
     data = directory / "data"
     try:
         if as_user:
-            shutil.chown(directory, "postgres")
+            shutil.chown(directory, _ACCOUNT)
         command = [initdb, "-D", str(data), "-U", _USER, "-A", "trust", "-N", "-E", "UTF8"]
-        subprocess.run([*as_user, *command], check=True, stdout=subprocess.DEVNULL, cwd=directory)
+        subprocess.run(
+            [*as_user, *command], check=True, stdout=subprocess.DEVNULL, cwd=directory, env=env
+        )
         options = ("fsync=off", "listen_addresses=", f"unix_socket_directories={directory}")
         server = subprocess.Popen(
             [*as_user, postgres, "-D", str(data)]
             + [part for each in options for part in ("-c", each)],
             cwd=directory,
+            env=env,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,4 +1,4 @@
-"""Turns of /v1/responses while processes are killed, each followed to its end and compared."""
+"""Turns of /v1/responses and /v1/batches while processes are killed, compared at their ends."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ import random
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import aiohttp
@@ -14,6 +15,9 @@ import aiohttp
 _ASK_AGAIN_S = 0.3
 _TIMEOUT_S = 300.0
 _READ_S = 5.0
+_BATCH_SHARE = 0.05
+_BATCH_LINES = 5
+_ENDPOINT = "/v1/responses"
 _QUESTIONS = (
     "add two numbers",
     "read a file line by line",
@@ -54,7 +58,7 @@ class TurnClient:
                     "max_output_tokens": max_tokens,
                     "ignore_eos": True,
                 }
-                answer = await self._call(session, "POST", "", {**body, "store": False})
+                answer = await self._call(session, "POST", "/responses", {**body, "store": False})
                 self._references.append((body, _text(answer)))
 
     async def keep_asking(self, num: int, at_once: int) -> None:
@@ -64,7 +68,10 @@ class TurnClient:
         async def ask() -> None:
             async with aiohttp.ClientSession() as session:
                 for _ in left:
-                    await self._turn(session)
+                    if self._chance.random() < _BATCH_SHARE:
+                        await self._batch(session, [None, *islice(left, _BATCH_LINES - 1)])
+                    else:
+                        await self._turn(session)
 
         await asyncio.gather(*(ask() for _ in range(at_once)))
 
@@ -77,11 +84,11 @@ class TurnClient:
         body = {**body, "background": True}
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                accepted = await self._call(session, "POST", "", body, headers)
+                accepted = await self._call(session, "POST", "/responses", body, headers)
                 turn_id = accepted["id"]
                 streamed = await self._follow(session, turn_id) if is_stream else None
                 whole = await self._ended(session, turn_id)
-                again = await self._call(session, "POST", "", body, headers)
+                again = await self._call(session, "POST", "/responses", body, headers)
         except (TimeoutError, LookupError) as error:
             verdict.lost.append(f"{key}: {type(error).__name__} {error}")
             return
@@ -91,11 +98,58 @@ class TurnClient:
             if text is not None and text != expected:
                 verdict.contradicted.append(f"{turn_id}: {what} {text!r} for {expected!r}")
 
+    async def _batch(self, session: aiohttp.ClientSession, lines: Sequence[object]) -> None:
+        """Run some turns as the lines of a batch."""
+        asked = [self._chance.choice(self._references) for _ in lines]
+        verdict, key = self.verdict, uuid.uuid4().hex
+        verdict.num += len(asked)
+        content = "\n".join(
+            json.dumps({"custom_id": str(i), "method": "POST", "url": _ENDPOINT, "body": body})
+            for i, (body, _) in enumerate(asked)
+        )
+        headers = {"Idempotency-Key": key}
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                file = await self._call(session, "POST", "/files", content, headers)
+                body = {
+                    "input_file_id": file["id"],
+                    "endpoint": _ENDPOINT,
+                    "completion_window": "24h",
+                }
+                accepted = await self._call(session, "POST", "/batches", body, headers)
+                ended = await self._ended_batch(session, accepted["id"])
+                again = await self._call(session, "POST", "/batches", body, headers)
+                told = await self._call(
+                    session, "GET", f"/files/{ended['output_file_id']}/content", as_lines=True
+                )
+        except (TimeoutError, LookupError) as error:
+            verdict.lost += [f"{key}: {type(error).__name__} {error}"] * len(asked)
+            return
+        if again["id"] != accepted["id"]:
+            verdict.doubled.append(f"{key}: {accepted['id']} and {again['id']}")
+        answers = {line["custom_id"]: line["response"]["body"] for line in told["lines"]}
+        if len(answers) < len(told["lines"]):
+            verdict.doubled.append(f"{accepted['id']}: a line is answered twice")
+        for i, (_, expected) in enumerate(asked):
+            if (answer := answers.get(str(i))) is None:
+                verdict.lost.append(f"{accepted['id']}: line {i}")
+            elif (text := _text(answer)) != expected:
+                verdict.contradicted.append(f"{accepted['id']}: {text!r} for {expected!r}")
+
+    async def _ended_batch(self, session: aiohttp.ClientSession, batch_id: str) -> dict[str, Any]:
+        while True:
+            batch = await self._call(session, "GET", f"/batches/{batch_id}")
+            if batch["status"] == "completed":
+                return batch
+            if batch["status"] not in ("validating", "in_progress"):
+                raise LookupError(f"{batch_id} is {batch['status']}: {batch['errors']}")
+            await asyncio.sleep(_ASK_AGAIN_S)
+
     async def _follow(self, session: aiohttp.ClientSession, turn_id: str) -> str:
         """Read a turn's stream; after each break, continue after the last event."""
         last, text = -1, ""
         while True:
-            path = f"/{turn_id}?stream=true&starting_after={last}"
+            path = f"/responses/{turn_id}?stream=true&starting_after={last}"
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
                 async with session.get(
                     self._url(path), timeout=aiohttp.ClientTimeout(sock_read=_READ_S)
@@ -119,7 +173,7 @@ class TurnClient:
 
     async def _ended(self, session: aiohttp.ClientSession, turn_id: str) -> dict[str, Any]:
         while True:
-            response = await self._call(session, "GET", f"/{turn_id}")
+            response = await self._call(session, "GET", f"/responses/{turn_id}")
             if response["status"] in ("completed", "incomplete"):
                 return response
             if response["status"] not in ("queued", "in_progress"):
@@ -131,16 +185,30 @@ class TurnClient:
         session: aiohttp.ClientSession,
         method: str,
         path: str,
-        body: dict[str, Any] | None = None,
+        body: dict[str, Any] | str | None = None,
         headers: dict[str, str] | None = None,
+        *,
+        as_lines: bool = False,
     ) -> dict[str, Any]:
-        """Call routers until one answers."""
+        """Call routers until one answers; a text is uploaded as a file."""
         timeout = aiohttp.ClientTimeout(total=60)
         while True:
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                form = None
+                if isinstance(body, str):
+                    form = aiohttp.FormData({"purpose": "batch"})
+                    form.add_field("file", body, filename="in.jsonl")
                 async with session.request(
-                    method, self._url(path), json=body, headers=headers, timeout=timeout
+                    method,
+                    self._url(path),
+                    json=None if isinstance(body, str) else body,
+                    data=form,
+                    headers=headers,
+                    timeout=timeout,
                 ) as response:
+                    if response.status == 200 and as_lines:
+                        text = await response.text()
+                        return {"lines": [*map(json.loads, text.splitlines())]}
                     if response.status == 200:
                         answer: dict[str, Any] = await response.json()
                         return answer
@@ -149,7 +217,7 @@ class TurnClient:
             await asyncio.sleep(_ASK_AGAIN_S)
 
     def _url(self, path: str) -> str:
-        return f"{self._chance.choice(self._urls)}/v1/responses{path}"
+        return f"{self._chance.choice(self._urls)}/v1{path}"
 
 
 def _text(response: dict[str, Any]) -> str:

@@ -230,6 +230,46 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
             at DOUBLE PRECISION NOT NULL)""",
     ),
     ("ALTER TABLE batches ADD COLUMN key_name TEXT NOT NULL DEFAULT ''",),
+    (
+        # Each query of live turns reads an index in order, and no more of it than it needs. A row
+        # may be large, so the conditions of these queries are columns of the indexes, too.
+        "DROP INDEX turns_live",
+        "CREATE INDEX turns_owned ON turns (owner) WHERE ended_at IS NULL AND owner <> ''",
+        """CREATE INDEX turns_single ON turns
+            (priority DESC, created_at, position, lease_until, model)
+            WHERE ended_at IS NULL AND group_id = ''""",
+        """CREATE INDEX turns_grouped ON turns
+            (tenant, model, priority DESC, created_at, position, lease_until)
+            WHERE ended_at IS NULL AND group_id <> ''""",
+        """CREATE INDEX turns_group_live ON turns (group_id, position)
+            WHERE ended_at IS NULL AND group_id <> ''""",
+        """CREATE TABLE turn_groups (
+            id TEXT PRIMARY KEY,
+            completed BIGINT NOT NULL,
+            failed BIGINT NOT NULL,
+            result_bytes BIGINT NOT NULL,
+            requests BIGINT NOT NULL,
+            prompt_tokens BIGINT NOT NULL,
+            cached_tokens BIGINT NOT NULL,
+            generated_tokens BIGINT NOT NULL,
+            reasoning_tokens BIGINT NOT NULL)""",
+        """INSERT INTO turn_groups SELECT group_id,
+            sum(CASE status WHEN 'completed' THEN 1 ELSE 0 END),
+            sum(CASE status WHEN 'failed' THEN 1 ELSE 0 END),
+            coalesce(sum(length(result)), 0), 0, 0, 0, 0, 0
+            FROM turns WHERE group_id <> '' GROUP BY group_id""",
+    ),
+    (
+        "ALTER TABLE files ADD COLUMN expires_at DOUBLE PRECISION",
+        "ALTER TABLE files ADD COLUMN idempotency_key TEXT",
+        "ALTER TABLE files ADD COLUMN fingerprint BYTEA",
+        "ALTER TABLE batches ADD COLUMN output_expires_s DOUBLE PRECISION",
+        "ALTER TABLE batches ADD COLUMN idempotency_key TEXT",
+        "ALTER TABLE batches ADD COLUMN fingerprint BYTEA",
+        "CREATE UNIQUE INDEX files_key ON files (tenant, idempotency_key)",
+        "CREATE UNIQUE INDEX batches_key ON batches (tenant, idempotency_key)",
+        "CREATE INDEX files_expiring ON files (expires_at) WHERE expires_at IS NOT NULL",
+    ),
 )
 """The statements that upgrade the schema by one version each; never changed once released.
 

@@ -21,7 +21,7 @@ from router.request.live_request import LiveRequest
 from router.request.usage import Used, used_of
 from router.schedulers.wire import record_from_bytes
 from router.turns.store import Progress
-from router.turns.turn import Turn, TurnEnd, TurnStatus
+from router.turns.turn import Answer, Turn, TurnEnd, TurnStatus
 
 
 class MovedError(QuireError):
@@ -88,8 +88,7 @@ class RunningTurn:
         self.task: asyncio.Task[None] | None = None
         self.live: LiveRequest | None = None
         """The request that computes the turn now, or the last that did."""
-        self.answer: bytes | None = None
-        """The result of a turn that was computed as a whole."""
+        self.answer: Answer | None = None
         self.is_cancelled = False
         self.num_readers = 0
         self.done = asyncio.Event()
@@ -241,5 +240,6 @@ class RunningTurn:
         ]
 
     def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        if self.num_readers:
+            self._news.set()
+            self._news = asyncio.Event()

@@ -1,5 +1,6 @@
 """Stores turns and their events. All calls raise `StoreError` while the database fails."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
@@ -10,7 +11,9 @@ from contract.errors import InvalidArgumentError
 from contract.outputs import Event
 from quire.v1 import inference_pb2
 from router.request.usage import UsageRows
+from router.turns.claims import ALL_MODELS, Models, Shares, find_grouped, find_single
 from router.turns.database import Connection, Cursor, Database
+from router.turns.groups import GroupCounts, add_counts, counts_of, read_counts
 from router.turns.turn import Turn, TurnEnd, TurnStatus
 from router.turns.usage import add_once, add_usage, sweep_usage
 
@@ -57,15 +60,9 @@ class Batch:
     """The usage of requests that are not turns, and the sequence number of this record."""
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
-    """A set of models: `names`, or all models but these if `are_left_out`."""
-
-    names: tuple[str, ...]
-    are_left_out: bool = False
-
-
-ALL_MODELS: Final = Models((), are_left_out=True)
+OF_GROUP: Final = "group_id = ? AND group_id <> ''"
+"""The condition of a group's turns. SQLite uses the index only with its condition."""
+NO_TURNS: Final[Mapping[str, int]] = {}
 
 
 class TurnStore:
@@ -75,6 +72,8 @@ class TurnStore:
         """`owner` identifies this router; no other process ever has the same name."""
         self.database = database
         self._owner = owner
+        self._last_tenant = ""
+        """The tenant of the last claimed turn of a group."""
 
     # --- for the owner --------------------------------------------------------------------------
 
@@ -91,7 +90,8 @@ class TurnStore:
         now = db.now(cursor)
         lease_until = now + LEASE_S
         cursor.execute(
-            "UPDATE turns SET lease_until = ? WHERE owner = ? AND ended_at IS NULL RETURNING id",
+            "UPDATE turns SET lease_until = ? WHERE owner = ? AND owner <> '' AND ended_at IS NULL"
+            " RETURNING id",
             (lease_until, self._owner),
         )
         own = {turn_id for (turn_id,) in cursor.fetchall()}
@@ -100,9 +100,14 @@ class TurnStore:
             for turn in batch.accepted
             if insert_turn(cursor, turn, self._owner, lease_until)
         }
+        group_to_counts: defaultdict[str, GroupCounts] = defaultdict(GroupCounts)
         for progress in batch.progress:
-            if progress.turn_id in own:
-                _write_progress(cursor, progress)
+            if progress.turn_id not in own:
+                continue
+            _write_progress(cursor, progress)
+            if (end := progress.end) is not None and (group := _write_end(cursor, progress, end)):
+                group_to_counts[group] += counts_of(end)
+        add_counts(cursor, group_to_counts)
         for turn_id in batch.released:
             cursor.execute(
                 "UPDATE turns SET owner = '', lease_until = 0 WHERE id = ? AND owner = ?",
@@ -114,33 +119,36 @@ class TurnStore:
         return own
 
     async def claim(
-        self, limit: int, group_limit: int = 0, models: Models = ALL_MODELS
+        self,
+        limit: int,
+        group_limit: int = 0,
+        models: Models = ALL_MODELS,
+        num_running: Mapping[str, int] = NO_TURNS,
     ) -> Sequence[Turn]:
         """Become the owner of turns without one: higher priority first, then older ones first.
 
-        Claims at most `limit` turns without a group, and `group_limit` turns of groups.
+        Claims at most `limit` turns without a group, and `group_limit` turns of groups. For the
+        latter, tenants take turns, those with the fewest of `num_running` first.
         """
-        chosen = ""
-        if models.names:
-            places = ", ".join("?" * len(models.names))
-            chosen = f" AND model {'NOT ' if models.are_left_out else ''}IN ({places})"
 
         def work(cursor: Cursor, db: Connection) -> list[Turn]:
             now = db.now(cursor)
-            turns: list[Turn] = []
-            for condition, most in (("= ''", limit), ("<> ''", group_limit)):
+            ids: list[str] = []
+            if limit:
+                ids += [each.id for each in find_single(cursor, db, now, limit, models)]
+            if group_limit:
+                shares = Shares(num_running, self._last_tenant)
+                for tenant, each in find_grouped(cursor, db, now, group_limit, models, shares):
+                    ids.append(each.id)
+                    self._last_tenant = tenant
+            turns = []
+            for turn_id in ids:
                 cursor.execute(
-                    f"SELECT {_COLUMNS} FROM turns WHERE status IN ('queued', 'running')"  # noqa: S608 - constants
-                    f" AND ended_at IS NULL AND lease_until < ? AND group_id {condition}{chosen}"
-                    f" ORDER BY priority DESC, created_at, position LIMIT ?{db.skips_locked}",
-                    (now, *models.names, most),
+                    "UPDATE turns SET owner = ?, lease_until = ? WHERE id = ?"  # noqa: S608 - constants
+                    f" RETURNING {_COLUMNS}",
+                    (self._owner, now + LEASE_S, turn_id),
                 )
-                turns += [_turn(row) for row in cursor.fetchall()]
-            for turn in turns:
-                cursor.execute(
-                    "UPDATE turns SET owner = ?, lease_until = ? WHERE id = ?",
-                    (self._owner, now + LEASE_S, turn.id),
-                )
+                turns.append(_turn(cursor.fetchone()))
             return turns
 
         return await self.database.run(work)
@@ -242,11 +250,13 @@ class TurnStore:
         def work(cursor: Cursor, _: Connection) -> bool:
             cursor.execute(
                 "UPDATE turns SET status = ?, result = ?, ended_at = ?, owner = ''"
-                " WHERE tenant = ? AND id = ? AND ended_at IS NULL",
+                " WHERE tenant = ? AND id = ? AND ended_at IS NULL RETURNING group_id",
                 (end.status.value, end.result, end.at, tenant, turn_id),
             )
-            if not cursor.rowcount:
+            if (row := cursor.fetchone()) is None:
                 return False
+            if group := row[0]:
+                add_counts(cursor, {group: counts_of(end)})
             cursor.execute("SELECT count(*) FROM turn_events WHERE turn_id = ?", (turn_id,))
             (first,) = cursor.fetchone()
             _write_events(cursor, turn_id, first, events)
@@ -266,29 +276,19 @@ class TurnStore:
 
     # --- for a group ----------------------------------------------------------------------------
 
-    async def count_group(self, tenant: str, group: str) -> Mapping[TurnStatus, int]:
-        """Return how many turns of a group have each status."""
+    async def count_group(self, group: str) -> GroupCounts:
+        """Return the counts of a group, which are kept: the group may be large."""
+        return await self.database.run(lambda cursor, _: read_counts(cursor, group))
 
-        def work(cursor: Cursor, _: Connection) -> dict[TurnStatus, int]:
+    async def is_group_live(self, group: str) -> bool:
+        """Return whether a turn of a group has not ended."""
+
+        def work(cursor: Cursor, _: Connection) -> bool:
             cursor.execute(
-                "SELECT status, count(*) FROM turns WHERE tenant = ? AND group_id = ?"
-                " GROUP BY status",
-                (tenant, group),
+                f"SELECT 1 FROM turns WHERE {OF_GROUP} AND ended_at IS NULL LIMIT 1",  # noqa: S608 - constants
+                (group,),
             )
-            return {TurnStatus(status): num for status, num in cursor.fetchall()}
-
-        return await self.database.run(work)
-
-    async def group_bytes(self, tenant: str, group: str) -> int:
-        """Return the total bytes of a group's results."""
-
-        def work(cursor: Cursor, _: Connection) -> int:
-            cursor.execute(
-                "SELECT sum(length(result)) FROM turns WHERE tenant = ? AND group_id = ?",
-                (tenant, group),
-            )
-            (num_bytes,) = cursor.fetchone()
-            return num_bytes or 0
+            return cursor.fetchone() is not None
 
         return await self.database.run(work)
 
@@ -302,7 +302,7 @@ class TurnStore:
         max_bytes: int = 16 * 2**20,
     ) -> Sequence[Turn]:
         """Return turns of a group in order, up to `max_bytes` but at least one."""
-        of_group = "FROM turns WHERE tenant = ? AND group_id = ? AND position >= ?"
+        of_group = f"FROM turns WHERE tenant = ? AND {OF_GROUP} AND position >= ?"
         in_order = "ORDER BY position LIMIT ?"
         asked = tenant, group, first_position
 
@@ -337,12 +337,18 @@ def _write_progress(cursor: Cursor, progress: Progress) -> None:
             "UPDATE turns SET status = 'running', record = ? WHERE id = ?",
             (progress.record, progress.turn_id),
         )
-    if (end := progress.end) is not None:
-        cursor.execute(
-            "UPDATE turns SET status = ?, result = ?, ended_at = ?, owner = '' WHERE id = ?",
-            (end.status.value, end.result, end.at, progress.turn_id),
-        )
-        add_usage(cursor, end.usage)
+
+
+def _write_end(cursor: Cursor, progress: Progress, end: TurnEnd) -> str:
+    """Write the end of a turn; return the turn's group."""
+    cursor.execute(
+        "UPDATE turns SET status = ?, result = ?, ended_at = ?, owner = '' WHERE id = ?"
+        " RETURNING group_id",
+        (end.status.value, end.result, end.at, progress.turn_id),
+    )
+    (group,) = cursor.fetchone()
+    add_usage(cursor, end.usage)
+    return str(group)
 
 
 def _write_events(cursor: Cursor, turn_id: str, first: int, events: Sequence[Event]) -> None:

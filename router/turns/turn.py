@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from contract.errors import UnavailableError
-from router.request.usage import UsageRows
+from router.request.usage import UsageRows, Used
 
 
 class StoreError(UnavailableError):
@@ -60,6 +60,14 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of a turn that was computed as a whole."""
+
+    result: bytes
+    used: Used
+
+
+@dataclass(frozen=True, slots=True)
 class TurnEnd:
     """How a turn has ended."""
 
@@ -68,3 +76,5 @@ class TurnEnd:
     at: float
     usage: UsageRows = field(default_factory=dict)
     """The turn's usage, stored together with the end."""
+    used: Used = field(default_factory=Used)
+    """What the turn used, for the counts of its group; counted as usage elsewhere, too."""

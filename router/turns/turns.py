@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
@@ -32,9 +33,10 @@ from router.request.live_request import LiveRequest
 from router.request.on_demand import is_patient
 from router.request.usage import UsageCounts, UsageKey, UsageRows, Used, hour_of
 from router.schedulers.wire import record_from_bytes, record_to_bytes
+from router.turns.claims import Models
 from router.turns.running import MovedError, RunningTurn, Seen
-from router.turns.store import SWEEP_LIMIT, Batch, Models, TurnStore
-from router.turns.turn import StoreError, Turn, TurnEnd, TurnStatus
+from router.turns.store import SWEEP_LIMIT, Batch, TurnStore
+from router.turns.turn import Answer, StoreError, Turn, TurnEnd, TurnStatus
 
 log = structlog.get_logger()
 
@@ -63,7 +65,7 @@ _CANCEL_S: Final = 5.0
 class TurnKind(Protocol):
     """The functions of one API for its turns."""
 
-    async def answer(self, turn: Turn) -> bytes | None:
+    async def answer(self, turn: Turn) -> Answer | None:
         """Compute a turn as a whole. None: submit its request and store its tokens instead.
 
         Raises QuireError.
@@ -112,6 +114,7 @@ class Turns:
         self._is_urgent = asyncio.Event()
         self._is_draining = False
         self._is_failing = False
+        self._pacing = asyncio.Lock()
         self._has_ended_grouped = False
         """Whether a turn of a group has ended since the last time turns were taken over."""
 
@@ -269,6 +272,7 @@ class Turns:
             except Exception:
                 log.exception("turn failed", turn=running.turn.id)
                 running.stop(FinishReason.ERROR, QuireError("internal error"))
+            await self._pace(running.turn)
             while True:
                 try:
                     running.end(await self._end_of(running))
@@ -311,8 +315,19 @@ class Turns:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
+    async def _pace(self, turn: Turn) -> None:
+        """Return for one turn of a group at a time, each in a later round of the event loop.
+
+        Many lines of a batch end in the same step. Together they would hold up the tokens of
+        clients that wait.
+        """
+        if turn.group:
+            async with self._pacing:
+                await asyncio.sleep(0)
+
     async def _submit(self, running: RunningTurn) -> LiveRequest:
         turn = running.turn
+        await self._pace(turn)
         # A prompt is made with the model's limits.
         cell = await self._cells.use(turn.model, is_patient=is_patient(turn.priority))
         if running.record is not None:
@@ -330,18 +345,19 @@ class Turns:
             UnavailableError: Likewise.
         """
         turn, at, kind = running.turn, time.time(), self._kinds[running.turn.kind]
-        usage = self._usage_of(running, at)
+        usage, used = self._usage_of(running, at), running.used
         try:
-            result = running.answer
-            if result is None:
+            if running.answer is not None:
+                result, used = running.answer.result, running.answer.used
+            else:
                 result = await kind.result(turn, running.status, running.events, at)
         except (TooBusyError, UnavailableError):
             raise
         except Exception as error:
             log.exception("turn's answer cannot be made", turn=turn.id)
             shown = error if isinstance(error, QuireError) else QuireError("internal error")
-            return TurnEnd(TurnStatus.FAILED, kind.failure(turn, shown), at, usage)
-        return TurnEnd(running.status, result, at, usage)
+            return TurnEnd(TurnStatus.FAILED, kind.failure(turn, shown), at, usage, used)
+        return TurnEnd(running.status, result, at, usage, used)
 
     def _usage_of(self, running: RunningTurn, at: float) -> UsageRows:
         """Return the usage to record for a turn that has ended."""
@@ -377,7 +393,7 @@ class Turns:
                     next_tick = loop.time() + self._tick_s
                 if is_tick or self._has_ended_grouped:
                     self._has_ended_grouped = False
-                    await self._take_up()
+                    await self._take_up(only_groups=not is_tick)
                 if loop.time() >= next_sweep:
                     next_sweep = loop.time() + _SWEEP_S
                     num_swept = await self.store.sweep(self._retention_s, self._usage_retention_s)
@@ -458,25 +474,27 @@ class Turns:
         with contextlib.suppress(NotFoundError):  # no model serves it any more
             self._cells.of(turn.model).schedulers.unpin(turn.id, turn.tenant)
 
-    async def _take_up(self) -> None:
+    async def _take_up(self, *, only_groups: bool) -> None:
         for cell in self._cells.all:
             if not self._is_draining and (cell.model.infos() or self._cells.on_demand):
-                await self._take_up_for(cell)
+                await self._take_up_for(cell, only_groups=only_groups)
 
-    async def _take_up_for(self, cell: Inference) -> None:
+    async def _take_up_for(self, cell: Inference, *, only_groups: bool) -> None:
         """Take over turns of one model; each model has a separate limit."""
         own = [each.turn for each in self._running.values() if self._is_for(cell, each.turn)]
-        num_grouped = sum(1 for turn in own if turn.group)
-        room = max(0, _MAX_RUNNING - len(own) + num_grouped)
-        group_room = max(0, _MAX_GROUPED - num_grouped)
+        grouped = Counter(turn.tenant for turn in own if turn.group)
+        room = 0 if only_groups else max(0, _MAX_RUNNING - len(own) + grouped.total())
+        group_room = max(0, _MAX_GROUPED - grouped.total())
         if not (room or group_room):
             return
-        for turn in await self.store.claim(room, group_room, self._models_for(cell)):
+        models = self._models_for(cell)
+        for turn in await self.store.claim(room, group_room, models, grouped):
             if turn.kind not in self._kinds or turn.id in self._running:
                 continue
             has_begun = turn.status is not TurnStatus.QUEUED
             running = RunningTurn(turn, await self.store.events(turn.id) if has_begun else ())
-            log.info("turn continues", turn=turn.id, num_tokens=running.num_tokens)
+            if has_begun:
+                log.info("turn continues", turn=turn.id, num_tokens=running.num_tokens)
             self._start(running, None)
 
     def _is_for(self, cell: Inference, turn: Turn) -> bool:

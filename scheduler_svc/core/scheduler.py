@@ -640,6 +640,8 @@ class Scheduler:
             self.beams.stop(seq.group)
         elif seq.status in RUNNING:
             self.running.stop(seq)
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.pins.on_completed(seq)
         self.host_room.release(leader)
         for output in seq.outputs:
             if (next_leader := self.live.remove(output)) is not None:

@@ -68,6 +68,11 @@ def say(service: Service, text: str, **more: object) -> openai.types.responses.R
         )
 
 
+def num_blocks_of(response: openai.types.responses.Response) -> int:
+    """Returns how many blocks prompt and output fill; the last token is not computed."""
+    return (response.usage.total_tokens - 1) // BLOCK_SIZE
+
+
 def push_down(service: Service, others: Callable[[], None], is_down: Callable[..., bool]) -> None:
     """Lets others run until the conversation is where the test wants it."""
 
@@ -82,7 +87,7 @@ def test_a_conversation_comes_back_from_the_lower_tiers(service, others):
     first = say(service, "Read this. " * 12, prompt_cache_key="agent")
     num_pinned = first.usage.input_tokens_details.cache_write_tokens
     assert num_pinned >= 2 * BLOCK_SIZE
-    assert service.load().num_pinned_blocks == num_pinned // BLOCK_SIZE
+    assert service.load().num_pinned_blocks == num_blocks_of(first)
     # The tool runs. Others need the blocks.
     push_down(service, others, lambda load: not load.num_pinned_blocks)
     result = {"previous_response_id": first.id}
@@ -120,8 +125,7 @@ def test_a_conversation_comes_back_from_the_disk_after_its_worker_was_killed(ser
 
 def test_a_conversation_that_is_deleted_is_unpinned(service):
     first = say(service, "Forget this. " * 12, prompt_cache_key="agent")
-    num_pinned = first.usage.input_tokens_details.cache_write_tokens // BLOCK_SIZE
-    assert service.load().num_pinned_blocks == num_pinned > 0
+    assert service.load().num_pinned_blocks == num_blocks_of(first) > 0
     client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0)
     with client:
         client.responses.delete(first.id)

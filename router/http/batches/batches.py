@@ -28,8 +28,10 @@ from router.http.batches.lines import (
     unanswered_line,
 )
 from router.http.batches.store import SLICE, VALIDATING, Batch, BatchStore, File
+from router.http.idempotency import CallKey
 from router.http.strict_json import excerpt
 from router.request.cells import Cells
+from router.request.usage import Used
 from router.turns.turn import Turn, TurnStatus
 from router.turns.turns import Turns
 
@@ -108,9 +110,24 @@ class Batches:
         return content
 
     async def create(
-        self, tenant: str, file_id: str, endpoint: str, metadata: Mapping[str, str]
+        self,
+        tenant: str,
+        file_id: str,
+        endpoint: str,
+        metadata: Mapping[str, str],
+        output_expires_s: float | None = None,
+        call: CallKey | None = None,
     ) -> Json:
-        """Store a batch; once this returns, the batch will be completed even after crashes."""
+        """Store a batch; once this returns, the batch will be completed even after crashes.
+
+        Returns the batch that the same call created before, if there is one.
+
+        Raises:
+            AlreadyExistsError: Another call has the key.
+            NotFoundError: There is no such file.
+        """
+        if call is not None and (known := await self.store.created_by(tenant, call)) is not None:
+            return await self.shown(await self.find(tenant, known))
         content = await self.content(tenant, file_id)
         num_lines, errors = await asyncio.to_thread(
             _checked_lines, content, endpoint, self.max_line_bytes
@@ -132,9 +149,10 @@ class Batches:
             "request_counts": {"total": num_lines, "completed": 0, "failed": 0},
             **({"failed_at": int(now)} if errors else {}),
         }
-        batch = Batch(batch_id, tenant, now, not errors, shown, key_of_call())
-        await self.store.create(batch)
-        return shown
+        key_name = key_of_call()
+        batch = Batch(batch_id, tenant, now, not errors, shown, key_name, output_expires_s)
+        created = await self.store.create(batch, call)
+        return shown if created == batch_id else await self.shown(await self.find(tenant, created))
 
     async def find(self, tenant: str, batch_id: str) -> Batch:
         """Return a batch; raises NotFoundError."""
@@ -147,8 +165,8 @@ class Batches:
         """Return a batch as its client sees it now."""
         if not batch.is_live:
             return batch.shown
-        counts = await self.turns.store.count_group(batch.tenant, batch.id)
-        return {**batch.shown, "request_counts": _counts(batch, counts)}
+        counts = await self.turns.store.count_group(batch.id)
+        return {**batch.shown, **_progress(batch, counts.completed, counts.failed, counts.used)}
 
     async def cancel(self, batch: Batch) -> Json:
         """Cancel a batch: start no more of its lines, and end those that run."""
@@ -182,29 +200,28 @@ class Batches:
                     next_sweep = time.monotonic() + _SWEEP_S
                     broken.clear()
                     await self.store.sweep(self.retention_s)
-                    await self.store.clear()
+                    await self.store.clear_all()
             except QuireError as error:
                 log.warning("batches will be retried", error=str(error))
 
     async def _advance(self, batch: Batch) -> None:
         is_late = time.time() >= batch.created_at + WINDOW_S
-        num_bytes = await self.turns.store.group_bytes(batch.tenant, batch.id)
-        is_too_large = num_bytes > MAX_RESULT_BYTES
+        counts = await self.turns.store.count_group(batch.id)
+        is_too_large = counts.result_bytes > MAX_RESULT_BYTES
         is_stopping = is_late or is_too_large or batch.shown["status"] == "cancelling"
         if is_stopping:
             await self.store.end_queued(batch)
         elif batch.shown["status"] == VALIDATING:
             await self._fill(batch)
             return
-        counts = await self.turns.store.count_group(batch.tenant, batch.id)
-        if any(num for status, num in counts.items() if not status.has_ended):
+        if await self.turns.store.is_group_live(batch.id):
             if is_stopping:
                 async for found in self._pages(batch):
                     for turn in found:
                         if not turn.status.has_ended:
                             await self.turns.cancel(turn)
             return
-        await self._end(batch, counts, "failed" if is_too_large else "expired" if is_late else "")
+        await self._end(batch, "failed" if is_too_large else "expired" if is_late else "")
 
     async def _fill(self, batch: Batch) -> None:
         """Make a turn of each line of a batch.
@@ -242,11 +259,12 @@ class Batches:
             yield found
             first = found[-1].position + 1
 
-    async def _end(self, batch: Batch, counts: Mapping[TurnStatus, int], why: str) -> None:
+    async def _end(self, batch: Batch, why: str) -> None:
         status = why or ("cancelled" if batch.shown["status"] == "cancelling" else "completed")
         results = _Results()
         async for found in self._pages(batch):
             await asyncio.to_thread(results.add, found, status)
+        used = (await self.turns.store.count_group(batch.id)).used
         if results.is_full:  # the last line may have ended after the check above
             status = "failed"
         now = time.time()
@@ -255,7 +273,7 @@ class Batches:
             "status": status,
             f"{status}_at": int(now),
             "finalizing_at": int(now),
-            "request_counts": _counts(batch, counts, results.num_left_out),
+            **_progress(batch, results.num_completed, results.num_failed, used),
         }
         if results.is_full:
             shown["errors"] = {"object": "list", "data": [_problem(*_TOO_LARGE)]}
@@ -264,20 +282,34 @@ class Batches:
             if content:
                 name = f"{batch.id}_{kind}.jsonl"
                 file_id = f"file-{uuid.uuid4().hex}"
-                files.append(
-                    (File(file_id, batch.tenant, "batch_output", name, len(content), now), content)
+                kept_s = batch.output_expires_s
+                expires_at = None if kept_s is None else now + kept_s
+                file = File(
+                    file_id, batch.tenant, "batch_output", name, len(content), now, expires_at
                 )
+                files.append((file, content))
                 shown[f"{kind}_file_id"] = file_id
         await self.store.end(batch, shown, files)
-        await self.store.clear()
+        await self.store.clear(batch)
         log.info("batch ended", batch=batch.id, status=status)
 
 
-def _counts(batch: Batch, counts: Mapping[TurnStatus, int], num_left_out: int = 0) -> Json:
-    total = cast(Json, batch.shown["request_counts"])["total"]
-    completed = counts.get(TurnStatus.COMPLETED, 0) - num_left_out
-    failed = counts.get(TurnStatus.FAILED, 0) + num_left_out
-    return {"total": total, "completed": completed, "failed": failed}
+def _progress(batch: Batch, num_completed: int, num_failed: int, used: Used) -> Json:
+    """Return the fields that change while a batch is answered."""
+    return {
+        "request_counts": {
+            "total": cast(Json, batch.shown["request_counts"])["total"],
+            "completed": num_completed,
+            "failed": num_failed,
+        },
+        "usage": {
+            "input_tokens": used.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": used.cached_tokens},
+            "output_tokens": used.generated_tokens,
+            "output_tokens_details": {"reasoning_tokens": used.reasoning_tokens},
+            "total_tokens": used.prompt_tokens + used.generated_tokens,
+        },
+    }
 
 
 @dataclass(slots=True)
@@ -289,8 +321,8 @@ class _Results:
     )
     is_full: bool = False
     """Whether a result did not fit."""
-    num_left_out: int = 0
-    """How many answers, as opposed to errors, did not fit."""
+    num_completed: int = 0
+    num_failed: int = 0
     _num_bytes: int = 0
 
     def add(self, turns: Sequence[Turn], status: str) -> None:
@@ -299,12 +331,14 @@ class _Results:
             kind, text = _KINDS.get(turn.status, "error"), turn.result
             if turn.status not in _KINDS or text is None:
                 text = unanswered_line(turn, *_UNANSWERED.get(status, _CANCELLED))
-            elif self._num_bytes + len(text) > MAX_RESULT_BYTES:
-                self.is_full = True
-                self.num_left_out += kind == "output"
-                kind, text = "error", unanswered_line(turn, *_TOO_LARGE)
             else:
-                self._num_bytes += len(text)
+                if self._num_bytes + len(text) > MAX_RESULT_BYTES:
+                    self.is_full = True
+                    kind, text = "error", unanswered_line(turn, *_TOO_LARGE)
+                else:
+                    self._num_bytes += len(text)
+                self.num_completed += kind == "output"
+                self.num_failed += kind == "error"
             self.contents[kind] += text
             self.contents[kind] += b"\n"
 

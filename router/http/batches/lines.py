@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import grpc
 from pydantic import ValidationError
@@ -25,7 +25,8 @@ from router.http.requests.completions import CompletionBody, completion_call
 from router.http.strict_json import Schema, json_bytes, parse_json
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.turns.turn import Turn, TurnStatus
+from router.request.usage import Used
+from router.turns.turn import Answer, Turn, TurnStatus
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ class BatchLines:
 
     cells: Cells
 
-    async def answer(self, turn: Turn) -> bytes | None:
+    async def answer(self, turn: Turn) -> Answer | None:
         """Return the result of a line for embeddings; None for other lines.
 
         If the router dies, the vectors are computed again.
@@ -97,7 +98,14 @@ class BatchLines:
             max_at_once=_MAX_INPUTS_AT_ONCE,
             max_numbers=_MAX_NUMBERS,
         )
-        return await asyncio.to_thread(lambda: line(turn, status_code=_OK, body=answer()))
+
+        def made() -> Answer:
+            told = answer()
+            num_tokens = cast(Json, told["usage"])["prompt_tokens"]
+            assert isinstance(num_tokens, int), "`embed` counts tokens"
+            return Answer(line(turn, status_code=_OK, body=told), Used(1, num_tokens))
+
+        return await asyncio.to_thread(made)
 
     async def request(self, turn: Turn) -> GenerateRequest:
         """Return the request of a line; raises QuireError if its body is wrong."""

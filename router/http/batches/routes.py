@@ -1,11 +1,14 @@
 """The routes of /v1/files and /v1/batches."""
 
+import asyncio
+import hashlib
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 from aiohttp import BodyPartReader, web
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from contract.errors import InvalidArgumentError
 from router.access.tenancy import TENANT_KEY
@@ -14,7 +17,12 @@ from router.http.batches.batches import Batches
 from router.http.batches.store import File
 from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
-from router.http.errors import BodyTooLargeError, UnsupportedMediaTypeError
+from router.http.errors import (
+    BodyTooLargeError,
+    UnsupportedMediaTypeError,
+    error_from_validation,
+)
+from router.http.idempotency import call_key
 from router.http.listing import page
 from router.http.requests.schema import MAX_METADATA
 from router.http.strict_json import Schema, at_most, excerpt
@@ -24,6 +32,20 @@ MAX_FILE_BYTES: Final = 64 * 1024 * 1024
 MAX_LISTED: Final = 10_000
 _MAX_PURPOSE_BYTES: Final = 64
 _PURPOSE: Final = "batch"
+_EXPIRY_FIELDS: Final = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}
+MIN_EXPIRES_S: Final = 3600
+MAX_EXPIRES_S: Final = 30 * 86400
+
+
+class ExpiresAfter(Schema):
+    """How long a file is kept, from when it is created."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=MIN_EXPIRES_S, le=MAX_EXPIRES_S)]
+
+
+class _FileFields(Schema):
+    expires_after: ExpiresAfter
 
 
 class BatchBody(Schema):
@@ -33,6 +55,7 @@ class BatchBody(Schema):
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(default_factory=dict)]
+    output_expires_after: ExpiresAfter | None = None
 
 
 def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
@@ -44,17 +67,21 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
 
     async def upload_file(request: web.Request, _: CallId) -> web.StreamResponse:
         """Upload a file of requests, of at most 64 MiB."""
-        name, content = await _uploaded(request)
+        name, content, kept_s = await _uploaded(request)
+        fingerprint = await asyncio.to_thread(_fingerprint, name, kept_s, content)
+        call = call_key(request.headers, fingerprint)
+        now = time.time()
         file = File(
             f"file-{uuid.uuid4().hex}",
             tenant_of(request),
             _PURPOSE,
             name,
             len(content),
-            time.time(),
+            now,
+            None if kept_s is None else now + kept_s,
         )
-        await store.add_file(file, content)
-        return json_response(_file_json(file))
+        file_id = await store.add_file(file, content, call)
+        return json_response(_file_json(await batches.file(file.tenant, file_id)))
 
     async def list_files(request: web.Request, _: CallId) -> web.StreamResponse:
         """List the stored files, newest first."""
@@ -82,8 +109,14 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
     async def create_batch(request: web.Request, _: CallId) -> web.StreamResponse:
         """Answer the requests of a file, at the lowest priority, within a day."""
         body = await bodies.read(request, BatchBody)
+        expires = body.output_expires_after
         created = await batches.create(
-            tenant_of(request), body.input_file_id, body.endpoint, body.metadata
+            tenant_of(request),
+            body.input_file_id,
+            body.endpoint,
+            body.metadata,
+            None if expires is None else expires.seconds,
+            call_key(request.headers, hashlib.sha256(body.model_dump_json().encode()).digest()),
         )
         return json_response(created)
 
@@ -118,12 +151,19 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
     ]
 
 
-async def _uploaded(request: web.Request) -> tuple[str, bytes]:
+def _fingerprint(name: str, kept_s: int | None, content: bytes) -> bytes:
+    fields = f"{kept_s} {len(name)} {name} ".encode(errors="replace")
+    return hashlib.sha256(fields + hashlib.sha256(content).digest()).digest()
+
+
+async def _uploaded(request: web.Request) -> tuple[str, bytes, int | None]:
+    """Return a file's name, its contents, and how many seconds it is kept."""
     if request.content_type != "multipart/form-data":
         raise UnsupportedMediaTypeError(
             f"Content-Type is {excerpt(request.content_type)}; it must be multipart/form-data"
         )
     name, content, purpose = "", None, None
+    expiry: dict[str, str] = {}
     async for part in await request.multipart():
         if not isinstance(part, BodyPartReader):
             raise InvalidArgumentError("body", "has nested parts, which are not supported")
@@ -131,13 +171,27 @@ async def _uploaded(request: web.Request) -> tuple[str, bytes]:
             purpose = (await _read(part, _MAX_PURPOSE_BYTES)).decode(errors="replace")
         elif part.name == "file":
             name, content = part.filename or "", await _read(part, MAX_FILE_BYTES)
+        elif part.name in _EXPIRY_FIELDS:
+            text = await _read(part, _MAX_PURPOSE_BYTES)
+            expiry[_EXPIRY_FIELDS[part.name]] = text.decode(errors="replace")
         else:
             raise InvalidArgumentError(str(part.name), "is set; there is no such field")
     if purpose != _PURPOSE:
         raise InvalidArgumentError("purpose", f'is {excerpt(purpose)}; it must be "{_PURPOSE}"')
     if content is None:
         raise InvalidArgumentError("file", "is missing")
-    return name, content
+    return name, content, _kept_s(expiry)
+
+
+def _kept_s(expiry: Mapping[str, str]) -> int | None:
+    """Return the seconds of the fields of `expires_after`; raises InvalidArgumentError."""
+    if not expiry:
+        return None
+    try:
+        fields = _FileFields.model_validate_strings({"expires_after": expiry}, strict=False)
+    except ValidationError as error:
+        raise error_from_validation(error) from error
+    return fields.expires_after.seconds
 
 
 async def _read(part: BodyPartReader, most: int) -> bytes:
@@ -155,6 +209,7 @@ def _file_json(file: File) -> Json:
         "object": "file",
         "bytes": file.num_bytes,
         "created_at": int(file.created_at),
+        "expires_at": None if file.expires_at is None else int(file.expires_at),
         "filename": file.name,
         "purpose": file.purpose,
         "status": "processed",

@@ -1,15 +1,16 @@
 """Stores files and batches in the database of turns."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from pydantic_core import from_json
 
 from router.http.answers.objects import Json
+from router.http.idempotency import CallKey
 from router.http.strict_json import json_bytes
 from router.turns.database import Connection, Cursor, Database
-from router.turns.store import insert_turn
+from router.turns.store import OF_GROUP, insert_turn
 from router.turns.turn import Turn
 
 VALIDATING: Final = "validating"
@@ -17,8 +18,9 @@ VALIDATING: Final = "validating"
 SLICE: Final = 500
 """Limit on the turns that one transaction writes or deletes."""
 
-_FILE: Final = "id, tenant, purpose, name, num_bytes, created_at"
-_BATCH: Final = "id, tenant, created_at, is_live, shown, key_name"
+_FILE: Final = "id, tenant, purpose, name, num_bytes, created_at, expires_at"
+_BATCH: Final = "id, tenant, created_at, is_live, shown, key_name, output_expires_s"
+_IS_KEPT: Final = "(expires_at IS NULL OR expires_at > ?)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class File:
     name: str
     num_bytes: int
     created_at: float
+    expires_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Batch:
     """The batch as its client sees it; while it is live, its counts are out of date."""
     key_name: str = ""
     """The name of the API key that created the batch."""
+    output_expires_s: float | None = None
+    """How long the result files are kept."""
 
     @property
     def file_id(self) -> str:
@@ -60,8 +65,15 @@ class BatchStore:
 
     # --- files ----------------------------------------------------------------------------------
 
-    async def add_file(self, file: File, content: bytes) -> None:
-        await self._database.run(lambda cursor, _: _insert_file(cursor, file, content))
+    async def add_file(self, file: File, content: bytes, call: CallKey | None = None) -> str:
+        """Store a file; return its id, or that of the file which the same call stored before.
+
+        Raises:
+            AlreadyExistsError: Another call has the key.
+        """
+        return await self._database.run(
+            lambda cursor, _: _insert_once(cursor, "files", _file_row(file, content), call)
+        )
 
     async def files(self, tenant: str) -> Sequence[File]:
         """Return the tenant's files, newest first."""
@@ -76,10 +88,10 @@ class BatchStore:
         return await self._database.run(work)
 
     async def file(self, tenant: str, file_id: str) -> File | None:
-        def work(cursor: Cursor, _: Connection) -> File | None:
+        def work(cursor: Cursor, db: Connection) -> File | None:
             cursor.execute(
-                f"SELECT {_FILE} FROM files WHERE tenant = ? AND id = ?",  # noqa: S608 - constants
-                (tenant, file_id),
+                f"SELECT {_FILE} FROM files WHERE tenant = ? AND id = ? AND {_IS_KEPT}",  # noqa: S608 - constants
+                (tenant, file_id, db.now(cursor)),
             )
             row = cursor.fetchone()
             return None if row is None else File(*row)
@@ -87,9 +99,10 @@ class BatchStore:
         return await self._database.run(work)
 
     async def content(self, tenant: str, file_id: str) -> bytes | None:
-        def work(cursor: Cursor, _: Connection) -> bytes | None:
+        def work(cursor: Cursor, db: Connection) -> bytes | None:
             cursor.execute(
-                "SELECT content FROM files WHERE tenant = ? AND id = ?", (tenant, file_id)
+                f"SELECT content FROM files WHERE tenant = ? AND id = ? AND {_IS_KEPT}",  # noqa: S608 - constants
+                (tenant, file_id, db.now(cursor)),
             )
             row = cursor.fetchone()
             return None if row is None else bytes(row[0])
@@ -105,31 +118,40 @@ class BatchStore:
 
     # --- batches --------------------------------------------------------------------------------
 
-    async def create(self, batch: Batch) -> None:
-        """Store a batch without turns; `fill` adds them."""
+    async def create(self, batch: Batch, call: CallKey | None = None) -> str:
+        """Store a batch without turns, which `fill` adds.
 
-        def work(cursor: Cursor, _: Connection) -> None:
-            cursor.execute(
-                f"INSERT INTO batches ({_BATCH}) VALUES (?, ?, ?, ?, ?, ?)",  # noqa: S608 - constants
-                (
-                    batch.id,
-                    batch.tenant,
-                    batch.created_at,
-                    batch.is_live,
-                    json_bytes(batch.shown),
-                    batch.key_name,
-                ),
-            )
+        Returns its id, or that of the batch which the same call created before.
 
-        await self._database.run(work)
+        Raises:
+            AlreadyExistsError: Another call has the key.
+        """
+        row = {
+            "id": batch.id,
+            "tenant": batch.tenant,
+            "created_at": batch.created_at,
+            "is_live": batch.is_live,
+            "shown": json_bytes(batch.shown),
+            "key_name": batch.key_name,
+            "output_expires_s": batch.output_expires_s,
+        }
+        return await self._database.run(
+            lambda cursor, _: _insert_once(cursor, "batches", row, call)
+        )
+
+    async def created_by(self, tenant: str, call: CallKey) -> str | None:
+        """Return the id of the batch that a call created; raises AlreadyExistsError."""
+        return await self._database.run(
+            lambda cursor, _: _with_key(cursor, "batches", tenant, call)
+        )
 
     async def last_position(self, batch: Batch) -> int:
         """Return the number of the last line that has a turn; 0 if none has."""
 
         def work(cursor: Cursor, _: Connection) -> int:
             cursor.execute(
-                "SELECT max(position) FROM turns WHERE tenant = ? AND group_id = ?",
-                (batch.tenant, batch.id),
+                f"SELECT max(position) FROM turns WHERE {OF_GROUP}",  # noqa: S608 - constants
+                (batch.id,),
             )
             (last,) = cursor.fetchone()
             return last or 0
@@ -198,9 +220,9 @@ class BatchStore:
             now = db.now(cursor)
             cursor.execute(
                 "UPDATE turns SET status = 'cancelled', ended_at = ? WHERE id IN (SELECT id"  # noqa: S608 - constants
-                " FROM turns WHERE tenant = ? AND group_id = ? AND ended_at IS NULL"
+                f" FROM turns WHERE {OF_GROUP} AND ended_at IS NULL"
                 f" AND record IS NULL AND lease_until < ? LIMIT ?{db.skips_locked})",
-                (now, batch.tenant, batch.id, now, SLICE),
+                (now, batch.id, now, SLICE),
             )
             return cursor.rowcount
 
@@ -219,19 +241,31 @@ class BatchStore:
             )
             if cursor.rowcount:
                 for file, content in files:
-                    _insert_file(cursor, file, content)
+                    _insert(cursor, "files", _file_row(file, content))
 
         await self._database.run(work)
 
-    async def clear(self) -> None:
-        """Delete the turns of batches that have ended."""
+    async def clear(self, batch: Batch) -> None:
+        """Delete the turns of a batch that has ended."""
+        await self._clear(OF_GROUP, batch.id)
+        await self._database.run(
+            lambda cursor, _: cursor.execute("DELETE FROM turn_groups WHERE id = ?", (batch.id,))
+        )
 
+    async def clear_all(self) -> None:
+        """Delete the turns of all batches that have ended."""
+        ended = "id NOT IN (SELECT id FROM batches WHERE is_live = ?)"
+        await self._clear(f"group_id <> '' AND group_{ended}", True)
+        await self._database.run(
+            lambda cursor, _: cursor.execute(f"DELETE FROM turn_groups WHERE {ended}", (True,))  # noqa: S608 - constants
+        )
+
+    async def _clear(self, condition: str, value: object) -> None:
         def work(cursor: Cursor, db: Connection) -> int:
             cursor.execute(
-                "DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE group_id <> ''"  # noqa: S608 - constants
-                " AND group_id NOT IN (SELECT id FROM batches WHERE is_live = ?)"
+                f"DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE {condition}"  # noqa: S608 - constants
                 f" LIMIT ?{db.skips_locked})",
-                (True, SLICE),
+                (value, SLICE),
             )
             return cursor.rowcount
 
@@ -239,11 +273,12 @@ class BatchStore:
             pass
 
     async def sweep(self, retention_s: float) -> None:
-        """Delete files and ended batches created before a time."""
+        """Delete files and ended batches that are older than this, and files that have expired."""
 
         def work(cursor: Cursor, db: Connection) -> None:
             before = db.now(cursor) - retention_s
             cursor.execute("DELETE FROM files WHERE created_at < ?", (before,))
+            cursor.execute("DELETE FROM files WHERE expires_at <= ?", (db.now(cursor),))
             cursor.execute(
                 "DELETE FROM batches WHERE created_at < ? AND is_live = ?", (before, False)
             )
@@ -251,19 +286,41 @@ class BatchStore:
         await self._database.run(work)
 
 
-def _insert_file(cursor: Cursor, file: File, content: bytes | bytearray) -> None:
+def _file_row(file: File, content: bytes | bytearray) -> Mapping[str, Any]:
+    return {**asdict(file), "content": content}
+
+
+def _insert(cursor: Cursor, table: str, row: Mapping[str, Any]) -> bool:
+    """Insert a row; return whether its key was free."""
     cursor.execute(
-        f"INSERT INTO files ({_FILE}, content) VALUES (?, ?, ?, ?, ?, ?, ?)",  # noqa: S608 - constants
-        (
-            file.id,
-            file.tenant,
-            file.purpose,
-            file.name,
-            file.num_bytes,
-            file.created_at,
-            content,
-        ),
+        f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})"  # noqa: S608 - constants
+        " ON CONFLICT DO NOTHING",
+        (*row.values(),),
     )
+    return cursor.rowcount > 0
+
+
+def _insert_once(cursor: Cursor, table: str, row: Mapping[str, Any], call: CallKey | None) -> str:
+    """Insert a row; return its id, or that of the row which the same call inserted before."""
+    if call is not None:
+        row = {**row, "idempotency_key": call.key, "fingerprint": call.fingerprint}
+    row_id = str(row["id"])
+    if _insert(cursor, table, row):
+        return row_id
+    assert call is not None, "ids are unique"
+    return _with_key(cursor, table, row["tenant"], call) or row_id
+
+
+def _with_key(cursor: Cursor, table: str, tenant: str, call: CallKey) -> str | None:
+    cursor.execute(
+        f"SELECT id, fingerprint FROM {table} WHERE tenant = ? AND idempotency_key = ?",  # noqa: S608 - constants
+        (tenant, call.key),
+    )
+    if (row := cursor.fetchone()) is None:
+        return None
+    row_id, fingerprint = row
+    call.check(bytes(fingerprint))
+    return str(row_id)
 
 
 def _find(cursor: Cursor, tenant: str, batch_id: str) -> Batch | None:
@@ -276,5 +333,5 @@ def _find(cursor: Cursor, tenant: str, batch_id: str) -> Batch | None:
 
 
 def _batch(row: Sequence[Any]) -> Batch:
-    batch_id, tenant, created_at, is_live, shown, key_name = row
-    return Batch(batch_id, tenant, created_at, bool(is_live), from_json(bytes(shown)), key_name)
+    batch_id, tenant, created_at, is_live, shown, *rest = row
+    return Batch(batch_id, tenant, created_at, bool(is_live), from_json(bytes(shown)), *rest)

@@ -15,6 +15,7 @@ from contract.outputs import Event
 from contract.request import GenerateRequest
 from router.access.tenancy import with_precedence
 from router.http.answers.objects import Json
+from router.http.idempotency import idempotency_key
 from router.http.openai_responses.body import ResponseBody
 from router.http.openai_responses.call import (
     ResponseCall,
@@ -31,7 +32,6 @@ from router.turns.turn import Turn, TurnStatus
 from router.turns.turns import Turns
 
 KIND: Final = "response"
-MAX_KEY_CHARS: Final = 255
 MAX_LISTED: Final = 100
 
 
@@ -107,7 +107,7 @@ class KeptResponses:
             body=kept,
             created_at=created_at,
             previous_id=body.previous_response_id,
-            idempotency_key=_key(headers),
+            idempotency_key=idempotency_key(headers),
             fingerprint=hashlib.sha256(body.model_dump_json().encode()).digest(),
         )
         try:
@@ -184,13 +184,3 @@ def _items_of(turns: Sequence[Turn]) -> list[Item]:
         if output := from_json(turn.result)["output"]:
             items += parse_items(output)
     return items
-
-
-def _key(headers: Mapping[str, str]) -> str | None:
-    key = headers.get("Idempotency-Key")
-    if key is None or (1 <= len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable()):
-        return key
-    raise InvalidArgumentError(
-        "Idempotency-Key",
-        f"is {excerpt(key)}; it must be 1 to {MAX_KEY_CHARS} printable ASCII characters",
-    )

@@ -1,4 +1,4 @@
-"""Pins: blocks of prompts that stay in the prefix cache for a given time.
+"""Pins: blocks of prompts, and of their outputs, that stay in the prefix cache for a given time.
 
 A pin is a reference to a device block. All pins together hold at most a configured share of the
 blocks, and the pins of one tenant a smaller share. If no sequence could run otherwise, pins are
@@ -58,6 +58,7 @@ class Pins:
         self._pinned: tuple[Pinned, ...] = ()  # not reported to the sources yet
         self._unsent: list[tuple[BlockHash, float]] = []  # not sent to the worker yet
         self._next_end = float("inf")  # no pin ends before this time
+        self._now = 0.0  # when the last step was planned
 
     @property
     def _max_blocks(self) -> int:
@@ -130,6 +131,17 @@ class Pins:
                 num_tokens = self._pin_prefix(hashes, until, owner) * self._block_size
                 self._pinned += (Pinned(seq.request.source, seq.seq_key, num_tokens),)
 
+    def on_completed(self, seq: Seq) -> None:
+        """Pin the published blocks of the only output of a request that asks for it.
+
+        The next turn's prompt begins with this one's prompt and output. The time of all these
+        pins starts again now.
+        """
+        if seq.request.cache_pin_s is not None and seq.request.n == 1 and seq.group is None:
+            hashes = seq.block_hashes[: seq.num_published_blocks]
+            owner = seq.request.tenant, seq.request.request_id
+            self._pin_prefix(hashes, self._now + seq.request.cache_pin_s, owner)
+
     def take_pinned(self) -> tuple[Pinned, ...]:
         """Return the prompts pinned since the last call."""
         pinned, self._pinned = self._pinned, ()
@@ -157,6 +169,7 @@ class Pins:
 
     def expire(self, now: float) -> None:
         """Drop the pins that have ended."""
+        self._now = now
         if now < self._next_end:
             return
         while (first := self._by_end.first()) is not None and first[0][0] <= now:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from contextlib import asynccontextmanager
 
 import openai
@@ -16,6 +17,9 @@ from router.http.batches import lines
 from router.http.batches.batches import Batches, _Results
 from router.http.batches.lines import turn_of_line
 from router.http.batches.store import Batch, BatchStore
+from router.turns.database import SqliteConnection
+from router.turns.groups import GroupCounts
+from router.turns.postgres import PostgresConnection
 from router.turns.store import insert_turn
 from router.turns.turn import StoreError
 from router.turns.turns import Turns
@@ -163,6 +167,114 @@ async def test_a_batch_goes_on_at_the_next_start(router, new_store):
         assert (batch.status, batch.request_counts.completed) == ("completed", 2)
 
 
+async def test_lines_that_end_together_leave_the_loop_to_others_between_them(
+    router, new_store, monkeypatch
+):
+    in_this_round, num_per_round = [], []
+
+    def note():
+        if not in_this_round:
+            asyncio.get_running_loop().call_soon(end_round)
+        in_this_round.append(1)
+
+    def end_round():
+        num_per_round.append(len(in_this_round))
+        in_this_round.clear()
+
+    class Noted(lines.BatchLines):
+        async def request(self, turn):
+            note()
+            return await super().request(turn)
+
+        async def result(self, *args):
+            note()
+            return await super().result(*args)
+
+    monkeypatch.setattr("router.http.batches.batches.BatchLines", Noted)
+    async with serving(router, new_store()) as client:
+        batch = await created(client, *map(line, "abc"))
+        keys = [(await router.scheduler.submits.get()).first_seq_key for _ in "abc"]
+        tokens = router.tokens("one")
+        await router.scheduler.step(
+            dict.fromkeys(keys, tokens), finished=dict.fromkeys(keys, LENGTH)
+        )
+        assert (await ended(client, batch)).request_counts.completed == 3
+    assert num_per_round == [1] * 6
+
+
+@BOTH
+async def test_a_call_that_is_sent_again_makes_no_second_file_and_batch(router, new_store):
+    def options(key):
+        return {"extra_headers": {"Idempotency-Key": key}}
+
+    async with serving(router, new_store()) as client:
+        upload = {"file": ("in.jsonl", line("a").encode()), "purpose": "batch"}
+        files = [await client.files.create(**upload, **options("f")) for _ in range(2)]
+        assert files[0] == files[1]
+        other = upload | {"file": ("in.jsonl", b"other")}
+        with pytest.raises(openai.ConflictError, match="'f' belongs to another request"):
+            await client.files.create(**other, **options("f"))
+        ask = {"input_file_id": files[0].id, "endpoint": CHAT, "completion_window": "24h"}
+        batch = await client.batches.create(**ask, **options("b"))
+        again = await asyncio.gather(
+            *(client.batches.create(**ask, **options("b")) for _ in range(3))
+        )
+        assert {each.id for each in again} == {batch.id}
+        with pytest.raises(openai.ConflictError, match="'b' belongs to another request"):
+            await client.batches.create(**ask, metadata={"a": "b"}, **options("b"))
+        with pytest.raises(openai.BadRequestError, match="it must be 1 to 255 printable"):
+            await client.batches.create(**ask, **options("x" * 256))
+        await answer(router, "one")
+        ended_batch = await ended(client, batch)
+        assert await client.batches.create(**ask, **options("b")) == ended_batch
+        assert [each.id async for each in client.batches.list()] == [batch.id]
+        assert len([each async for each in client.files.list()]) == 2  # input and output
+
+
+@BOTH
+async def test_files_expire_when_their_clients_say(router, new_store, monkeypatch):
+    expiry = {"anchor": "created_at", "seconds": 3600}
+    store = new_store()
+    async with serving(router, store) as client:
+        upload = {"file": ("in.jsonl", line("a").encode()), "purpose": "batch"}
+        kept = await client.files.create(**upload)
+        file = await client.files.create(**upload, expires_after=expiry)
+        assert (kept.expires_at, file.expires_at) == (None, file.created_at + 3600)
+        for wrong in ({"seconds": 3599}, {"seconds": 2592001}, {"anchor": "now"}):
+            with pytest.raises(openai.BadRequestError, match=rf"expires_after.{next(iter(wrong))}"):
+                await client.files.create(**upload, expires_after=expiry | wrong)
+        ask = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        batch = await client.batches.create(**ask, output_expires_after=expiry)
+        await answer(router, "one")
+        batch = await ended(client, batch)
+        output = await client.files.retrieve(batch.output_file_id)
+        assert output.expires_at == output.created_at + 3600
+        later = time.time() + 3600
+        monkeypatch.setattr(SqliteConnection, "now", lambda *_: later)
+        monkeypatch.setattr(PostgresConnection, "now", lambda *_: later)
+        for gone in (file.id, output.id):
+            with pytest.raises(openai.NotFoundError):
+                await client.files.retrieve(gone)
+            with pytest.raises(openai.NotFoundError):
+                await client.files.content(gone)
+        await BatchStore(store.database).sweep(10**9)
+        assert [each.id async for each in client.files.list()] == [kept.id]
+
+
+async def test_a_batch_tells_what_its_lines_used(router, new_store):
+    async with serving(router, new_store()) as client:
+        batch = await created(client, line("a"), line("b"))
+        assert batch.usage is None
+        for text in ("one", "two three"):
+            await answer(router, text)
+        batch = await ended(client, batch)
+        told = await lines_of(client, batch.output_file_id)
+        usages = [each["response"]["body"]["usage"] for each in told.values()]
+        assert batch.usage.input_tokens == sum(each["prompt_tokens"] for each in usages)
+        assert batch.usage.output_tokens == sum(each["completion_tokens"] for each in usages) > 0
+        assert batch.usage.total_tokens == sum(each["total_tokens"] for each in usages)
+
+
 @BOTH
 async def test_a_cancelled_batch_keeps_what_is_answered(router, new_store):
     async with serving(router, new_store()) as client:
@@ -294,7 +406,7 @@ async def test_a_batch_that_has_ended_is_filled_no_more(router, new_store):
         kept = Batch(batch.id, "", 0.0, False, {})
         turn = turn_of_line(kept, 1, line("a").encode())
         assert not await BatchStore(store.database).fill(kept, [turn])
-        assert await store.count_group("", batch.id) == {}
+        assert not await store.is_group_live(batch.id)
 
 
 @BOTH
@@ -304,7 +416,7 @@ async def test_what_an_ended_batch_has_left_is_deleted_at_the_next_start(router,
     left = turn_of_line(gone, 1, line("a").encode())
     await store.database.run(lambda cursor, _: insert_turn(cursor, left, "dead", 10.0**12))
     async with serving(router, store):
-        while await store.count_group("", "batch_gone"):
+        while await store.list_group("", "batch_gone"):
             pass
 
 
@@ -358,6 +470,7 @@ async def test_lines_of_embeddings_are_answered_with_vectors(router, new_store):
         prompts = [len(submit.prompt_token_ids) for submit in submits]
         assert sorted(vectors) == sorted([length, 0.5] for length in prompts)
         assert told["usage"]["prompt_tokens"] == sum(prompts) // 4
+        assert batch.usage.input_tokens == sum(prompts) // 4
         (error,) = (await lines_of(client, batch.error_file_id)).values()
         assert error["response"]["status_code"] == 400
         assert "dimensions" in error["response"]["body"]["error"]["message"]
@@ -422,7 +535,7 @@ async def test_a_batch_with_too_large_results_is_stopped_and_keeps_what_fits(
         await answer(router, "one")
         while (await client.batches.retrieve(batch.id)).request_counts.completed < 1:
             pass
-        most = await store.group_bytes("", batch.id)
+        most = (await store.count_group(batch.id)).result_bytes
         monkeypatch.setattr("router.http.batches.batches.MAX_RESULT_BYTES", most)
         await answer(router, "one")
         batch = await ended(client, batch)
@@ -439,7 +552,7 @@ async def test_a_batch_with_too_large_results_is_stopped_and_keeps_what_fits(
         assert told.keys() == {*"abc"}
         codes = sorted((each["error"] or {}).get("code", "") for each in told.values())
         assert codes == ["", "results_too_large", "results_too_large"]
-        assert await store.group_bytes("", batch.id) == 0
+        assert await store.count_group(batch.id) == GroupCounts()
 
 
 async def test_the_files_of_results_are_made_off_the_loop(router, new_store, monkeypatch):

@@ -326,7 +326,8 @@ async def test_an_idempotency_key_is_one_turn(router, new_store):
         assert (await client.responses.create(**ASK, **options)).id == first.id
         with pytest.raises(openai.ConflictError, match="belongs to another request"):
             await client.responses.create(**ASK | {"input": "Else"}, **options)
-        assert router.scheduler.submits.qsize() == 1
+        await router.scheduler.submits.get()
+        assert router.scheduler.submits.empty()
         racing = [
             client.responses.create(
                 **ASK, background=True, extra_headers={"Idempotency-Key": "race"}

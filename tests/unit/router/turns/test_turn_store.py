@@ -9,7 +9,10 @@ import pytest
 from contract.errors import InvalidArgumentError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob, Usage
 from router.request.usage import HOUR_S, UsageKey, Used
+from router.turns import claims
 from router.turns import store as store_module
+from router.turns.claims import Models
+from router.turns.groups import GroupCounts
 from router.turns.store import Batch, Progress
 from router.turns.turn import Turn, TurnEnd, TurnStatus
 from router.turns.usage import read_usage
@@ -105,7 +108,8 @@ async def test_queued_turns_are_taken_up_in_their_order(new_store):
         for i, priority in enumerate((0, -1, 1, 0))
     ]
     await insert_queued(store, turns)
-    assert await store.count_group("t", "g") == {TurnStatus.QUEUED: 4}
+    assert await store.count_group("g") == GroupCounts()
+    assert await store.is_group_live("g")
     assert await store.list_group("t", "g", first_position=2) == turns[2:]
     size = len(TURN.body)
     for max_bytes, num in ((0, 1), (2 * size - 1, 1), (2 * size, 2), (9 * size, 4)):
@@ -113,6 +117,75 @@ async def test_queued_turns_are_taken_up_in_their_order(new_store):
     assert not await store.claim(3)  # they belong to a group
     assert [turn.id for turn in await store.claim(0, 3)] == ["t2", "t0", "t3"]
     assert [turn.id for turn in await store.claim(0, 3)] == ["t1"]
+
+
+def queued(tenant, num, **fields):
+    turn = replace(TURN, status=TurnStatus.QUEUED, tenant=tenant, group=f"of {tenant}", **fields)
+    return [replace(turn, id=f"{tenant}{i}", position=i) for i in range(num)]
+
+
+async def test_a_large_batch_leaves_places_to_other_tenants(new_store):
+    store = new_store()
+    await insert_queued(store, queued("a", 60) + queued("b", 3, created_at=2.0))
+    ids = [turn.id for turn in await store.claim(0, 4)]
+    assert ids == ["a0", "b0", "a1", "b1"]
+    # A router that computes many lines of one tenant serves the other first.
+    ids = [turn.id for turn in await store.claim(0, 3, num_running={"a": 9, "b": 7})]
+    assert ids == ["b2", "a2", "a3"]
+
+
+async def test_tenants_take_turns_for_one_place(new_store):
+    store = new_store()
+    for tenant in "abc":
+        await insert_queued(store, queued(tenant, 3))
+    ids = [turn.id for _ in range(7) for turn in await store.claim(0, 1)]
+    assert ids == ["a0", "b0", "c0", "a1", "b1", "c1", "a2"]
+
+
+async def test_a_tenant_s_models_are_one_queue_and_a_claim_takes_its_models_only(new_store):
+    store = new_store()
+    first, second, third = queued("a", 3)
+    turns = [replace(first, model="x"), replace(second, model="y"), replace(third, model="z")]
+    await insert_queued(store, reversed(turns))
+    ids = [turn.id for turn in await store.claim(0, 9, Models(("x", "y", "w")))]
+    assert ids == ["a0", "a1"]
+    assert not await store.claim(0, 9, Models(("z",), are_left_out=True))
+    assert [turn.id for turn in await store.claim(0, 9, Models(("z",)))] == ["a2"]
+
+
+async def test_a_tenant_with_many_models_leaves_places_to_others(new_store, monkeypatch):
+    monkeypatch.setattr(claims, "MAX_MODELS", 2)
+    store = new_store()
+    many = [replace(turn, model=f"unknown {i}") for i, turn in enumerate(queued("a", 4))]
+    await insert_queued(store, many + queued("b", 1))
+    ids = [[turn.id for turn in await store.claim(0, 9)] for _ in range(2)]
+    assert ids == [["a0", "b0", "a1"], []]
+    for turn in many[:2]:
+        assert await store.end("a", turn.id, END, ())
+    assert [turn.id for turn in await store.claim(0, 9)] == ["a2", "a3"]
+
+
+async def test_a_group_counts_its_ended_turns_and_what_they_used(new_store):
+    store = new_store()
+    turns = [replace(TURN, id=f"t{i}", group="g") for i in range(4)]
+    await store.write(Batch(turns))
+    used = Used(1, 3, 1, 2, 0)
+    completed, failed = (
+        TurnEnd(status, b"1234", 9.0, used=used)
+        for status in (TurnStatus.COMPLETED, TurnStatus.FAILED)
+    )
+    ended = Batch(
+        progress=[Progress(f"t{i}", 0, (), end=end) for i, end in enumerate((completed,) * 2)]
+    )
+    await store.write(ended)
+    await store.write(ended)  # a write whose confirmation was lost
+    assert await store.end("t", "t2", failed, ())
+    assert not await store.end("t", "t2", failed, ())
+    assert await store.count_group("g") == GroupCounts(2, 1, 12, Used(3, 9, 3, 6, 0))
+    assert await store.is_group_live("g")
+    assert await store.end("t", "t3", replace(failed, status=TurnStatus.CANCELLED), ())
+    assert await store.count_group("g") == GroupCounts(2, 1, 16, Used(4, 12, 4, 8, 0))
+    assert not await store.is_group_live("g")
 
 
 async def test_a_conversation_is_whole_or_missing_and_bounded(new_store, monkeypatch):

@@ -101,6 +101,50 @@ def test_several_outputs_pin_their_prompt_once():
     assert core.load().num_pinned_blocks == 2
 
 
+def generate(core, key, prompt, num, **options):
+    """Run a request that makes `num` tokens, one a second; return all its tokens."""
+    submit(core, key, prompt, max_tokens=num, **options)
+    tokens = [*prompt]
+    for now in range(num):
+        events = answer(core, schedule(core, float(now)), 0)
+        tokens += events.token_ids.tolist()
+    answer(core, schedule(core, float(num)))
+    check(core)
+    return tokens
+
+
+def test_a_completed_output_is_pinned_with_its_prompt():
+    core = make_core(max_pinned_share=1.0)
+    tokens = generate(core, 0, A, 6, cache_pin_s=10.0)
+    assert len(tokens) == 14
+    assert core.load().num_pinned_blocks == 3
+    run(core, 1, B, now=14.0)
+    assert (core.load().num_pinned_blocks, num_found(core, tokens)) == (3, 12)
+    core.schedule(now=15.0)  # 10 s after the last step was planned
+    assert core.load().num_pinned_blocks == 0
+
+
+def test_an_output_is_unpinned_with_its_request():
+    core = make_core(max_pinned_share=1.0)
+    generate(core, 0, A, 6, cache_pin_s=10.0)
+    core.unpin("", "request-0")
+    check(core)
+    assert core.load().num_pinned_blocks == 0
+
+
+def test_an_output_that_was_cancelled_or_has_no_room_is_not_pinned():
+    core = make_core(max_pinned_share=1.0)
+    submit(core, 0, A, max_tokens=9, cache_pin_s=10.0)
+    for _ in range(6):
+        answer(core, schedule(core), 0)
+    core.cancel(ROUTER, [0])
+    check(core)
+    assert core.load().num_pinned_blocks == 2
+    core = make_core(num_blocks=8, max_pinned_share=0.25)
+    generate(core, 0, A, 6, cache_pin_s=10.0)
+    assert core.load().num_pinned_blocks == 2
+
+
 def test_pins_go_when_nothing_runs_and_the_first_that_waits_does_not_fit():
     core = make_core(num_blocks=4, max_pinned_share=1.0)
     run(core, 0, A, cache_pin_s=10.0)

@@ -1,0 +1,139 @@
+"""Chooses the turns that a router takes over, in turns between tenants."""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from typing import Final, NamedTuple
+
+from router.turns.database import Connection, Cursor
+
+MAX_QUEUES: Final = 1000
+"""Limit on the queues that one claim looks at."""
+MAX_MODELS: Final = 100
+"""Limit on the queues of one tenant among them; turns of unknown models, which end at once, could
+make many."""
+
+_ORDER: Final = "ORDER BY priority DESC, created_at, position"
+# Each of these conditions matches a partial index, whose columns follow in the order of the query.
+_LIVE: Final = "ended_at IS NULL AND group_id = ''"
+_LIVE_GROUPED: Final = "ended_at IS NULL AND group_id <> ''"
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A set of models: `names`, or all models but these if `are_left_out`."""
+
+    names: tuple[str, ...]
+    are_left_out: bool = False
+
+    def __contains__(self, model: str) -> bool:
+        return (model in self.names) is not self.are_left_out
+
+
+ALL_MODELS: Final = Models((), are_left_out=True)
+
+
+class Waiting(NamedTuple):
+    """A turn without an owner. Turns are taken over in this order."""
+
+    negative_priority: int
+    created_at: float
+    position: int
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How much of a router each tenant has, so that its free places go to others."""
+
+    num_running: Mapping[str, int]
+    """Number of running turns of groups, by tenant."""
+    last_tenant: str = ""
+    """The tenant that was served last."""
+
+
+def find_single(
+    cursor: Cursor, db: Connection, now: float, limit: int, models: Models
+) -> list[Waiting]:
+    """Return at most `limit` turns without an owner and a group, in order."""
+    chosen = ""
+    if models.names:
+        places = ", ".join("?" * len(models.names))
+        chosen = f" AND model {'NOT ' if models.are_left_out else ''}IN ({places})"
+    cursor.execute(
+        f"SELECT -priority, created_at, position, id FROM turns WHERE {_LIVE}"  # noqa: S608 - constants
+        f" AND lease_until < ?{chosen} {_ORDER} LIMIT ?{db.skips_locked}",
+        (now, *models.names, limit),
+    )
+    return [Waiting(*row) for row in cursor.fetchall()]
+
+
+def find_grouped(
+    cursor: Cursor, db: Connection, now: float, limit: int, models: Models, shares: Shares
+) -> list[tuple[str, Waiting]]:
+    """Return at most `limit` tenants and turns of groups without an owner.
+
+    The turns of one tenant and model are a queue in order, which an index keeps. Thus a claim
+    reads only the head of each queue.
+    """
+    tenant_to_queues: defaultdict[str, list[list[Waiting]]] = defaultdict(list)
+    for tenant, model in _queues(cursor):
+        if model not in models:
+            continue
+        cursor.execute(
+            f"SELECT -priority, created_at, position, id FROM turns WHERE {_LIVE_GROUPED}"  # noqa: S608 - constants
+            f" AND tenant = ? AND model = ? AND lease_until < ? {_ORDER} LIMIT ?{db.skips_locked}",
+            (tenant, model, now, limit),
+        )
+        if heads := [Waiting(*row) for row in cursor.fetchall()]:
+            tenant_to_queues[tenant].append(heads)
+    queues = {tenant: deque(merge(*each)) for tenant, each in tenant_to_queues.items()}
+    return list(_share(queues, limit, shares))
+
+
+def _queues(cursor: Cursor) -> Iterator[tuple[str, str]]:
+    """Yield the tenants and models of live turns of groups."""
+    conditions: Sequence[tuple[str, Sequence[str]]] = (("", ()),)
+    num_models: Counter[str] = Counter()
+    for _ in range(MAX_QUEUES):
+        for condition, values in conditions:
+            cursor.execute(
+                f"SELECT tenant, model FROM turns WHERE {_LIVE_GROUPED}{condition}"  # noqa: S608 - constants
+                " ORDER BY tenant, model LIMIT 1",
+                values,
+            )
+            if (row := cursor.fetchone()) is not None:
+                break
+        else:
+            return
+        tenant, model = row
+        yield tenant, model
+        num_models[tenant] += 1
+        # For (tenant, model) > (?, ?), SQLite reads the whole queue of the last model.
+        next_model = " AND tenant = ? AND model > ?", (tenant, model)
+        next_tenant = " AND tenant > ?", (tenant,)
+        has_more = num_models[tenant] < MAX_MODELS
+        conditions = (next_model, next_tenant) if has_more else (next_tenant,)
+
+
+def _share(
+    queues: dict[str, deque[Waiting]], limit: int, shares: Shares
+) -> Iterator[tuple[str, Waiting]]:
+    """Yield the next turn of the tenant with the fewest running ones, and so on.
+
+    Among equals the next tenant after the one served last has its turn. A higher priority goes
+    before all this.
+    """
+    num_running, last = Counter(shares.num_running), shares.last_tenant
+    for _ in range(limit):
+        if not queues:
+            return
+        tenant = min(
+            queues, key=lambda each: (queues[each][0][0], num_running[each], each <= last, each)
+        )
+        yield tenant, queues[tenant].popleft()
+        num_running[tenant] += 1
+        last = tenant
+        if not queues[tenant]:
+            del queues[tenant]
