@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -21,8 +22,10 @@ import aiohttp
 from harness.case import Results, arguments, main, numbers, write_json
 from harness.closed_loop import LoadResult, Workload, find_model, print_loads, run_load
 from harness.open_loop import Arrivals, run_arrivals
-from harness.processes import HOST, free_ports, service
+from harness.processes import HOST, Service, free_ports, service
 from make_model import SHAPES, Sizes, write_shape
+
+from quire.cli.up.service_dir import ended_services, running_services
 
 _POLL_S = 0.25
 """Longer than a step: the worker answers in the interpreter that launches steps."""
@@ -75,6 +78,7 @@ async def measure(given: argparse.Namespace) -> Results:
         os.environ["QUIRE_LOAD_FORMAT"] = "dummy"  # reaches every worker
         up = (*flags, "--worker-http-port", str(worker_port))
         three = await stack.enter_async_context(service(model, up))
+        stack.callback(_keep_logs, given, three)
         await three.wait_until_ready()
         results["ready_s"] = time.perf_counter() - started
         _save(given, results)
@@ -117,6 +121,16 @@ async def _open_load(
     names = {name.rpartition("_c")[0]: value for name, value in load.metrics().items()}
     results = {f"open_{name}": value for name, value in names.items()}
     return results | {"open_requests_s": arrivals.requests_per_s}
+
+
+def _keep_logs(given: argparse.Namespace, service: Service) -> None:
+    """Copy the logs of the service's processes beside the JSON, in case they say what failed."""
+    if given.json is None:
+        return
+    for info in (*running_services(), *ended_services()):
+        if info.pid == service.pid:
+            for log in Path(info.log_dir).glob("*.log"):
+                shutil.copyfile(log, given.json.parent / f"{log.stem}.txt")
 
 
 def _save(given: argparse.Namespace, results: Results) -> None:
