@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs the tests and benchmarks that need an NVIDIA GPU, in three calls, each under nine minutes:
 #
-#   bench/gpu.sh [--wheels DIR] --call 1 [--out DIR] [--budget-s 540] [--only PART]
+#   bench/gpu.sh [--wheels DIR] --call 1 [--out DIR] [--budget-s 530] [--only PART]
 #
 # Call 1 tells whether everything is right, call 2 how fast it is, call 3 the rest. Each prints its
 # plan, stops parts that take longer than planned, and leaves at most six files in --out, which

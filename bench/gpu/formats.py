@@ -84,7 +84,9 @@ def measure_steps(name: str, given: argparse.Namespace) -> Mapping[str, Any]:
 
 def measure_quality(name: str, given: argparse.Namespace) -> Mapping[str, Any]:
     """Score held-out text by a worker with the format."""
-    flags = {"dtype": "bfloat16", "device": given.device.partition(":")[0]}
+    # Only prompts are computed, so graphs would be captured in vain.
+    device = given.device.partition(":")[0]
+    flags = {"dtype": "bfloat16", "device": device, "enforce_eager": "true"}
     options = FORMATS[name]
     if "quantization" in options:
         flags["quantization"] = options["quantization"].value

@@ -77,7 +77,9 @@ def table(outcomes: list[Outcome]) -> str:
     found["ratios"] = _ratios(found)
     lines.append("\ntargets")
     for target in TARGETS:
-        value = found.get(target.part, {}).get(target.number)
+        if target.part not in found:
+            continue
+        value = found[target.part].get(target.number)
         sign = "≤" if target.is_upper else "≥"
         state = "not measured"
         if isinstance(value, int | float):

@@ -159,7 +159,7 @@ def _main() -> int:
     parser.add_argument(
         "--call", type=int, choices=(1, 2, 3), help="1: is it right; 2: how fast; 3: the rest"
     )
-    parser.add_argument("--budget-s", type=float, help="seconds for all parts; default: 540 a call")
+    parser.add_argument("--budget-s", type=float, help="seconds for all parts; default: 530 a call")
     parser.add_argument("--only", default="", help="parts whose name contains this")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes, no GPU")
     given = parser.parse_args()
