@@ -96,7 +96,7 @@ def smoke() -> tuple[Call, ...]:
     theirs = (*tiny, *load, "--kinds", "generate")
     return tuple(
         tuple(
-            Part(name, command, _SMOKE_S, _INTERPRETED if name in _WITH_KERNELS else {})
+            Part(name, command, _SMOKE_S, _ONE_THREAD | _interpreted(name))
             for name, command in call.items()
         )
         for call in (
@@ -122,11 +122,15 @@ def smoke() -> tuple[Call, ...]:
     )
 
 
-_INTERPRETED: Final = {"TRITON_INTERPRET": "1"}
+_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 _WITH_KERNELS: Final = ("kernel tests", "kernels", "tuning")
 _ON_DEVICE: Final = {"TRITON_INTERPRET": "0"}
 _TUNED: Final = ("--heads", "32", "--kv-heads", "8", "--head-dim", "128", "--quick",
                  "--out", "{out}/tuned.json")  # fmt: skip
+
+
+def _interpreted(name: str) -> dict[str, str]:
+    return {"TRITON_INTERPRET": "1"} if name in _WITH_KERNELS else {}
 
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:

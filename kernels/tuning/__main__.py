@@ -83,7 +83,8 @@ def prefill_candidates(default: PrefillConfig, *, is_quick: bool = False) -> lis
     if is_quick:
         values = (64, 128), (64, 128), (4, 8), (3,)
     others = (
-        PrefillConfig(*sizes, value_dims=default.value_dims) for sizes in itertools.product(*values)
+        PrefillConfig(rows, positions, num_warps, num_stages, default.value_dims)
+        for rows, positions, num_warps, num_stages in itertools.product(*values)
     )
     return [default, *(each for each in others if each != default)]
 
@@ -221,24 +222,21 @@ def _tune(given: argparse.Namespace) -> None:
         print(f"compiled {num - num_failed} of {num} in {time.monotonic() - started:.0f} s")  # noqa: T201
     repeats = 1 if given.cpu_smoke else _REPEATS
     path = given.out or CONFIG_DIR / f"{file_stem(name)}.json"
-    tuned = []
-    for tune in (
-        lambda: best_of(
-            decodes,
-            decode_lens,
-            lambda config, lens: decode_seconds(model, config, lens, device, repeats),
-            print,
-        ),
-        lambda: best_of(
-            prefills,
-            prefill_chunks,
-            lambda config, chunks: prefill_seconds(model, config, chunks, device, repeats),
-            print,
-        ),
-    ):
-        tuned.append(tune())
-        path.write_text(with_rules(before, name, how, shape, tuned))
-        print(f"wrote {path}", flush=True)  # noqa: T201
+    decode = best_of(
+        decodes,
+        decode_lens,
+        lambda config, lens: decode_seconds(model, config, lens, device, repeats),
+        print,
+    )
+    path.write_text(with_rules(before, name, how, shape, [decode]))
+    prefill = best_of(
+        prefills,
+        prefill_chunks,
+        lambda config, chunks: prefill_seconds(model, config, chunks, device, repeats),
+        print,
+    )
+    path.write_text(with_rules(before, name, how, shape, [decode, prefill]))
+    print(f"wrote {path}")  # noqa: T201
 
 
 if __name__ == "__main__":
