@@ -266,7 +266,7 @@ def closed_load(
     executor.reset()
     draw = np.random.default_rng(0)
     count = -(-(input_len + output_len) // limits.block_size)
-    per_step = max(1, limits.max_num_batched_tokens // (input_len + 1))
+    per_step = max(1, (limits.max_num_batched_tokens - streams) // input_len)
     started = time.perf_counter()
     first_s = 0.0
     in_flight: list[LaunchedStep] = []

@@ -112,8 +112,20 @@ def smoke() -> tuple[Call, ...]:
                 "kernels": _kernel_bench(*kernels),
             },
             {
-                "formats": _module("gpu.formats", *tiny, "--rows", "1", "--steps", "1", "--quick"),
-                "elastic": _module("gpu.elastic", *tiny, "--rows", "2", "--steps", "6"),
+                "formats": _module(
+                    "gpu.formats",
+                    *tiny,
+                    "--rows",
+                    "1",
+                    "--steps",
+                    "1",
+                    "--quick",
+                    "--kv-gb",
+                    "0.01",
+                ),
+                "elastic": _module(
+                    "gpu.elastic", *tiny, "--rows", "2", "--steps", "6", "--kv-gb", "0.01"
+                ),
                 "swap": _module("gpu.swap", *tiny, *swap),
                 "tuning": _tuning("--cpu-smoke", "--processes", "1", *_TUNED),
                 "transformers smoke": _module("gpu.transformers_load", *theirs),

@@ -158,5 +158,5 @@ if __name__ == "__main__":
     add("--open-s", type=float, default=20.0, help="seconds in which its requests arrive")
     add("--input-len", type=int, default=128)
     add("--output-len", type=int, default=256)
-    add("--kv-cache-memory-gb", type=float, default=12.0)
+    add("--kv-cache-memory-gb", type=float, default=30.0)
     main(parser.parse_args(), measure)

@@ -21,7 +21,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 _ROOT: Final = Path(__file__).parents[2]
-_TESTS: Final = ("pytest>=9", "pytest-asyncio", "pytest-timeout", "pytest-randomly", "hypothesis")
+_TESTS: Final = (
+    *("pytest>=9", "pytest-asyncio", "pytest-timeout", "pytest-randomly", "pytest-xdist"),
+    "hypothesis",
+)
 _NOT_SENT: Final = {"torch", "numpy", "transformers", "triton"}
 """Packages that the machine has; torch alone would be gigabytes."""
 _GLIBC: Final = (17, 24, 27, 28, 31, 34)
