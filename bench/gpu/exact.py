@@ -16,8 +16,11 @@ before a row's first difference: of eager steps from the CPU's, and of graphs fr
 """
 
 import argparse
+import json
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -48,6 +51,7 @@ from gpu_worker.step.executor import Executor
 from gpu_worker.step.graphs.cuda_graphs import GraphBackend
 from tests.lora_fixture import make_adapter
 
+_POLL_S = 0.5
 CPU = torch.device("cpu")
 _LEAST_SERVED, _LEAST_SERVED_TOKENS = 4, 20
 """Fewer requests and tokens would not make the pool full."""
@@ -317,32 +321,78 @@ def wrong_float32(table: Rows) -> int:
     )
 
 
+KINDS = ("plain", "swaps and forks", "adapters", "experts", "drafts", "int8 KV", "fp8 KV")
+
+
+def make_kind(name: str, directory: Path) -> Kind:
+    """Return a kind by its name; what it needs is written to `directory`."""
+    if name == "adapters":
+        made = (
+            make_adapter(directory / of, SHIPPED_MODEL, seed, rank=rank)
+            for seed, (of, rank) in enumerate((("a", 4), ("b", 9)))
+        )
+        return Kind(name, SHIPPED_MODEL, tuple(made))
+    if name == "experts":
+        return Kind(name, with_experts(SHIPPED_MODEL, directory / "experts"))
+    kv_dtype = name.removesuffix(" KV") if name.endswith(" KV") else "auto"
+    return Kind(
+        *(name, SHIPPED_MODEL),
+        kv_dtype=kv_dtype,
+        has_drafts=name == "drafts",
+        is_served=name == "swaps and forks",
+    )
+
+
 @torch.inference_mode()
 def compare(given: argparse.Namespace) -> Results:
     torch.set_num_threads(1)  # the model is so small that threads would only wait for each other
     table = Rows(given.json)
-    comparison = Comparison(given, table)
-    with tempfile.TemporaryDirectory() as root:
-        directory = Path(root)
-        adapters = tuple(
-            make_adapter(directory / name, SHIPPED_MODEL, seed, rank=rank)
-            for seed, (name, rank) in enumerate((("a", 4), ("b", 9)))
-        )
-        plain = Kind("plain", SHIPPED_MODEL)
-        comparison.compare(plain)
-        comparison.compare_with_transformers(plain)
-        for kind in (
-            Kind("swaps and forks", SHIPPED_MODEL, is_served=True),
-            Kind("adapters", SHIPPED_MODEL, adapters),
-            Kind("experts", with_experts(SHIPPED_MODEL, directory / "experts")),
-            Kind("drafts", SHIPPED_MODEL, has_drafts=True),
-            Kind("int8 KV", SHIPPED_MODEL, kv_dtype="int8"),
-            Kind("fp8 KV", SHIPPED_MODEL, kv_dtype="fp8"),
-        ):
-            comparison.compare(kind)
+    if given.processes > 1:
+        compare_in_processes(given, table)
+    else:
+        comparison = Comparison(given, table)
+        with tempfile.TemporaryDirectory() as root:
+            for name in given.kinds:
+                kind = make_kind(name, Path(root))
+                comparison.compare(kind)
+                if name == "plain":
+                    comparison.compare_with_transformers(kind)
     results = {"wrong_float32": wrong_float32(table), "failed": len(table.errors)}
     table.write(**results)
     return results | {"rows": table.rows}
+
+
+def compare_in_processes(given: argparse.Namespace, table: Rows) -> None:
+    """Compare the kinds in several processes, because each kind compiles its own kernels."""
+    groups = [given.kinds[first :: given.processes] for first in range(given.processes)]
+    with tempfile.TemporaryDirectory() as root:
+        running = []
+        for number, kinds in enumerate(filter(None, groups)):
+            file = Path(root) / f"{number}.json"
+            command = [
+                *(sys.executable, "-m", "gpu.exact", "--kinds", ",".join(kinds)),
+                *("--device", given.device, "--rows", str(given.rows)),
+                *("--tokens", str(given.tokens), "--json", str(file)),
+            ]
+            running.append((kinds, file, subprocess.Popen(command)))
+        try:
+            while True:
+                is_over = all(process.poll() is not None for *_, process in running)
+                for _, file, _ in running:
+                    if file.exists():
+                        table.rows.update(json.loads(file.read_text())["rows"])
+                table.write(wrong_float32=wrong_float32(table))
+                if is_over:
+                    break
+                time.sleep(_POLL_S)
+        finally:
+            for *_, process in running:
+                process.kill()
+    for kinds, _, process in running:
+        for name in kinds:
+            if not any(row.startswith(f"{name}, ") for row in table.rows):
+                error = f"its process ended with {process.returncode}"
+                table.rows[f"{name}, float32"] = {"error": error}
 
 
 if __name__ == "__main__":
@@ -350,5 +400,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each row")
+    parser.add_argument("--kinds", type=lambda text: tuple(text.split(",")), default=KINDS)
+    parser.add_argument("--processes", type=int, default=1, help="share the kinds among so many")
     results = main(parser.parse_args(), compare)
     sys.exit(1 if results["wrong_float32"] or results["failed"] else 0)

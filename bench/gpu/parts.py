@@ -60,8 +60,8 @@ def whole(bandwidth: float) -> tuple[Call, ...]:
         (
             Part("kernel tests", _pytest("-n", "14", *_KERNEL_TESTS), 150, _ON_DEVICE),
             Part("device tests", _pytest("-m", "gpu", *_DEVICE_TESTS), 40, _ON_DEVICE),
-            Part("exact", _module("gpu.exact", *numbers), 130),
-            Part("engine", _module("gpu.engine", *numbers), 165),
+            Part("exact", _module("gpu.exact", "--processes", "7", *numbers), 110),
+            Part("engine", _module("gpu.engine", *numbers), 185),
         ),
         (
             Part("engine loads", _module("gpu.engine", *loads, *numbers), 120),
@@ -83,6 +83,7 @@ def smoke() -> tuple[Call, ...]:
     """Return the same calls with tiny shapes."""
     numbers = ("--device", "cpu", "--json", "{out}/numbers.json")
     tiny = ("--shape", "smoke", *numbers)
+    exact = ("--rows", "2", "--tokens", "4", "--processes", "2")
     steps = ("--rows", "1,3", "--contexts", "32", "--prompts", "8,16", "--steps", "2",
              "--step-tokens", "64", "--kv-gb", "0.01")  # fmt: skip
     loads = ("--loads", "1,2", "--lens", "8,8", "--traces", "{out}/traces")
@@ -103,7 +104,7 @@ def smoke() -> tuple[Call, ...]:
             {
                 "kernel tests": _pytest("-n", "1", _KERNEL_TESTS[0]),
                 "device tests": _pytest(_DEVICE_TESTS[1]),
-                "exact": _module("gpu.exact", *numbers, "--rows", "2", "--tokens", "4"),
+                "exact": _module("gpu.exact", *numbers, *exact),
                 "engine": _module("gpu.engine", *tiny, *steps),
             },
             {

@@ -76,7 +76,9 @@ def check_third(found, _):
     assert 0.9 < formats["perplexity_int4_over_bf16"] < 1.2
     assert found["elastic"]["numbers"]["wrong"] == 0
     assert found["swap"]["numbers"]["decode_ms"] > 0
-    assert set(found["tuning"]["tuned"]["kernels"]) == {"decode", "prefill"}
+    tuned = found["tuning"]["tuned"]
+    assert tuned["tuned"]["device"] == "interpreter"
+    assert all("measured" in tuned["kernels"][kernel][0] for kernel in ("decode", "prefill"))
     transformers = found["transformers smoke"]["numbers"]
     assert isinstance(transformers["generate_tok_s_c2"], float)
 

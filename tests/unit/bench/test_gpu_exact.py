@@ -51,3 +51,18 @@ def test_each_way_of_computing_runs_once(tmp_path, monkeypatch):
     comparison = exact.Comparison(given, Rows(None))
     comparison.compare(exact.Kind("plain", tmp_path))
     assert made == [(torch.float32, "CPU"), (torch.float32, "eager"), (torch.float32, "graphs")]
+
+
+def test_a_kind_whose_process_dies_is_a_row(tmp_path, monkeypatch):
+    """Without a device each process ends at once."""
+    monkeypatch.setattr(exact.sys, "executable", "/bin/false")
+    table = Rows(tmp_path / "numbers.json")
+    given = argparse.Namespace(
+        device="cpu", rows=2, tokens=4, kinds=("plain", "drafts"), processes=2
+    )
+    exact.compare_in_processes(given, table)
+    assert table.errors == {
+        "plain, float32": "its process ended with 1",
+        "drafts, float32": "its process ended with 1",
+    }
+    assert exact.wrong_float32(table) == 2
