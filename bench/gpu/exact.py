@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu.bare_engine import graph_backend
-from gpu.rows import Rows
+from gpu.rows import Rows, reason
 from gpu.served import serve
 from harness.case import SHIPPED_MODEL, Results, arguments, main
 from safetensors.torch import load_file, save_file
@@ -353,7 +353,11 @@ def compare(given: argparse.Namespace) -> Results:
         comparison = Comparison(given, table)
         with tempfile.TemporaryDirectory() as root:
             for name in given.kinds:
-                kind = make_kind(name, Path(root))
+                try:
+                    kind = make_kind(name, Path(root))
+                except Exception as error:  # noqa: BLE001  the other kinds go on
+                    table.rows[f"{name}, float32"] = {"error": reason(error)}
+                    continue
                 comparison.compare(kind)
                 if name == "plain":
                     comparison.compare_with_transformers(kind)

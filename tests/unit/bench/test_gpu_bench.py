@@ -12,7 +12,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from gpu import outputs, parts, report, rows, suite, wheels
+from gpu import rows, wheels
+from gpu.suite import __main__ as suite
+from gpu.suite import outputs, parts, report
 
 ROOT = Path(__file__).parents[3]
 

@@ -66,3 +66,23 @@ def test_a_kind_whose_process_dies_is_a_row(tmp_path, monkeypatch):
         "drafts, float32": "its process ended with 1",
     }
     assert exact.wrong_float32(table) == 2
+
+
+def test_a_kind_that_cannot_be_made_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
+    def make_adapter(*_, **__):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(exact, "make_adapter", make_adapter)
+    monkeypatch.setattr(exact.Comparison, "_generate", lambda *_: TOKENS)
+    given = argparse.Namespace(
+        device="cpu",
+        rows=2,
+        tokens=4,
+        kinds=("adapters", "drafts"),
+        processes=1,
+        json=tmp_path / "numbers.json",
+    )
+    results = exact.compare(given)
+    assert results["failed"] == results["wrong_float32"] == 1
+    assert results["rows"]["adapters, float32"] == {"error": "OSError: the disk is full"}
+    assert results["rows"]["drafts, float32: graphs, CPU"]["wrong"] == 0

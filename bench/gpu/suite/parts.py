@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-BENCH: Final = Path(__file__).parents[1]
+BENCH: Final = Path(__file__).parents[2]
 ROOT: Final = BENCH.parent
 KEPT: Final = ROOT / "build" / "gpu"
 """What a call leaves for the next one on the same machine: the ceilings, and compiled kernels."""

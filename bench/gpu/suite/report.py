@@ -74,7 +74,8 @@ def table(outcomes: list[Outcome]) -> str:
             else:
                 lines += [f"  {line}" for line in numbers]
     found = {outcome.name: outcome.results.get("numbers", {}) for outcome in outcomes}
-    found["ratios"] = _ratios(found)
+    if ratios := _ratios(found):
+        found["ratios"] = ratios
     lines.append("\ntargets")
     for target in TARGETS:
         if target.part not in found:

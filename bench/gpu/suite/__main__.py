@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
-from gpu.outputs import pack, read_results
-from gpu.parts import BENCH, CEILINGS, KEPT, MOST_S, ROOT, Part, ceilings, smoke, whole
-from gpu.report import Outcome, table, write
+from gpu.suite.outputs import pack, read_results
+from gpu.suite.parts import BENCH, CEILINGS, KEPT, MOST_S, ROOT, Part, ceilings, smoke, whole
+from gpu.suite.report import Outcome, table, write
 
 _LOG_LINES: Final = 12
 _LEAST_S: Final = 5.0
