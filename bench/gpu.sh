@@ -1,24 +1,28 @@
 #!/bin/sh
-# Runs the tests and benchmarks that need an NVIDIA GPU, in three calls, each under ten minutes:
+# Runs the tests and benchmarks that need an NVIDIA GPU, in three calls, each under nine minutes:
 #
-#   bench/gpu.sh [--wheels DIR] --call 1 [--out DIR] [--budget-s 560] [--only PART]
+#   bench/gpu.sh [--wheels DIR] --call 1 [--out DIR] [--budget-s 530] [--only PART]
 #
-# Call 1 tests correctness, call 2 measures kernels and an 8B service, call 3 the rest. Give each a
-# separate --out. Without --call, one run has all parts that the budget allows, in this order.
+# Call 1 tells whether everything is right, call 2 how fast it is, call 3 the rest. Each prints its
+# plan, stops parts that take longer than planned, and leaves at most six files in --out, which
+# should be its own. Without --call, one run has all parts.
 #
 #   bench/gpu.sh --cpu-smoke             the same with tiny shapes on a CPU; measures nothing
 #   bench/gpu.sh --collect-wheels DIR    fills DIR, on a machine with a network, for --wheels
+#   bench/gpu.sh --sizes DIR             whether the checkout and DIR are small enough to be carried
 #
 # The GPU machine has torch for CUDA with Triton, and transformers. Other packages that it lacks come
-# from the wheels in DIR; nothing is downloaded, and nothing is installed permanently.
+# from the wheels in DIR; nothing is downloaded, and nothing is installed permanently. build/gpu keeps
+# the measured ceilings and the compiled kernels for the next call.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 PYTHONPATH="$PWD/bench:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH
-if [ "${1:-}" = --collect-wheels ]; then
-    exec "$PYTHON" bench/gpu/wheels.py collect "$2"
-fi
+case ${1:-} in
+    --collect-wheels) exec "$PYTHON" bench/gpu/wheels.py collect "$2" ;;
+    --sizes) exec "$PYTHON" bench/gpu/wheels.py sizes "$2" ;;
+esac
 if [ "${1:-}" = --wheels ]; then
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT

@@ -9,7 +9,9 @@ and, for some shapes, FlexAttention over dense keys and values, and its results 
 SDPA's. The baselines of the other kernels are their twins. Decode is measured block-major and
 layer-major, with blocks of 16 to 128.
 
-If a kernel fails, its row has the error, and the others run. `--cpu-smoke` runs every case with
+If a kernel fails, its row has the error, and the others run; after a device fault they run in a new
+process. With --ceilings FILE the ceilings are read from the file if it was written for this device,
+else measured and written to it. `--cpu-smoke` runs every case with
 tiny shapes in Triton's interpreter: it measures nothing, and shows that the script works.
 """
 
@@ -19,7 +21,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +32,7 @@ if "--cpu-smoke" in sys.argv:
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
 import torch
+from gpu.rows import continues, is_lost, reason, start_again
 from harness.machine import machine_facts
 
 from kernels.tuning.timing import seconds_of
@@ -81,6 +84,20 @@ def measure_ceilings(device: torch.device, num_bytes: int, gemm_size: int) -> Ce
     return Ceilings(num_bytes / min(read_s, copy_s / 2), 2 * gemm_size**3 / gemm_s)
 
 
+def kept_ceilings(file: Path | None, name: str, sizes: tuple[int, int]) -> Ceilings:
+    """Return the ceilings of the device `name`, from the file if it has them."""
+    if file is not None and file.exists():
+        kept = json.loads(file.read_text())
+        if kept["device"] == name and kept["sizes"] == list(sizes):
+            return Ceilings(**kept["ceilings"])
+    is_gpu = torch.cuda.is_available()
+    ceilings = measure_ceilings(torch.device("cuda" if is_gpu else "cpu"), *sizes)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file, {"device": name, "sizes": sizes, "ceilings": asdict(ceilings)})
+    return ceilings
+
+
 def measure(case: "Case", device: torch.device, ceilings: Ceilings, repeats: int) -> Row:
     """Time one case and its baselines; failures are in the row."""
     try:
@@ -88,7 +105,7 @@ def measure(case: "Case", device: torch.device, ceilings: Ceilings, repeats: int
         prepared = case.prepare(device)
         seconds = seconds_of(prepared.launch, device, repeats)
     except Exception as error:  # noqa: BLE001  a kernel may fail in any way
-        return Row(case.kernel, case.shape, error=_reason(error))
+        return Row(case.kernel, case.shape, error=reason(error))
     least_bytes_s = prepared.num_bytes / ceilings.bytes_per_s
     least_flops_s = prepared.flops / ceilings.flops
     difference, baselines = _measure_baselines(prepared, device, repeats)
@@ -118,12 +135,8 @@ def _measure_baselines(
                 difference = float((ours.float() - theirs.float()).abs().max())
             baselines[name] = seconds_of(launch, device, repeats) * 1e6
         except Exception as error:  # noqa: BLE001  as above
-            baselines[name] = _reason(error)
+            baselines[name] = reason(error)
     return difference, baselines
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def table_line(row: Row) -> str:
@@ -146,12 +159,15 @@ def run(
     ceilings: Ceilings,
     repeats: int,
     say: Callable[[list[Row]], None],
+    done: Sequence[Row] = (),
 ) -> list[Row]:
-    """Measure the cases one after the other; call `say` with the rows so far after each."""
-    rows: list[Row] = []
-    for case in cases:
+    """Measure the cases that are not done; call `say` with the rows so far after each."""
+    rows = list(done)
+    for case in cases[len(rows) :]:
         rows.append(measure(case, device, ceilings, repeats))
         say(rows)
+        if is_lost():  # a baseline may have done it
+            start_again()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -172,24 +188,26 @@ def _main() -> int:
     parser.add_argument("--json", "--out", dest="out", type=Path, help="where to write JSON")
     parser.add_argument("--quick", action="store_true", help="five repeats of each case")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes, no GPU")
+    parser.add_argument("--main", action="store_true", help="only the cases that matter most")
+    parser.add_argument("--ceilings", type=Path, metavar="FILE", help="where ceilings are kept")
     parser.add_argument("--only", default="", help="cases whose kernel or shape contains this")
     given = parser.parse_args()
     if not given.cpu_smoke and not torch.cuda.is_available():
         parser.exit(2, "there is no GPU; --cpu-smoke runs without one\n")
-    from gpu.kernel_cases import TINY, WHOLE, all_cases  # noqa: PLC0415  imports Triton
+    from gpu.kernel_cases import TINY, WHOLE, all_cases, main_cases  # noqa: PLC0415  imports Triton
 
     device = torch.device("cpu" if given.cpu_smoke else "cuda")
     started = time.perf_counter()
     sizes = (1 << 16, 64) if given.cpu_smoke else (_CEILING_BYTES, _GEMM_SIZE)
-    ceilings = measure_ceilings(device, *sizes)
     name = "cpu-smoke, nothing measured" if given.cpu_smoke else torch.cuda.get_device_name()
+    ceilings = kept_ceilings(given.ceilings, name, sizes)
     print(
         f"{name}: {ceilings.bytes_per_s * 1e-9:,.0f} GB/s, {ceilings.flops * 1e-12:,.0f} TFLOP/s",
         flush=True,
     )
     cases = [
         case
-        for case in all_cases(TINY if given.cpu_smoke else WHOLE)
+        for case in (main_cases if given.main else all_cases)(TINY if given.cpu_smoke else WHOLE)
         if given.only in f"{case.kernel} {case.shape}"
     ]
     repeats = 1 if given.cpu_smoke else 5 if given.quick else _REPEATS
@@ -206,8 +224,11 @@ def _main() -> int:
         if given.out is not None:  # a call that is cut off keeps its measurements so far
             write(given.out, {**result, "rows": [asdict(row) for row in rows]})
 
-    say([])
-    rows = run(cases, device, ceilings, repeats, say)
+    done: list[Row] = []
+    if given.out is not None and continues(given.out):
+        done = [Row(**row) for row in json.loads(given.out.read_text())["rows"]]
+    say(done)
+    rows = run(cases, device, ceilings, repeats, say, done)
     failed = sum(row.error is not None for row in rows)
     print(f"{len(rows)} rows, {failed} failed, {time.perf_counter() - started:.0f} s")
     # A failed kernel is a result, which JSON contains; on a CPU it is a bug in this script.

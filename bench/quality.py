@@ -71,7 +71,7 @@ async def perplexity(
     flags: dict[str, str], budget: float, model: Path = SHIPPED_MODEL
 ) -> tuple[float, int]:
     """Return the text's perplexity at a worker with these flags, and how many tokens it scored."""
-    settings = WorkerSettings(model=model, device="cpu", kv_cache_memory_gb=0.1, **flags)
+    settings = WorkerSettings(model=model, **({"device": "cpu", "kv_cache_memory_gb": 0.1} | flags))
     loop = asyncio.get_running_loop()
     loaded = await asyncio.to_thread(load, settings, lambda *_: None, loop)
     info, steps = loaded.info, loaded.steps

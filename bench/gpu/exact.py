@@ -3,33 +3,44 @@
     python -m gpu.exact --json out.json    (in bench/, as gpu.sh does)
 
 Each row of the table is a kind of worker: plain, with LoRA adapters, with experts, with a draft
-model, with quantized KV. Its tokens are compared with those of a plain worker on the CPU: computed
-eagerly (`eager`), and by CUDA graphs of decodes and of pieces (`graphs`). Prompts of different
-lengths start one after another, so steps are prompts, decodes, and both. Half of the rows are
-greedy, half draw.
+model, with quantized KV, and with a pool so small that a scheduler swaps sequences, beside forked
+outputs. Its tokens are compared with those of a plain worker on the CPU: computed eagerly
+(`eager`), and by CUDA graphs of decodes and of pieces (`graphs`). Prompts of different lengths
+start one after another, so steps are prompts, decodes, and both. Half of the rows are greedy, half
+draw. The plain worker's greedy rows are also compared with `transformers` on the same device.
 
-In float32 all must be equal: `wrong` counts the tokens that differ, and the exit status is 1. Two
-comparisons do not count: quantized KV, because the last bit of a number may decide its rounding;
-and bfloat16, in which graphs are compared with eager steps of the same device, because products of
-different numbers of rows may differ in the last bits.
+In float32 all must be equal: `wrong` counts the tokens that differ, and the exit status is 1.
+Quantized KV does not count, because the last bit of a number may decide its rounding. In bfloat16
+products of different numbers of rows may differ in the last bits; `agreeing` is the share of tokens
+before a row's first difference: of eager steps from the CPU's, and of graphs from eager steps.
 """
 
 import argparse
+import json
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from harness.case import SHIPPED_MODEL, Results, Table, arguments, main
+from gpu.bare_engine import graph_backend
+from gpu.rows import Rows, reason
+from gpu.served import serve
+from harness.case import SHIPPED_MODEL, Results, arguments, main
 from safetensors.torch import load_file, save_file
 
+from contract.arrays import Int32Array
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan, StepId
 from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.kv.layout import kv_dtypes
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.lora.slots import AdapterSlots
@@ -37,10 +48,13 @@ from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.graphs.cuda_graphs import Between, CudaGraphs, GraphBackend
+from gpu_worker.step.graphs.cuda_graphs import GraphBackend
 from tests.lora_fixture import make_adapter
 
+_POLL_S = 0.5
 CPU = torch.device("cpu")
+_LEAST_SERVED, _LEAST_SERVED_TOKENS = 4, 20
+"""Fewer requests and tokens would not make the pool full."""
 _BLOCK_SIZE, _CHUNK, _NUM_EXPERTS = 16, 24, 4
 _LIMITS = Limits(
     max_num_seqs=16,
@@ -50,6 +64,7 @@ _LIMITS = Limits(
     block_size=_BLOCK_SIZE,
     vocab_size=0,
 )
+_SMALL_LIMITS = replace(_LIMITS, max_model_len=176, num_blocks=12, num_host_blocks=256)
 
 
 @dataclass(frozen=True)
@@ -61,17 +76,8 @@ class Kind:
     adapters: tuple[Path, ...] = ()
     has_drafts: bool = False
     kv_dtype: str = "auto"
-
-
-class ComputedAgain:
-    """A `GraphBackend` for the smoke test: a replay computes."""
-
-    def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
-        compute(lambda work: work())
-        return lambda: compute(lambda work: work())
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+    is_served: bool = False
+    """Whether a scheduler plans the steps, with less memory than the sequences need."""
 
 
 def with_experts(model: Path, directory: Path) -> Path:
@@ -103,13 +109,14 @@ def with_experts(model: Path, directory: Path) -> Path:
 
 def make_executor(
     kind: Kind, dtype: torch.dtype, device: torch.device, backend: GraphBackend | None
-) -> Executor:
+) -> tuple[Executor, Limits]:
+    """Build a worker's executor, with graphs if there is a backend; return its limits, too."""
     source = open_model(kind.model)
     config, model = source.config, source.load(dtype, device, lambda _: None)
     loaded = [load_adapter(each.name, each, config, dtype, device) for each in kind.adapters]
     adapters = dict(enumerate(loaded, start=1))
     limits = replace(
-        _LIMITS,
+        _SMALL_LIMITS if kind.is_served else _LIMITS,
         vocab_size=config.vocab_size,
         adapters={adapter.id: number for number, adapter in adapters.items()},
     )
@@ -124,12 +131,17 @@ def make_executor(
     if adapters and backend is not None:
         assert isinstance(config, LlamaConfig)
         slots = AdapterSlots(config, device)
+    memory = pool(kind.kv_dtype)
+    host_pool = None
+    if limits.num_host_blocks:
+        host_pool = HostPool(memory.blocks_as_bytes, limits.num_host_blocks)
     executor = Executor(
         model,
-        pool(kind.kv_dtype),
+        memory,
         limits,
         (),
         device,
+        host_pool=host_pool,
         drafter=drafter,
         adapters=adapters,
         slots=slots,
@@ -142,12 +154,16 @@ def make_executor(
         if drafter is not None:
             drafter.capture_decodes(backend, lambda _: None)
             drafter.capture_pieces(backend, lambda _: None)
-    return executor
+    return executor, limits
+
+
+def _prompt(row: int) -> Int32Array:
+    return np.arange(1 + row * 29 % 90, dtype=np.int32) * 7 % 900 + row + 2
 
 
 def generate(executor: Executor, kind: Kind, num_rows: int, num_tokens: int) -> list[list[int]]:
     """Return the tokens of each row; a row starts every second step, in chunks."""
-    lens = [1 + row * 29 % 90 for row in range(num_rows)]
+    lens = [len(_prompt(row)) for row in range(num_rows)]
     left = lens.copy()
     outputs: list[list[int]] = [[] for _ in lens]
     per_row = _LIMITS.num_blocks // _LIMITS.max_num_seqs
@@ -164,7 +180,7 @@ def generate(executor: Executor, kind: Kind, num_rows: int, num_tokens: int) -> 
                     NewSequence(
                         seq_id=row,
                         row=row,
-                        token_ids=np.arange(lens[row], dtype=np.int32) * 7 % 900 + row + 2,
+                        token_ids=_prompt(row),
                         num_prompt_tokens=lens[row],
                         num_computed_tokens=0,
                         block_ids=np.arange(per_row, dtype=np.int32) + row * per_row,
@@ -193,57 +209,202 @@ def generate(executor: Executor, kind: Kind, num_rows: int, num_tokens: int) -> 
 
 
 def num_wrong(outputs: list[list[int]], expected: list[list[int]]) -> int:
-    pairs = zip(outputs, expected, strict=True)
-    return sum(a != b for each, other in pairs for a, b in zip(each, other, strict=True))
+    """Return how many tokens are missing or differ."""
+    pairs = zip_longest(outputs, expected, fillvalue=())
+    return sum(a != b for each, other in pairs for a, b in zip_longest(each, other))
+
+
+def agreeing(outputs: list[list[int]], expected: list[list[int]]) -> float:
+    """Return the share of tokens that come before a row's first difference."""
+    same = 0
+    for each, other in zip(outputs, expected, strict=True):
+        for a, b in zip(each, other, strict=True):
+            if a != b:
+                break
+            same += 1
+    return same / sum(map(len, expected))
+
+
+def greedy_by_transformers(
+    model: Path, device: torch.device, num_rows: int, num_tokens: int
+) -> list[list[int]]:
+    """Return the tokens of the greedy rows of `generate`, in float32."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  slow
+
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
+    outputs = []
+    for row in range(0, num_rows, 2):
+        ids = _prompt(row).tolist()
+        start = len(ids)
+        for _ in range(num_tokens):
+            logits = theirs(torch.tensor([ids], device=device)).logits
+            ids.append(int(logits[0, -1].argmax()))
+        outputs.append(ids[start:])
+    return outputs
+
+
+class Comparison:
+    """Makes tokens once for each way of computing them, and compares them in rows."""
+
+    def __init__(self, given: argparse.Namespace, table: Rows) -> None:
+        self._device = torch.device(given.device)
+        self._backend = graph_backend(self._device)
+        self._size = given.rows, given.tokens
+        self._table = table
+        self._made: dict[tuple[str, torch.dtype, str], list[list[int]]] = {}
+
+    def tokens(self, kind: Kind, dtype: torch.dtype, way: str) -> list[list[int]]:
+        """Return a worker's tokens, computed on the CPU, eagerly, or by graphs."""
+        key = kind.name, dtype, way
+        if key not in self._made:
+            self._made[key] = self._generate(kind, dtype, way)
+        return self._made[key]
+
+    def _generate(self, kind: Kind, dtype: torch.dtype, way: str) -> list[list[int]]:
+        if way == "CPU":
+            plain = replace(kind, has_drafts=False)
+            executor, limits = make_executor(plain, dtype, CPU, None)
+        else:
+            backend = self._backend if way == "graphs" else None
+            executor, limits = make_executor(kind, dtype, self._device, backend)
+        if not kind.is_served:
+            return generate(executor, kind, *self._size)
+        num_rows, num_tokens = self._size
+        served = max(num_rows, _LEAST_SERVED), max(num_tokens, _LEAST_SERVED_TOKENS)
+        outputs, seen = serve(executor, limits, *served)
+        missing = [name for name, count in seen.items() if not count]
+        assert not missing, f"no block was {missing}"
+        return outputs
+
+    def compare(self, kind: Kind) -> None:
+        """Add the rows of a kind; a CPU has no other way to compute bfloat16."""
+        exact, rounded = torch.float32, torch.bfloat16
+        self._row(kind, exact, "eager", "CPU")
+        self._row(kind, exact, "graphs", "CPU")
+        if self._device.type != "cuda":
+            return
+        self._row(kind, rounded, "eager", "CPU")
+        self._row(kind, rounded, "graphs", "eager")
+
+    def compare_with_transformers(self, kind: Kind) -> None:
+        def measure() -> Mapping[str, Any]:
+            theirs = greedy_by_transformers(kind.model, self._device, *self._size)
+            ours = self.tokens(kind, torch.float32, "eager")[::2]
+            return _compared(ours, theirs)
+
+        self._table.run(f"{kind.name}, float32: eager, transformers", measure)
+
+    def _row(self, kind: Kind, dtype: torch.dtype, way: str, than: str) -> None:
+        def measure() -> Mapping[str, Any]:
+            expected = self.tokens(kind, dtype, than)
+            return _compared(self.tokens(kind, dtype, way), expected)
+
+        name = str(dtype).removeprefix("torch.")
+        self._table.run(f"{kind.name}, {name}: {way}, {than}", measure)
+        self._table.write(wrong_float32=wrong_float32(self._table))
+
+
+def _compared(outputs: list[list[int]], expected: list[list[int]]) -> Mapping[str, Any]:
+    return {
+        "wrong": num_wrong(outputs, expected),
+        "of": sum(map(len, expected)),
+        "agreeing": agreeing(outputs, expected),
+    }
+
+
+def wrong_float32(table: Rows) -> int:
+    """Return how many tokens are wrong where all must be equal; a row that failed counts as one."""
+    return sum(
+        row.get("wrong", 1)
+        for name, row in table.rows.items()
+        if "float32" in name and "KV" not in name
+    )
+
+
+KINDS = ("plain", "swaps and forks", "adapters", "experts", "drafts", "int8 KV", "fp8 KV")
+
+
+def make_kind(name: str, directory: Path) -> Kind:
+    """Return a kind by its name; what it needs is written to `directory`."""
+    if name == "adapters":
+        made = (
+            make_adapter(directory / of, SHIPPED_MODEL, seed, rank=rank)
+            for seed, (of, rank) in enumerate((("a", 4), ("b", 9)))
+        )
+        return Kind(name, SHIPPED_MODEL, tuple(made))
+    if name == "experts":
+        return Kind(name, with_experts(SHIPPED_MODEL, directory / "experts"))
+    kv_dtype = name.removesuffix(" KV") if name.endswith(" KV") else "auto"
+    return Kind(
+        *(name, SHIPPED_MODEL),
+        kv_dtype=kv_dtype,
+        has_drafts=name == "drafts",
+        is_served=name == "swaps and forks",
+    )
 
 
 @torch.inference_mode()
 def compare(given: argparse.Namespace) -> Results:
-    device = torch.device(given.device)
-    backend: GraphBackend = CudaGraphs(device) if device.type == "cuda" else ComputedAgain()
-    results: dict[str, int] = {}
-    table = Table("worker:<10", "dtype:<9", "computed:<9", "compared with:<12", "wrong:d", "of:d")
-    size = given.rows, given.tokens
+    torch.set_num_threads(1)  # the model is so small that threads would only wait for each other
+    table = Rows(given.json)
+    if given.processes > 1:
+        compare_in_processes(given, table)
+    else:
+        comparison = Comparison(given, table)
+        with tempfile.TemporaryDirectory() as root:
+            for name in given.kinds:
+                try:
+                    kind = make_kind(name, Path(root))
+                except Exception as error:  # noqa: BLE001  the other kinds go on
+                    table.rows[f"{name}, float32"] = {"error": reason(error)}
+                    continue
+                comparison.compare(kind)
+                if name == "plain":
+                    comparison.compare_with_transformers(kind)
+    results = {"wrong_float32": wrong_float32(table), "failed": len(table.errors)}
+    table.write(**results)
+    return results | {"rows": table.rows}
+
+
+def compare_in_processes(given: argparse.Namespace, table: Rows) -> None:
+    """Compare the kinds in several processes, because each kind compiles its own kernels."""
+    groups = [given.kinds[first :: given.processes] for first in range(given.processes)]
     with tempfile.TemporaryDirectory() as root:
-        directory = Path(root)
-        adapters = tuple(
-            make_adapter(directory / name, SHIPPED_MODEL, seed, rank=rank)
-            for seed, (name, rank) in enumerate((("a", 4), ("b", 9)))
-        )
-        kinds = [
-            Kind("plain", SHIPPED_MODEL),
-            Kind("adapters", SHIPPED_MODEL, adapters),
-            Kind("experts", with_experts(SHIPPED_MODEL, directory / "experts")),
-            Kind("drafts", SHIPPED_MODEL, has_drafts=True),
-            Kind("int8 KV", SHIPPED_MODEL, kv_dtype="int8"),
-            Kind("fp8 KV", SHIPPED_MODEL, kv_dtype="fp8"),
-        ]
-
-        def row(kind: Kind, dtype: torch.dtype, of: str, than: str, wrong: int) -> None:
-            name = str(dtype).removeprefix("torch.")
-            table.row(kind.name, name, of, than, wrong, given.rows * given.tokens)
-            results[f"{kind.name}_{name}_{of}_wrong".replace(" ", "_")] = wrong
-
-        for kind in kinds:
-            plain = make_executor(replace(kind, has_drafts=False), torch.float32, CPU, None)
-            expected = generate(plain, kind, *size)
-            eager = generate(make_executor(kind, torch.float32, device, None), kind, *size)
-            row(kind, torch.float32, "eager", "the CPU", num_wrong(eager, expected))
-            graphs = generate(make_executor(kind, torch.float32, device, backend), kind, *size)
-            row(kind, torch.float32, "graphs", "the CPU", num_wrong(graphs, expected))
-            if device.type == "cuda":
-                eager = generate(make_executor(kind, torch.bfloat16, device, None), kind, *size)
-                graphs = generate(make_executor(kind, torch.bfloat16, device, backend), kind, *size)
-                row(kind, torch.bfloat16, "graphs", "eager", num_wrong(graphs, eager))
-    results["wrong_float32"] = sum(
-        wrong for name, wrong in results.items() if "float32" in name and "KV" not in name
-    )
-    return results
+        running = []
+        for number, kinds in enumerate(filter(None, groups)):
+            file = Path(root) / f"{number}.json"
+            command = [
+                *(sys.executable, "-m", "gpu.exact", "--kinds", ",".join(kinds)),
+                *("--device", given.device, "--rows", str(given.rows)),
+                *("--tokens", str(given.tokens), "--json", str(file)),
+            ]
+            running.append((kinds, file, subprocess.Popen(command)))
+        try:
+            while True:
+                is_over = all(process.poll() is not None for *_, process in running)
+                for _, file, _ in running:
+                    if file.exists():
+                        table.rows.update(json.loads(file.read_text())["rows"])
+                table.write(wrong_float32=wrong_float32(table))
+                if is_over:
+                    break
+                time.sleep(_POLL_S)
+        finally:
+            for *_, process in running:
+                process.kill()
+    for kinds, _, process in running:
+        for name in kinds:
+            if not any(row.startswith(f"{name}, ") for row in table.rows):
+                error = f"its process ended with {process.returncode}"
+                table.rows[f"{name}, float32"] = {"error": error}
 
 
 if __name__ == "__main__":
     parser = arguments(__doc__, quick="has no effect")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each row")
-    sys.exit(1 if main(parser.parse_args(), compare)["wrong_float32"] else 0)
+    parser.add_argument("--kinds", type=lambda text: tuple(text.split(",")), default=KINDS)
+    parser.add_argument("--processes", type=int, default=1, help="share the kinds among so many")
+    results = main(parser.parse_args(), compare)
+    sys.exit(1 if results["wrong_float32"] or results["failed"] else 0)

@@ -63,6 +63,41 @@ def all_cases(size: Size) -> list[Case]:
     return [*_decode_cases(size), *_prefill_cases(size), *_row_cases(size), *_block_cases(size)]
 
 
+_MAIN = (
+    ("decode", "1x1k 32/8x128 P16"),
+    ("decode", "256x1k 32/8x128 P16"),
+    ("decode", "64x8k 32/8x128 P16 float8"),
+    ("decode", "1x128k 32/8x128 P16"),
+    ("decode", "64x8k 32/8x128 P16 32 layers"),
+    ("decode", "64x8k 32/8x128 P16 32 layers layer-major"),
+    ("prefill", "1x8k 32/8x128 P16"),
+    ("prefill", "4x2k 32/8x128 P16"),
+    ("prefill", "50 after 30k 32/8x128 P16"),
+    ("prefill", "512 after 128k 32/8x128 P16"),
+    ("add_rms_norm", "256x4096"),
+    ("rotary_store_kv", "256 tokens 32/8x128"),
+    ("sample", "1x151936 top_p 0.9"),
+    ("sample", "64x151936 top_p 0.9"),
+    ("sample", "256x151936 temperature"),
+)
+"""The cases that tell how fast a model will be."""
+
+
+def main_cases(size: Size) -> list[Case]:
+    """Return the cases that matter most, without FlexAttention, which takes long to compile."""
+    named = {(case.kernel, case.shape): case for case in all_cases(size)}
+
+    def without_flex(case: Case) -> Case:
+        def prepare(device: torch.device) -> Prepared:
+            prepared = case.prepare(device)
+            baselines = {k: v for k, v in prepared.baselines.items() if k != "flex"}
+            return replace(prepared, baselines=baselines)
+
+        return replace(case, prepare=prepare)
+
+    return [without_flex(named[name]) for name in _MAIN]
+
+
 def _cut(model: Model, size: Size) -> Model:
     if size is WHOLE:
         return model

@@ -1,10 +1,11 @@
-"""Measures three processes on random weights of one shape, and the same service in one process.
+"""Measures a service of three processes on random weights of one shape.
 
     python -m gpu.serve --shape 8B --bandwidth 4.1e12 --json out.json    (in bench/, as gpu.sh does)
 
 It measures throughput, time to first token and between tokens at each concurrency; how long the
 device is idle between decode steps, by its own clock; the share of the bandwidth that a decode of
-one sequence reaches; and three processes against one (engines/split.py).
+one sequence reaches; and an open-loop load: requests of mixed lengths that arrive at random, with
+about --open-share of the tokens per second of the largest concurrency. Nothing else uses the GPU.
 """
 
 import argparse
@@ -12,15 +13,19 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import aiohttp
-from engines.split import GRPC, ONE_GRPC, by_grpc, measure_split
 from harness.case import Results, arguments, main, numbers, write_json
 from harness.closed_loop import LoadResult, Workload, find_model, print_loads, run_load
-from harness.processes import HOST, free_ports, service
+from harness.open_loop import Arrivals, run_arrivals
+from harness.processes import HOST, Service, free_ports, service
 from make_model import SHAPES, Sizes, write_shape
+
+from quire.cli.up.service_dir import ended_services, running_services
 
 _POLL_S = 0.25
 """Longer than a step: the worker answers in the interpreter that launches steps."""
@@ -65,6 +70,7 @@ async def measure(given: argparse.Namespace) -> Results:
         *("--host-kv-memory-gb", "0", "--max-model-len", str(min(sizes.context, 4096))),
     )
     results: dict[str, float] = {}
+    started = time.perf_counter()
     async with contextlib.AsyncExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-gpu-"))
         model = Path(directory) / given.shape
@@ -72,8 +78,10 @@ async def measure(given: argparse.Namespace) -> Results:
         os.environ["QUIRE_LOAD_FORMAT"] = "dummy"  # reaches every worker
         up = (*flags, "--worker-http-port", str(worker_port))
         three = await stack.enter_async_context(service(model, up))
-        one = await stack.enter_async_context(service(model, flags, in_one_process=True))
-        await asyncio.gather(three.wait_until_ready(), one.wait_until_ready())
+        stack.callback(_keep_logs, given, three)
+        await three.wait_until_ready()
+        results["ready_s"] = time.perf_counter() - started
+        _save(given, results)
         name = await find_model(three.base_url)
         loads: list[LoadResult] = []
         for concurrency in given.concurrency:
@@ -88,19 +96,41 @@ async def measure(given: argparse.Namespace) -> Results:
                 results["bandwidth_share_c1"] = _bandwidth_share(sizes, load, given)
             _save(given, results)
         print_loads(loads)
-        for concurrency in given.split_concurrency:
-            workload = Workload(name, max(2, concurrency), given.input_len, given.output_len // 2)
-            sides = {ONE_GRPC: by_grpc(one), GRPC: by_grpc(three)}
-            tax = await measure_split(
-                sides, workload, concurrency, 1 if given.quick else given.split_rounds
-            )
-            print(tax.table(), flush=True)
-            results |= {
-                f"three_over_one_c{concurrency}": tax.ratios()["split_ratio"].median,
-                f"one_process_tok_s_c{concurrency}": tax.metrics()["split_one_grpc_tok_s"],
-            }
-            _save(given, results)
+        results |= await _open_load(given, three.base_url, name, loads[-1])
+        _save(given, results)
     return results
+
+
+async def _open_load(
+    given: argparse.Namespace, base_url: str, model: str, largest: LoadResult
+) -> dict[str, float]:
+    """Measure random arrivals; return their numbers, named open_….
+
+    A length drawn evenly by its logarithm between a quarter of `len` and twice it has a mean of
+    about 0.84 `len`.
+    """
+    output_len = given.output_len
+    arrivals = Arrivals(
+        requests_per_s=given.open_share * largest.output_tok_s / (0.84 * output_len),
+        duration_s=given.open_s,
+        input_lens=(max(1, given.input_len // 4), 2 * given.input_len),
+        output_lens=(max(1, output_len // 4), 2 * output_len),
+    )
+    load = await run_arrivals(base_url, model, arrivals)
+    print(f"open loop, {arrivals.requests_per_s:.2f} requests/s: {load}", flush=True)
+    names = {name.rpartition("_c")[0]: value for name, value in load.metrics().items()}
+    results = {f"open_{name}": value for name, value in names.items()}
+    return results | {"open_requests_s": arrivals.requests_per_s}
+
+
+def _keep_logs(given: argparse.Namespace, service: Service) -> None:
+    """Copy the logs of the service's processes beside the JSON, in case they say what failed."""
+    if given.json is None:
+        return
+    for info in (*running_services(), *ended_services()):
+        if info.pid == service.pid:
+            for log in Path(info.log_dir).glob("*.log"):
+                shutil.copyfile(log, given.json.parent / f"{log.stem}.txt")
 
 
 def _save(given: argparse.Namespace, results: Results) -> None:
@@ -118,15 +148,15 @@ def _bandwidth_share(sizes: Sizes, load: LoadResult, given: argparse.Namespace) 
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__, quick="one round of the split")
+    parser = arguments(__doc__, quick="has no effect")
     add = parser.add_argument
     add("--shape", choices=SHAPES, required=True)
     add("--bandwidth", type=float, default=0.0, help="bytes per second that the device can read")
     add("--device", default="cuda")
-    add("--concurrency", type=numbers, default="1,32,256")
-    add("--split-concurrency", type=numbers, default="1,256")
-    add("--split-rounds", type=int, default=2)
+    add("--concurrency", type=numbers, default="1,64,256")
+    add("--open-share", type=float, default=0.5, help="load of the open loop, of the largest")
+    add("--open-s", type=float, default=20.0, help="seconds in which its requests arrive")
     add("--input-len", type=int, default=128)
     add("--output-len", type=int, default=256)
-    add("--kv-cache-memory-gb", type=float, default=12.0)
+    add("--kv-cache-memory-gb", type=float, default=30.0)
     main(parser.parse_args(), measure)

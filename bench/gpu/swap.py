@@ -156,7 +156,7 @@ if __name__ == "__main__":
     parser = arguments(__doc__, quick="three rounds")
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="8B")
-    add("--device", default="cuda")
+    add("--device", default="cuda:0")
     add("--num-rows", type=int, default=32, help="rows that decode")
     add("--context", type=int, default=1024, help="most tokens of a row")
     add("--swapped-blocks", type=int, default=24, help="blocks swapped out, and in, in each step")

@@ -2,9 +2,10 @@
 
     python bench/gpu/wheels.py collect DIR          for Python 3.12 on x86-64 Linux
     python bench/gpu/wheels.py install DIR SITE     into SITE, which goes to PYTHONPATH
+    python bench/gpu/wheels.py sizes DIR            of the checkout and of DIR, with the limit
 
 A package that the machine has in a sufficient version is kept, because its transformers fits that
-version.
+version. Checkout and wheels travel together, and must stay below a limit.
 """
 
 import subprocess
@@ -20,11 +21,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 _ROOT: Final = Path(__file__).parents[2]
-_TESTS: Final = ("pytest>=9", "pytest-asyncio", "pytest-timeout", "pytest-randomly", "hypothesis")
+_TESTS: Final = (
+    *("pytest>=9", "pytest-asyncio", "pytest-timeout", "pytest-randomly", "pytest-xdist"),
+    "hypothesis",
+)
 _NOT_SENT: Final = {"torch", "numpy", "transformers", "triton"}
 """Packages that the machine has; torch alone would be gigabytes."""
 _GLIBC: Final = (17, 24, 27, 28, 31, 34)
-_MAX_BYTES: Final = 60 * 1024**2
+_MAX_BYTES: Final = 64 * 1024**2
+"""The limit on what can be carried to the machine: the checkout and the wheels."""
+_MIB: Final = 1024**2
 
 
 def requirements() -> list[Requirement]:
@@ -50,10 +56,25 @@ def collect(directory: Path) -> None:
     for wheel in directory.glob("*.whl"):
         if parse_wheel_filename(wheel.name)[0] in _NOT_SENT:
             wheel.unlink()
-    num_bytes = sum(wheel.stat().st_size for wheel in directory.glob("*.whl"))
-    print(f"{directory}: {num_bytes / 1024**2:.1f} MiB")
-    if num_bytes > _MAX_BYTES:
-        sys.exit(f"{directory} is larger than {_MAX_BYTES / 1024**2:.0f} MiB")
+    check_sizes(directory)
+
+
+def check_sizes(directory: Path) -> None:
+    """Print the sizes of the checkout and of `directory`; exit if they are too large together."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=_ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    files = {_ROOT / name for name in listed.split("\0") if name}
+    tree = sum(file.lstat().st_size for file in files if file.is_file())
+    wheels = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    text = f"checkout {tree / _MIB:.1f} MiB + {directory} {wheels / _MIB:.1f} MiB"
+    print(f"{text} = {(tree + wheels) / _MIB:.1f} of {_MAX_BYTES / _MIB:.0f} MiB")
+    if tree + wheels > _MAX_BYTES:
+        sys.exit(f"{text}: together at most {_MAX_BYTES / _MIB:.0f} MiB can be carried")
 
 
 def install(directory: Path, site: Path) -> None:
@@ -93,5 +114,7 @@ if __name__ == "__main__":
             collect(Path(to))
         case ["install", source, to]:
             install(Path(source), Path(to))
+        case ["sizes", of]:
+            check_sizes(Path(of))
         case _:
             sys.exit(__doc__)

@@ -146,7 +146,7 @@ async def run_load(base_url: str, workload: Workload, concurrency: int) -> LoadR
         bodies = _bodies(workload, draw, workload.num_prompts)
         started = time.perf_counter()
         streams = await _send_all(session, bodies, concurrency)
-        return _summarize(streams, concurrency, time.perf_counter() - started)
+        return summarize(streams, concurrency, time.perf_counter() - started)
 
 
 def _bodies(workload: Workload, draw: random.Random, count: int) -> list[bytes]:
@@ -159,7 +159,9 @@ def _bodies(workload: Workload, draw: random.Random, count: int) -> list[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
+class Stream:
+    """What came for one request."""
+
     arrivals: list[float]
     """Arrival times of its pieces, in seconds since the request was sent."""
     num_tokens: int
@@ -167,8 +169,8 @@ class _Stream:
 
 async def _send_all(
     session: aiohttp.ClientSession, bodies: Iterable[bytes], concurrency: int
-) -> list[_Stream]:
-    streams: list[_Stream] = []
+) -> list[Stream]:
+    streams: list[Stream] = []
 
     async def send(body: bytes) -> None:
         arrivals: list[float] = []
@@ -178,7 +180,7 @@ async def _send_all(
         )
         if num_tokens is None or not arrivals:
             raise BenchError("stream ended without text or usage")
-        streams.append(_Stream(arrivals, num_tokens))
+        streams.append(Stream(arrivals, num_tokens))
 
     await in_parallel(bodies, concurrency, send)
     return streams
@@ -241,7 +243,8 @@ async def post_whole(session: aiohttp.ClientSession, body: Mapping[str, Any]) ->
     return text
 
 
-def _summarize(streams: Sequence[_Stream], concurrency: int, duration_s: float) -> LoadResult:
+def summarize(streams: Sequence[Stream], concurrency: int, duration_s: float) -> LoadResult:
+    """Return the throughput and the latencies of complete streams."""
     ttft_ms = np.array([stream.arrivals[0] for stream in streams]) * 1e3
     tpot_ms = [
         (stream.arrivals[-1] - stream.arrivals[0]) / (stream.num_tokens - 1) * 1e3

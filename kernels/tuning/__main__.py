@@ -1,22 +1,29 @@
 """Measures configurations of attention on this machine's GPU, and writes the fastest to a file.
 
-    python -m kernels.tuning --heads 32 --kv-heads 8 --head-dim 128
+    python -m kernels.tuning --heads 32 --kv-heads 8 --head-dim 128 --processes 12
 
 For a model's shape and cache format it times decode and prefill attention with each candidate, over
 several workloads. The fastest candidate, by the sum of relative times, becomes the first rule in
 the device's file. The file is in `kernels/tuning/configs` and is named after the device; commit it.
+With --out it is written elsewhere. It is written after each of the two kernels.
+
+--processes compiles the candidates beforehand, in so many processes. --quick tries a few candidates
+only. --cpu-smoke needs no GPU: it measures nothing, and shows that the script works.
 """
 
 import argparse
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
 
+from kernels.tuning.ahead import compile_ahead
 from kernels.tuning.configs import (
     CONFIG_DIR,
     NAMES,
@@ -33,6 +40,7 @@ from kernels.tuning.workload import Model
 
 Workload = TypeVar("Workload")
 _REPEATS: Final = 20
+_TINY: Final = Model(2, 1, 16, 16, torch.float16)
 
 DECODE_SEQ_LENS: Final[tuple[tuple[int, ...], ...]] = (
     (131_072,),
@@ -58,22 +66,25 @@ class Tuned:
     """Times with the configuration used before, for each workload."""
 
 
-def decode_candidates(default: DecodeConfig) -> list[DecodeConfig]:
-    """Return the configurations to try, `default` first."""
-    others = (
-        DecodeConfig(positions, split, pieces, num_warps, num_stages, programs)
-        for positions, split, pieces, num_warps, num_stages, programs in itertools.product(
-            (16, 32, 64, 128), (128, 256), (1, 4), (2, 4, 8), (3, 5, 7), (2, 4, 8)
-        )
+def decode_candidates(default: DecodeConfig, *, is_quick: bool = False) -> list[DecodeConfig]:
+    """Return the configurations to try, `default` first; a few, or many."""
+    values: tuple[tuple[int, ...], ...] = (
+        *((16, 32, 64, 128), (128, 256), (1, 4), (2, 4, 8), (3, 5, 7), (2, 4, 8)),
     )
+    if is_quick:
+        values = (32, 64, 128), (128, 256), (default.pieces_per_processor,), (4, 8), (3,), (2, 4)
+    others = (DecodeConfig(*each) for each in itertools.product(*values))
     return [default, *(each for each in others if each != default)]
 
 
-def prefill_candidates(default: PrefillConfig) -> list[PrefillConfig]:
-    """Return the configurations to try, `default` first."""
+def prefill_candidates(default: PrefillConfig, *, is_quick: bool = False) -> list[PrefillConfig]:
+    """Return the configurations to try, `default` first; a few, or many."""
+    values: tuple[tuple[int, ...], ...] = (32, 64, 128), (32, 64, 128), (4, 8), (3, 5, 7)
+    if is_quick:
+        values = (64, 128), (64, 128), (4, 8), (3,)
     others = (
-        PrefillConfig(*sizes, value_dims=default.value_dims)
-        for sizes in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (3, 5, 7))
+        PrefillConfig(rows, positions, num_warps, num_stages, default.value_dims)
+        for rows, positions, num_warps, num_stages in itertools.product(*values)
     )
     return [default, *(each for each in others if each != default)]
 
@@ -155,13 +166,21 @@ def _main() -> None:
     parser.add_argument(
         "--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"), help="default: auto"
     )
+    parser.add_argument("--quick", action="store_true", help="a few candidates")
+    parser.add_argument("--processes", type=int, default=0, help="compile in so many processes")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: the device's file")
+    parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes, no GPU")
     given = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not given.cpu_smoke and not torch.cuda.is_available():
         parser.exit(2, "kernels.tuning needs a GPU, and there is none\n")
+    with torch.inference_mode():
+        _tune(given)
+
+
+def _tune(given: argparse.Namespace) -> None:
+    """Tune both kernels, and write the file after each."""
     from kernels.tuning.candidates import decode_seconds, prefill_seconds  # noqa: PLC0415  needs Triton
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    name = torch.cuda.get_device_name()
     model = Model(
         num_heads=given.heads,
         num_kv_heads=given.kv_heads,
@@ -170,35 +189,53 @@ def _main() -> None:
         dtype=getattr(torch, given.dtype),
         stored={"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(given.kv_cache_dtype),
     )
+    if given.cpu_smoke:
+        model = _TINY
+        device, name = torch.device("cpu"), "interpreter"
+        before = (CONFIG_DIR / "interpreter.json").read_text()
+    else:
+        device = torch.device("cuda", torch.cuda.current_device())
+        name = torch.cuda.get_device_name()
+        before = config_path(name, torch.cuda.get_device_capability()).read_text()
     how = {
         "date": datetime.now(UTC).date().isoformat(),
         "device": name,
         "torch": torch.__version__,
-        "block_size": given.block_size,
-        "num_kv_heads": given.kv_heads,
+        "block_size": model.block_size,
+        "num_kv_heads": model.num_kv_heads,
         "repeats": _REPEATS,
     }
     shape = shape_of(
         torch.empty(1, model.num_heads, model.head_dim, dtype=model.dtype),
         torch.empty(1, 1, model.num_kv_heads, model.head_dim, dtype=model.stored or model.dtype),
     )
-    tuned = [
-        best_of(
-            decode_candidates(config_of(DecodeConfig, device, shape)),
-            DECODE_SEQ_LENS,
-            lambda config, lens: decode_seconds(model, config, lens, device, _REPEATS),
-            print,
-        ),
-        best_of(
-            prefill_candidates(config_of(PrefillConfig, device, shape)),
-            PREFILL_CHUNKS,
-            lambda config, chunks: prefill_seconds(model, config, chunks, device, _REPEATS),
-            print,
-        ),
-    ]
-    before = config_path(name, torch.cuda.get_device_capability()).read_text()
-    path = CONFIG_DIR / f"{file_stem(name)}.json"
-    path.write_text(with_rules(before, name, how, shape, tuned))
+    decodes = decode_candidates(config_of(DecodeConfig, device, shape), is_quick=given.quick)
+    prefills = prefill_candidates(config_of(PrefillConfig, device, shape), is_quick=given.quick)
+    decode_lens, prefill_chunks = DECODE_SEQ_LENS, PREFILL_CHUNKS
+    if given.cpu_smoke:
+        decodes, prefills = decodes[:2], prefills[:2]
+        decode_lens, prefill_chunks = ((20, 3),), (((4, 20),),)
+    if given.processes:
+        started = time.monotonic()
+        num_failed = compile_ahead(model, [*decodes, *prefills], device, given.processes)
+        num = len(decodes) + len(prefills)
+        print(f"compiled {num - num_failed} of {num} in {time.monotonic() - started:.0f} s")  # noqa: T201
+    repeats = 1 if given.cpu_smoke else _REPEATS
+    path = given.out or CONFIG_DIR / f"{file_stem(name)}.json"
+    decode = best_of(
+        decodes,
+        decode_lens,
+        lambda config, lens: decode_seconds(model, config, lens, device, repeats),
+        print,
+    )
+    path.write_text(with_rules(before, name, how, shape, [decode]))
+    prefill = best_of(
+        prefills,
+        prefill_chunks,
+        lambda config, chunks: prefill_seconds(model, config, chunks, device, repeats),
+        print,
+    )
+    path.write_text(with_rules(before, name, how, shape, [decode, prefill]))
     print(f"wrote {path}")  # noqa: T201
 
 

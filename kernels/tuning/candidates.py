@@ -1,6 +1,6 @@
-"""Times one configuration of attention on one workload."""
+"""Launches one configuration of attention on one workload, and times it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,22 +19,8 @@ def decode_seconds(
     repeats: int,
 ) -> float:
     """Return the time of one decode step of sequences of these lengths."""
-    torch.manual_seed(0)
-    paged = paged_inputs(model, seq_lens, device)
-    query = queries(model, len(seq_lens), device)
-    scale = model.head_dim**-0.5
     with forced(config):
-        return seconds_of(
-            lambda: paged_attention_decode(
-                query,
-                *paged.args,
-                scale,
-                key_scales=paged.key_scales,
-                value_scales=paged.value_scales,
-            ),
-            device,
-            repeats,
-        )
+        return seconds_of(decode_launch(model, seq_lens, device), device, repeats)
 
 
 def prefill_seconds(
@@ -45,23 +31,43 @@ def prefill_seconds(
     repeats: int,
 ) -> float:
     """Return the time of one step of these chunks, each (query_len, seq_len)."""
+    with forced(config):
+        return seconds_of(prefill_launch(model, chunks, device), device, repeats)
+
+
+def decode_launch(
+    model: Model, seq_lens: Sequence[int], device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """Return a launch of one decode step of sequences of these lengths."""
+    torch.manual_seed(0)
+    paged = paged_inputs(model, seq_lens, device)
+    query = queries(model, len(seq_lens), device)
+    scale = model.head_dim**-0.5
+    return lambda: paged_attention_decode(
+        query,
+        *paged.args,
+        scale,
+        key_scales=paged.key_scales,
+        value_scales=paged.value_scales,
+    )
+
+
+def prefill_launch(
+    model: Model, chunks: Sequence[tuple[int, int]], device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """Return a launch of one step of these chunks, each (query_len, seq_len)."""
     torch.manual_seed(0)
     query_lens, seq_lens = zip(*chunks, strict=True)
     paged = paged_inputs(model, seq_lens, device)
     query = queries(model, sum(query_lens), device)
     starts = torch.tensor([0, *query_lens], device=device).cumsum(0).to(torch.int32)
     scale = model.head_dim**-0.5
-    with forced(config):
-        return seconds_of(
-            lambda: paged_attention_prefill(
-                query,
-                *paged.args,
-                starts,
-                max(query_lens),
-                scale,
-                key_scales=paged.key_scales,
-                value_scales=paged.value_scales,
-            ),
-            device,
-            repeats,
-        )
+    return lambda: paged_attention_prefill(
+        query,
+        *paged.args,
+        starts,
+        max(query_lens),
+        scale,
+        key_scales=paged.key_scales,
+        value_scales=paged.value_scales,
+    )

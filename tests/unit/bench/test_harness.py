@@ -1,6 +1,7 @@
 """The benchmarks' harness: turns and their ratios, tables, the command line, the clock."""
 
 import json
+import random
 import sys
 
 import pytest
@@ -141,3 +142,12 @@ def test_a_simulated_worker_decodes_to_the_end_or_to_its_stop():
         for key, token in zip(news.seq_keys.tolist(), news.token_ids.tolist(), strict=True):
             tokens[key].append(token)
     assert tokens == {0: [10, 11], 1: [10, 11, 12, 13, 14]}
+
+
+def test_drawn_lengths_lie_within_their_bounds_and_short_ones_are_more_frequent():
+    from harness.open_loop import lengths  # noqa: PLC0415
+
+    chance = random.Random(0)
+    drawn = [lengths(chance, (32, 512)) for _ in range(200)]
+    assert 32 <= min(drawn) < max(drawn) <= 512
+    assert sum(each < 128 for each in drawn) > 80

@@ -1,0 +1,200 @@
+"""Runs a call of the GPU tests and benchmarks, and prints one table: see gpu.sh.
+
+Every part is a separate process with a share of the call's time. One that takes longer is stopped,
+so that the next ones have theirs; what it has written until then counts. If a part fails or has no
+time left, its line in the table says so. --cpu-smoke runs every part with the smallest shapes on a
+CPU: it measures nothing, and shows that the scripts work.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+from gpu.suite.outputs import pack, read_results
+from gpu.suite.parts import BENCH, CEILINGS, KEPT, MOST_S, ROOT, Part, ceilings, smoke, whole
+from gpu.suite.report import Outcome, table, write
+
+_LOG_LINES: Final = 12
+_LEAST_S: Final = 5.0
+"""With less, a part is not started."""
+_STOP_S: Final = 10.0
+"""How long a part may take to end its own processes, and to write what it has."""
+_TRITON_CACHE: Final = KEPT / "triton"
+
+
+class Running(Protocol):
+    """A part's process."""
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return its exit status, or None if it still runs after this time."""
+
+    def stop(self) -> None:
+        """End it and its children."""
+
+
+Start = Callable[[Part, Path], Running]
+"""Starts a part in its directory, with its output in log.txt there; OSError: it does not start."""
+
+
+class _Process:
+    def __init__(self, part: Part, directory: Path) -> None:
+        paths = (str(BENCH), str(ROOT), os.environ.get("PYTHONPATH"))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONUNBUFFERED": "1",
+            "TRITON_CACHE_DIR": str(_TRITON_CACHE),
+            **part.environment,
+        }
+        with (directory / "log.txt").open("wb") as log:
+            self._process = subprocess.Popen(
+                [word.replace("{out}", str(directory)) for word in part.command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def wait(self, timeout_s: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
+
+    def stop(self) -> None:
+        """Interrupt it, because pytest then writes its results; then kill the whole session."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.poll() is None:
+                os.kill(self._process.pid, signal.SIGINT)
+                self.wait(_STOP_S)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def run(part: Part, work: Path, limit_s: float, now: Callable[[], float], start: Start) -> Outcome:
+    """Run a part in its own directory of `work`; failures are recorded in the outcome."""
+    directory = work / part.name.replace(" ", "-")
+    directory.mkdir(parents=True, exist_ok=True)
+    started = now()
+    errors: list[str] = []
+    process: Running | None = None
+    log = directory / "log.txt"
+    try:
+        process = start(part, directory)
+        code = process.wait(limit_s)
+        if code is None:
+            errors.append(f"took longer than {limit_s:.0f} s")
+        elif code:
+            errors.append(f"ended with {code}: {_tail(log)}")
+    except OSError as error:
+        errors.append(str(error))
+    finally:
+        if process is not None:
+            process.stop()
+    results = read_results(directory, errors) or {"summary": [_tail(log, 1)]}
+    return Outcome(part.name, now() - started, " | ".join(errors) or None, results)
+
+
+def _tail(log: Path, num_lines: int = _LOG_LINES) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(lines[-num_lines:])
+
+
+def run_all(
+    parts: tuple[Part, ...],
+    work: Path,
+    out: Path,
+    budget_s: float,
+    now: Callable[[], float] = time.monotonic,
+    start: Start = _Process,
+) -> list[Outcome]:
+    """Run the parts in order while there is time; write gpu.json after each.
+
+    A part may take its own seconds, and those that no later part needs.
+    """
+    ends_s = now() + budget_s
+    outcomes: list[Outcome] = []
+    for index, part in enumerate(parts):
+        left_s = ends_s - now()
+        later_s = sum(other.seconds for other in parts[index + 1 :])
+        limit_s = min(left_s, max(part.seconds, left_s - later_s)) - _STOP_S
+        if limit_s < _LEAST_S:
+            outcomes.append(Outcome(part.name, 0.0, "no time was left", {}))
+        else:
+            print(f"{part.name}: up to {limit_s:.0f} s …", file=sys.stderr, flush=True)
+            outcomes.append(run(part, work, limit_s, now, start))
+        write(outcomes, out)
+    return outcomes
+
+
+def plan_text(parts: tuple[Part, ...], budget_s: float) -> str:
+    """Return the plan: the seconds of each part."""
+    lines = [f"  {part.name:<20} {part.seconds:4.0f} s" for part in parts]
+    total_s = sum(part.seconds for part in parts)
+    return "\n".join([*lines, f"  {'in all':<20} {total_s:4.0f} of {budget_s:.0f} s"])
+
+
+def _bandwidth() -> float:
+    """Return the bytes per second that the device can read; 0 if they are not known."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        kept = json.loads(CEILINGS.read_text())
+        return float(kept["ceilings"]["bytes_per_s"])
+    return 0.0
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="directory")
+    parser.add_argument(
+        "--call", type=int, choices=(1, 2, 3), help="1: is it right; 2: how fast; 3: the rest"
+    )
+    parser.add_argument("--budget-s", type=float, help="seconds for all parts; default: 530 a call")
+    parser.add_argument("--only", default="", help="parts whose name contains this")
+    parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes, no GPU")
+    given = parser.parse_args()
+    started = time.monotonic()
+    out = given.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="quire-gpu-"))
+    # A shell that runs this in the background lets it ignore SIGINT, and so would its parts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    outcomes: list[Outcome] = []
+    try:
+        first = ceilings(is_smoke=given.cpu_smoke)
+        outcomes += run_all((first,), work, out, first.seconds + _STOP_S)
+        calls = smoke() if given.cpu_smoke else whole(_bandwidth())
+        if given.call is not None:
+            calls = calls[given.call - 1 : given.call]
+        parts = tuple(part for call in calls for part in call if given.only in part.name)
+        default_s = sum(part.seconds for part in parts) if given.cpu_smoke else MOST_S * len(calls)
+        budget_s = (given.budget_s or default_s) - (time.monotonic() - started)
+        print(plan_text(parts, budget_s), flush=True)
+        outcomes += run_all(parts, work, out, budget_s)
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError, ValueError):
+            saved = json.loads((out / "gpu.json").read_text())["parts"]
+            outcomes = [Outcome(**part) for part in saved]
+    finally:
+        write(outcomes, out)
+        pack(work, _TRITON_CACHE, out)
+        shutil.rmtree(work)
+        print(table(outcomes), flush=True)
+    print(f"\n{time.monotonic() - started:.0f} s; {out / 'gpu.json'}")
+    # On a GPU a failed part is a result, in the table; on a CPU it is a bug in these scripts.
+    return 1 if given.cpu_smoke and any(outcome.error for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

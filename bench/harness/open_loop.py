@@ -1,0 +1,66 @@
+"""Open-loop clients: requests of mixed lengths arrive at random, however busy the server is."""
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+
+import aiohttp
+from harness.case import BenchError
+from harness.closed_loop import (
+    LoadResult,
+    Stream,
+    Workload,
+    completion_body,
+    post_stream,
+    summarize,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When requests arrive, and how long they are."""
+
+    requests_per_s: float
+    duration_s: float
+    """The time in which they arrive; the answers may take longer."""
+    input_lens: tuple[int, int]
+    """The bounds of a prompt's length; short ones are more frequent."""
+    output_lens: tuple[int, int]
+
+
+def lengths(chance: random.Random, bounds: tuple[int, int]) -> int:
+    """Draw a length between the bounds, evenly by its logarithm."""
+    least, most = bounds
+    return round(least * (most / least) ** chance.random())
+
+
+async def run_arrivals(base_url: str, model: str, arrivals: Arrivals) -> LoadResult:
+    """Send the requests; BenchError if the server refuses one. `concurrency` is their number."""
+    chance = random.Random(0)
+    streams: list[Stream] = []
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(base_url, connector=connector, timeout=timeout) as session:
+
+        async def send(delay_s: float, body: bytes) -> None:
+            await asyncio.sleep(delay_s)
+            times: list[float] = []
+            started = time.perf_counter()
+            num_tokens = await post_stream(
+                session, body, lambda: times.append(time.perf_counter() - started)
+            )
+            if num_tokens is None or not times:
+                raise BenchError("stream ended without text or usage")
+            streams.append(Stream(times, num_tokens))
+
+        started = time.perf_counter()
+        delay_s = 0.0
+        async with asyncio.TaskGroup() as clients:
+            while delay_s < arrivals.duration_s:
+                length = lengths(chance, arrivals.input_lens)
+                load = Workload(model, 1, length, lengths(chance, arrivals.output_lens))
+                prompt = [chance.randrange(load.vocab_size) for _ in range(length)]
+                clients.create_task(send(delay_s, completion_body(load, prompt)))
+                delay_s += chance.expovariate(arrivals.requests_per_s)
+        return summarize(streams, len(streams), time.perf_counter() - started)
