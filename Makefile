@@ -35,11 +35,12 @@ $(TOOLS)/.installed: requirements/tools.txt
 # versions than those in the files.
 LOCK = $(TOOLS)/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--no-emit-package torch --custom-compile-command 'make lock' $(UPGRADE) pyproject.toml
+# Images can have these extras (docs/deploy-docker.md).
+IMAGE_EXTRAS := worker transformers nixl far buckets kv-events postgres
 lock: $(TOOLS)/.installed
 	$(LOCK) --extra worker --extra transformers --extra dev --group build -o requirements/dev.txt
 	$(LOCK) -c requirements/dev.txt -o requirements/services.txt
-	$(LOCK) -c requirements/dev.txt --extra worker -o requirements/worker.txt
-	$(LOCK) -c requirements/dev.txt --extra worker --extra transformers -o requirements/worker-transformers.txt
+	for extra in $(IMAGE_EXTRAS); do $(LOCK) -c requirements/dev.txt --extra $$extra -o requirements/$$extra.txt || exit 1; done
 	$(LOCK:pyproject.toml=--group) build -o requirements/build.txt
 	$(LOCK:pyproject.toml=--group) tools -o requirements/tools.txt
 
