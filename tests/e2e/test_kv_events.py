@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from typing import Self
 
 import grpc
 import numpy as np
@@ -40,7 +41,7 @@ class Watch:
         self._thread = threading.Thread(target=self._read)
         self._failure: BaseException | None = None
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
