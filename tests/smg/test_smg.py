@@ -8,54 +8,21 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import threading
-from pathlib import Path
 
 import grpc
 import openai
 import pytest
 
 from tests.e2e.child import eventually
-from tests.smg.gateway import Cell, Gateway
+from tests.smg.gateway import MODEL
 
 NUM_KILLS = int(os.environ.get("KILLS", "6"))
 pytestmark = [pytest.mark.smg, pytest.mark.timeout(600 + 60 * NUM_KILLS)]
 
-MODEL = Path(__file__).parents[2] / "models" / "quire-tiny-python"
 NAME = MODEL.name
 PREFIX = "def add(first, second):\n    return first + second\n\n\n" * 3
 NUM_STREAMS = 6
-
-
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("cells")
-    with Cell(directory / "0", MODEL) as first, Cell(directory / "1", MODEL) as second:
-        yield first, second
-
-
-@pytest.fixture(scope="module")
-def gateway(cells, tmp_path_factory):
-    program = shutil.which(os.environ.get("SMG", "smg"))
-    if program is None:
-        pytest.skip("the Shepherd Model Gateway (smg) is not installed: run make smg-test")
-    log = tmp_path_factory.mktemp("smg") / "smg.log"
-    with Gateway(Path(program), log, cells) as gateway:
-        yield gateway
-
-
-@pytest.fixture(scope="module")
-def client(gateway):
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def direct(cells):
-    """The first cell's own API."""
-    with openai.OpenAI(base_url=f"{cells[0].url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def complete(client, prompt, max_tokens=32, **fields):
