@@ -113,11 +113,12 @@ smg-test: setup
 	test -x $(SMG)/bin/smg || { $(PYTHON) -m venv $(SMG) && $(SMG)/bin/pip install -qq 'smg>=1.13,<2'; } || true
 	SMG=$(SMG)/bin/smg KILLS=$(KILLS) $(BIN)/pytest -m smg -rs tests/smg
 
-# Tests Dynamo's index of KV, in an environment of its own; skipped by name if it cannot be had.
+# Tests Dynamo's index of KV and its frontend before two cells, in an environment of its own; skipped
+# by name if it cannot be had.
 DYNAMO := build/dynamo
 dynamo-test: setup
 	ls -d $(DYNAMO)/lib/*/site-packages/dynamo > /dev/null 2>&1 || { $(PYTHON) -m venv $(DYNAMO) && $(DYNAMO)/bin/pip install -qq 'ai-dynamo-runtime>=1.6,<2'; } || true
-	DYNAMO=$(DYNAMO)/bin/python $(BIN)/pytest -m dynamo -rs tests/dynamo
+	DYNAMO=$(DYNAMO)/bin/python KILLS=$(KILLS) $(BIN)/pytest -m dynamo -rs tests/dynamo
 
 # Tests KV transfer by NIXL, from the package index, installed beside the environment (it needs no
 # CUDA).
