@@ -38,8 +38,8 @@ def client(gateway):
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def direct(cells):
-    """The first cell's own API."""
+    """The first cell's own API; its port changes when its router starts again."""
     with openai.OpenAI(base_url=f"{cells[0].url}/v1", api_key="none", max_retries=0) as client:
         yield client
