@@ -35,11 +35,12 @@ $(TOOLS)/.installed: requirements/tools.txt
 # versions than those in the files.
 LOCK = $(TOOLS)/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--no-emit-package torch --custom-compile-command 'make lock' $(UPGRADE) pyproject.toml
+# Images can have these extras (docs/deploy-docker.md).
+IMAGE_EXTRAS := worker transformers nixl far buckets kv-events postgres
 lock: $(TOOLS)/.installed
 	$(LOCK) --extra worker --extra transformers --extra dev --group build -o requirements/dev.txt
 	$(LOCK) -c requirements/dev.txt -o requirements/services.txt
-	$(LOCK) -c requirements/dev.txt --extra worker -o requirements/worker.txt
-	$(LOCK) -c requirements/dev.txt --extra worker --extra transformers -o requirements/worker-transformers.txt
+	for extra in $(IMAGE_EXTRAS); do $(LOCK) -c requirements/dev.txt --extra $$extra -o requirements/$$extra.txt || exit 1; done
 	$(LOCK:pyproject.toml=--group) build -o requirements/build.txt
 	$(LOCK:pyproject.toml=--group) tools -o requirements/tools.txt
 
@@ -112,11 +113,12 @@ smg-test: setup
 	test -x $(SMG)/bin/smg || { $(PYTHON) -m venv $(SMG) && $(SMG)/bin/pip install -qq 'smg>=1.13,<2'; } || true
 	SMG=$(SMG)/bin/smg KILLS=$(KILLS) $(BIN)/pytest -m smg -rs tests/smg
 
-# Tests Dynamo's index of KV, in an environment of its own; skipped by name if it cannot be had.
+# Tests Dynamo's index of KV and its frontend before two cells, in an environment of its own; skipped
+# by name if it cannot be had.
 DYNAMO := build/dynamo
 dynamo-test: setup
 	ls -d $(DYNAMO)/lib/*/site-packages/dynamo > /dev/null 2>&1 || { $(PYTHON) -m venv $(DYNAMO) && $(DYNAMO)/bin/pip install -qq 'ai-dynamo-runtime>=1.6,<2'; } || true
-	DYNAMO=$(DYNAMO)/bin/python $(BIN)/pytest -m dynamo -rs tests/dynamo
+	DYNAMO=$(DYNAMO)/bin/python KILLS=$(KILLS) $(BIN)/pytest -m dynamo -rs tests/dynamo
 
 # Tests KV transfer by NIXL, from the package index, installed beside the environment (it needs no
 # CUDA).

@@ -1,7 +1,9 @@
 """Measures the cost of KV events: a change, a snapshot of many blocks, and a concurrent step.
 
 Prints one JSON line. `held_ms` is the CPU time for which one slice of a snapshot holds the event
-loop, and so delays a step of scheduling. `step_p99_ms` and `step_max_ms` say how late a task that
+loop, and so delays a step of scheduling; with `zmq_`, if the slice is also converted to vLLM's
+format; with `zmq_lost_`, for which one part of the removal of all blocks of a lost worker holds it.
+`step_p99_ms` and `step_max_ms` say how late a task that
 wants to run every millisecond runs, without and with a snapshot in progress; on a busy machine they
 say more about the machine.
 """
@@ -24,10 +26,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contract.hashing import BlockHash, extend_chain, root_hash
+from quire.v1.kv_pb2 import KvCacheCleared, KvEvent, WatchKvResponse
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.space.cache_watcher import CacheTier
 from scheduler_svc.kv_events.feed import KvEvents, WorkerFeed
+from scheduler_svc.kv_events.vllm_format import AsOneEngine, encode
 
 TICK_S = 0.001
 SEQ_BLOCKS = 64
@@ -96,31 +100,62 @@ class Snapshot:
     """How late the ticks ran during the snapshot."""
 
 
-async def snapshot(events: KvEvents) -> Snapshot:
-    """Read one snapshot, and serialize it as gRPC does."""
+async def snapshot(events: KvEvents, engine: AsOneEngine | None = None) -> Snapshot:
+    """Read one snapshot, and serialize it as gRPC does, or as the outlet to ZeroMQ does."""
     until, result = asyncio.Event(), Snapshot()
     ticks = asyncio.create_task(lateness(until))
     await asyncio.sleep(0.05)
     started = time.perf_counter()
     with events.reader() as reader:
         messages = reader.messages()
-        while True:
+        is_read = False
+        while not is_read:
             began = time.thread_time()
             message = await anext(messages)
-            result.num_bytes += len(message.SerializeToString())
-            result.held_s.append(time.thread_time() - began)
-            if message.events and message.events[-1].HasField("end"):
-                break
-            await asyncio.sleep(0)  # as a stream's write lets others run
+            is_read = bool(message.events) and message.events[-1].HasField("end")
+            if engine is None:
+                result.num_bytes += len(message.SerializeToString())
+                result.held_s.append(time.thread_time() - began)
+                await asyncio.sleep(0)  # as a stream's write lets others run
+            else:
+                await convert(engine, message, result, began)
     result.took_s = time.perf_counter() - started
     until.set()
     result.late_s = await ticks
     return result
 
 
+async def convert(
+    engine: AsOneEngine, message: WatchKvResponse, result: Snapshot, began: float
+) -> None:
+    """Convert a message as the outlet to ZeroMQ does; `began` is when its slice was begun."""
+    for part in engine.apply(message):
+        result.num_bytes += len(encode(part))
+        result.held_s.append(time.thread_time() - began)
+        await asyncio.sleep(0)
+        began = time.thread_time()
+
+
+async def loss(engine: AsOneEngine) -> Snapshot:
+    """Remove all blocks of the worker."""
+    result, started = Snapshot(), time.perf_counter()
+    cleared = KvEvent(cleared=KvCacheCleared())
+    message = WatchKvResponse(worker="w", events=[cleared])
+    await convert(engine, message, result, time.thread_time())
+    result.took_s = time.perf_counter() - started
+    return result
+
+
 def late_ms(late: list[float], name: str) -> dict[str, float]:
     p99, most = np.quantile(late, 0.99), max(late)
     return {f"step_p99_ms_{name}": round(p99 * 1e3, 3), f"step_max_ms_{name}": round(most * 1e3, 3)}
+
+
+def held_ms(runs: list[Snapshot], name: str) -> dict[str, float]:
+    """Return the figures of the round whose longest turn was the shortest."""
+    held = min((run.held_s for run in runs), key=max)
+    p99, most = np.quantile(held, 0.99), max(held)
+    return {f"{name}held_ms_p99": round(p99 * 1e3, 3), f"{name}held_ms_max": round(most * 1e3, 3)}
 
 
 async def measure(num_blocks: int, block_size: int, rounds: int) -> dict[str, float]:
@@ -131,6 +166,11 @@ async def measure(num_blocks: int, block_size: int, rounds: int) -> dict[str, fl
     quiet = await idle(1.0)
     runs = [await snapshot(events) for _ in range(rounds)]
     best = min(runs, key=lambda run: run.took_s)
+    converted, lost = [], []
+    for _ in range(rounds):
+        engine = AsOneEngine()
+        converted.append(await snapshot(events, engine))
+        lost.append(await loss(engine))
     few = min(num_blocks, 100_000)
     return {
         "num_blocks": num_blocks,
@@ -138,8 +178,11 @@ async def measure(num_blocks: int, block_size: int, rounds: int) -> dict[str, fl
         "snapshot_mib": round(best.num_bytes / 2**20, 1),
         **late_ms(quiet, "idle"),
         **late_ms(best.late_s, "snapshot"),
-        "held_ms_p99": round(np.quantile(best.held_s, 0.99) * 1e3, 3),
-        "held_ms_max": round(max(best.held_s) * 1e3, 3),
+        **held_ms(runs, ""),
+        "zmq_snapshot_s": round(min(run.took_s for run in converted), 3),
+        **held_ms(converted, "zmq_"),
+        "zmq_lost_s": round(min(run.took_s for run in lost), 3),
+        **held_ms(lost, "zmq_lost_"),
         "index_us_per_block": round(per_block_s * 1e6, 2),
         "publish_us_per_block_off": round(publish_s(few, block_size, watched=False) * 1e6, 2),
         "publish_us_per_block_on": round(publish_s(few, block_size, watched=True) * 1e6, 2),

@@ -4,13 +4,15 @@ A gateway treats a cell as one engine: a block is cached while any worker has it
 gateway finds blocks by their tokens, so a block is reported once its tokens are known.
 """
 
+import asyncio
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
+from itertools import chain
 
+from contract.block_holders import BlockHolders
 from contract.hashing import NO_HASH, BlockHash, split_hashes
-from quire.v1.kv_pb2 import KvBlocksStored, WatchKvResponse
+from quire.v1.kv_pb2 import KvBlocksStored, KvTier, WatchKvResponse
 from quire.vllm_engine import smg_common_pb2 as pb
 
 
@@ -22,58 +24,59 @@ async def batches(
     sequence = event_id = 0
     async with aclosing(messages):
         async for message in messages:
-            events = [*cell.apply(message)]
+            parts = cell.apply(message)
             if not sequence:
-                events.insert(0, pb.KvCacheEvent(cleared=pb.KvCacheCleared()))
-            if events:
-                sequence += 1
-                for event in events:
-                    event_id += 1
-                    event.event_id = event_id
-                yield pb.KvEventBatch(
-                    sequence_number=sequence, timestamp=time.time(), events=events
-                )
+                parts = chain([[pb.KvCacheEvent(cleared=pb.KvCacheCleared())]], parts)
+            for events in parts:
+                if events:
+                    sequence += 1
+                    for event in events:
+                        event_id += 1
+                        event.event_id = event_id
+                    yield pb.KvEventBatch(
+                        sequence_number=sequence, timestamp=time.time(), events=events
+                    )
+                await asyncio.sleep(0)
 
 
 class CellIndex:
     """Tracks which workers have which blocks in which tiers."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, dict[BlockHash, set[int]]] = {}
-        """Per worker: the tiers of each block."""
-        self._num_workers: Counter[BlockHash] = Counter()
-        """Number of workers that have a block."""
+        self._holders = BlockHolders[tuple[str, int]]()
+        """Workers and tiers that have a block."""
         self._told: set[BlockHash] = set()
         """The blocks that were reported to the gateway."""
 
-    def apply(self, message: WatchKvResponse) -> Iterator[pb.KvCacheEvent]:
-        """Apply the events of one worker; yield the resulting changes of the cell."""
-        blocks = self._workers.setdefault(message.worker, {})
+    def apply(self, message: WatchKvResponse) -> Iterator[list[pb.KvCacheEvent]]:
+        """Apply the events of one worker; yield the resulting changes of the cell, in parts.
+
+        A part may be empty. It takes a second to forget a million blocks of a lost worker: let
+        others run between two parts.
+        """
+        events: list[pb.KvCacheEvent] = []
         for event in message.events:
             match event.WhichOneof("event"):
                 case "stored":
-                    yield from self._store(blocks, event.stored, message.block_size)
+                    holder = message.worker, int(event.stored.tier)
+                    self._holders.add(split_hashes(event.stored.block_hashes), holder)
+                    events += self._tell(event.stored, message.block_size)
                 case "removed":
+                    holder = message.worker, int(event.removed.tier)
                     hashes = split_hashes(event.removed.block_hashes)
-                    tier = event.removed.tier
-                    yield from self._remove([h for h in hashes if _loses(blocks, h, tier)])
+                    events += self._remove(self._holders.remove(hashes, holder))
                 case "begin" | "cleared":
-                    hashes = [*blocks]
-                    blocks.clear()
-                    yield from self._remove(hashes)
+                    yield events
+                    events = []
+                    for tier in KvTier.values():
+                        for gone in self._holders.clear((message.worker, tier)):
+                            yield [*self._remove(gone)]
+        yield events
 
-    def _store(
-        self, blocks: dict[BlockHash, set[int]], stored: KvBlocksStored, block_size: int
-    ) -> Iterator[pb.KvCacheEvent]:
-        hashes = split_hashes(stored.block_hashes)
-        for block_hash in hashes:
-            if block_hash not in blocks:
-                blocks[block_hash] = set()
-                self._num_workers[block_hash] += 1
-            blocks[block_hash].add(stored.tier)
+    def _tell(self, stored: KvBlocksStored, block_size: int) -> Iterator[pb.KvCacheEvent]:
         if not stored.token_ids:
             return
-        parents = split_hashes(stored.parent_hashes)
+        hashes, parents = split_hashes(stored.block_hashes), split_hashes(stored.parent_hashes)
         run: pb.KvBlocksStored | None = None
         last = b""
         for index, (block_hash, parent) in enumerate(zip(hashes, parents, strict=True)):
@@ -93,29 +96,11 @@ class CellIndex:
         if run is not None:
             yield pb.KvCacheEvent(stored=run)
 
-    def _remove(self, hashes: Sequence[BlockHash]) -> Iterator[pb.KvCacheEvent]:
-        gone = []
-        for block_hash in hashes:
-            self._num_workers[block_hash] -= 1
-            if not self._num_workers[block_hash]:
-                del self._num_workers[block_hash]
-                if block_hash in self._told:
-                    self._told.discard(block_hash)
-                    gone.append(_number(block_hash))
-        if gone:
-            yield pb.KvCacheEvent(removed=pb.KvBlocksRemoved(block_hashes=gone))
-
-
-def _loses(blocks: dict[BlockHash, set[int]], block_hash: BlockHash, tier: int) -> bool:
-    """Remove a block from a tier; return whether the worker has it in no other tier."""
-    tiers = blocks.get(block_hash)
-    if tiers is None:
-        return False
-    tiers.discard(tier)
-    if tiers:
-        return False
-    del blocks[block_hash]
-    return True
+    def _remove(self, gone: Iterable[BlockHash]) -> Iterator[pb.KvCacheEvent]:
+        if told := self._told.intersection(gone):
+            self._told -= told
+            removed = pb.KvBlocksRemoved(block_hashes=map(_number, told))
+            yield pb.KvCacheEvent(removed=removed)
 
 
 def _begin(stored: KvBlocksStored, parent: BlockHash) -> pb.KvBlocksStored:

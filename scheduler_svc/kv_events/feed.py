@@ -21,9 +21,9 @@ from scheduler_svc.workers.engine import OpenCore
 
 MAX_UNREAD_CHANGES: Final = 65_536
 """At most this many changes wait for one reader; one further behind gets a snapshot instead."""
-_SLICE_BLOCKS: Final = 1024
-"""Blocks per slice; a slice takes about half a millisecond of the event loop
-(`bench/kv_events.py`)."""
+_MESSAGE_BLOCKS: Final = 256
+"""A message has about this many blocks: to make it and to convert it to vLLM's format takes less
+than a millisecond of the event loop (`bench/kv_events.py`)."""
 
 
 class KvEvents:
@@ -102,10 +102,12 @@ class WorkerFeed:
     def flush(self) -> None:
         """Pass the changes so far to the readers now, instead of in the event loop's next turn.
 
-        Without this call, the changes of a whole step are one batch.
+        Without this call, the changes of a whole step are one batch, unless they are many.
         """
-        if self.index is not None and (changes := self.index.take_changes()):
-            self._publish(list(changes_to_proto(changes)), len(changes))
+        changes = [] if self.index is None else self.index.take_changes()
+        for first in range(0, len(changes), _MESSAGE_BLOCKS):
+            some = changes[first : first + _MESSAGE_BLOCKS]
+            self._publish(list(changes_to_proto(some)), len(some))
 
     def message(self, events: Sequence[kv_pb2.KvEvent], sequence: int) -> kv_pb2.WatchKvResponse:
         """Make a message of this worker."""
@@ -220,7 +222,7 @@ def _slices(index: KvIndex) -> Iterator[list[KvBlock]]:
     blocks: list[KvBlock] = []
     for drawer in index.drawers():
         blocks += drawer
-        if len(blocks) >= _SLICE_BLOCKS:
+        if len(blocks) >= _MESSAGE_BLOCKS:
             yield blocks
             blocks = []
     yield blocks

@@ -6,12 +6,13 @@ the blocks of a lost worker are removed one by one.
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Final
 
 import msgspec
 
+from contract.block_holders import BlockHolders
 from contract.hashing import NO_HASH, BlockHash, split_hashes
 from quire.v1 import kv_pb2
 
@@ -65,79 +66,64 @@ def encode(events: list[Event]) -> bytes:
     return msgspec.msgpack.encode(KVEventBatch(time.time(), events, 0))
 
 
-_Place = tuple[BlockHash, int]
-"""A block's hash, and a tier."""
-
-
 class AsOneEngine:
     """Converts the workers' events to events of one engine."""
 
     def __init__(self) -> None:
-        self._worker_to_places: dict[str, set[_Place]] = {}
-        self._num_workers: Counter[_Place] = Counter()
+        self._tier_to_holders = {tier: BlockHolders[str]() for tier in _MEDIA}
 
-    def apply(self, message: kv_pb2.WatchKvResponse) -> Iterator[Event]:
-        """Apply the events of one worker; yield the changes of the engine."""
-        places = self._worker_to_places.setdefault(message.worker, set())
+    def apply(self, message: kv_pb2.WatchKvResponse) -> Iterator[list[Event]]:
+        """Apply the events of one worker; yield the changes of the engine, in parts.
+
+        A part may be empty. It takes a second to forget a million blocks of a lost worker: let
+        others run between two parts.
+        """
+        worker = message.worker
+        events: list[Event] = []
         for event in message.events:
             match event.WhichOneof("event"):
                 case "stored":
-                    yield from self._store(places, event.stored, message.block_size)
+                    self._tier_to_holders[event.stored.tier].add(
+                        split_hashes(event.stored.block_hashes), worker
+                    )
+                    events += _stored(event.stored, message.block_size)
                 case "removed":
                     tier: int = event.removed.tier
                     hashes = split_hashes(event.removed.block_hashes)
-                    gone = {(block_hash, tier) for block_hash in hashes} & places
-                    yield from self._remove(places, gone)
+                    events += _removed(self._tier_to_holders[tier].remove(hashes, worker), tier)
                 case "begin" | "cleared":
-                    yield from self._remove(places, set(places))
-
-    def _store(
-        self, places: set[_Place], stored: kv_pb2.KvBlocksStored, block_size: int
-    ) -> Iterator[Event]:
-        hashes, parents = split_hashes(stored.block_hashes), split_hashes(stored.parent_hashes)
-        run: BlockStored | None = None
-        for index, block_hash in enumerate(hashes):
-            if (place := (block_hash, stored.tier)) not in places:
-                places.add(place)
-                self._num_workers[place] += 1
-            parent = parents[index] if parents else NO_HASH
-            if run is None or index == 0 or parent != hashes[index - 1] or not parents:
-                if run is not None:
-                    yield run
-                run = _begin(stored, parent, block_size)
-            start = 4 * block_size * index
-            run.block_hashes.append(_number(block_hash))
-            data = memoryview(stored.token_ids)[start : start + 4 * block_size]
-            run.token_ids.extend(data.cast("i") if parents else ())
-            if run.extra_keys is not None:
-                run.extra_keys.append((stored.cache_salt,) if parent == NO_HASH else None)
-        if run is not None:
-            yield run
-
-    def _remove(self, places: set[_Place], gone: set[_Place]) -> Iterator[BlockRemoved]:
-        places -= gone
-        medium_to_hashes: dict[str, list[int]] = {}
-        for place in gone:
-            self._num_workers[place] -= 1
-            if not self._num_workers[place]:
-                del self._num_workers[place]
-                hashes = medium_to_hashes.setdefault(_MEDIA[place[1]], [])
-                hashes.append(_number(place[0]))
-        for medium, hashes in medium_to_hashes.items():
-            yield BlockRemoved(hashes, medium)
+                    yield events
+                    events = []
+                    for tier, holders in self._tier_to_holders.items():
+                        for gone in holders.clear(worker):
+                            yield [*_removed(gone, tier)]
+        yield events
 
 
-def _begin(stored: kv_pb2.KvBlocksStored, parent: BlockHash, block_size: int) -> BlockStored:
-    return BlockStored(
-        block_hashes=[],
-        parent_block_hash=None if parent == NO_HASH else _number(parent),
-        token_ids=[],
-        block_size=block_size,
-        lora_id=None,
-        medium=_MEDIA[stored.tier],
-        lora_name=stored.adapter or None,
-        extra_keys=[] if stored.cache_salt else None,
-    )
+def _stored(stored: kv_pb2.KvBlocksStored, block_size: int) -> Iterator[Event]:
+    hashes, parents = split_hashes(stored.block_hashes), split_hashes(stored.parent_hashes)
+    parents = parents or [NO_HASH] * len(hashes)
+    token_ids = memoryview(stored.token_ids).cast("i").tolist()
+    # A run begins at each block that is not the child of the one before.
+    begins = [i for i, parent in enumerate(parents) if not i or parent != hashes[i - 1]]
+    for begin, end in pairwise([*begins, len(hashes)]):
+        is_first = parents[begin] == NO_HASH
+        salts = (stored.cache_salt,) if is_first else None
+        yield BlockStored(
+            block_hashes=[*map(_number, hashes[begin:end])],
+            parent_block_hash=None if is_first else _number(parents[begin]),
+            token_ids=token_ids[begin * block_size : end * block_size],
+            block_size=block_size,
+            lora_id=None,
+            medium=_MEDIA[stored.tier],
+            lora_name=stored.adapter or None,
+            extra_keys=[salts, *[None] * (end - begin - 1)] if stored.cache_salt else None,
+        )
+
+
+def _removed(hashes: list[BlockHash], tier: int) -> Iterator[Event]:
+    if hashes:
+        yield BlockRemoved([*map(_number, hashes)], _MEDIA[tier])
 
 
 def _number(block_hash: BlockHash) -> int:

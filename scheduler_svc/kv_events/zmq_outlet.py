@@ -14,6 +14,7 @@ import structlog
 import zmq
 import zmq.asyncio
 
+from quire.v1.kv_pb2 import WatchKvResponse
 from rpc.grpc_server import CannotListenError
 from scheduler_svc.kv_events.feed import KvEvents
 from scheduler_svc.kv_events.vllm_format import AllBlocksCleared, AsOneEngine, encode
@@ -78,8 +79,8 @@ class ZmqOutlet:
         await self._send(encode([AllBlocksCleared()]))
         with self._events.reader() as reader:
             async for message in reader.messages():
-                if events := list(engine.apply(message)):
-                    await self._send(encode(events))
+                async for batch in _batches(engine, message):
+                    await self._send(batch)
 
     async def _send(self, batch: bytes) -> None:
         number, self._next = self._next, self._next + 1
@@ -97,6 +98,7 @@ class ZmqOutlet:
                 for number, batch in list(self._kept):
                     if number >= first:
                         await self._answer(peer, number, batch)
+                        await asyncio.sleep(0)  # a message that can be queued does not wait
             else:
                 # The batches after this one may repeat changes that the snapshot includes.
                 last = self._next - 1
@@ -115,12 +117,20 @@ class ZmqOutlet:
             if not lacking:
                 return
             async for message in reader.messages():
-                if events := list(engine.apply(message)):
-                    yield encode(events)
+                async for batch in _batches(engine, message):
+                    yield batch
                 if message.events and message.events[-1].HasField("end"):
                     lacking.discard(message.worker)
                 if not lacking:
                     return
+
+
+async def _batches(engine: AsOneEngine, message: WatchKvResponse) -> AsyncIterator[bytes]:
+    """Convert the events of one worker; after each part, others run."""
+    for events in engine.apply(message):
+        if events:
+            yield encode(events)
+        await asyncio.sleep(0)
 
 
 def _to_bytes(number: int) -> bytes:

@@ -18,10 +18,11 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 GROUPS = PROJECT["dependency-groups"]
 SERVICES = PROJECT["project"]["dependencies"]
 WORKER = [*SERVICES, *EXTRAS["worker"]]
+MAKEFILE = (ROOT / "Makefile").read_text()
+IMAGE_EXTRAS = re.findall(r"^IMAGE_EXTRAS := (.*)$", MAKEFILE, re.MULTILINE)[0].split()
 FILE_TO_ASKED = {
     "services": SERVICES,
-    "worker": WORKER,
-    "worker-transformers": [*WORKER, *EXTRAS["transformers"]],
+    **{extra: [*SERVICES, *EXTRAS[extra]] for extra in IMAGE_EXTRAS},
     "dev": [*WORKER, *EXTRAS["transformers"], *EXTRAS["dev"], *GROUPS["build"]],
     "build": [*PROJECT["build-system"]["requires"], *GROUPS["build"]],
     "tools": GROUPS["tools"],
@@ -97,10 +98,29 @@ def test_every_entry_has_hashes_and_none_names_a_place(name):
     )
 
 
-@pytest.mark.parametrize("name", ["services", "worker", "worker-transformers", "build"])
+@pytest.mark.parametrize("name", ["services", "build", *IMAGE_EXTRAS])
 def test_images_have_the_versions_that_are_tested(name):
     for python in PYTHONS:
-        assert locked(name, python).items() <= locked("dev", python).items()
+        versions, tested = locked(name, python), locked("dev", python)
+        assert {name: versions[name] for name in versions.keys() & tested}.items() <= tested.items()
+        untested = {name for name in versions.keys() - tested if not name.startswith("nixl")}
+        assert not untested, "but for NIXL, which `make nixl-test` installs"
+
+
+def test_each_extra_that_the_guide_to_images_names_has_a_file():
+    guide = (ROOT / "docs" / "deploy-docker.md").read_text()
+    rows = re.findall(r"^\| `(?:SERVICE_)?EXTRAS` \|.*$", guide, re.MULTILINE)
+    named = set(re.findall(r"`([a-z-]+)`", " ".join(rows)))
+    assert named == {*IMAGE_EXTRAS}
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    (some, more) = re.findall(r'Extras of pyproject.toml.*"(.*)"', dockerfile)
+    assert {*some.split(","), *more.split(",")} == {*IMAGE_EXTRAS}
+
+
+def test_each_extra_that_the_documentation_installs_can_be_in_an_image():
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    installed = set(re.findall(r"quire\[([a-z-]+)\]", pages))
+    assert installed - {*IMAGE_EXTRAS} == {"elastic"}, "which torch for CUDA includes"
 
 
 def test_each_file_is_one_that_is_checked_here():
@@ -116,7 +136,7 @@ def test_dependencies_are_bounded_above():
 
 
 def test_all_that_is_installed_is_locked_but_torch_and_our_own_code():
-    makefile = (ROOT / "Makefile").read_text().replace("$(LOCKED)", "install --require-hashes")
+    makefile = MAKEFILE.replace("$(LOCKED)", "install --require-hashes")
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text().replace("\\\n", "")
     installs = re.findall(r"pip install .*", makefile + dockerfile)
     assert len(installs) >= 8

@@ -107,13 +107,18 @@ def test_values_are_what_the_settings_take(example, monkeypatch, tmp_path):
 
 @every_example
 def test_ports_are_those_that_the_processes_listen_on(example):
-    for template in pod_templates(manifests_of(example)).values():
+    manifests = manifests_of(example)
+    for template in pod_templates(manifests).values():
         fields = settings_of(template).model_fields
         (container,) = template["spec"]["containers"]
         if "ports" in container:
             ports = {port["name"]: port["containerPort"] for port in container["ports"]}
             assert ports.pop("http") == fields["http_port"].default
             assert ports.pop("grpc") == fields["grpc_port"].default
+            told = variables(manifests, template)
+            for name, flag in (("kv-events", "ZMQ"), ("kv-replay", "REPLAY")):
+                if name in ports:
+                    assert told[f"QUIRE_KV_EVENTS_{flag}"] == f"tcp://*:{ports.pop(name)}"
             assert not ports or f"--master-port={ports.pop('ranks')}" in container["args"]
 
 
@@ -179,6 +184,9 @@ def callers(policies, component):
 def caller(peer):
     if peer == "anyone":
         return peer
+    if len(peer) == 2:
+        ((label, value),) = peer["podSelector"]["matchLabels"].items()
+        return f"{label}: {value} in {caller({'namespaceSelector': peer['namespaceSelector']})}"
     ((kind, selector),) = peer.items()
     labels = selector["matchLabels"]
     if kind == "namespaceSelector":
@@ -208,6 +216,30 @@ def test_only_the_routers_ports_are_open_and_each_other_port_to_its_callers():
 def test_the_ranks_of_a_group_reach_one_another():
     found = policies("worker-group")
     assert callers(found, "worker") - callers(policies("cpu-demo"), "worker") == {("any", "worker")}
+
+
+def test_named_subscribers_reach_kv_events_at_the_service_and_no_one_else_does():
+    found, closed = policies("cell"), policies("cpu-demo")
+    ports = {"kv-events", "kv-replay"}
+    peers = {(port, "app: endpoint-picker in namespace llm-d") for port in ports}
+    assert callers(found, "scheduler") - callers(closed, "scheduler") == peers
+    manifests = manifests_of("cell")
+    (service,) = (
+        each["spec"]
+        for each in manifests
+        if (each["kind"], each["metadata"]["name"]) == ("Service", "quire-scheduler")
+    )
+    assert {each["name"] for each in service["ports"]} == {"grpc", "http"} | ports
+    template = pod_templates(manifests)["quire-scheduler"]
+    (container,) = template["spec"]["containers"]
+    assert ports < {each["name"] for each in container["ports"]}
+    names = [each["name"] for each in container["env"]]
+    assert names == ["QUIRE_SCHEDULER_ID", "QUIRE_KV_EVENTS_TOPIC"], "the second may use the first"
+
+
+def test_workers_that_use_nixl_reach_one_another_at_every_port():
+    added = callers(policies("cell"), "worker") - callers(policies("prefill-decode"), "worker")
+    assert added == {("any", "worker")}
 
 
 @every_example
@@ -375,6 +407,8 @@ def test_an_idle_model_is_unloaded_by_the_only_router():
         ),
         ("worker.idleUnloadSeconds=9,router.replicas=2", "it needs router.replicas 1"),
         ("worker.idleUnloadSeconds=9,worker.gpus=2", "workers of several devices keep their model"),
+        ("scheduler.kvEvents.enabled=true", "scheduler.kvEvents.subscribers is empty"),
+        ("scheduler.kvEvents.port=80", "scheduler.kvEvents.port"),
         ("worker.podsPerGroup=2", "worker.podsPerGroup is 2; worker.gpus is 0"),
         ("worker.prefillReplicas=1", "worker.prefillReplicas is 1; it must be less than"),
         ("worker.disaggregatedSet=true", "worker.disaggregatedSet is true; it needs"),

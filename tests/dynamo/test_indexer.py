@@ -6,8 +6,6 @@
 import contextlib
 import itertools
 import json
-import os
-import shutil
 import subprocess
 import urllib.error
 import urllib.request
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.dynamo.installed import dynamo_python
 from tests.e2e.child import START_S, eventually
 from tests.e2e.generation import generate_request, read
 from tests.e2e.service import Service
@@ -69,20 +68,12 @@ def running_index(python: str, log: Path) -> Iterator[Index]:
         process.wait()
 
 
-def has_indexer(python: str) -> bool:
-    """Whether the runtime is installed there; the installation may have failed."""
-    find = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('dynamo.indexer'))"
-    return not subprocess.run([python, "-c", find], capture_output=True, check=False).returncode
-
-
 def ask(service: Service, prompt: list[int]) -> None:
     read(service.stub.Generate(generate_request(prompt, max_tokens=2, ignore_eos=True)))
 
 
 def test_the_index_finds_prompts_also_after_a_scheduler_was_killed(tmp_path):
-    python = shutil.which(os.environ.get("DYNAMO", "dynamo-python"))
-    if python is None or not has_indexer(python):
-        pytest.skip("Dynamo's runtime is not installed: run make dynamo-test")
+    python = dynamo_python()
     events, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     flags = ["--kv-events", f"--kv-events-zmq={events}", f"--kv-events-replay={replay}"]
     worker = ["--num-blocks=1024"]
@@ -105,6 +96,7 @@ def test_the_index_finds_prompts_also_after_a_scheduler_was_killed(tmp_path):
         knows(second)
         assert index.num_matched(third) == 0
         cell.scheduler.kill()
+        cell.wait_until_not_ready()  # new requests are refused until the next scheduler is there
         cell.start_scheduler()
         cell.wait_until_ready()
         ask(cell, third)

@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.child import START_S, eventually
 from tests.e2e.service import Service
 
+MODEL = Path(__file__).parents[2] / "models" / "quire-tiny-python"
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as found:
@@ -49,7 +51,7 @@ class Gateway:
         self._num_cells = len(cells)
         self._command = [
             *(str(program), "launch", "--host=127.0.0.1", f"--port={self._port}"),
-            *("--policy=cache_aware", "--log-level=info", "--disable-health-check"),
+            *("--policy=cache_aware", "--log-level=info", "--health-check-interval-secs=1"),
             *("--prometheus-host=127.0.0.1", f"--prometheus-port={self._metrics_port}"),
             *("--worker-urls", *(f"grpc://{cell.target}" for cell in cells)),
         ]

@@ -3,65 +3,24 @@
 `make smg-test` installs the gateway (`smg`, from the package index) and runs these tests.
 """
 
-import concurrent.futures
 import contextlib
 import itertools
 import json
 import os
-import shutil
-import threading
-from pathlib import Path
 
 import grpc
 import openai
 import pytest
 
 from tests.e2e.child import eventually
-from tests.smg.gateway import Cell, Gateway
+from tests.smg.gateway import MODEL
+from tests.smg.load import NUM_STREAMS, Load, complete
 
 NUM_KILLS = int(os.environ.get("KILLS", "6"))
 pytestmark = [pytest.mark.smg, pytest.mark.timeout(600 + 60 * NUM_KILLS)]
 
-MODEL = Path(__file__).parents[2] / "models" / "quire-tiny-python"
 NAME = MODEL.name
 PREFIX = "def add(first, second):\n    return first + second\n\n\n" * 3
-NUM_STREAMS = 6
-
-
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("cells")
-    with Cell(directory / "0", MODEL) as first, Cell(directory / "1", MODEL) as second:
-        yield first, second
-
-
-@pytest.fixture(scope="module")
-def gateway(cells, tmp_path_factory):
-    program = shutil.which(os.environ.get("SMG", "smg"))
-    if program is None:
-        pytest.skip("the Shepherd Model Gateway (smg) is not installed: run make smg-test")
-    log = tmp_path_factory.mktemp("smg") / "smg.log"
-    with Gateway(Path(program), log, cells) as gateway:
-        yield gateway
-
-
-@pytest.fixture(scope="module")
-def client(gateway):
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def direct(cells):
-    """The first cell's own API."""
-    with openai.OpenAI(base_url=f"{cells[0].url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def complete(client, prompt, max_tokens=32, **fields):
-    return client.completions.create(
-        model=NAME, prompt=prompt, max_tokens=max_tokens, temperature=0, **fields
-    )
 
 
 def test_the_gateway_lists_the_cells_model(client):
@@ -168,55 +127,8 @@ def test_the_gateway_knows_the_blocks_and_follows_them(client, gateway, cells):
     assert min(grown) == 0, "all went to the cell that has the prefix"
 
 
-class Load:
-    """Streams through the gateway, each compared with its expected text."""
-
-    def __init__(self, client, prompts):
-        self.client = client
-        self.expected = {
-            prompt: complete(client, prompt, 200).choices[0].text for prompt in prompts
-        }
-        self.num_done = 0
-        self.lost = []
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-
-    def __enter__(self):
-        self._pool = concurrent.futures.ThreadPoolExecutor(NUM_STREAMS)
-        self._runs = [self._pool.submit(self._run, i) for i in range(NUM_STREAMS)]
-        return self
-
-    def __exit__(self, *_):
-        self._stop.set()
-        for run in self._runs:
-            run.result()
-        self._pool.shutdown()
-
-    def _run(self, first):
-        prompts = list(self.expected)
-        for number in itertools.count(first):
-            if self._stop.is_set():
-                return
-            prompt = prompts[number % len(prompts)]
-            try:
-                stream = complete(self.client, prompt, 200, stream=True)
-                text = "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
-                problem = None if text == self.expected[prompt] else f"{prompt!r} gave {text!r}"
-            except openai.OpenAIError as error:
-                problem = f"{type(error).__name__}: {error}"
-            with self._lock:
-                self.num_done += 1
-                if problem:
-                    self.lost.append(problem)
-
-    def wait_for(self, count):
-        target = self.num_done + count
-        eventually(lambda: self.num_done >= target or None, f"{count} more streams have ended")
-
-
 def test_no_kill_of_a_scheduler_or_worker_loses_a_request(client, cells):
-    prompts = [f"def {name}(" for name in ("add", "read", "close", "find", "merge", "split", "go")]
-    load = Load(client, prompts)
+    load = Load(client)
     kills = [("scheduler", 0), ("worker", 1), ("scheduler", 1), ("worker", 0)]
     with load:
         for kind, index in itertools.islice(itertools.cycle(kills), NUM_KILLS):

@@ -1,5 +1,6 @@
 """The engine contract of SMG, as its gateway calls it, against a fake scheduler."""
 
+import asyncio
 import io
 import zipfile
 from hashlib import sha256
@@ -15,7 +16,7 @@ from contract.sampling import SamplingParams
 from quire.v1 import common_pb2, kv_pb2
 from quire.vllm_engine import smg_common_pb2, vllm_engine_pb2_grpc
 from quire.vllm_engine import vllm_engine_pb2 as pb
-from router.vllm_engine.kv_events import CellIndex
+from router.vllm_engine.kv_events import CellIndex, batches
 
 PROMPT = pb.TokenizedInput(input_ids=[5, 6, 7])
 
@@ -205,28 +206,56 @@ def removed(worker, tier, *names):
     return message(worker, removed=kv_pb2.KvBlocksRemoved(tier=tier, block_hashes=hashes))
 
 
+def apply(cell, message):
+    return [event for events in cell.apply(message) for event in events]
+
+
 def test_a_cell_has_a_block_while_some_worker_has_it_in_some_tier():
     cell = CellIndex()
-    (event,) = cell.apply(stored("a", 1, [1, 2], [0, 1]))
+    (event,) = apply(cell, stored("a", 1, [1, 2], [0, 1]))
     assert not event.stored.HasField("parent_block_hash")
     assert [block.block_hash for block in event.stored.blocks] == [1, 2]
     assert [list(block.token_ids) for block in event.stored.blocks] == [[0, 1], [2, 3]]
-    assert [*cell.apply(stored("b", 1, [1], [0]))] == []
-    assert [*cell.apply(stored("a", 2, [2], [1]))] == []
-    assert [*cell.apply(removed("a", 1, 1, 2))] == [], "b has block 1; a's host has block 2"
-    (event,) = cell.apply(removed("b", 1, 1))
+    assert apply(cell, stored("b", 1, [1], [0])) == []
+    assert apply(cell, stored("a", 2, [2], [1])) == []
+    assert apply(cell, removed("a", 1, 1, 2)) == [], "b has block 1; a's host has block 2"
+    (event,) = apply(cell, removed("b", 1, 1))
     assert list(event.removed.block_hashes) == [1]
-    (event,) = cell.apply(message("a", cleared=kv_pb2.KvCacheCleared()))
+    (event,) = apply(cell, message("a", cleared=kv_pb2.KvCacheCleared()))
     assert list(event.removed.block_hashes) == [2]
 
 
 def test_a_chain_is_one_event_and_blocks_without_tokens_are_told_when_they_have_some():
     cell = CellIndex()
-    assert [*cell.apply(stored("a", 1, [5], [], tokens=False))] == []
-    first, second = cell.apply(stored("a", 1, [5, 6, 9], [4, 5, 0]))
+    assert apply(cell, stored("a", 1, [5], [], tokens=False)) == []
+    first, second = apply(cell, stored("a", 1, [5, 6, 9], [4, 5, 0]))
     assert first.stored.parent_block_hash == 4
     assert [block.block_hash for block in first.stored.blocks] == [5, 6]
     assert not second.stored.HasField("parent_block_hash")
+
+
+async def test_a_lost_workers_blocks_are_removed_in_batches_between_which_others_run():
+    async def messages():
+        yield stored("a", 1, [*range(1, 20_001)], [*range(20_000)])
+        yield message("a", cleared=kv_pb2.KvCacheCleared())
+
+    async def count_turns():
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    num_turns, num_removed, turns = 0, 0, []
+    counter = asyncio.create_task(count_turns())
+    async for batch in batches(messages()):
+        for event in batch.events:
+            if event.WhichOneof("data") == "removed":
+                assert len(event.removed.block_hashes) < 1024
+                num_removed += len(event.removed.block_hashes)
+                turns.append(num_turns)
+    counter.cancel()
+    assert num_removed == 20_000
+    assert len({*turns}) == len(turns) > 20
 
 
 async def test_events_begin_by_clearing_and_are_numbered_without_gaps(router, stub):
@@ -246,11 +275,11 @@ async def test_events_begin_by_clearing_and_are_numbered_without_gaps(router, st
     while True:
         try:
             call = stub.SubscribeKvEvents(request)
-            batches = [await call.read() for _ in range(3)]
+            found = [await call.read() for _ in range(3)]
             break
         except grpc.aio.AioRpcError:  # the router is not connected again
             continue
-    assert [batch.sequence_number for batch in batches] == [1, 2, 3]
-    kinds = [[event.WhichOneof("data") for event in batch.events] for batch in batches]
+    assert [batch.sequence_number for batch in found] == [1, 2, 3]
+    kinds = [[event.WhichOneof("data") for event in batch.events] for batch in found]
     assert kinds == [["cleared"], ["stored"], ["removed"]]
     call.cancel()

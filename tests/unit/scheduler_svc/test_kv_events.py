@@ -97,6 +97,23 @@ async def test_changes_follow_the_snapshot_in_one_batch_per_turn_of_the_loop():
             assert index.sequence["w"] == before + 1
 
 
+async def test_many_changes_of_one_turn_are_several_batches():
+    events = KvEvents(epoch=1)
+    pools, index = Pools(events), ReaderIndex()
+    with events.reader() as reader:
+        messages = reader.messages()
+        await read_until_exact(messages, index)
+        before = index.sequence["w"]
+        pools.add(5000)
+        num_changes = []
+        while index.of("w") != pools.truth:
+            message = await anext(messages)
+            index.apply(message)
+            num_changes.append(sum(len(e.stored.block_hashes) // 32 for e in message.events))
+        assert index.sequence["w"] == before + len(num_changes)
+        assert max(num_changes) <= 1024
+
+
 async def test_a_reader_that_falls_behind_is_told_and_gets_a_snapshot():
     events = KvEvents(epoch=1, max_unread_changes=50)
     pools, index = Pools(events), ReaderIndex()

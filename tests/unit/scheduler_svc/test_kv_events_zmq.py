@@ -16,7 +16,7 @@ from quire.v1 import kv_pb2
 from rpc.grpc_server import CannotListenError
 from scheduler_svc.kv_events.feed import KvEvents
 from scheduler_svc.kv_events.vllm_format import AsOneEngine, encode
-from scheduler_svc.kv_events.zmq_outlet import ZmqOutlet
+from scheduler_svc.kv_events.zmq_outlet import ZmqOutlet, _batches
 from scheduler_svc.settings import SchedulerSettings
 
 END = (-1).to_bytes(8, "big", signed=True)
@@ -107,12 +107,12 @@ async def test_a_subscriber_that_replays_what_it_missed_knows_the_blocks(tmp_pat
 
 
 async def test_what_is_not_kept_any_more_is_replaced_by_a_snapshot(tmp_path):
-    async with serving(tmp_path, num_kept=1) as (pools, subscription, question):
+    async with serving(tmp_path, num_kept=1) as (pools, _, question):
         subscriber = Subscriber()
         subscriber.blocks["GPU"].add(123)  # removed long before
         pools.add(3000)
-        await subscription.recv_multipart()
-        numbers = await replay(question, 0, subscriber)
+        while len(numbers := await replay(question, 0, subscriber)) == 1:
+            pass  # the first batch is still kept
         assert len(numbers) > 3
         assert len({*numbers}) == 1
         assert subscriber.found == on_wire(pools)
@@ -154,7 +154,9 @@ def name(number):
 
 
 def wire(engine, message):
-    return msgspec.msgpack.decode(encode(list(engine.apply(message))))[1]
+    return msgspec.msgpack.decode(
+        encode([event for part in engine.apply(message) for event in part])
+    )[1]
 
 
 def stored_event(hashes, parent, tokens, medium, **more):
@@ -194,6 +196,48 @@ def test_a_block_goes_when_the_last_worker_has_lost_it():
     assert wire(engine, kv_pb2.WatchKvResponse(worker="b", events=[cleared])) == [
         {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}
     ]
+
+
+async def test_a_lost_workers_blocks_are_removed_in_batches_between_which_others_run():
+    async def count_turns():
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    engine, names = AsOneEngine(), [*map(name, range(1, 20_001))]
+    wire(engine, stored("a", names, []))
+    cleared = kv_pb2.KvEvent(cleared=kv_pb2.KvCacheCleared())
+    message = kv_pb2.WatchKvResponse(worker="a", events=[cleared])
+    num_turns, turns, gone = 0, [], []
+    counter = asyncio.create_task(count_turns())
+    async for batch in _batches(engine, message):
+        ((removed,),) = [msgspec.msgpack.decode(batch)[1]]
+        assert len(removed["block_hashes"]) < 1024
+        gone += removed["block_hashes"]
+        turns.append(num_turns)
+    counter.cancel()
+    assert sorted(gone) == [*range(1, 20_001)]
+    assert len({*turns}) == len(turns) > 20
+
+
+async def test_a_replay_of_many_batches_lets_others_run(tmp_path):
+    async def count_turns():
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async with serving(tmp_path) as (pools, _, question):
+        for _ in range(300):
+            pools.add(1)
+            await asyncio.sleep(0)
+        num_turns = 0
+        counter = asyncio.create_task(count_turns())
+        numbers = await replay(question, 0, Subscriber())
+        counter.cancel()
+        assert len(numbers) > 100
+        assert num_turns > len(numbers)
 
 
 async def test_an_endpoint_that_is_not_available_is_named():

@@ -69,6 +69,13 @@ QUIRE_STANDBY_HTTP: "true"
 {{- if .Values.scheduler.lease }}
 QUIRE_LEASE: {{ $.Release.Name }}-scheduler
 {{- end }}
+{{- with .Values.scheduler.kvEvents }}
+{{- if .enabled }}
+QUIRE_KV_EVENTS: "true"
+QUIRE_KV_EVENTS_ZMQ: tcp://*:{{ .port }}
+QUIRE_KV_EVENTS_REPLAY: tcp://*:{{ .replayPort }}
+{{- end }}
+{{- end }}
 {{- include "quire.variables" .Values.scheduler.settings }}
 {{- end }}
 

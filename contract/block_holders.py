@@ -1,0 +1,65 @@
+"""Tracks who holds which blocks, for readers of KV events that treat a cell as one engine.
+
+No call holds an event loop for long, however many blocks there are: the blocks are in many small
+tables, because a dict of a million blocks takes tens of milliseconds to grow.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Final, Generic, TypeVar
+
+from contract.hashing import BlockHash
+
+HolderT = TypeVar("HolderT", bound=Hashable)
+
+_NUM_TABLES: Final = 1024
+_PART_BLOCKS: Final = 512
+"""`clear` looks at about this many blocks at a time; this takes half a millisecond
+(`bench/kv_events.py`)."""
+
+
+class BlockHolders(Generic[HolderT]):
+    """The holders of each block; a block that no one holds is forgotten."""
+
+    def __init__(self) -> None:
+        self._tables: list[dict[BlockHash, tuple[HolderT, ...]]] = [{} for _ in range(_NUM_TABLES)]
+
+    def add(self, hashes: Iterable[BlockHash], holder: HolderT) -> None:
+        """Record that `holder` holds these blocks."""
+        alone = (holder,)
+        for block_hash in hashes:
+            table = self._table(block_hash)
+            if holder not in (holders := table.setdefault(block_hash, alone)):
+                table[block_hash] = (*holders, holder)
+
+    def remove(self, hashes: Iterable[BlockHash], holder: HolderT) -> list[BlockHash]:
+        """Record that `holder` does not hold these blocks; return those that no one holds now.
+
+        Blocks that it did not hold are ignored.
+        """
+        gone = []
+        for block_hash in hashes:
+            table = self._table(block_hash)
+            if holder in (holders := table.get(block_hash, ())):
+                if len(holders) == 1:
+                    del table[block_hash]
+                    gone.append(block_hash)
+                else:
+                    table[block_hash] = tuple(each for each in holders if each != holder)
+        return gone
+
+    def clear(self, holder: HolderT) -> Iterator[list[BlockHash]]:
+        """Record in parts that `holder` holds nothing; yield the blocks that no one holds now.
+
+        Let others run between two parts, but change nothing here.
+        """
+        num_seen, held = 0, list[BlockHash]()
+        for table in self._tables:
+            num_seen += 1 + len(table)
+            held += [block_hash for block_hash, holders in table.items() if holder in holders]
+            if num_seen >= _PART_BLOCKS:
+                yield self.remove(held, holder)
+                num_seen, held = 0, []
+        yield self.remove(held, holder)
+
+    def _table(self, block_hash: BlockHash) -> dict[BlockHash, tuple[HolderT, ...]]:
+        return self._tables[(block_hash[-2] << 8 | block_hash[-1]) % _NUM_TABLES]
