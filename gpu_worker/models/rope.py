@@ -126,7 +126,8 @@ def rope_from_fields(
             raise rope.unsupported("rope_type", f"is {kind!r}; supported: {supported}")
     unknown = sorted(rope.values.keys() - _KNOWN_FIELDS)
     if unknown:
-        raise rope.error(unknown[0], f"is unknown; known are {', '.join(sorted(_KNOWN_FIELDS))}")
+        known = ", ".join(sorted(_KNOWN_FIELDS))
+        raise rope.unsupported(unknown[0], f"is unknown; known are {known}")
     return RopeConfig(theta, scaling, rotated_share)
 
 

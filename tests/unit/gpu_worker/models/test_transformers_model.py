@@ -127,6 +127,16 @@ def test_a_native_family_runs_on_transformers_if_asked(model_dirs):
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish'; supported: gelu"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is true; only false is supported"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_parameters.rope_type is 'proportional'; supported: default",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "note": "new"}},
+            "rope_parameters.note is unknown; known are attention_factor",
+        ),
     ],
 )
 def test_transformers_runs_what_our_implementation_lacks(model_dirs, family, overrides, reason):
