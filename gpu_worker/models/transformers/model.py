@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
@@ -23,7 +23,7 @@ from transformers.utils import logging
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, attend, store_kv
 from gpu_worker.models.config import ModelConfig, read_architecture, read_dtype, read_eos_token_ids
-from gpu_worker.models.text_part import has_text_part, name_alone
+from gpu_worker.models.text_part import has_text_part, name_alone, plain_rope
 from gpu_worker.models.transformers.attention import (
     CHUNKED,
     AttentionCall,
@@ -256,6 +256,7 @@ _RECURRENT_FAMILIES: Final = {
     "mamba2",
     "nemotron_h",
     "olmo_hybrid",
+    "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
 }
@@ -284,7 +285,7 @@ class TransformersSource:
         except Exception as error:  # the config's code may raise anything
             raise fields.error("cannot be read", f"by transformers: {error}") from error
         self._is_part = has_text_part(read_json(directory / "config.json"))
-        self._hf_config = config.get_text_config() if self._is_part else config
+        self._hf_config = _alone(config, str(fields.get("model_type"))) if self._is_part else config
         try:
             _refuse_config(self._hf_config)
             max_model_len = _max_model_len(self._hf_config)
@@ -379,6 +380,19 @@ def _register_weakly(model: TransformersModel) -> str:
     name = register_attention(attend)
     weakref.finalize(model, forget_attention, name).atexit = False
     return name
+
+
+def _alone(whole: PreTrainedConfig, model_type: str) -> PreTrainedConfig:
+    """Return the config of the text part; `model_type` is its type when it is alone."""
+    part = whole.get_text_config()
+    config_class = CONFIG_MAPPING[model_type]
+    if isinstance(part, config_class):
+        return part
+    # The library can run the part only within the whole, but another model equals it for text.
+    values = part.to_dict() | {"model_type": model_type, "norm_topk_prob": True}
+    alone = config_class.from_dict(values | {"rope_parameters": plain_rope(part.rope_parameters)})
+    alone.model_type = whole.model_type  # chooses how tensors are renamed and transposed
+    return alone
 
 
 def _refuse_config(config: PreTrainedConfig) -> None:

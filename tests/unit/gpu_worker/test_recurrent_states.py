@@ -36,6 +36,7 @@ CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", FULL, "conv"]}
 FAMILIES = {
     "qwen3_next": EXPERTS | DELTA | {"head_dim": 16, "shared_expert_intermediate_size": 48},
     "qwen3_5_text": DELTA | {"head_dim": 16},
+    "qwen3_5_moe_text": EXPERTS | DELTA | {"head_dim": 16, "shared_expert_intermediate_size": 48},
     "olmo_hybrid": DELTA | {"pad_token_id": 0},
     "lfm2": CONV | {"block_auto_adjust_ff_dim": False},
     "lfm2_moe": CONV | EXPERTS | {"num_dense_layers": 1},

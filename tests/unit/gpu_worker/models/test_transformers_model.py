@@ -235,7 +235,8 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
             (
                 "it has state other than keys and values; of such models, these types are"
                 " supported: bamba, falcon_h1, falcon_mamba, granitemoehybrid, jamba, lfm2,"
-                " lfm2_moe, mamba, mamba2, nemotron_h, olmo_hybrid, qwen3_5_text, qwen3_next"
+                " lfm2_moe, mamba, mamba2, nemotron_h, olmo_hybrid, qwen3_5_moe_text,"
+                " qwen3_5_text, qwen3_next"
             ),
         ),
         ("bert", {}, "its masks are neither causal nor a sliding window"),
