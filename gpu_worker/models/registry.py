@@ -28,7 +28,7 @@ from gpu_worker.parallel.shards import Place
 from gpu_worker.weights.json_fields import JsonFields, ModelError, UnsupportedError, read_json
 from gpu_worker.weights.quantized_linear import Quantization
 from gpu_worker.weights.reader import Weights, draw_weights, load_weights
-from gpu_worker.weights.stored_format import read_stored_format
+from gpu_worker.weights.stored_format import check_dequantized, read_stored_format
 
 _TRANSFORMERS: Final = "transformers"
 
@@ -225,12 +225,7 @@ def _of_transformers(
             f"load-format is dummy, which is supported only for {', '.join(_NATIVE)};"
             f" {architecture} is run by transformers"
         )
-    if fields.get("quantization_config") is not None:
-        raise fields.error(
-            "quantization_config",
-            f"is set; {architecture} is run by transformers, and quantized checkpoints are"
-            f" supported only for {', '.join(_NATIVE)}",
-        )
+    check_dequantized(fields)
     if quantization is not None:
         raise ModelError(
             f"quantization is {quantization.value}, which is supported only for"

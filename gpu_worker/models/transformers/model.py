@@ -285,6 +285,7 @@ class TransformersSource:
         except Exception as error:  # the config's code may raise anything
             raise fields.error("cannot be read", f"by transformers: {error}") from error
         self._is_part = has_text_part(read_json(directory / "config.json"))
+        stored = getattr(config, "quantization_config", None)
         self._hf_config = _alone(config, str(fields.get("model_type"))) if self._is_part else config
         try:
             _refuse_config(self._hf_config)
@@ -296,6 +297,8 @@ class TransformersSource:
             _refuse_sharing(calls)
         except ModelError as error:
             raise fields.error("architectures", f"names {architecture}: {error}") from error
+        if stored:
+            self._hf_config.quantization_config = {**stored, "dequantize": True}
         if hasattr(self._hf_config, "output_router_logits"):
             self._hf_config.output_router_logits = False  # only for training
         storing = _storing(calls)
@@ -349,7 +352,7 @@ class TransformersSource:
                 output_loading_info=True,
                 key_mapping=_NAMES_ALONE if self._is_part else None,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (ImportError, OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"{self._directory} cannot be loaded: {error}") from error
         if self._is_part:
             unexpected = info["unexpected_keys"]
