@@ -12,6 +12,7 @@ from pydantic_settings import NoDecode
 from contract.request import MAX_STREAM_INTERVAL
 from model_files.errors import ModelError
 from model_files.locate import DEFAULT_CACHE_DIR, ModelPlace, name_of, place_of
+from model_files.old_tokenizer import has_tokenizer
 from router.access.api_keys import ApiKeys, read_keys_file
 from router.parsers.choosing import choose_parsers
 from router.text.chat_settings import ChatSettings
@@ -262,5 +263,5 @@ def _check_model(model: str) -> None:
         place = place_of(model)
     except ModelError as error:
         raise ValueError(str(error)) from error
-    if place is ModelPlace.DIRECTORY and not (Path(model) / "tokenizer.json").is_file():
-        raise ValueError("a directory must have a tokenizer.json")
+    if place is ModelPlace.DIRECTORY and not has_tokenizer(Path(model)):
+        raise ValueError("a directory must have a tokenizer.json, or an older form of tokenizer")
