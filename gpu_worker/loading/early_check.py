@@ -5,6 +5,7 @@ from typing import Final
 from gpu_worker.models.config import read_architecture
 from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
 from gpu_worker.models.llama_config import LLAMA_ARCHITECTURES, read_llama_config
+from gpu_worker.models.rope import with_long_factors
 from gpu_worker.models.text_part import text_part
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError, UnsupportedError, read_json
@@ -24,7 +25,9 @@ def check_config(settings: WorkerSettings, report: Report) -> None:
     directory = find_model(settings.model, settings.cache_dir, report, with_weights=False)
     if not (directory / "config.json").exists():
         return  # loading refuses it
-    fields = text_part(read_json(directory / "config.json"))
+    fields = with_long_factors(
+        text_part(read_json(directory / "config.json")), settings.max_model_len
+    )
     if settings.model_class not in ("", "transformers"):
         return  # a user's class may read any fields
     read_config = _READERS.get(read_architecture(fields))

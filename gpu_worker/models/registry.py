@@ -22,6 +22,7 @@ from gpu_worker.models.llama_config import (
 )
 from gpu_worker.models.neox import build_neox
 from gpu_worker.models.neox_config import read_neox_config, split_neox_config
+from gpu_worker.models.rope import with_long_factors
 from gpu_worker.models.text_part import has_text_part, name_alone, text_part
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.shards import Place
@@ -157,6 +158,7 @@ def open_model(
     model_class: str = "",
     quantization: Quantization | None = None,
     place: Place = Place(),  # noqa: B008 - it never changes
+    max_model_len: int | None = None,
     *,
     is_dummy: bool = False,
     is_batch_invariant: bool = False,
@@ -168,6 +170,8 @@ def open_model(
         model_class: The setting of that name.
         quantization: How to quantize the weights; None: not at all.
         place: Which part of the model to load.
+        max_model_len: The longest sequence, in tokens; None: the model's longest. With LongRoPE,
+            whether it is beyond the original length chooses the factors.
         is_dummy: Whether to draw random weights instead of reading them.
         is_batch_invariant: Whether, on a GPU, a row must be the same in every bit whatever the
             other rows are.
@@ -177,8 +181,9 @@ def open_model(
             there is no such class.
     """
     whole = read_json(directory / "config.json")
-    fields = text_part(whole)
-    if fields is not whole:
+    part = text_part(whole)
+    fields = with_long_factors(part, max_model_len)
+    if part is not whole:
         _log.info("serving only the model's text part", architecture=read_architecture(whole))
     if model_class and model_class != _TRANSFORMERS:
         family = _import_family(model_class)
@@ -200,7 +205,9 @@ def open_model(
         except UnsupportedError as error:
             lacking = error
     try:
-        source = _of_transformers(directory, fields, quantization, place, is_dummy=is_dummy)
+        source = _of_transformers(
+            *(directory, fields, quantization, place, max_model_len), is_dummy=is_dummy
+        )
     except ModelError as error:
         raise lacking or error from None
     if lacking is not None:
@@ -215,6 +222,7 @@ def _of_transformers(
     fields: JsonFields,
     quantization: Quantization | None,
     place: Place,
+    max_model_len: int | None,
     *,
     is_dummy: bool,
 ) -> ModelSource:
@@ -245,7 +253,7 @@ def _of_transformers(
             f" {', '.join(_NATIVE)} are supported; with it, most decoders are"
             " (pip install 'quire[transformers]')",
         ) from error
-    return TransformersSource(directory, fields)
+    return TransformersSource(directory, fields, max_model_len)
 
 
 def _not_shared(what: str, place: Place) -> ModelError:

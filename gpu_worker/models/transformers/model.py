@@ -269,8 +269,12 @@ choice: states have no limit, but the worker stores the tokens of each row."""
 class TransformersSource:
     """A model directory that `transformers` can build a causal language model from."""
 
-    def __init__(self, directory: Path, fields: JsonFields) -> None:
+    def __init__(
+        self, directory: Path, fields: JsonFields, max_model_len: int | None = None
+    ) -> None:
         """Read its config and find out how it attends, without reading weights.
+
+        `max_model_len` is as for `open_model`.
 
         Raises:
             ModelError: The model is not a decoder, or the KV pool or paged attention does not
@@ -289,9 +293,10 @@ class TransformersSource:
         self._hf_config = _alone(config, str(fields.get("model_type"))) if self._is_part else config
         try:
             _refuse_config(self._hf_config)
-            max_model_len = _max_model_len(self._hf_config)
+            _choose_factors(self._hf_config, max_model_len)
+            longest = _max_model_len(self._hf_config)
             self._recording = record_calls(
-                self._hf_config, max_model_len, is_recurrent=_is_recurrent(self._hf_config)
+                self._hf_config, longest, is_recurrent=_is_recurrent(self._hf_config)
             )
             calls, recurrent, first_position = self._recording
             _refuse_sharing(calls)
@@ -306,7 +311,7 @@ class TransformersSource:
         self.config = self.local_config = ModelConfig(
             architecture=architecture,
             vocab_size=self._hf_config.vocab_size,
-            max_model_len=max_model_len - first_position,
+            max_model_len=longest - first_position,
             num_layers=len(storing),
             num_kv_heads=calls[0].num_kv_heads if calls else 0,
             head_dim=calls[0].head_dim if calls else 0,
@@ -448,5 +453,17 @@ def _max_model_len(config: PreTrainedConfig) -> int:
     if not isinstance(length, int) or length < 1:
         raise ModelError(f"max_position_embeddings is {length}; it must be a positive integer")
     # Beyond these lengths, rotation would depend on the longest sequence of a batch.
-    ends = [rope.get("original_max_position_embeddings") for rope in batch_dependent_ropes(config)]
+    ends = [
+        rope.get("original_max_position_embeddings")
+        for rope in batch_dependent_ropes(config)
+        if "long_factor" not in rope or rope["short_factor"] != rope["long_factor"]
+    ]
     return min([length, *(int(end) for end in ends if end)])
+
+
+def _choose_factors(config: PreTrainedConfig, max_model_len: int | None) -> None:
+    """Do as `with_long_factors`."""
+    for rope in batch_dependent_ropes(config):
+        original = rope.get("original_max_position_embeddings")
+        if max_model_len is not None and original is not None and max_model_len > original:
+            rope["short_factor"] = rope.get("long_factor")

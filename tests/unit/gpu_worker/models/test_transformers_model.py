@@ -212,6 +212,13 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
     model = source.load(torch.float32, CPU, lambda _: None)
     PagedLoop(model, block_size=8, config=source.config).generate([sequence], 34)
     assert_equals_transformers(directory, sequence)
+    source = open_model(directory, max_model_len=65)
+    assert source.config.max_model_len == 512
+    sequence = Sequence(random_prompt(70, seed=1))  # longer, so that transformers chooses the same
+    model = source.load(torch.float32, CPU, lambda _: None)
+    loop = PagedLoop(model, block_size=8, config=source.config)
+    loop.generate([sequence], NUM_TOKENS, chunk_len=13)
+    assert_equals_transformers(directory, sequence)
 
 
 @pytest.mark.parametrize(
