@@ -10,7 +10,8 @@ import structlog
 import torch
 
 from gpu_worker.models.attention import Decoder
-from gpu_worker.models.bert import BERT_ARCHITECTURES, build_bert, read_bert_config
+from gpu_worker.models.bert import build_bert
+from gpu_worker.models.bert_config import BERT_ARCHITECTURES, read_bert_config
 from gpu_worker.models.config import ModelConfig, read_architecture
 from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
 from gpu_worker.models.deepseek.decoder import build_deepseek

@@ -399,7 +399,8 @@ def _alone(whole: PreTrainedConfig, model_type: str) -> PreTrainedConfig:
     # The library can run the part only within the whole, but another model equals it for text.
     values = part.to_dict() | {"model_type": model_type, "norm_topk_prob": True}
     alone = config_class.from_dict(values | {"rope_parameters": plain_rope(part.rope_parameters)})
-    alone.model_type = whole.model_type  # chooses how tensors are renamed and transposed
+    # Chooses how tensors are renamed and transposed.
+    alone.model_type = whole.model_type  # type: ignore[misc]
     return alone
 
 
