@@ -20,7 +20,15 @@ from tests.unit.gpu_worker.models.against_transformers import (
     assert_equals_transformers,
 )
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
-from tests.unit.gpu_worker.test_kv_groups import GEMMA_4, GEMMA_N, OWN_ATTENTION
+from tests.unit.gpu_worker.test_kv_groups import (
+    AFMOE,
+    EXPERTS,
+    GEMMA_4,
+    GEMMA_N,
+    LONGCAT,
+    OWN_ATTENTION,
+    QWEN2_MOE,
+)
 
 ALTERNATING = ["sliding_attention", "full_attention"]
 # The model scales embeddings by 8; small ones and several layers keep the layers' effect visible.
@@ -31,18 +39,9 @@ GEMMA = {
     "num_hidden_layers": 6,
     "initializer_range": 0.02,
 }
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 FAMILIES = OWN_ATTENTION | {
-    "afmoe": EXPERTS
-    | {
-        "num_experts": 4,
-        "num_dense_layers": 1,
-        "head_dim": 16,
-        "sliding_window": 20,
-        "layer_types": ALTERNATING,
-        "initializer_range": 0.4,
-    },
+    "afmoe": AFMOE,
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"sliding_window": 20, "layer_types": ALTERNATING},
     "deepseek_v3": {},  # the head dim of its keys is 24, of its values 12
@@ -56,34 +55,12 @@ FAMILIES = OWN_ATTENTION | {
     "gpt2": {},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 20, "pad_token_id": 0},
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7},
-    # Each of its layers attends twice; some experts return what they are given.
-    "longcat_flash": {
-        "num_layers": 2,
-        "num_key_value_heads": 4,
-        "ffn_hidden_size": 112,
-        "expert_ffn_hidden_size": 48,
-        "moe_topk": 3,
-        "n_routed_experts": 4,
-        "zero_expert_num": 2,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 20,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "head_dim": 8,
-    },
+    "longcat_flash": LONGCAT,
     "olmo2": {},
     "opt": {"ffn_dim": 112, "word_embed_proj_dim": 64},
     "phi": {"initializer_range": 0.3},
     "phi3": {"sliding_window": 30, "pad_token_id": 0},
-    "qwen2_moe": EXPERTS  # does not pass its window to its attention
-    | {
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 48,
-        "use_sliding_window": True,
-        "sliding_window": 20,
-        "max_window_layers": 1,
-    },
+    "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 16},
     "stablelm": {},
     "starcoder2": {"sliding_window": 20, "initializer_range": 0.3},
