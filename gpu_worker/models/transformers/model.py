@@ -5,6 +5,7 @@ Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head di
 """
 
 import inspect
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from transformers.utils import logging
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, attend, store_kv
 from gpu_worker.models.config import ModelConfig, read_architecture, read_dtype, read_eos_token_ids
-from gpu_worker.models.text_part import has_text_part, name_alone, plain_rope
+from gpu_worker.models.text_part import PREFIXES, has_text_part, name_alone, plain_rope
 from gpu_worker.models.transformers.attention import (
     CHUNKED,
     AttentionCall,
@@ -240,7 +241,7 @@ def _replace_linear(module: nn.Module) -> None:
     module.forward = forward  # type: ignore[method-assign]
 
 
-_NAMES_ALONE: Final = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
+_NAMES_ALONE: Final = {f"^{re.escape(prefix)}": alone for prefix, alone in PREFIXES.items()}
 """Renames tensors as `name_alone` does."""
 _LAYER_TYPES: Final = {"full_attention", "sliding_attention", CHUNKED}
 _RECURRENT_TYPES: Final = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
