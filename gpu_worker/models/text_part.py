@@ -73,7 +73,9 @@ _TEXT_PARTS: Final[Mapping[str, Mapping[str, _Alone]]] = {
     },
 }
 """By architecture: the `model_type` of its text part in the whole, and what the part is alone."""
-_OF_THE_WHOLE: Final = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+_OF_THE_WHOLE: Final = (
+    *("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config"),
+)
 """Fields that a text part takes from the whole model's config if it lacks them."""
 _ROPES: Final = ("rope_parameters", "rope_scaling")
 _OTHER_PARTS: Final = (

@@ -71,6 +71,44 @@ def test_fp8_in_blocks(model_dirs, tmp_path, family, sizes):
     assert_stands_for(packed, plain)
 
 
+def test_fp8_in_the_text_part_of_a_model_that_takes_images(model_dirs, tmp_path):
+    """As Ministral 3 is released: a scale for each map, and another for its inputs."""
+    directory = model_dirs.get("ministral3", **WIDE)
+    plain = shutil.copytree(directory, tmp_path / "plain")
+    packed = shutil.copytree(directory, tmp_path / "packed")
+    of_packed, of_plain = {}, {}
+    for name, weight in load_file(directory / "model.safetensors").items():
+        in_whole = f"language_model.{name}"
+        if not name.endswith("_proj.weight"):
+            of_packed[in_whole] = of_plain[name] = weight
+            continue
+        scale = weight.abs().max() / 448
+        of_packed[in_whole] = (weight / scale).to(torch.float8_e4m3fn)
+        of_plain[name] = of_packed[in_whole].float() * scale
+        map_name = in_whole.removesuffix("weight")
+        of_packed |= {
+            f"{map_name}weight_scale_inv": scale,
+            f"{map_name}activation_scale": 2 * scale,
+        }
+    of_packed["vision_tower.x"] = torch.zeros(1)
+    save_file(of_packed, packed / "model.safetensors", {"format": "pt"})
+    save_file(of_plain, plain / "model.safetensors", {"format": "pt"})
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": json.loads((packed / "config.json").read_text()),
+        "vision_config": {"model_type": "pixtral"},
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "modules_to_not_convert": ["model.vision_tower", "lm_head"],
+        },
+    }
+    (packed / "config.json").write_text(json.dumps(config))
+    assert_stands_for(packed, plain)
+
+
 def test_other_methods_are_refused_by_name(model_dirs, tmp_path):
     directory = shutil.copytree(model_dirs.get("olmo2"), tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
