@@ -42,8 +42,8 @@ class RouterSettings(ProcessSettings):
     Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md). The router reads the
     model's tokenizer and chat template."""
     cache_dir: Path = DEFAULT_CACHE_DIR
-    """Directory for files that are made from GGUF files or downloaded from URLs. Models from the
-    hub are in the hub's own cache (HF_HOME)."""
+    """Directory for files made from GGUF files or older tokenizers, or downloaded from URLs.
+    Models from the hub are in the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
     """The name that requests use; empty: the name of the directory or GGUF file, or the model's
     name on the hub."""
