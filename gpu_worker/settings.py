@@ -28,8 +28,8 @@ class WorkerSettings(ProcessSettings):
     """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
     Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md)."""
     cache_dir: Path = DEFAULT_CACHE_DIR
-    """Directory for files that are made from GGUF files or downloaded from URLs. Models from the
-    hub are in the hub's own cache (HF_HOME)."""
+    """Directory for files made from GGUF files or older tokenizers, or downloaded from URLs.
+    Models from the hub are in the hub's own cache (HF_HOME)."""
     unloaded: bool = False
     """Start without the model; an operator, or a router with --on-demand, loads it later."""
     model_class: str = ""
@@ -61,7 +61,7 @@ class WorkerSettings(ProcessSettings):
     NAME uses that adapter. Only for Quire's own implementations, on one device (docs/models.md)."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """The largest number of tokens in a sequence, prompt and output together; unset: the model's
-    limit."""
+    limit. With LongRoPE it chooses the factors (docs/models.md)."""
     max_num_seqs: PositiveInt | None = None
     """The largest number of sequences that run at once; unset: 64 on a CPU, 256 on a GPU, 512 on a
     GPU with 80 GB, 1024 on a GPU with 120 GiB or more."""

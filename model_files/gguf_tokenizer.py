@@ -117,9 +117,9 @@ class _Metadata:
     def get(self, name: str, default: Any = None) -> Any:
         return self._header.metadata.get(f"tokenizer.ggml.{name}", default)
 
-    def special(self, name: str) -> str:
-        """Return the text of a special token such as "bos_token"."""
-        number = self.get(_SPECIAL_TOKENS[name])
+    def special(self, name: str, default: int | None = None) -> str:
+        """Return the text of a special token such as "bos_token"; `default` is a token id."""
+        number = self.get(_SPECIAL_TOKENS[name], default)
         if number is None or not 0 <= number < len(self.tokens):
             raise self.error(
                 _SPECIAL_TOKENS[name], f"is {number}; it must be in [0, {len(self.tokens)})"
@@ -169,7 +169,7 @@ def _sentence_piece(metadata: _Metadata) -> Tokenizer:
         models.BPE(
             number_of,
             _merges_by_score(number_of, metadata.get("scores", [])),
-            unk_token=metadata.special("unk_token"),
+            unk_token=metadata.special("unk_token", default=0),
             fuse_unk=True,
             byte_fallback=True,
         )

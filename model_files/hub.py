@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from model_files.errors import ModelError
+from model_files.old_tokenizer import OLD_TOKENIZERS, TOKENIZER
 
 _SMALL_FILES: Final = ("*.json", "*.jinja")
 _SAFETENSORS: Final = "model*.safetensors"
@@ -49,7 +50,7 @@ def download_from_hub(
             raise ModelError(f"model is {name.given!r}; {name.repository} has no such file")
         return directory
     if not with_weights:
-        return _download(name, report, *_SMALL_FILES)
+        return _with_old_tokenizer(name, report, _download(name, report, *_SMALL_FILES))
     directory = _download(name, report, *_SMALL_FILES, _SAFETENSORS)
     if not any(directory.glob(_SAFETENSORS)):
         directory = _download(name, report, *_SMALL_FILES, _PICKLES)
@@ -60,6 +61,15 @@ def download_from_hub(
         )
     if (directory / "modules.json").exists():
         _download(name, report, POOLING)
+    return _with_old_tokenizer(name, report, directory)
+
+
+def _with_old_tokenizer(
+    name: HubName, report: Callable[[str, float | None], None], directory: Path
+) -> Path:
+    """Download the tokenizer in its older form if there is no other."""
+    if not (directory / TOKENIZER).exists():
+        _download(name, report, *OLD_TOKENIZERS)
     return directory
 
 

@@ -10,6 +10,7 @@ from model_files.buckets import download_from_bucket
 from model_files.errors import ModelError
 from model_files.gguf_directory import lay_out
 from model_files.hub import HubName, download_from_hub
+from model_files.old_tokenizer import has_old_tokenizer, with_tokenizer
 
 Report: TypeAlias = Callable[[str, float | None], None]
 """Receives a status and the progress in [0, 1]; an error that it raises ends the search."""
@@ -78,8 +79,8 @@ def find_model(
     Args:
         model: A directory; a GGUF file; ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf on the
             hub; or a URL such as s3://BUCKET/DIRECTORY.
-        cache_dir: For files downloaded from URLs or made from GGUF files. The hub has a separate
-            cache.
+        cache_dir: For files downloaded from URLs, or made from GGUF files or older tokenizers. The
+            hub has a separate cache.
         report: Called with the progress of a download.
         with_weights: Whether the caller reads weights. If not, only small files are downloaded; a
             GGUF file is always downloaded whole.
@@ -88,7 +89,7 @@ def find_model(
         ModelError: There is no such model, or it cannot be downloaded. The message says what to do.
     """
     path, place = Path(model), place_of(model)
-    if place is ModelPlace.DIRECTORY:
+    if place is ModelPlace.DIRECTORY and not has_old_tokenizer(path):
         return path
     try:
         cache_dir = cache_dir.expanduser()
@@ -101,7 +102,9 @@ def find_model(
         pattern = None if file is None else _PART_NUMBER.sub("-*-of-", file)
         name = HubName(model, repository, revision, pattern)
         path = download_from_hub(name, report, with_weights=with_weights) / (file or "")
-    return path if path.is_dir() else lay_out(path, cache_dir)
+    if not path.is_dir():
+        return lay_out(path, cache_dir)
+    return with_tokenizer(path, cache_dir) if has_old_tokenizer(path) else path
 
 
 def _parsed(model: str) -> tuple[str, str | None, str | None]:

@@ -12,6 +12,7 @@ from pydantic_settings import NoDecode
 from contract.request import MAX_STREAM_INTERVAL
 from model_files.errors import ModelError
 from model_files.locate import DEFAULT_CACHE_DIR, ModelPlace, name_of, place_of
+from model_files.old_tokenizer import has_tokenizer
 from router.access.api_keys import ApiKeys, read_keys_file
 from router.parsers.choosing import choose_parsers
 from router.text.chat_settings import ChatSettings
@@ -41,8 +42,8 @@ class RouterSettings(ProcessSettings):
     Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md). The router reads the
     model's tokenizer and chat template."""
     cache_dir: Path = DEFAULT_CACHE_DIR
-    """Directory for files that are made from GGUF files or downloaded from URLs. Models from the
-    hub are in the hub's own cache (HF_HOME)."""
+    """Directory for files made from GGUF files or older tokenizers, or downloaded from URLs.
+    Models from the hub are in the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
     """The name that requests use; empty: the name of the directory or GGUF file, or the model's
     name on the hub."""
@@ -262,5 +263,5 @@ def _check_model(model: str) -> None:
         place = place_of(model)
     except ModelError as error:
         raise ValueError(str(error)) from error
-    if place is ModelPlace.DIRECTORY and not (Path(model) / "tokenizer.json").is_file():
-        raise ValueError("a directory must have a tokenizer.json")
+    if place is ModelPlace.DIRECTORY and not has_tokenizer(Path(model)):
+        raise ValueError("a directory must have a tokenizer.json, or an older form of tokenizer")

@@ -40,8 +40,8 @@ class SimWorkerSettings(ProcessSettings):
     """A model, named as for a worker, whose config.json gives the vocabulary, the end tokens and
     the length; no weights are read. Unset: the flags below give them."""
     cache_dir: Path = DEFAULT_CACHE_DIR
-    """Directory for files that are made from GGUF files or downloaded from URLs. Models from the
-    hub are in the hub's own cache (HF_HOME)."""
+    """Directory for files made from GGUF files or older tokenizers, or downloaded from URLs.
+    Models from the hub are in the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
     """Name of the model in requests; empty: the directory's name, or "simulated"."""
     vocab_size: PositiveInt | None = None

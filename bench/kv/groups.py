@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from contract.worker_limits import window_length
+from contract.worker_limits import Chunk, KvWindow, window_length
 from gpu_worker.kv.layout import block_bytes, group_attention, place_states
 from gpu_worker.models.config import ModelConfig
 from scheduler_svc.core.interface.config import SchedulerConfig
@@ -31,16 +31,26 @@ def model(
     num_kv_heads: int = 0,
     head_dim: int = 0,
     *,
-    window: int | None = None,
+    window: KvWindow = None,
     full_every: int = 0,
+    full_shape: tuple[int, int] | None = None,
+    is_first_full: bool = False,
     latent_dim: int | None = None,
     num_states: int = 0,
     state: int = 0,
 ) -> ModelConfig:
     """A model of `num_layers` attention layers, and `num_states` with `state` numbers each.
 
-    With `window`, every `full_every`-th layer sees all tokens; 0: none does.
+    With `window`, every `full_every`-th layer sees all tokens; 0: none does. `full_shape` are the
+    KV heads and the head dim of these layers, if the others have other ones.
     """
+    windows = tuple(
+        None
+        if (is_first_full and layer == 0) or (full_every and layer % full_every == full_every - 1)
+        else window
+        for layer in range(num_layers)
+    )
+    shape = num_kv_heads, head_dim
     return ModelConfig(
         architecture="",
         vocab_size=1,
@@ -50,10 +60,8 @@ def model(
         head_dim=head_dim,
         latent_dim=latent_dim,
         eos_token_ids=(),
-        windows=tuple(
-            None if full_every and layer % full_every == full_every - 1 else window
-            for layer in range(num_layers)
-        ),
+        windows=windows,
+        kv_shapes=tuple(shape if each else full_shape for each in windows) if full_shape else (),
         num_states=num_states,
         state_bytes=state * torch.float32.itemsize,
         dtype="bfloat16",
@@ -66,9 +74,20 @@ MODELS: Final = {
     "Gemma 2 9B": model(42, 8, 256, window=4096, full_every=2),
     "Gemma 3 1B": model(26, 1, 256, window=512, full_every=6),
     "Gemma 3 27B": model(62, 16, 128, window=1024, full_every=6),
+    "Gemma 3n E2B, E4B": model(20, 2, 256, window=512, full_every=5),
+    "Gemma 4 E2B": model(15, 1, 256, window=512, full_every=5, full_shape=(1, 512)),
+    "Gemma 4 E4B": model(24, 2, 256, window=512, full_every=6, full_shape=(2, 512)),
+    "Gemma 4 26B-A4B": model(30, 8, 256, window=1024, full_every=6, full_shape=(2, 512)),
+    "Gemma 4 31B": model(60, 16, 256, window=1024, full_every=6, full_shape=(4, 512)),
     "gpt-oss 20B": model(24, 8, 64, window=128, full_every=2),
     "Command R7B (Cohere 2)": model(32, 8, 128, window=4096, full_every=4),
     "OLMo 3 7B": model(32, 32, 128, window=4096, full_every=4),
+    "Ministral 8B": model(36, 8, 128, window=32768, full_every=4),
+    "Llama 4 Scout, Maverick": model(48, 8, 128, window=Chunk(8192), full_every=4),
+    # Its values, of 128 dimensions, take the room of keys; its first layer sees all tokens, too.
+    "MiMo-V2-Flash": model(
+        48, 8, 192, window=128, full_every=6, full_shape=(4, 192), is_first_full=True
+    ),
     "DeepSeek V2-Lite": model(27, 1, 576, latent_dim=512),
     "DeepSeek V3, Kimi K2": model(61, 1, 576, latent_dim=512),
     "GLM-4.7-Flash": model(47, 1, 576, latent_dim=512),
@@ -119,18 +138,26 @@ def held(config: ModelConfig) -> Held:
 
 def vllm_bytes(config: ModelConfig) -> int:
     """Return the bytes that it holds by vLLM's rule."""
-    num_sides = 1 if config.latent_dim else 2
-    of_token = num_sides * config.num_kv_heads * config.head_dim * _DTYPE.itemsize
+    of_token = _bytes_of_token(config, 0) if config.num_layers else 0
     size, page = _BLOCK_SIZE, config.state_bytes
     if config.num_states and of_token:
         size *= -(-config.state_bytes // (_BLOCK_SIZE * of_token))
         page = size * of_token
-    num_blocks = 0
-    for window in config.windows:
+    num_bytes = config.num_states * page
+    for layer, window in enumerate(config.windows):
         length = window_length(window)
         behind = 0 if length is None else max(0, NUM_TOKENS - length + 1) // size
-        num_blocks += -(-NUM_TOKENS // size) - behind
-    return num_blocks * size * of_token + config.num_states * page
+        if isinstance(window, Chunk):
+            behind = NUM_TOKENS // window.num_tokens * window.num_tokens // size
+        num_bytes += (-(-NUM_TOKENS // size) - behind) * size * _bytes_of_token(config, layer)
+    return num_bytes
+
+
+def _bytes_of_token(config: ModelConfig, layer: int) -> int:
+    """The KV of a token in one layer."""
+    num_sides = 1 if config.latent_dim else 2
+    num_kv_heads, head_dim = config.kv_shape(layer)
+    return num_sides * num_kv_heads * head_dim * _DTYPE.itemsize
 
 
 def main() -> None:
@@ -139,8 +166,9 @@ def main() -> None:
     for name, config in MODELS.items():
         it = held(config)
         windows = [window_length(window) for window in config.windows if window is not None]
+        kind = "chunks" if any(isinstance(each, Chunk) for each in config.windows) else "a window"
         layers = [
-            f"{len(windows)} with a window of {max(windows):,}" if windows else "",
+            f"{len(windows)} with {kind} of {max(windows):,}" if windows else "",
             f"{config.num_layers - len(windows)} that see all" if None in config.windows else "",
             f"{config.num_states} recurrent" if config.num_states else "",
         ]
@@ -154,9 +182,7 @@ def main() -> None:
 
 
 def _everything(config: ModelConfig) -> int:
-    num_sides = 1 if config.latent_dim else 2
-    numbers = num_sides * config.num_kv_heads * config.head_dim
-    return config.num_layers * NUM_TOKENS * numbers * _DTYPE.itemsize
+    return NUM_TOKENS * sum(_bytes_of_token(config, layer) for layer in range(config.num_layers))
 
 
 def _mib(num_bytes: int) -> str:

@@ -2,17 +2,23 @@
 
 from typing import Final
 
+from gpu_worker.models.bert_config import BERT_ARCHITECTURES, read_bert_config
 from gpu_worker.models.config import read_architecture
 from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
 from gpu_worker.models.llama_config import LLAMA_ARCHITECTURES, read_llama_config
+from gpu_worker.models.neox_config import read_neox_config
+from gpu_worker.models.rope import with_long_factors
 from gpu_worker.models.text_part import text_part
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError, UnsupportedError, read_json
+from gpu_worker.weights.stored_format import check_dequantized, read_stored_format
 from model_files.locate import Report, find_model
 
 _READERS: Final = {
     **dict.fromkeys(LLAMA_ARCHITECTURES, read_llama_config),
     **dict.fromkeys(DEEPSEEK_ARCHITECTURES, read_deepseek_config),
+    **dict.fromkeys(BERT_ARCHITECTURES, read_bert_config),
+    "GPTNeoXForCausalLM": read_neox_config,
 }
 
 
@@ -24,16 +30,20 @@ def check_config(settings: WorkerSettings, report: Report) -> None:
     directory = find_model(settings.model, settings.cache_dir, report, with_weights=False)
     if not (directory / "config.json").exists():
         return  # loading refuses it
-    fields = text_part(read_json(directory / "config.json"))
+    fields = with_long_factors(
+        text_part(read_json(directory / "config.json")), settings.max_model_len
+    )
     if settings.model_class not in ("", "transformers"):
         return  # a user's class may read any fields
     read_config = _READERS.get(read_architecture(fields))
     if read_config is None or settings.model_class:
+        check_dequantized(fields)
         return
     try:
         config = read_config(fields)
     except UnsupportedError:
         return  # transformers may support it
+    read_stored_format(fields)
     if settings.max_model_len is not None and settings.max_model_len > config.max_model_len:
         raise ModelError(
             f"max-model-len is {settings.max_model_len}; {settings.model_id} takes at most"

@@ -143,7 +143,7 @@ def _load_rank_model(
         _log.warning("load-format is dummy: weights are random and the output is nonsense")
     directory = find_model(settings.model, settings.cache_dir, report)
     source = open_model(
-        *(directory, settings.model_class, quantization, place),
+        *(directory, settings.model_class, quantization, place, settings.max_model_len),
         is_dummy=is_dummy,
         is_batch_invariant=settings.batch_invariant,
     )

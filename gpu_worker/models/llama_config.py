@@ -182,7 +182,7 @@ def _layer_types(fields: JsonFields, num_layers: int) -> tuple[str, ...]:
         raise fields.error("layer_types", f"must be a list of {num_layers} names")
     unknown = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
     if unknown:
-        raise fields.error(
+        raise fields.unsupported(
             "layer_types", f"has {unknown[0]!r}; known are sliding_attention and full_attention"
         )
     return tuple(kinds)

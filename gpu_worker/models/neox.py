@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional
 
 from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.models.activations import ACTIVATIONS, Activation
 from gpu_worker.models.attention import AttentionMetadata, attend, store_kv
-from gpu_worker.models.neox_config import Activation, NeoxConfig, split_neox_config
+from gpu_worker.models.neox_config import NeoxConfig, split_neox_config
 from gpu_worker.models.rope_table import rotary_table
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.weights.linear import Linear
@@ -198,7 +199,7 @@ def _layer(config: NeoxConfig, index: int, weights: Weights) -> NeoxLayer:
     heads, head_dim, bias = config.num_kv_heads, config.head_dim, config.attention_bias
     mlp_part = Mlp(
         up=weights.split_outputs(hidden, (f"{mlp}.dense_h_to_4h", inner, 1), bias=True),
-        activation=config.activation,
+        activation=ACTIVATIONS[config.activation],
         down=weights.split_inputs(inner, 1, (f"{mlp}.dense_4h_to_h", hidden), bias=True),
     )
     return NeoxLayer(

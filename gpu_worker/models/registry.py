@@ -10,7 +10,8 @@ import structlog
 import torch
 
 from gpu_worker.models.attention import Decoder
-from gpu_worker.models.bert import BERT_ARCHITECTURES, build_bert, read_bert_config
+from gpu_worker.models.bert import build_bert
+from gpu_worker.models.bert_config import BERT_ARCHITECTURES, read_bert_config
 from gpu_worker.models.config import ModelConfig, read_architecture
 from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
 from gpu_worker.models.deepseek.decoder import build_deepseek
@@ -22,13 +23,14 @@ from gpu_worker.models.llama_config import (
 )
 from gpu_worker.models.neox import build_neox
 from gpu_worker.models.neox_config import read_neox_config, split_neox_config
+from gpu_worker.models.rope import with_long_factors
 from gpu_worker.models.text_part import has_text_part, name_alone, text_part
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.shards import Place
 from gpu_worker.weights.json_fields import JsonFields, ModelError, UnsupportedError, read_json
 from gpu_worker.weights.quantized_linear import Quantization
 from gpu_worker.weights.reader import Weights, draw_weights, load_weights
-from gpu_worker.weights.stored_format import read_stored_format
+from gpu_worker.weights.stored_format import check_dequantized, read_stored_format
 
 _TRANSFORMERS: Final = "transformers"
 
@@ -157,6 +159,7 @@ def open_model(
     model_class: str = "",
     quantization: Quantization | None = None,
     place: Place = Place(),  # noqa: B008 - it never changes
+    max_model_len: int | None = None,
     *,
     is_dummy: bool = False,
     is_batch_invariant: bool = False,
@@ -168,6 +171,8 @@ def open_model(
         model_class: The setting of that name.
         quantization: How to quantize the weights; None: not at all.
         place: Which part of the model to load.
+        max_model_len: The longest sequence, in tokens; None: the model's longest. With LongRoPE,
+            whether it is beyond the original length chooses the factors.
         is_dummy: Whether to draw random weights instead of reading them.
         is_batch_invariant: Whether, on a GPU, a row must be the same in every bit whatever the
             other rows are.
@@ -177,8 +182,9 @@ def open_model(
             there is no such class.
     """
     whole = read_json(directory / "config.json")
-    fields = text_part(whole)
-    if fields is not whole:
+    part = text_part(whole)
+    fields = with_long_factors(part, max_model_len)
+    if part is not whole:
         _log.info("serving only the model's text part", architecture=read_architecture(whole))
     if model_class and model_class != _TRANSFORMERS:
         family = _import_family(model_class)
@@ -200,7 +206,9 @@ def open_model(
         except UnsupportedError as error:
             lacking = error
     try:
-        source = _of_transformers(directory, fields, quantization, place, is_dummy=is_dummy)
+        source = _of_transformers(
+            *(directory, fields, quantization, place, max_model_len), is_dummy=is_dummy
+        )
     except ModelError as error:
         raise lacking or error from None
     if lacking is not None:
@@ -215,6 +223,7 @@ def _of_transformers(
     fields: JsonFields,
     quantization: Quantization | None,
     place: Place,
+    max_model_len: int | None,
     *,
     is_dummy: bool,
 ) -> ModelSource:
@@ -225,12 +234,7 @@ def _of_transformers(
             f"load-format is dummy, which is supported only for {', '.join(_NATIVE)};"
             f" {architecture} is run by transformers"
         )
-    if fields.get("quantization_config") is not None:
-        raise fields.error(
-            "quantization_config",
-            f"is set; {architecture} is run by transformers, and quantized checkpoints are"
-            f" supported only for {', '.join(_NATIVE)}",
-        )
+    check_dequantized(fields)
     if quantization is not None:
         raise ModelError(
             f"quantization is {quantization.value}, which is supported only for"
@@ -250,7 +254,7 @@ def _of_transformers(
             f" {', '.join(_NATIVE)} are supported; with it, most decoders are"
             " (pip install 'quire[transformers]')",
         ) from error
-    return TransformersSource(directory, fields)
+    return TransformersSource(directory, fields, max_model_len)
 
 
 def _not_shared(what: str, place: Place) -> ModelError:

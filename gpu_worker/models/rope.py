@@ -100,15 +100,12 @@ def rope_from_fields(
         UnsupportedError: `rotary_table` does not support it.
         ModelError: A field is missing or malformed.
     """
-    # transformers 5 writes one dictionary; older versions write a number, and a dictionary for the
-    # scaling.
-    name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
-    rope = fields.nested(name)
+    rope = fields.nested(_name(fields))
     top_level_theta = fields.number("rope_theta", default=default_theta)
     theta = rope.number("rope_theta", default=top_level_theta)
     top_level_share = fields.number("partial_rotary_factor", default=default_share)
     rotated_share = rope.number("partial_rotary_factor", default=top_level_share)
-    kind = rope.get("rope_type", default=rope.get("type", default="default"))
+    kind = _kind(rope)
     scaling: RopeScaling | None
     match kind:
         case "default" | "dynamic":  # dynamic scaling differs only beyond max_position_embeddings
@@ -126,8 +123,35 @@ def rope_from_fields(
             raise rope.unsupported("rope_type", f"is {kind!r}; supported: {supported}")
     unknown = sorted(rope.values.keys() - _KNOWN_FIELDS)
     if unknown:
-        raise rope.error(unknown[0], f"is unknown; known are {', '.join(sorted(_KNOWN_FIELDS))}")
+        known = ", ".join(sorted(_KNOWN_FIELDS))
+        raise rope.unsupported(unknown[0], f"is unknown; known are {known}")
     return RopeConfig(theta, scaling, rotated_share)
+
+
+def with_long_factors(fields: JsonFields, max_model_len: int | None) -> JsonFields:
+    """Give all positions LongRoPE's long factors if `max_model_len` is beyond the original length.
+
+    Short and long factors cannot be mixed: keys are stored rotated, and a longer sequence would
+    change those that are already there.
+    """
+    name = _name(fields)
+    rope = fields.nested(name)
+    if max_model_len is None or _kind(rope) != "longrope":
+        return fields
+    if max_model_len <= _original_len(fields, rope):
+        return fields
+    rope_values = {**rope.values, "short_factor": rope.get("long_factor")}
+    return JsonFields(fields.path, fields.prefix, {**fields.values, name: rope_values})
+
+
+def _name(fields: JsonFields) -> str:
+    # transformers 5 writes one dictionary; older versions write a number, and a dictionary for the
+    # scaling.
+    return "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
+
+
+def _kind(rope: JsonFields) -> object:
+    return rope.get("rope_type", default=rope.get("type", default="default"))
 
 
 def _llama3_scaling(rope: JsonFields) -> Llama3Scaling:

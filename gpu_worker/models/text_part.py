@@ -1,23 +1,93 @@
 """Finds the text part of a model that also takes images; Quire serves only the text part."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from gpu_worker.models.config import read_architecture
 from gpu_worker.weights.json_fields import JsonFields
 
-_TEXT_PARTS: Final[Mapping[str, tuple[str, str]]] = {
-    "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM"),
-    "Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM"),
-    "Qwen2VLForConditionalGeneration": ("qwen2_vl_text", "Qwen2ForCausalLM"),
-    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "Qwen2ForCausalLM"),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl_text", "Qwen3ForCausalLM"),
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """What a text part is when it is alone."""
+
+    architecture: str
+    model_type: str
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Fields that older configs omit, with the values that `transformers` gives them."""
+
+
+_SIZES_OF_7B: Final = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
 }
-"""By architecture: the `model_type` of its text part, and the text part's own architecture."""
-_OF_THE_WHOLE: Final = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+_LLAMA: Final = {"intermediate_size": 11008, "max_position_embeddings": 2048}
+_MISTRAL: Final = {
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+}
+_LLAMA_SHAPED: Final = {
+    "llama": _Alone("LlamaForCausalLM", "llama", _SIZES_OF_7B | _LLAMA),
+    "mistral": _Alone("MistralForCausalLM", "mistral", _SIZES_OF_7B | _MISTRAL),
+    "qwen2": _Alone("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": _Alone("Qwen3ForCausalLM", "qwen3"),
+}
+_COHERE_2: Final = {"cohere2": _Alone("Cohere2ForCausalLM", "cohere2")}
+_TEXT_PARTS: Final[Mapping[str, Mapping[str, _Alone]]] = {
+    "AyaVisionForConditionalGeneration": _COHERE_2,
+    "Cohere2VisionForConditionalGeneration": _COHERE_2,
+    "Gemma3ForConditionalGeneration": {"gemma3_text": _Alone("Gemma3ForCausalLM", "gemma3_text")},
+    "Gemma3nForConditionalGeneration": {
+        "gemma3n_text": _Alone("Gemma3nForCausalLM", "gemma3n_text")
+    },
+    "Gemma4ForConditionalGeneration": {"gemma4_text": _Alone("Gemma4ForCausalLM", "gemma4_text")},
+    "Gemma4UnifiedForConditionalGeneration": {
+        "gemma4_unified_text": _Alone("Gemma4UnifiedForCausalLM", "gemma4_unified_text")
+    },
+    "Idefics3ForConditionalGeneration": _LLAMA_SHAPED,
+    "InternVLForConditionalGeneration": _LLAMA_SHAPED,
+    "LlavaForConditionalGeneration": _LLAMA_SHAPED,
+    "LlavaNextForConditionalGeneration": _LLAMA_SHAPED,
+    "LlavaOnevisionForConditionalGeneration": _LLAMA_SHAPED,
+    "SmolVLMForConditionalGeneration": _LLAMA_SHAPED,
+    "Llama4ForConditionalGeneration": {"llama4_text": _Alone("Llama4ForCausalLM", "llama4_text")},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": _Alone("MistralForCausalLM", "mistral"),
+        "ministral3": _Alone("Ministral3ForCausalLM", "ministral3"),
+    },
+    "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": _Alone("Qwen2ForCausalLM", "qwen2")},
+    "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": _Alone("Qwen2ForCausalLM", "qwen2")},
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": _Alone("Qwen3ForCausalLM", "qwen3")},
+    "Qwen3VLMoeForConditionalGeneration": {
+        "qwen3_vl_moe_text": _Alone("Qwen3MoeForCausalLM", "qwen3_moe")
+    },
+    "Qwen3_5ForConditionalGeneration": {
+        "qwen3_5_text": _Alone("Qwen3_5ForCausalLM", "qwen3_5_text")
+    },
+    "Qwen3_5MoeForConditionalGeneration": {
+        "qwen3_5_moe_text": _Alone("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
+    },
+}
+"""By architecture: the `model_type` of its text part in the whole, and what the part is alone."""
+_OF_THE_WHOLE: Final = (
+    *("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config"),
+)
 """Fields that a text part takes from the whole model's config if it lacks them."""
 _ROPES: Final = ("rope_parameters", "rope_scaling")
-_OTHER_PARTS: Final = ("visual.", "vision_tower.", "multi_modal_projector.")
+_OTHER_PARTS: Final = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision."),
+    *("vision_embedder.", "audio_tower.", "embed_audio.", "connector.", "image_newline"),
+)
+PREFIXES: Final = {
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "language_model.": "",
+}
+"""The prefix of the text part's tensors in the whole, and in the part alone."""
 
 
 def has_text_part(fields: JsonFields) -> bool:
@@ -34,20 +104,25 @@ def text_part(fields: JsonFields) -> JsonFields:
     if not has_text_part(fields):
         return fields
     architecture = read_architecture(fields)
-    model_type, alone = _TEXT_PARTS[architecture]
+    supported = _TEXT_PARTS[architecture]
+    model_type: object = next(iter(supported))
     part = fields.nested("text_config") if fields.has("text_config") else fields  # older configs
-    if part is not fields and part.get("model_type", model_type) != model_type:
+    if part is not fields:
+        model_type = part.get("model_type", model_type)
+    if not isinstance(model_type, str) or model_type not in supported:
         raise part.error(
             "model_type",
-            f"is {part.get('model_type')!r}; {architecture} is supported only with {model_type}",
+            f"is {model_type!r}; {architecture} is supported only with {' or '.join(supported)}",
         )
+    alone = supported[model_type]
     whole = {name: fields.values[name] for name in _OF_THE_WHOLE if fields.get(name) is not None}
-    ropes = {name: _plain_rope(part.nested(name).values) for name in _ROPES if part.get(name)}
-    values = {**whole, **part.values, **ropes, "architectures": [alone]}
+    ropes = {name: plain_rope(part.nested(name).values) for name in _ROPES if part.get(name)}
+    its_own = {"architectures": [alone.architecture], "model_type": alone.model_type}
+    values = {**alone.defaults, **whole, **part.values, **ropes, **its_own}
     return JsonFields(fields.path, part.prefix, values)
 
 
-def _plain_rope(rope: Mapping[str, object]) -> Mapping[str, object]:
+def plain_rope(rope: Mapping[str, object]) -> Mapping[str, object]:
     """Turn a rotary embedding with three positions a token, equal for text, into a plain one."""
     return {
         name: "default" if value == "mrope" else value
@@ -60,6 +135,7 @@ def name_alone(name: str) -> str | None:
     """Return a tensor's name in the text part alone; None: it belongs to another part."""
     if name.removeprefix("model.").startswith(_OTHER_PARTS):
         return None
-    if name.startswith("language_model."):
-        return name.removeprefix("language_model.")
-    return name.replace("model.language_model.", "model.", 1)
+    for prefix, alone in PREFIXES.items():
+        if name.startswith(prefix):
+            return alone + name.removeprefix(prefix)
+    return name

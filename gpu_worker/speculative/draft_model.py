@@ -257,7 +257,7 @@ def load_draft_model(
         ModelError: The small model cannot be loaded, or its vocabulary or context length does not
             fit.
     """
-    source = open_model(directory)
+    source = open_model(directory, max_model_len=limits.max_model_len)
     config = source.config
     if config.num_states or any(isinstance(window, Chunk) for window in config.windows):
         raise ModelError(

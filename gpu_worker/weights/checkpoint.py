@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Final
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -126,9 +126,10 @@ class _Pickled:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-            reason = str(error).splitlines()[0]
+            # Before version 1.6, torch wrote no zip files; others cannot be mapped.
+            tensors = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
+        except Exception as error:  # a damaged pickle may raise anything
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise ModelError(f"{path} cannot be read as tensors of torch: {reason}") from error
         if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
             raise ModelError(f"{path} must hold a dictionary of tensors")

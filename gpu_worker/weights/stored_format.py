@@ -12,6 +12,7 @@ from gpu_worker.weights.json_fields import JsonFields
 from model_files.gguf_config import QUANT_METHOD
 
 _GROUP_SIZES: Final = (32, 64, 128)
+_DEQUANTIZED: Final = ("fp8", "mxfp4")
 _WHOLE: Final = -1
 """The group size in config.json that means one group of all input features."""
 
@@ -94,6 +95,18 @@ def read_stored_format(fields: JsonFields) -> StoredFormat | None:
     if not isinstance(method, str) or method not in _METHODS:
         raise config.error("quant_method", f"is {method!r}; supported: {', '.join(_METHODS)}")
     return _METHODS[method](config)
+
+
+def check_dequantized(fields: JsonFields) -> None:
+    """Raise ModelError if `transformers` cannot dequantize the maps while it reads them."""
+    config = fields.nested("quantization_config")
+    method = config.get("quant_method")
+    if config.values and method not in _DEQUANTIZED:
+        raise config.error(
+            "quant_method",
+            f"is {method!r}; of models that transformers runs, supported:"
+            f" {', '.join(_DEQUANTIZED)}",
+        )
 
 
 def _awq(config: JsonFields) -> StoredFormat:

@@ -5,6 +5,7 @@ Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head di
 """
 
 import inspect
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
@@ -23,7 +24,7 @@ from transformers.utils import logging
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, attend, store_kv
 from gpu_worker.models.config import ModelConfig, read_architecture, read_dtype, read_eos_token_ids
-from gpu_worker.models.text_part import has_text_part, name_alone
+from gpu_worker.models.text_part import PREFIXES, has_text_part, name_alone, plain_rope
 from gpu_worker.models.transformers.attention import (
     CHUNKED,
     AttentionCall,
@@ -240,7 +241,7 @@ def _replace_linear(module: nn.Module) -> None:
     module.forward = forward  # type: ignore[method-assign]
 
 
-_NAMES_ALONE: Final = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
+_NAMES_ALONE: Final = {f"^{re.escape(prefix)}": alone for prefix, alone in PREFIXES.items()}
 """Renames tensors as `name_alone` does."""
 _LAYER_TYPES: Final = {"full_attention", "sliding_attention", CHUNKED}
 _RECURRENT_TYPES: Final = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
@@ -256,6 +257,7 @@ _RECURRENT_FAMILIES: Final = {
     "mamba2",
     "nemotron_h",
     "olmo_hybrid",
+    "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
 }
@@ -268,8 +270,12 @@ choice: states have no limit, but the worker stores the tokens of each row."""
 class TransformersSource:
     """A model directory that `transformers` can build a causal language model from."""
 
-    def __init__(self, directory: Path, fields: JsonFields) -> None:
+    def __init__(
+        self, directory: Path, fields: JsonFields, max_model_len: int | None = None
+    ) -> None:
         """Read its config and find out how it attends, without reading weights.
+
+        `max_model_len` is as for `open_model`.
 
         Raises:
             ModelError: The model is not a decoder, or the KV pool or paged attention does not
@@ -284,17 +290,21 @@ class TransformersSource:
         except Exception as error:  # the config's code may raise anything
             raise fields.error("cannot be read", f"by transformers: {error}") from error
         self._is_part = has_text_part(read_json(directory / "config.json"))
-        self._hf_config = config.get_text_config() if self._is_part else config
+        stored = getattr(config, "quantization_config", None)
+        self._hf_config = _alone(config, str(fields.get("model_type"))) if self._is_part else config
         try:
             _refuse_config(self._hf_config)
-            max_model_len = _max_model_len(self._hf_config)
+            _choose_factors(self._hf_config, max_model_len)
+            longest = _max_model_len(self._hf_config)
             self._recording = record_calls(
-                self._hf_config, max_model_len, is_recurrent=_is_recurrent(self._hf_config)
+                self._hf_config, longest, is_recurrent=_is_recurrent(self._hf_config)
             )
             calls, recurrent, first_position = self._recording
             _refuse_sharing(calls)
         except ModelError as error:
             raise fields.error("architectures", f"names {architecture}: {error}") from error
+        if stored:
+            self._hf_config.quantization_config = {**stored, "dequantize": True}
         if hasattr(self._hf_config, "output_router_logits"):
             self._hf_config.output_router_logits = False  # only for training
         storing = _storing(calls)
@@ -302,7 +312,7 @@ class TransformersSource:
         self.config = self.local_config = ModelConfig(
             architecture=architecture,
             vocab_size=self._hf_config.vocab_size,
-            max_model_len=max_model_len - first_position,
+            max_model_len=longest - first_position,
             num_layers=len(storing),
             num_kv_heads=calls[0].num_kv_heads if calls else 0,
             head_dim=calls[0].head_dim if calls else 0,
@@ -348,7 +358,7 @@ class TransformersSource:
                 output_loading_info=True,
                 key_mapping=_NAMES_ALONE if self._is_part else None,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (ImportError, OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"{self._directory} cannot be loaded: {error}") from error
         if self._is_part:
             unexpected = info["unexpected_keys"]
@@ -379,6 +389,20 @@ def _register_weakly(model: TransformersModel) -> str:
     name = register_attention(attend)
     weakref.finalize(model, forget_attention, name).atexit = False
     return name
+
+
+def _alone(whole: PreTrainedConfig, model_type: str) -> PreTrainedConfig:
+    """Return the config of the text part; `model_type` is its type when it is alone."""
+    part = whole.get_text_config()
+    config_class = CONFIG_MAPPING[model_type]
+    if isinstance(part, config_class):
+        return part
+    # The library can run the part only within the whole, but another model equals it for text.
+    values = part.to_dict() | {"model_type": model_type, "norm_topk_prob": True}
+    alone = config_class.from_dict(values | {"rope_parameters": plain_rope(part.rope_parameters)})
+    # Chooses how tensors are renamed and transposed.
+    alone.model_type = whole.model_type  # type: ignore[misc]
+    return alone
 
 
 def _refuse_config(config: PreTrainedConfig) -> None:
@@ -431,5 +455,17 @@ def _max_model_len(config: PreTrainedConfig) -> int:
     if not isinstance(length, int) or length < 1:
         raise ModelError(f"max_position_embeddings is {length}; it must be a positive integer")
     # Beyond these lengths, rotation would depend on the longest sequence of a batch.
-    ends = [rope.get("original_max_position_embeddings") for rope in batch_dependent_ropes(config)]
+    ends = [
+        rope.get("original_max_position_embeddings")
+        for rope in batch_dependent_ropes(config)
+        if "long_factor" not in rope or rope["short_factor"] != rope["long_factor"]
+    ]
     return min([length, *(int(end) for end in ends if end)])
+
+
+def _choose_factors(config: PreTrainedConfig, max_model_len: int | None) -> None:
+    """Do as `with_long_factors`."""
+    for rope in batch_dependent_ropes(config):
+        original = rope.get("original_max_position_embeddings")
+        if max_model_len is not None and original is not None and max_model_len > original:
+            rope["short_factor"] = rope.get("long_factor")

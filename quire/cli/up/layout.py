@@ -9,6 +9,7 @@ from typing import Final
 
 from model_files.errors import ModelError
 from model_files.locate import DEFAULT_CACHE_DIR, ModelPlace, name_of, place_of
+from model_files.old_tokenizer import TOKENIZER, has_tokenizer
 from quire.cli.up import ports
 from quire.cli.up.child import ProcessSpec
 from quire.cli.up.demo_model import DemoModelError, fetch_demo_model
@@ -106,8 +107,11 @@ def _checked(model: str) -> str:
         return model
     path = Path(model).resolve()
     if place is ModelPlace.DIRECTORY:
-        for name in ("config.json", "tokenizer.json"):
-            if not (path / name).is_file():
+        for name, is_there in (
+            ("config.json", (path / "config.json").is_file()),
+            (TOKENIZER, has_tokenizer(path)),
+        ):
+            if not is_there:
                 raise ModelError(f"--model: {model}: it must have a {name}")
     return str(path)
 

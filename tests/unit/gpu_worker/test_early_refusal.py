@@ -23,6 +23,20 @@ finally:
     [
         ({"num_hidden_layers": "six"}, [], "num_hidden_layers is 'six'"),
         ({"architectures": None}, [], "architectures must be a list of one name"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            [],
+            "quant_method is 'hqq'; supported: aw",
+        ),
+        (
+            {
+                "architectures": ["GPTNeoXForCausalLM"],
+                "num_key_value_heads": None,
+                "rotary_pct": 0.01,
+            },
+            [],
+            "rotary_pct is 0.01; it must rotate",
+        ),
         ({}, ["--max-model-len", "999999"], "max-model-len is 999999; model takes at most"),
     ],
     ids=str,

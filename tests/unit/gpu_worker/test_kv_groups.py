@@ -31,7 +31,6 @@ from tests.unit.gpu_worker.models.paged_loop import CPU, random_prompt
 
 BLOCK_SIZE = 4
 NUM_HOST_BLOCKS = 400
-NUM_TOKENS = 24  # longer than a window
 SMALL = {"sliding_window": 20, "pad_token_id": 0}
 GEMMA = SMALL | {"head_dim": 16, "tie_word_embeddings": True, "initializer_range": 0.02}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -82,6 +81,41 @@ LLAMA_4 = {
     "num_local_experts": 4,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+AFMOE = EXPERTS | {
+    "num_experts": 4,
+    "num_dense_layers": 1,
+    "head_dim": 16,
+    "sliding_window": 20,
+    "layer_types": [LOCAL, FULL],
+    "initializer_range": 0.4,
+}
+# Each of its layers attends twice; some experts return what they are given.
+LONGCAT = {
+    "num_layers": 2,
+    "num_key_value_heads": 4,
+    "ffn_hidden_size": 112,
+    "expert_ffn_hidden_size": 48,
+    "moe_topk": 3,
+    "n_routed_experts": 4,
+    "zero_expert_num": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+}
+QWEN2_MOE = (
+    EXPERTS  # does not pass its window to its attention
+    | {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 48,
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+    }
+)
 GPT = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512}
 OWN_ATTENTION = {
     "bloom": {"n_head": 4, "n_layer": 2, "hidden_size": 96},
@@ -116,11 +150,29 @@ FAMILIES = {
     "mimo_v2_flash": SMALL | MIMO,
     "llama4_text": LLAMA_4,
     "qwen2": SMALL | {"use_sliding_window": True, "layer_types": [FULL, LOCAL, LOCAL]},
+    "afmoe": AFMOE,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 16},
+    "longcat_flash": LONGCAT,
+    "ministral3": {
+        "head_dim": 16,
+        "rope_parameters": ROPE
+        | {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     # Latents.
     "deepseek_v2": {},
     "deepseek_v3": {},
+    "deepseek_v3, as Kimi K2": {"n_group": 1, "topk_group": 1},
     "glm4_moe_lite": {},
-    # Positions that begin behind the padding token.
+    "minicpm3": {},
+    "youtu": {},
+    # Positions that begin behind the padding token. Its outputs are repetitive: others have padding
+    # tokens, to which transformers gives no positions.
     "roberta": {"is_decoder": True, "pad_token_id": 1},
     **OWN_ATTENTION,
 }
@@ -132,6 +184,7 @@ class Service:
 
     directory: object
     dtype: torch.dtype = torch.float32
+    num_tokens: int = 128  # of each output
     outputs: dict[int, list[int]] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
 
@@ -187,7 +240,7 @@ class Service:
             f"r{key}",
             np.array(prompt, np.int32),
             n,
-            NUM_TOKENS,
+            self.num_tokens,
             sampling.SerializeToString(),
         )
         for each in range(key, key + n):
@@ -210,7 +263,9 @@ class Service:
 
     def change_scheduler(self):
         """Let a new scheduler take over, to which all live requests are submitted again."""
-        live = [self.requests[key] for key, out in self.outputs.items() if len(out) < NUM_TOKENS]
+        live = [
+            self.requests[key] for key, out in self.outputs.items() if len(out) < self.num_tokens
+        ]
         holdings = self.executor.reset()
         self.attach()
         self.core.inherit(holdings, 0.0)
@@ -236,7 +291,7 @@ class Service:
 
 @pytest.fixture(params=FAMILIES)
 def directory(model_dirs, request):
-    return model_dirs.get(request.param, **FAMILIES[request.param])
+    return model_dirs.get(request.param.split(",")[0], **FAMILIES[request.param])
 
 
 def test_outputs_equal_transformers_whatever_happens(directory):
@@ -259,18 +314,5 @@ def test_outputs_equal_transformers_whatever_happens(directory):
     service.run()
     assert service.core.load().num_adopted_tokens
     service.check_all()
-
-
-OF_OTHER_LAYERS = ("gemma3n_text", "gemma4_text", "mimo_v2_flash", "llama4_text")
-
-
-@pytest.mark.parametrize("family", OF_OTHER_LAYERS)
-def test_a_long_output_equals_transformers(model_dirs, family, monkeypatch):
-    monkeypatch.setattr("tests.unit.gpu_worker.test_kv_groups.NUM_TOKENS", 128)
-    service = Service(model_dirs.get(family, **FAMILIES[family]))
-    service.submit(0, random_prompt(41, seed=3))
-    service.submit(1, random_prompt(2, seed=4))
-    service.run()
-    service.check_all()
-    outputs = [token for output in service.outputs.values() for token in output]
-    assert len(set(outputs)) > 20, "a repetitive model would test little"
+    tokens = {token for output in service.outputs.values() for token in output}
+    assert len(tokens) > 20 or "roberta" in directory.name, "a repetitive model would test little"

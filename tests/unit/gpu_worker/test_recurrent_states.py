@@ -36,6 +36,7 @@ CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", FULL, "conv"]}
 FAMILIES = {
     "qwen3_next": EXPERTS | DELTA | {"head_dim": 16, "shared_expert_intermediate_size": 48},
     "qwen3_5_text": DELTA | {"head_dim": 16},
+    "qwen3_5_moe_text": EXPERTS | DELTA | {"head_dim": 16, "shared_expert_intermediate_size": 48},
     "olmo_hybrid": DELTA | {"pad_token_id": 0},
     "lfm2": CONV | {"block_auto_adjust_ff_dim": False},
     "lfm2_moe": CONV | EXPERTS | {"num_dense_layers": 1},
@@ -107,17 +108,8 @@ def test_outputs_equal_transformers_whatever_happens(directory):
     service.change_scheduler()
     service.run()
     service.check_all()
-
-
-def test_a_long_output_equals_transformers(directory, monkeypatch):
-    monkeypatch.setattr("tests.unit.gpu_worker.test_kv_groups.NUM_TOKENS", 128)
-    service = Service(directory)
-    service.submit(0, random_prompt(41, seed=3))
-    service.submit(1, random_prompt(2, seed=4))
-    service.run()
-    service.check_all()
-    outputs = [token for output in service.outputs.values() for token in output]
-    assert len(set(outputs)) > 20, "a repetitive model would test little"
+    tokens = {token for output in service.outputs.values() for token in output}
+    assert len(tokens) > 20, "a repetitive model would test little"
 
 
 @pytest.mark.parametrize(("family", "takes_parts"), [("lfm2", False), ("llama", True)])
@@ -152,12 +144,12 @@ def test_a_worker_without_attention_has_one_group_of_all_states(model_dirs, tmp_
 
 def test_in_bfloat16_an_output_does_not_depend_on_what_happens(directory):
     prompts = [random_prompt(length, seed=length) for length in (150, 41, 2)]
-    service = Service(directory, torch.bfloat16)
+    service = Service(directory, torch.bfloat16, num_tokens=24)
     for key, prompt in enumerate(prompts):
         service.submit(key, prompt)
         service.run()
     alone = dict(service.outputs)
-    service = Service(directory, torch.bfloat16)
+    service = Service(directory, torch.bfloat16, num_tokens=24)
     for key, prompt in enumerate(prompts):
         service.submit(key, prompt)
     service.run(9)

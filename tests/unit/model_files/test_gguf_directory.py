@@ -128,6 +128,8 @@ def test_sentence_piece_tokens_are_merged_by_score():
         assert ids[1:] == original.encode(text).ids
         assert ours.decode(ids) == text
     assert ours.encode("x</s>").ids[-1] == 2
+    del header.metadata["tokenizer.ggml.unknown_token_id"]
+    assert to_tokenizer(header).model.unk_token == "<unk>"
 
 
 @pytest.mark.parametrize(

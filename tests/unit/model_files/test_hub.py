@@ -224,6 +224,26 @@ def test_a_model_of_sentence_transformers_comes_with_its_pooling(hub, find):
     assert (Path(found) / "1_Pooling" / "config.json").read_bytes() == b"{}"
 
 
+def test_an_older_tokenizer_is_downloaded_if_there_is_no_other(hub, find, bucket, tmp_path):
+    old = {"tokenizer.model": b"\n.", "merges.txt": b"m", "vocab.txt": b"v"}
+    without = {name: content for name, content in TINY.items() if name != "tokenizer.json"}
+    hub.repositories["org/tiny"] = TINY | old
+    find("org/tiny")
+    assert not {*old, "vocab.txt"} & set(hub.downloaded)
+    hub.repositories["org/older"] = without | old
+    find("org/older", with_weights=False)
+    assert set(old) <= set(hub.downloaded)
+    for name, content in old.items():
+        bucket.pipe(f"/bucket/tiny/{name}", content)
+    for with_other in True, False:
+        if not with_other:
+            bucket.rm("/bucket/tiny/tokenizer.json")
+        cache = tmp_path / str(with_other)
+        url = "memory://bucket/tiny"
+        found = download_from_bucket(url, cache, lambda *_: None, with_weights=False)
+        assert (set(old) <= names_in(found)) == (not with_other)
+
+
 @pytest.mark.parametrize("end", ["", "/"])
 def test_so_does_one_at_a_url(bucket, tmp_path, end):
     bucket.pipe("/bucket/tiny/modules.json", b"[]")

@@ -1,5 +1,7 @@
 """A model that cannot be served is refused before its weights are fetched."""
 
+import json
+
 import pytest
 
 from gpu_worker.loading.early_check import check_config
@@ -20,3 +22,38 @@ def test_a_model_with_too_short_a_context_is_refused_without_its_weights(tmp_pat
         check_config(settings, lambda status, _: statuses.append(status))
     assert not list(cache.rglob("*.safetensors"))
     assert set(statuses) == {f"downloading {url}"}
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (
+            {"architectures": ["GPTNeoXForCausalLM"], "hidden_size": 64},
+            "num_attention_heads is missing",
+        ),
+        (
+            {"architectures": ["BertModel"], "hidden_size": 64, "num_attention_heads": 3},
+            "num_attention_heads must divide hidden_size, 64",
+        ),
+        (
+            {
+                "architectures": ["FalconForCausalLM"],
+                "quantization_config": {"quant_method": "hqq"},
+            },
+            "quant_method is 'hqq'; of models that transformers runs, supported: fp8, mxfp4",
+        ),
+    ],
+    ids=str,
+)
+def test_what_config_json_rules_out_is_refused_early(tmp_path, config, problem):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=problem):
+        check_config(WorkerSettings(model=str(tmp_path)), lambda *_: None)
+
+
+def test_quantization_that_ours_lacks_is_refused_early(model_dirs, tmp_path):
+    config = json.loads((model_dirs.get("llama") / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "hqq"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="quant_method is 'hqq'; supported: awq, gptq"):
+        check_config(WorkerSettings(model=str(tmp_path)), lambda *_: None)

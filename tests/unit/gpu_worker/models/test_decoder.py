@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from gpu_worker.models.registry import open_model
 from tests.models_fixture import NATIVE_FAMILIES
 from tests.unit.gpu_worker.models.against_transformers import (
     NUM_TOKENS,
     assert_equals_transformers,
 )
-from tests.unit.gpu_worker.models.paged_loop import PagedLoop, Sequence, load, random_prompt
+from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load, random_prompt
 
 VARIANTS = [
     *((family, {}) for family in NATIVE_FAMILIES),
@@ -89,6 +90,20 @@ def test_greedy_tokens_and_logits_equal_transformers(model_dirs, family, overrid
     PagedLoop(load(directory), block_size).generate([sequence], NUM_TOKENS)
     assert_equals_transformers(directory, sequence)
     assert len(set(sequence.output)) > NUM_TOKENS // 4, "a repetitive model would test little"
+
+
+@pytest.mark.parametrize(("max_model_len", "prompt_len"), [(None, 41), (256, 41), (257, 300)])
+def test_longrope_has_long_factors_if_sequences_may_be_long(model_dirs, max_model_len, prompt_len):
+    """Prompts and outputs are on one side of the original length: transformers switches there."""
+    family, overrides = VARIANTS[-2]
+    directory = model_dirs.get(family, **overrides)
+    source = open_model(directory, max_model_len=max_model_len)
+    is_long = prompt_len > 256
+    assert source.config.max_model_len == (512 if is_long else 256)
+    sequence = Sequence(random_prompt(prompt_len, seed=1))
+    model = source.load(torch.float32, CPU, lambda _: None)
+    PagedLoop(model, block_size=16).generate([sequence], 64)
+    assert_equals_transformers(directory, sequence)
 
 
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)

@@ -20,7 +20,15 @@ from tests.unit.gpu_worker.models.against_transformers import (
     assert_equals_transformers,
 )
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
-from tests.unit.gpu_worker.test_kv_groups import GEMMA_4, GEMMA_N, OWN_ATTENTION
+from tests.unit.gpu_worker.test_kv_groups import (
+    AFMOE,
+    EXPERTS,
+    GEMMA_4,
+    GEMMA_N,
+    LONGCAT,
+    OWN_ATTENTION,
+    QWEN2_MOE,
+)
 
 ALTERNATING = ["sliding_attention", "full_attention"]
 # The model scales embeddings by 8; small ones and several layers keep the layers' effect visible.
@@ -31,18 +39,9 @@ GEMMA = {
     "num_hidden_layers": 6,
     "initializer_range": 0.02,
 }
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 FAMILIES = OWN_ATTENTION | {
-    "afmoe": EXPERTS
-    | {
-        "num_experts": 4,
-        "num_dense_layers": 1,
-        "head_dim": 16,
-        "sliding_window": 20,
-        "layer_types": ALTERNATING,
-        "initializer_range": 0.4,
-    },
+    "afmoe": AFMOE,
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"sliding_window": 20, "layer_types": ALTERNATING},
     "deepseek_v3": {},  # the head dim of its keys is 24, of its values 12
@@ -56,34 +55,12 @@ FAMILIES = OWN_ATTENTION | {
     "gpt2": {},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 20, "pad_token_id": 0},
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7},
-    # Each of its layers attends twice; some experts return what they are given.
-    "longcat_flash": {
-        "num_layers": 2,
-        "num_key_value_heads": 4,
-        "ffn_hidden_size": 112,
-        "expert_ffn_hidden_size": 48,
-        "moe_topk": 3,
-        "n_routed_experts": 4,
-        "zero_expert_num": 2,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 20,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "head_dim": 8,
-    },
+    "longcat_flash": LONGCAT,
     "olmo2": {},
     "opt": {"ffn_dim": 112, "word_embed_proj_dim": 64},
     "phi": {"initializer_range": 0.3},
     "phi3": {"sliding_window": 30, "pad_token_id": 0},
-    "qwen2_moe": EXPERTS  # does not pass its window to its attention
-    | {
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 48,
-        "use_sliding_window": True,
-        "sliding_window": 20,
-        "max_window_layers": 1,
-    },
+    "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 16},
     "stablelm": {},
     "starcoder2": {"sliding_window": 20, "initializer_range": 0.3},
@@ -127,6 +104,16 @@ def test_a_native_family_runs_on_transformers_if_asked(model_dirs):
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish'; supported: gelu"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is true; only false is supported"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_parameters.rope_type is 'proportional'; supported: default",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "note": "new"}},
+            "rope_parameters.note is unknown; known are attention_factor",
+        ),
     ],
 )
 def test_transformers_runs_what_our_implementation_lacks(model_dirs, family, overrides, reason):
@@ -202,6 +189,13 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
     model = source.load(torch.float32, CPU, lambda _: None)
     PagedLoop(model, block_size=8, config=source.config).generate([sequence], 34)
     assert_equals_transformers(directory, sequence)
+    source = open_model(directory, max_model_len=65)
+    assert source.config.max_model_len == 512
+    sequence = Sequence(random_prompt(70, seed=1))  # longer, so that transformers chooses the same
+    model = source.load(torch.float32, CPU, lambda _: None)
+    loop = PagedLoop(model, block_size=8, config=source.config)
+    loop.generate([sequence], NUM_TOKENS, chunk_len=13)
+    assert_equals_transformers(directory, sequence)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +219,8 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
             (
                 "it has state other than keys and values; of such models, these types are"
                 " supported: bamba, falcon_h1, falcon_mamba, granitemoehybrid, jamba, lfm2,"
-                " lfm2_moe, mamba, mamba2, nemotron_h, olmo_hybrid, qwen3_5_text, qwen3_next"
+                " lfm2_moe, mamba, mamba2, nemotron_h, olmo_hybrid, qwen3_5_moe_text,"
+                " qwen3_5_text, qwen3_next"
             ),
         ),
         ("bert", {}, "its masks are neither causal nor a sliding window"),

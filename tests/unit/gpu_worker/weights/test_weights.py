@@ -124,6 +124,20 @@ def test_tensors_in_pickles_are_read(directory):
     assert torch.equal(load(directory).embedding, expected.embedding)
 
 
+def test_pickles_from_before_zip_files_are_read_and_a_damaged_one_is_named(directory):
+    expected = load(directory)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    path = directory / "pytorch_model.bin"
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+    assert torch.equal(load(directory).embedding, expected.embedding)
+    whole = path.read_bytes()
+    for damaged in (whole[:-30], whole[:300], b"", b"\x80\x02}q\x00.", b"<html>"):
+        path.write_bytes(damaged)
+        with pytest.raises(ModelError, match=r"pytorch_model.bin cannot be read as tensors of tor"):
+            load(directory)
+
+
 class _RunsCode:
     def __reduce__(self):
         return print, ("code of a pickle ran",)

@@ -1,0 +1,116 @@
+"""Makes a directory with a tokenizer.json for a model that has its tokenizer in older files.
+
+The directory has the tokenizer.json, and links to the model's files. `transformers` does the
+conversion, in a process of its own, because its import takes seconds and much memory.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from model_files.errors import ModelError
+
+TOKENIZER: Final = "tokenizer.json"
+_PROTOBUFS: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+OLD_TOKENIZERS: Final = (*_PROTOBUFS, "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt")
+"""Files of which a model without `TOKENIZER` has one or two."""
+_READ_TOO: Final = (
+    *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
+_FORM: Final = "1"
+"""Version of the files made here; changed whenever they change."""
+_PROGRAM: Final = """
+import sys
+from transformers import AutoTokenizer
+
+try:
+    tokenizer = AutoTokenizer.from_pretrained(
+        sys.argv[1], local_files_only=True, trust_remote_code=False
+    )
+    tokenizer.backend_tokenizer.save(sys.argv[2])
+except Exception as error:
+    lines = str(error).split("\\n")
+    sys.exit(next((line for line in lines if line), type(error).__name__))
+"""
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a model's directory has a tokenizer in any form."""
+    return (directory / TOKENIZER).is_file() or has_old_tokenizer(directory)
+
+
+def has_old_tokenizer(directory: Path) -> bool:
+    """Whether a model's directory has a tokenizer in older files only."""
+    return not (directory / TOKENIZER).is_file() and bool(_old_files(directory))
+
+
+def _old_files(directory: Path) -> list[Path]:
+    return [path for name in OLD_TOKENIZERS if (path := directory / name).is_file()]
+
+
+def with_tokenizer(directory: Path, cache_dir: Path) -> Path:
+    """Return a directory in `cache_dir` with the model's files and a converted tokenizer.
+
+    Raises:
+        ModelError: The tokenizer cannot be converted, or the cache cannot be written.
+    """
+    sources = _old_files(directory)
+    read = [*sources, *(path for name in _READ_TOO if (path := directory / name).is_file())]
+    known = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in read]
+    key = json.dumps([_FORM, str(directory.resolve()), known])
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    made = cache_dir / "tokenizers" / f"{directory.resolve().name}-{digest}"
+    try:
+        made.mkdir(parents=True, exist_ok=True)
+        if not (made / TOKENIZER).exists():
+            _convert(directory, sources, made / TOKENIZER)
+        # The hub's directory gets the weights later.
+        for path in directory.resolve().iterdir():
+            with contextlib.suppress(FileExistsError):
+                (made / path.name).symlink_to(path)
+    except OSError as error:
+        raise ModelError(
+            f"cache-dir is {cache_dir}, which cannot be written: {error.strerror}; tokenizers"
+            f" converted to {TOKENIZER} are stored there"
+        ) from error
+    return made
+
+
+def _convert(directory: Path, sources: list[Path], target: Path) -> None:
+    names = " and ".join(path.name for path in sources)
+    needed = {"transformers", *(_package_of(path) for path in sources)} - {None}
+    missing = [name for name in sorted(map(str, needed)) if not importlib.util.find_spec(name)]
+    if missing:
+        raise ModelError(
+            f"{directory} has no {TOKENIZER}; to convert {names}, run"
+            f" `pip install {' '.join(missing)}`"
+        )
+    with tempfile.TemporaryDirectory(dir=target.parent) as made_in:
+        made = Path(made_in) / TOKENIZER
+        done = subprocess.run(  # noqa: S603 - the program is ours
+            [sys.executable, "-P", "-c", _PROGRAM, str(directory), str(made)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            lines = done.stderr.strip().split("\n")
+            # After this warning, it tries to read another kind of file, whose error misleads.
+            reason = next((line for line in lines if "Could not extract" in line), lines[-1])
+            raise ModelError(f"{directory}: {names} cannot be converted to {TOKENIZER}: {reason}")
+        made.replace(target)
+
+
+def _package_of(path: Path) -> str | None:
+    """Return the package that reads a file; None: none is needed."""
+    if path.suffix != ".model":
+        return None
+    with path.open("rb") as file:
+        is_protobuf = file.read(1) == b"\n"  # else lines of text
+    return "sentencepiece" if is_protobuf else "tiktoken"

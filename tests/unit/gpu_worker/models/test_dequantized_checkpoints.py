@@ -1,0 +1,119 @@
+"""Quantized checkpoints of models that transformers runs equal what they stand for."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.quantize import FORMS, write
+from gpu_worker.models.registry import open_model
+from gpu_worker.weights.json_fields import ModelError
+from tests.unit.gpu_worker.models.against_transformers import assert_equals_transformers
+from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
+
+GPT_OSS = {
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "num_local_experts": 4,
+    "sliding_window": 20,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+WIDE = {"hidden_size": 128, "num_attention_heads": 8, "head_dim": 16, "intermediate_size": 256}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+
+def assert_stands_for(packed, plain):
+    source = open_model(packed)
+    model = source.load(torch.float32, CPU, lambda _: None)
+    sequence = Sequence(random_prompt(41, seed=1))
+    PagedLoop(model, block_size=8, config=source.config).generate([sequence], 64, chunk_len=13)
+    assert_equals_transformers(plain, sequence)
+
+
+def test_gpt_oss_with_experts_of_4_bits(model_dirs, tmp_path):
+    directory = model_dirs.get("gpt_oss", **GPT_OSS)
+    packed, plain = (shutil.copytree(directory, tmp_path / name) for name in ("packed", "plain"))
+    tensors = load_file(directory / "model.safetensors")
+    of_packed, of_plain = dict(tensors), dict(tensors)
+    random = torch.Generator().manual_seed(0)
+    for name, weight in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        num_experts, num_in, num_out = weight.shape
+        groups = num_experts, num_out, num_in // 32
+        codes = torch.randint(16, (*groups, 32), generator=random, dtype=torch.uint8)
+        exponents = torch.randint(122, 126, groups, generator=random, dtype=torch.uint8)
+        of_packed[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        of_packed[f"{name}_scales"] = exponents
+        del of_packed[name]
+        values = torch.tensor([*E2M1, *(-value for value in E2M1)])[codes.long()]
+        values *= 2.0 ** (exponents.float().unsqueeze(-1) - 127)
+        of_plain[name] = values.view(num_experts, num_out, num_in).transpose(1, 2).contiguous()
+    save_file(of_packed, packed / "model.safetensors", {"format": "pt"})
+    save_file(of_plain, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": KEPT}
+    (packed / "config.json").write_text(json.dumps(config))
+    assert_stands_for(packed, plain)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("qwen3_moe", WIDE | EXPERTS), ("olmo2", WIDE)], ids=["experts", "dense"]
+)
+def test_fp8_in_blocks(model_dirs, tmp_path, family, sizes):
+    directory = model_dirs.get(family, **sizes)
+    packed = write(directory, tmp_path / "packed", FORMS["fp8_block"])
+    plain = write(directory, tmp_path / "plain", FORMS["fp8_block"], packed=False)
+    assert_stands_for(packed, plain)
+
+
+def test_fp8_in_the_text_part_of_a_model_that_takes_images(model_dirs, tmp_path):
+    """As Ministral 3 is released: a scale for each map, and another for its inputs."""
+    directory = model_dirs.get("ministral3", **WIDE)
+    plain = shutil.copytree(directory, tmp_path / "plain")
+    packed = shutil.copytree(directory, tmp_path / "packed")
+    of_packed, of_plain = {}, {}
+    for name, weight in load_file(directory / "model.safetensors").items():
+        in_whole = f"language_model.{name}"
+        if not name.endswith("_proj.weight"):
+            of_packed[in_whole] = of_plain[name] = weight
+            continue
+        scale = weight.abs().max() / 448
+        of_packed[in_whole] = (weight / scale).to(torch.float8_e4m3fn)
+        of_plain[name] = of_packed[in_whole].float() * scale
+        map_name = in_whole.removesuffix("weight")
+        of_packed |= {
+            f"{map_name}weight_scale_inv": scale,
+            f"{map_name}activation_scale": 2 * scale,
+        }
+    of_packed["vision_tower.x"] = torch.zeros(1)
+    save_file(of_packed, packed / "model.safetensors", {"format": "pt"})
+    save_file(of_plain, plain / "model.safetensors", {"format": "pt"})
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": json.loads((packed / "config.json").read_text()),
+        "vision_config": {"model_type": "pixtral"},
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "modules_to_not_convert": ["model.vision_tower", "lm_head"],
+        },
+    }
+    (packed / "config.json").write_text(json.dumps(config))
+    assert_stands_for(packed, plain)
+
+
+def test_other_methods_are_refused_by_name(model_dirs, tmp_path):
+    directory = shutil.copytree(model_dirs.get("olmo2"), tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (directory / "config.json").write_text(json.dumps(config))
+    reason = "quant_method is 'awq'; of models that transformers runs, supported: fp8, mxfp4"
+    with pytest.raises(ModelError, match=reason):
+        open_model(directory)
