@@ -29,7 +29,7 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.lora.adapter import Adapter, adapted_maps
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.attention import Decoder
-from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.step.input_batch import build_input_batch
 from gpu_worker.step.rows import Rows, ScheduledRows

@@ -36,7 +36,7 @@ from faults.streams import Case, Streams, make_cases
 from harness.case import SHIPPED_MODEL, BenchError, Results, Table, arguments, main, progress
 
 from contract.sampling import BeamSearch, SamplingParams
-from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.models.registry import open_model
 
 FORMATS = ("float32", "bfloat16", "bfloat16+int8", "bfloat16+fp8")

@@ -149,8 +149,8 @@ from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
 from gpu_worker.lora.adapter import AdaptedMap, Adapter, LowRankMap, adapted_maps  # noqa: E402
 from gpu_worker.lora.slots import AdapterSlots  # noqa: E402
-from gpu_worker.models.llama import build_llama  # noqa: E402
-from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig  # noqa: E402
+from gpu_worker.models.llama.config import ExpertsConfig, LlamaConfig  # noqa: E402
+from gpu_worker.models.llama.decoder import build_llama  # noqa: E402
 from gpu_worker.models.rope import RopeConfig  # noqa: E402
 from gpu_worker.speculative.draft_model import ModelDrafter  # noqa: E402
 from gpu_worker.speculative.lengths import DraftLengths  # noqa: E402

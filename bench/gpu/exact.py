@@ -44,7 +44,7 @@ from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.kv.layout import kv_dtypes
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.lora.slots import AdapterSlots
-from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.step.executor import Executor

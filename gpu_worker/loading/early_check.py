@@ -2,11 +2,11 @@
 
 from typing import Final
 
-from gpu_worker.models.bert_config import BERT_ARCHITECTURES, read_bert_config
+from gpu_worker.models.bert.config import BERT_ARCHITECTURES, read_bert_config
 from gpu_worker.models.config import read_architecture
 from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
-from gpu_worker.models.llama_config import LLAMA_ARCHITECTURES, read_llama_config
-from gpu_worker.models.neox_config import read_neox_config
+from gpu_worker.models.llama.config import LLAMA_ARCHITECTURES, read_llama_config
+from gpu_worker.models.neox.config import read_neox_config
 from gpu_worker.models.rope import with_long_factors
 from gpu_worker.models.text_part import text_part
 from gpu_worker.settings import WorkerSettings

@@ -33,8 +33,8 @@ from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.models.abilities import read_abilities
 from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
-from gpu_worker.models.llama_config import LlamaConfig
-from gpu_worker.models.neox_config import NeoxConfig
+from gpu_worker.models.llama.config import LlamaConfig
+from gpu_worker.models.neox.config import NeoxConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.member import Member

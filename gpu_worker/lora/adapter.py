@@ -11,7 +11,7 @@ import torch
 
 from contract.lora import LoraAdapter
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
-from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.program.low_rank import MAPS, NativeAdapter, PackedPair

@@ -21,7 +21,7 @@ from gpu_worker.lora.adapter import (
 )
 from gpu_worker.memory.transfer import upload
 from gpu_worker.models.decoder_layer import DecoderLayer
-from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.weights.linear import Linear, PlainLinear
 from kernels import ops
 from kernels.grouped_maps import GroupedMaps

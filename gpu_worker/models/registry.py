@@ -10,19 +10,19 @@ import structlog
 import torch
 
 from gpu_worker.models.attention import Decoder
-from gpu_worker.models.bert import build_bert
-from gpu_worker.models.bert_config import BERT_ARCHITECTURES, read_bert_config
+from gpu_worker.models.bert.config import BERT_ARCHITECTURES, read_bert_config
+from gpu_worker.models.bert.encoder import build_bert
 from gpu_worker.models.config import ModelConfig, read_architecture
 from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
 from gpu_worker.models.deepseek.decoder import build_deepseek
-from gpu_worker.models.llama import build_llama
-from gpu_worker.models.llama_config import (
+from gpu_worker.models.llama.config import (
     LLAMA_ARCHITECTURES,
     read_llama_config,
     split_llama_config,
 )
-from gpu_worker.models.neox import build_neox
-from gpu_worker.models.neox_config import read_neox_config, split_neox_config
+from gpu_worker.models.llama.decoder import build_llama
+from gpu_worker.models.neox.config import read_neox_config, split_neox_config
+from gpu_worker.models.neox.decoder import build_neox
 from gpu_worker.models.rope import with_long_factors
 from gpu_worker.models.text_part import has_text_part, name_alone, text_part
 from gpu_worker.parallel.collectives import Ranks

@@ -20,7 +20,7 @@ from gpu_worker.loading.model_slot import ModelSlot
 from gpu_worker.loop import StepLoop
 from gpu_worker.memory.elastic import OutOfMemoryError
 from gpu_worker.metrics import UNLOADED
-from gpu_worker.models.llama import LlamaDecoder
+from gpu_worker.models.llama.decoder import LlamaDecoder
 from gpu_worker.models.transformers.model import TransformersModel
 from gpu_worker.operations import AdapterServicer
 from gpu_worker.service.api import WorkerService

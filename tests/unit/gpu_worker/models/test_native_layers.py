@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.models.native_layers import NativeLayers
+from gpu_worker.models.llama.native_layers import NativeLayers
 from kernels.cpu.library import native
 from kernels.cpu.program import decoder
 from kernels.cpu.program.inputs import NativeInputs

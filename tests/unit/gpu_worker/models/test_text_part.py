@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from gpu_worker.loading.early_check import check_config
-from gpu_worker.models.llama_config import read_llama_config
+from gpu_worker.models.llama.config import read_llama_config
 from gpu_worker.models.registry import open_model
 from gpu_worker.models.text_part import name_alone, text_part
 from gpu_worker.settings import WorkerSettings

@@ -8,7 +8,7 @@ import torch
 
 from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.models.native_layers import NativeLayers
+from gpu_worker.models.llama.native_layers import NativeLayers
 from gpu_worker.step.input_batch import build_input_batch
 from gpu_worker.step.rows import Rows, ScheduledRows
 from kernels import ops

@@ -21,8 +21,8 @@ from gpu_worker.models.decoder_layer import (
     QkNorm,
     make_experts,
 )
-from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig, split_llama_config
-from gpu_worker.models.native_layers import NativeLayers
+from gpu_worker.models.llama.config import ExpertsConfig, LlamaConfig, split_llama_config
+from gpu_worker.models.llama.native_layers import NativeLayers
 from gpu_worker.models.rope_table import rotary_table
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.weights.linear import Linear, make_linear

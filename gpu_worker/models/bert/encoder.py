@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from gpu_worker.models.activations import ACTIVATIONS
 from gpu_worker.models.attention import AttentionMetadata
-from gpu_worker.models.bert_config import BertConfig
+from gpu_worker.models.bert.config import BertConfig
 from gpu_worker.weights.linear import Linear
 from gpu_worker.weights.reader import Weights
 

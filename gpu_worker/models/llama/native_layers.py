@@ -4,7 +4,7 @@ import torch
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
-from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.models.llama.config import LlamaConfig
 from kernels.cpu.fields import LayerCaches
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.program.decoder import NativeDecoder

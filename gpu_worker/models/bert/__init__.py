@@ -1,0 +1,1 @@
+"""BERT-shaped encoders."""

@@ -1,0 +1,1 @@
+"""Llama-shaped decoders."""
