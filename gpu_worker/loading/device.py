@@ -1,6 +1,7 @@
 """Picks the device, its number format, and the number of threads."""
 
 import importlib
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,6 +22,7 @@ _FLASH_ATTENTION = (9, 0)
 _ROUNDING_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
 """CPU features for products of bfloat16, by torch's names, on x86 and Arm."""
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+_CGROUP = Path("/sys/fs/cgroup")
 
 _log = structlog.get_logger()
 
@@ -92,11 +94,11 @@ def pick_attention(name: str, device: torch.device) -> AttentionBackend:
 
 
 def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
-    """Set torch's number of threads, by default `num_physical_cores`, and return it.
+    """Set torch's number of threads, by default `num_usable_cores`, and return it.
 
     If `num_sharing` processes share the cores, each gets an equal share.
     """
-    count = max(1, (num_threads or num_physical_cores()) // num_sharing)
+    count = max(1, (num_threads or num_usable_cores()) // num_sharing)
     torch.set_num_threads(count)
     return count
 
@@ -144,8 +146,16 @@ def name_arithmetic(device: torch.device, amx_uses: Sequence[str]) -> str:
     return repr((device.type, isa, *names, kernels, *amx_uses))
 
 
-def num_physical_cores() -> int:
-    """Return how many physical cores this process may use, or logical ones if that is unknown."""
+def num_usable_cores() -> int:
+    """Return how many physical cores this process may use, or logical ones if that is unknown.
+
+    The time that a control group may use counts, too: threads that spin would use it up.
+    """
+    cores, quota = _num_allowed_cores(), _cpu_quota()
+    return cores if quota is None else min(cores, math.ceil(quota))
+
+
+def _num_allowed_cores() -> int:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)
@@ -154,3 +164,16 @@ def num_physical_cores() -> int:
         return len({path.read_text() for path in siblings})
     except OSError:
         return len(allowed)
+
+
+def _cpu_quota() -> float | None:
+    """Return how many CPUs' time the control group, of version 2 or 1, may use; None: any."""
+    try:
+        if (both := _CGROUP / "cpu.max").exists():
+            quota, period = both.read_text().split()
+        else:
+            quota = (_CGROUP / "cpu/cpu.cfs_quota_us").read_text()
+            period = (_CGROUP / "cpu/cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError):  # there is no such file, or it says "max"
+        return None

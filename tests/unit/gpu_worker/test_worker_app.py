@@ -273,7 +273,3 @@ def test_the_largest_step_is_one_that_the_worker_takes(max_num_seqs, max_model_l
     output = Executor(FakeModel(), pool, limits, (), torch.device("cpu")).step(step)
     assert len(output.sampled_rows) == max_num_seqs
     assert output.num_computed_tokens == max_num_seqs * min(32 // max_num_seqs, max_model_len - 1)
-
-
-def test_cores_are_at_least_one_and_no_more_than_the_machine_has():
-    assert 1 <= device.num_physical_cores() <= torch.get_num_threads() * 64
