@@ -103,6 +103,22 @@ def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
     return count
 
 
+def log_kernels(device: torch.device) -> None:
+    """Log which library of C kernels computes on a CPU; if there is none, a warning said why."""
+    library = native() if device.type == "cpu" else None
+    if library is None:
+        return
+    build = library.build
+    if build.why_shipped is None:
+        _log.info("kernels in C, compiled for this CPU", library=str(build.path))
+    else:
+        _log.info(
+            f"kernels in C, shipped for {build.target.name}",
+            library=str(build.path),
+            not_compiled=build.why_shipped,
+        )
+
+
 def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
     """Decide by the setting `amx` what uses Intel's AMX on a CPU, and log why.
 
@@ -135,13 +151,14 @@ def name_arithmetic(device: torch.device, amx_uses: Sequence[str]) -> str:
 
     On a GPU, this is its model, by which libraries choose kernels, and we choose tiles and products
     of fp8. On a CPU, these are its instruction sets, by which torch, oneDNN and our kernels choose
-    the order of sums; whether our kernels could be compiled; and what uses AMX.
+    the order of sums; the machine code of our kernels, if there is any; and what uses AMX.
     """
     if device.type != "cpu":
         return repr((device.type, device_name(device)))
     features = torch.cpu.get_capabilities()
     names = [name for name in _ROUNDING_FEATURES if features.get(name)]
-    kernels = "torch" if native() is None else "C"
+    library = native()
+    kernels = "torch" if library is None else library.digest
     isa = torch.backends.cpu.get_cpu_capability()
     return repr((device.type, isa, *names, kernels, *amx_uses))
 
