@@ -2,9 +2,9 @@
 
 QUIRE_TEST_CPU=armv8-a pytest -p tests.kernels.on_arm tests/kernels/test_native_rows.py
 
-The name is a shipped target's. Only kernels that an op calls can run so, no program of several: QEMU's
-process has its own memory, so a call takes copies of all tensors whose address was asked for since
-the call before.
+The name is a shipped target's. Only kernels that an op calls can run so, not a program of several:
+QEMU's process has its own memory, so a call takes copies of all tensors whose address was asked for
+since the call before.
 """
 
 import ctypes
@@ -95,7 +95,7 @@ class Touched:
         return self._address_of(tensor)
 
     def pieces(self):
-        """Return the memory of the tensors, as pieces (start, end) that do not overlap; forget them."""
+        """Return the memory of the tensors, as pieces (start, end) that are apart; forget them."""
         pieces = []
         for tensor in self._tensors:
             start = self._address_of(tensor)
@@ -115,7 +115,13 @@ class Touched:
 
 
 touched = Touched()
-torch.Tensor.data_ptr = lambda tensor: touched.address_of(tensor)
+
+
+def address_of(tensor):
+    return touched.address_of(tensor)
+
+
+torch.Tensor.data_ptr = address_of
 
 TARGET = next(each for each in SHIPPED_TARGETS if each.name == os.environ["QUIRE_TEST_CPU"])
 LIBRARY = build.Build(compiled(TARGET, build.cache_directory()), TARGET)
