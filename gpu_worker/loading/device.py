@@ -11,6 +11,7 @@ import structlog
 import torch
 
 from gpu_worker.models.config import ModelConfig, resolve_dtype
+from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.weights.json_fields import ModelError
 from kernels import ops
 from kernels.cpu.amx_choice import choose_amx
@@ -60,14 +61,24 @@ def device_name(device: torch.device) -> str:
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """Return the number format to run in; "auto": the checkpoint's, or float32 if that is slow.
 
-    CPUs have no arithmetic for float16, and only some have it for bfloat16.
+    CPUs have no arithmetic for float16, and only some have it for bfloat16. On the others, our
+    kernels in C compute bfloat16 in float32 and read half as many bytes: compiled for AVX2, a
+    linear map of bfloat16 took 0.5 to 0.8 times as long as one of float32, for 1 to 256 rows (Zen
+    5, busy with other work). Torch, which computes experts, was not measured.
     """
     dtype: torch.dtype = getattr(torch, resolve_dtype(name, config))
     if name != "auto" or device.type != "cpu" or dtype is torch.float32:
         return dtype
+    if dtype is not torch.bfloat16:
+        return torch.float32
     features = torch.cpu.get_capabilities()
-    is_fast = features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16")
-    return dtype if dtype is torch.bfloat16 and is_fast else torch.float32
+    is_fast = any(features.get(name) for name in _ROUNDING_FEATURES) or _is_all_in_c(config)
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+def _is_all_in_c(config: ModelConfig) -> bool:
+    """Return whether kernels in C compute all of a model's layers."""
+    return isinstance(config, LlamaConfig) and config.experts is None and native() is not None
 
 
 def pick_attention(name: str, device: torch.device) -> AttentionBackend:
