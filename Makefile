@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 UNPACKED := build/debian
 export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
-.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test agents-test agents smg-test dynamo-test nixl-test s3-test ui-test observe-test postgres lint lock sbom protos docs bench chaos
+.PHONY: setup up test triton-3.6 arm worst-bodies compose-test clients-test public-clients-test agents-test agents smg-test dynamo-test nixl-test s3-test ui-test observe-test postgres lint lock sbom protos docs bench chaos
 
 setup: $(VENV)/.installed
 
@@ -66,6 +66,12 @@ OTHER_TRITON := build/triton-3.6
 triton-3.6: $(OTHER_TRITON)
 $(OTHER_TRITON): | setup
 	$(BIN)/pip install -qq --no-deps --target $@ triton==3.6.0
+
+# Installs a compiler and an emulator for ARM, if they can be had; tests/kernels/test_other_cpus.py then
+# runs the C kernels there, too.
+arm:
+	command -v aarch64-linux-gnu-gcc && command -v qemu-aarch64 || \
+		tests/debian_packages.sh arm gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 
 # Builds the images and runs compose.yaml on this machine's Docker engine. BASE_IMAGE, PIP_CONFIG_FILE
 # and TORCH choose what they are built from (docs/deploy-docker.md).

@@ -1,6 +1,7 @@
 """Picks the device, its number format, and the number of threads."""
 
 import importlib
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,6 +11,7 @@ import structlog
 import torch
 
 from gpu_worker.models.config import ModelConfig, resolve_dtype
+from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.weights.json_fields import ModelError
 from kernels import ops
 from kernels.cpu.amx_choice import choose_amx
@@ -21,6 +23,7 @@ _FLASH_ATTENTION = (9, 0)
 _ROUNDING_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
 """CPU features for products of bfloat16, by torch's names, on x86 and Arm."""
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+_CGROUP = Path("/sys/fs/cgroup")
 
 _log = structlog.get_logger()
 
@@ -58,14 +61,24 @@ def device_name(device: torch.device) -> str:
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """Return the number format to run in; "auto": the checkpoint's, or float32 if that is slow.
 
-    CPUs have no arithmetic for float16, and only some have it for bfloat16.
+    CPUs have no arithmetic for float16, and only some have it for bfloat16. On the others, our
+    kernels in C compute bfloat16 in float32 and read half as many bytes: compiled for AVX2, a
+    linear map of bfloat16 took 0.5 to 0.8 times as long as one of float32, for 1 to 256 rows (Zen
+    5, busy with other work). Torch, which computes experts, was not measured.
     """
     dtype: torch.dtype = getattr(torch, resolve_dtype(name, config))
     if name != "auto" or device.type != "cpu" or dtype is torch.float32:
         return dtype
+    if dtype is not torch.bfloat16:
+        return torch.float32
     features = torch.cpu.get_capabilities()
-    is_fast = features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16")
-    return dtype if dtype is torch.bfloat16 and is_fast else torch.float32
+    is_fast = any(features.get(name) for name in _ROUNDING_FEATURES) or _is_all_in_c(config)
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+def _is_all_in_c(config: ModelConfig) -> bool:
+    """Return whether kernels in C compute all of a model's layers."""
+    return isinstance(config, LlamaConfig) and config.experts is None and native() is not None
 
 
 def pick_attention(name: str, device: torch.device) -> AttentionBackend:
@@ -92,13 +105,29 @@ def pick_attention(name: str, device: torch.device) -> AttentionBackend:
 
 
 def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
-    """Set torch's number of threads, by default `num_physical_cores`, and return it.
+    """Set torch's number of threads, by default `num_usable_cores`, and return it.
 
     If `num_sharing` processes share the cores, each gets an equal share.
     """
-    count = max(1, (num_threads or num_physical_cores()) // num_sharing)
+    count = max(1, (num_threads or num_usable_cores()) // num_sharing)
     torch.set_num_threads(count)
     return count
+
+
+def log_kernels(device: torch.device) -> None:
+    """Log which library of C kernels computes on a CPU; if there is none, a warning said why."""
+    library = native() if device.type == "cpu" else None
+    if library is None:
+        return
+    build = library.build
+    if build.why_shipped is None:
+        _log.info("kernels in C, compiled for this CPU", library=str(build.path))
+    else:
+        _log.info(
+            f"kernels in C, shipped for {build.target.name}",
+            library=str(build.path),
+            not_compiled=build.why_shipped,
+        )
 
 
 def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
@@ -133,19 +162,28 @@ def name_arithmetic(device: torch.device, amx_uses: Sequence[str]) -> str:
 
     On a GPU, this is its model, by which libraries choose kernels, and we choose tiles and products
     of fp8. On a CPU, these are its instruction sets, by which torch, oneDNN and our kernels choose
-    the order of sums; whether our kernels could be compiled; and what uses AMX.
+    the order of sums; the machine code of our kernels, if there is any; and what uses AMX.
     """
     if device.type != "cpu":
         return repr((device.type, device_name(device)))
     features = torch.cpu.get_capabilities()
     names = [name for name in _ROUNDING_FEATURES if features.get(name)]
-    kernels = "torch" if native() is None else "C"
+    library = native()
+    kernels = "torch" if library is None else library.digest
     isa = torch.backends.cpu.get_cpu_capability()
     return repr((device.type, isa, *names, kernels, *amx_uses))
 
 
-def num_physical_cores() -> int:
-    """Return how many physical cores this process may use, or logical ones if that is unknown."""
+def num_usable_cores() -> int:
+    """Return how many physical cores this process may use, or logical ones if that is unknown.
+
+    The time that a control group may use counts, too: threads that spin would use it up.
+    """
+    cores, quota = _num_allowed_cores(), _cpu_quota()
+    return cores if quota is None else min(cores, math.ceil(quota))
+
+
+def _num_allowed_cores() -> int:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)
@@ -154,3 +192,16 @@ def num_physical_cores() -> int:
         return len({path.read_text() for path in siblings})
     except OSError:
         return len(allowed)
+
+
+def _cpu_quota() -> float | None:
+    """Return how many CPUs' time the control group, of version 2 or 1, may use; None: any."""
+    try:
+        if (both := _CGROUP / "cpu.max").exists():
+            quota, period = both.read_text().split()
+        else:
+            quota = (_CGROUP / "cpu/cpu.cfs_quota_us").read_text()
+            period = (_CGROUP / "cpu/cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError):  # there is no such file, or it says "max"
+        return None

@@ -17,6 +17,7 @@ from gpu_worker.kv.layer_groups import LayerGroups, one_group
 from gpu_worker.kv.layout import KvDtypes, block_bytes, group_attention, kv_dtypes, place_states
 from gpu_worker.loading import kv_memory
 from gpu_worker.loading.device import (
+    log_kernels,
     name_arithmetic,
     pick_attention,
     pick_device,
@@ -136,6 +137,7 @@ def _load_rank_model(
     device = pick_device(settings.device, member.number)
     attention = pick_attention(settings.attention_backend, device)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
+    log_kernels(device)
     amx_uses = set_amx(settings.amx, device)
     quantization = Quantization(settings.quantization) if settings.quantization else None
     is_dummy = settings.load_format == "dummy"

@@ -1,22 +1,28 @@
-"""Compiles the C kernels ahead of time into the package, for an image or at installation.
+"""Compiles the C kernels ahead of time into the package, for an image or a wheel.
 
-It needs a C compiler, and must run on the same kind of CPU as the worker. A worker on another kind
-of CPU does not use the library.
+There is a library for each kind of CPU of this architecture (`kernels.cpu.targets`). A worker uses
+one where it cannot compile the kernels for its very CPU. This needs gcc 11 or later.
 """
 
+import platform
 import sys
 
 from kernels.cpu.build import SHIPPED, BuildError, build
+from kernels.cpu.targets import targets_of
 
 
 def main() -> None:
-    """Compile, and print the library's path."""
+    """Compile, and print the libraries' paths."""
+    machine = platform.machine()
+    targets = targets_of(machine)
+    if not targets:
+        sys.exit(f"kernels.cpu: the architecture is {machine}; there are no libraries for it")
     SHIPPED.mkdir(exist_ok=True)  # readable by all users, unlike a cache
     try:
-        path = build(SHIPPED)
+        for target in targets:
+            sys.stdout.write(f"{build(SHIPPED, target)}\n")
     except BuildError as error:
         sys.exit(f"kernels.cpu: {error}")
-    sys.stdout.write(f"{path}\n")
 
 
 if __name__ == "__main__":

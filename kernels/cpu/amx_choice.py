@@ -117,7 +117,7 @@ def _find(library: Library) -> AmxFindings:
     """Return the findings in the file; if there are none, check, measure, and write the file."""
     machine = _machine()
     try:
-        with _locked(f"{library.path.stem}.amx.json") as file:
+        with _locked(f"{library.build.path.stem}.amx.json") as file:
             kept = _read(file)
             is_ours = kept is not None and kept.machine == machine
             if kept is not None and is_ours and (kept.failure or kept.times):

@@ -5,23 +5,36 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from kernels.cpu.targets import THIS_CPU, Target, cpu_features, runnable_targets
 
 SOURCES: Final = Path(__file__).parent / "src"
 SHIPPED: Final = Path(__file__).parent / "compiled"
 """The directory for libraries that ship with the package; `python -m kernels.cpu` fills it."""
 
-_COMPILERS: Final = ("cc", "gcc", "clang")
-_FLAGS: Final = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-Wno-psabi", "-fopenmp")
+_COMPILERS: Final = ("gcc", "cc")
+"""Clang is none: its OpenMP calls functions of libomp, and torch brings only libgomp along."""
+_FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-Wno-psabi", "-fopenmp")
 _LINK_FLAGS: Final = ("-shared", "-lm")
 """OpenMP is not linked, because its symbols come from the library that torch has loaded."""
-_CPU_INFO: Final = Path("/proc/cpuinfo")
 _TIMEOUT_S: Final = 300
 
 
 class BuildError(Exception):
     """There is no compiled library, and none can be made; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A compiled library."""
+
+    path: Path
+    target: Target
+    why_shipped: str | None = None
+    """Why it was not compiled for this very CPU; None if it was."""
 
 
 def cache_directory() -> Path:
@@ -36,23 +49,31 @@ def cache_directory() -> Path:
         raise BuildError(f"no place to keep compiled kernels: {error}") from error
 
 
-def find_or_build(directory: Path) -> Path:
-    """Return the library for this CPU: shipped with the package, in `directory`, or compiled there.
+def find_or_build(directory: Path | None = None) -> Build:
+    """Return the library for this very CPU, from `directory` or compiled into it.
 
+    If it cannot be compiled, return the library shipped for a kind of CPU that includes this one.
     Several processes may do this at once: each compiles to a unique name, then renames it.
 
+    Args:
+        directory: By default `cache_directory()`.
+
     Raises:
-        BuildError: there is no compiler, it fails, or `directory` cannot be written.
+        BuildError: It cannot be compiled, and none that this CPU runs is shipped.
     """
-    key = _key()
-    for place in (SHIPPED, directory):
-        path = place / f"{key}.so"
-        if path.is_file():
-            return path
-    return build(directory)
+    try:
+        directory = directory or cache_directory()
+        path = directory / _file_name(THIS_CPU)
+        return Build(path if path.is_file() else build(directory, THIS_CPU), THIS_CPU)
+    except BuildError as error:
+        for target in runnable_targets():
+            path = SHIPPED / _file_name(target)
+            if path.is_file():
+                return Build(path, target, str(error))
+        raise
 
 
-def build(directory: Path) -> Path:
+def build(directory: Path, target: Target) -> Path:
     """Compile into `directory`, even if the library is there; return its path.
 
     Raises:
@@ -61,28 +82,33 @@ def build(directory: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"no C compiler; looked for {', '.join(_COMPILERS)}")
-    path = directory / f"{_key()}.so"
+    path = directory / _file_name(target)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as own:
             made = Path(own) / path.name
-            _compile(compiler, Path(own), made)
+            _compile([compiler, *flags_for(target)], Path(own), made)
             made.rename(path)
     except OSError as error:
         raise BuildError(f"{directory} cannot be written: {error}") from error
     return path
 
 
-def _compile(compiler: str, work_directory: Path, made: Path) -> None:
+def flags_for(target: Target) -> tuple[str, ...]:
+    """Return the compiler's flags."""
+    return *_FLAGS, *target.flags
+
+
+def _compile(compiler: list[str], work_directory: Path, made: Path) -> None:
     """Run the compiler on all sources at once, then the linker."""
     sources = sorted(SOURCES.glob("*.c"))
     objects = [work_directory / f"{source.stem}.o" for source in sources]
     commands = [
-        [compiler, *_FLAGS, "-c", "-o", str(to), str(source)]
+        [*compiler, "-c", "-o", str(to), str(source)]
         for source, to in zip(sources, objects, strict=True)
     ]
     _run_all(commands)
-    _run_all([[compiler, *map(str, objects), *_LINK_FLAGS, "-o", str(made)]])
+    _run_all([[compiler[0], *map(str, objects), *_LINK_FLAGS, "-o", str(made)]])
 
 
 def _run_all(commands: list[list[str]]) -> None:
@@ -104,22 +130,14 @@ def _run_all(commands: list[list[str]]) -> None:
             raise BuildError(f"{' '.join(command)} failed:\n{output}")
 
 
-def _key() -> str:
-    """Return a hash of a library's sources, flags and CPU.
+def _file_name(target: Target) -> str:
+    """Return a name with a hash of the library's sources and flags, and for `THIS_CPU` its CPU.
 
-    It does not include the compiler, so a library is found even without one.
+    The hash does not include the compiler, so a library is found even without one.
     """
-    digest = hashlib.sha256("\0".join((*_FLAGS, *_LINK_FLAGS, _cpu())).encode())
+    digest = hashlib.sha256("\0".join((*flags_for(target), *_LINK_FLAGS)).encode())
+    if target is THIS_CPU:
+        digest.update(" ".join((platform.machine(), *sorted(cpu_features()))).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return digest.hexdigest()[:24]
-
-
-def _cpu() -> str:
-    """Return the CPU's instruction sets, as far as the system reports them."""
-    features = [platform.machine()]
-    if _CPU_INFO.is_file():
-        lines = _CPU_INFO.read_text().splitlines()
-        named = (line for line in lines if line.startswith(("flags", "Features")))
-        features += sorted(next(named, "").split())
-    return " ".join(features)
+    return f"{target.name}-{digest.hexdigest()[:24]}.so"

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import hashlib
 import itertools
 import struct
 import warnings
@@ -13,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from kernels.cpu.build import BuildError, cache_directory, find_or_build
+from kernels.cpu.build import Build, BuildError, find_or_build
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 """C's numbers for the dtypes that it supports; the twins compute with all others."""
@@ -64,9 +65,12 @@ def _address(library: ctypes.CDLL, name: str) -> int | None:
 class Library:
     """The C functions. Each field list mirrors the structure in `src`; a test compares them."""
 
-    def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
-        self.path = path
+    def __init__(self, build: Build) -> None:
+        library = ctypes.CDLL(str(build.path))
+        self.build = build
+        self.digest = hashlib.sha256(build.path.read_bytes()).hexdigest()[:24]
+        """A hash of the machine code: other code, of another compiler or for other CPUs, may add in
+        another order."""
         kernel = functools.partial(Kernel, library)
         self.rms_norm = kernel(
             "rms_norm",
@@ -228,9 +232,9 @@ def native() -> Library | None:
     One warning gives the reason.
     """
     try:
-        path = find_or_build(cache_directory())
+        build = find_or_build()
         _share_openmp()
-        return Library(path)
+        return Library(build)
     except (BuildError, OSError, AttributeError) as error:
         warnings.warn(
             f"CPU kernels run in plain torch, several times slower: {error}",

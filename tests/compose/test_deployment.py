@@ -42,7 +42,7 @@ def test_processes_are_no_root_and_cannot_change_their_image(deployment: Deploym
 def test_worker_computes_with_the_kernels_in_its_image(deployment: Deployment):
     program = (
         "from pathlib import Path; from kernels.cpu.build import SHIPPED, find_or_build;"
-        "print(find_or_build(Path('/nowhere')).parent == SHIPPED)"
+        "print(find_or_build(Path('/nowhere')).path.parent == SHIPPED)"
     )
     assert deployment.python("worker", program) == "True"
 

@@ -2,7 +2,7 @@
 
 QUIRE_TEST_CPU=x86-64-v3 pytest -p tests.kernels.other_cpu tests/kernels/test_native_*.py
 
-The name is one of the compiler's; or "amx": this CPU, with Intel's AMX emulated in plain C.
+The name is a shipped target's; or "amx": this CPU, with Intel's AMX emulated in plain C.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from kernels.cpu import build, library
+from kernels.cpu.targets import SHIPPED_TARGETS
 
 CPU = os.environ["QUIRE_TEST_CPU"]
 
@@ -21,4 +22,4 @@ if CPU == "amx":
     emulated = library.native()
     assert emulated is None or emulated.use_amx(-1), "all formats"
 else:
-    build._FLAGS = tuple(f"-march={CPU}" if "-march" in flag else flag for flag in build._FLAGS)
+    build.THIS_CPU = next(target for target in SHIPPED_TARGETS if target.name == CPU)

@@ -13,6 +13,7 @@ import pytest
 
 from kernels.cpu import build
 from kernels.cpu.library import native
+from kernels.cpu.targets import THIS_CPU
 
 ROOT = Path(__file__).parents[2]
 INSTRUCTIONS = ("ldtilecfg", "tileloadd", "tilezero", "tdpbf16ps", "tilestored", "tilerelease")
@@ -173,7 +174,7 @@ def test_the_sources_become_instructions_of_amx(tmp_path, name):
     if shutil.which("objdump") is None:
         pytest.skip("needs objdump")
     made = tmp_path / f"{name}.o"
-    flags = ["-O1", *build._FLAGS[1:]]  # compiles faster
+    flags = ["-O1", *build.flags_for(THIS_CPU)[1:]]  # compiles faster
     source = build.SOURCES / f"{name}.c"
     subprocess.run(
         ["gcc", *flags, *FOR_AMX, *STRICT, "-c", str(source), "-o", str(made)], check=True
@@ -189,7 +190,8 @@ def test_amx_is_there_only_where_the_system_gives_it(tmp_path):
     made = tmp_path / "amx.so"
     source = build.SOURCES / "amx.c"
     subprocess.run(
-        ["gcc", *build._FLAGS, *FOR_AMX, "-shared", str(source), "-o", str(made)], check=True
+        ["gcc", *build.flags_for(THIS_CPU), *FOR_AMX, "-shared", str(source), "-o", str(made)],
+        check=True,
     )
     use_amx = ctypes.CDLL(str(made)).quire_use_amx
     use_amx.argtypes, use_amx.restype = (ctypes.c_int64,), ctypes.c_bool

@@ -13,9 +13,10 @@ import torch
 from kernels.cpu import amx_choice, amx_trials
 from kernels.cpu.amx_choice import USES, Times, choose_amx, find_failure, time_all, time_both
 from kernels.cpu.amx_trials import CheckedUse, TimedUse
-from kernels.cpu.build import BuildError
+from kernels.cpu.build import Build, BuildError
 from kernels.cpu.library import native
 from kernels.cpu.linear import pack, pack_integers
+from kernels.cpu.targets import THIS_CPU
 from kernels.ops import paged_attention_decode, paged_attention_prefill
 from tests.kernels.tensors import make_paged, make_quantized
 
@@ -27,7 +28,7 @@ ALL = sum(USES.values())
 class FakeLibrary:
     """A library for a CPU that has AMX, or not."""
 
-    path = Path("somewhere/abc.so")
+    build = Build(Path("somewhere/abc.so"), THIS_CPU)
 
     def __init__(self, *, has_amx=True):
         self.has_amx = has_amx

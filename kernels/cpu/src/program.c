@@ -22,6 +22,10 @@
 
 #include "threads.h"
 
+#ifdef __clang__
+#error "gcc is needed: clang's OpenMP calls functions of libomp, and torch brings only libgomp along"
+#endif
+
 enum {
     MIN_PATIENCE_NS = 10000,
     REST_NS = 20000,

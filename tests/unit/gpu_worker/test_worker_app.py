@@ -226,11 +226,21 @@ def test_auto_dtype_is_the_checkpoints_unless_the_cpu_is_slow_in_it(tmp_path, mo
         (tmp_path / name / "config.json").write_text(json.dumps(fields | {"dtype": name}))
         configs[name] = open_model(tmp_path / name).config
     cpu = torch.device("cpu")
-    for features, fast in [({}, torch.float32), ({"avx512_bf16": True}, torch.bfloat16)]:
+    for library, features, fast in [
+        (None, {}, torch.float32),
+        (None, {"avx512_bf16": True}, torch.bfloat16),
+        ("kernels in C", {}, torch.bfloat16),
+    ]:
+        monkeypatch.setattr(device, "native", lambda library=library: library)
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda features=features: features)
         assert device.pick_dtype("auto", configs["float32"], cpu) is torch.float32
         assert device.pick_dtype("auto", configs["float16"], cpu) is torch.float32
         assert device.pick_dtype("auto", configs["bfloat16"], cpu) is fast
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    with_experts = replace(configs["bfloat16"], experts="which torch computes")
+    assert device.pick_dtype("auto", with_experts, cpu) is torch.float32
+    of_another_kind = open_model(tmp_path / "bfloat16", "transformers").config
+    assert device.pick_dtype("auto", of_another_kind, cpu) is torch.float32
     assert device.pick_dtype("auto", configs["float16"], torch.device("cuda")) is torch.float16
     assert device.pick_dtype("bfloat16", configs["float32"], cpu) is torch.bfloat16
 
@@ -273,7 +283,3 @@ def test_the_largest_step_is_one_that_the_worker_takes(max_num_seqs, max_model_l
     output = Executor(FakeModel(), pool, limits, (), torch.device("cpu")).step(step)
     assert len(output.sampled_rows) == max_num_seqs
     assert output.num_computed_tokens == max_num_seqs * min(32 // max_num_seqs, max_model_len - 1)
-
-
-def test_cores_are_at_least_one_and_no_more_than_the_machine_has():
-    assert 1 <= device.num_physical_cores() <= torch.get_num_threads() * 64
