@@ -11,7 +11,7 @@ import structlog
 import torch
 
 from gpu_worker.models.config import ModelConfig, resolve_dtype
-from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.weights.json_fields import ModelError
 from kernels import ops
 from kernels.cpu.amx_choice import choose_amx
