@@ -1,9 +1,10 @@
 """Converts a request's structured output to a grammar, which workers apply with llguidance."""
 
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 from urllib.parse import unquote
@@ -130,7 +131,8 @@ def _with_ascii_digits(regex: str) -> str:
 
 
 def _json_grammar(schema: str, field: str) -> str:
-    _check_refs(schema, field)
+    with contextlib.suppress(ValueError):  # llguidance says why the text is not JSON
+        check_refs(from_json(schema), field)
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(
             schema,
@@ -150,42 +152,72 @@ _SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
 """Keywords whose subschemas describe the same value as the schema that contains them."""
 _DATA: Final = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose contents are not schemas."""
+_BY_NAME: Final = frozenset(
+    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+)
+"""Keywords whose contents map names, which are not keywords, to schemas."""
+_MAX_EXCERPT_CHARS: Final = 80
 
 
-def _check_refs(text: str, field: str) -> None:
+def check_refs(root: object, field: str) -> None:
     """Refuse a `$ref` that leads back to itself without descending to a property or an item.
 
-    llguidance reports invalid JSON and a `$ref` that resolves to nothing.
+    So that every `$ref` can be followed here, it must be a JSON pointer into the whole schema,
+    `root`. llguidance reports a `$ref` that resolves to nothing.
     """
-    try:
-        root = from_json(text)
-    except ValueError:
-        return
     id_to_ids: dict[int, list[int]] = {}
     id_to_ref: dict[int, str] = {}
+    has_inner_id = False
     pending = [root]
     while pending:
         schema = pending.pop()
         if isinstance(schema, list):
             pending += schema
-        elif isinstance(schema, dict):
-            pending += [value for name, value in schema.items() if name not in _DATA]
-            id_to_ids[id(schema)] = list(map(id, _about_same_value(schema, root)))
-            if isinstance(ref := schema.get("$ref"), str):
-                id_to_ref[id(schema)] = ref
+        if not isinstance(schema, dict) or id(schema) in id_to_ids:
+            continue
+        pending += _parts(schema)
+        if isinstance(ref := schema.get("$ref"), str):
+            if ref != "#" and not ref.startswith("#/"):
+                raise InvalidArgumentError(
+                    field, f'has "$ref": {_excerpt(ref)}; it must be "#" or begin with "#/"'
+                )
+            id_to_ref[id(schema)] = ref
+            pending.append(_resolve(ref, root))
+        has_inner_id |= schema is not root and any(
+            isinstance(schema.get(name), str) for name in ("$id", "id")
+        )
+        id_to_ids[id(schema)] = list(map(id, _about_same_value(schema, root)))
+    if has_inner_id and id_to_ref:
+        raise InvalidArgumentError(
+            field,
+            'has a "$id" below its top level, and a "$ref"; a "$ref" must be relative to the whole'
+            " schema",
+        )
     try:
         TopologicalSorter(id_to_ids).prepare()
     except CycleError as error:
         ref = next(id_to_ref[id_] for id_ in error.args[1] if id_ in id_to_ref)
         raise InvalidArgumentError(
             field,
-            f'has "$ref": {json.dumps(ref)}, which leads back to itself; properties or items must'
-            " lie in between",
+            f'has "$ref": {_excerpt(ref)}, which leads back to itself; properties or items must lie'
+            " in between",
         ) from None
 
 
-def _about_same_value(schema: dict[str, Any], root: object) -> Iterator[object]:
-    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
+def _excerpt(ref: str) -> str:
+    return json.dumps(ref[:_MAX_EXCERPT_CHARS])
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[object]:
+    for name, value in schema.items():
+        if name in _BY_NAME and isinstance(value, dict):
+            yield from value.values()
+        elif name not in _DATA:
+            yield value
+
+
+def _about_same_value(schema: Mapping[str, Any], root: object) -> Iterator[object]:
+    if isinstance(ref := schema.get("$ref"), str):
         yield _resolve(ref, root)
     for name in _SAME_VALUE:
         if isinstance(schemas := schema.get(name), list):

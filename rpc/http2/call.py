@@ -71,6 +71,7 @@ class Call:
         self._details = ""
         self._trailing: Metadata = ()
         self._trailers: Headers = []
+        self._has_read = False
         self._has_begun = False
         """Whether the first headers have been sent."""
         self._is_over = False
@@ -212,6 +213,9 @@ class Call:
 
     async def read(self) -> Any:
         """Return the next request, or `grpc.aio.EOF`."""
+        if self._has_read:
+            await asyncio.sleep(0)  # otherwise thousands of small messages would hold the loop
+        self._has_read = True
         self._check_live()
         try:
             data = await self.inbox.read()

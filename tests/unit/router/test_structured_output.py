@@ -76,6 +76,37 @@ def test_a_grammar_admits_what_the_form_does(tokenizer, form, good, bad):
             "json_schema",
             'has "$ref": "#/properties/x", which leads back to itself',
         ),
+        (
+            {"json_schema": '{"properties": {"default": {"$ref": "#/properties/default"}}}'},
+            "json_schema",
+            'has "$ref": "#/properties/default", which leads back to itself',
+        ),
+        (
+            {"json_schema": '{"x-a": {"enum": {"$ref": "#/x-a/enum"}}, "$ref": "#/x-a/enum"}'},
+            "json_schema",
+            'has "$ref": "#/x-a/enum", which leads back to itself',
+        ),
+        (
+            {
+                "json_schema": '{"$id": "http://x/s", "properties": {"a": {"$ref":'
+                ' "http://x/s#/properties/a"}}}'
+            },
+            "json_schema",
+            'has "$ref": "http://x/s#/properties/a"; it must be "#" or begin with "#/"',
+        ),
+        (
+            {"json_schema": '{"properties": {"a": {"$ref": "#foo", "$anchor": "foo"}}}'},
+            "json_schema",
+            'has "$ref": "#foo"; it must be "#" or begin with "#/"',
+        ),
+        (
+            {
+                "json_schema": '{"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://y/z",'
+                ' "properties": {"b": {"$ref": "#/properties/b"}}}}}'
+            },
+            "json_schema",
+            'has a "$id" below its top level, and a "$ref"',
+        ),
         ({"json_schema": '{"$ref": "#/nowhere"}'}, "json_schema", "/nowhere"),
         ({"regex": "a(b"}, "regex", "unclosed group"),
         ({"regex": "(?=a)b"}, "regex", "look-around"),
@@ -100,6 +131,8 @@ def test_an_invalid_form_is_refused_by_name(form, field, problem):
         '{"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": false}',
         '{"type": "array", "items": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}',
         '{"const": {"$ref": "#/const"}}',
+        '{"$id": "http://x", "properties": {"id": {"$ref": "#/$defs/c"}}, "$defs": {"c": {}}}',
+        '{"properties": {"default": {"type": "null"}, "a": {"$ref": "#/properties/default"}}}',
         '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "null"}}}',
     ],
 )

@@ -346,6 +346,31 @@ async def test_a_message_larger_than_a_window_is_let_in_when_it_is_wanted(connec
     assert await client.status(1) == (0, "")
 
 
+async def test_between_two_messages_of_a_stream_the_loop_runs_others(connect, handlers):
+    turns = []
+
+    async def count(_requests, context):
+        turn = 0
+
+        async def tick():
+            nonlocal turn
+            while True:
+                await asyncio.sleep(0)
+                turn += 1
+
+        ticking = asyncio.create_task(tick())
+        while await context.read() is not grpc.aio.EOF:
+            turns.append(turn)
+        ticking.cancel()
+        return b""
+
+    handlers["Count"] = grpc.stream_unary_rpc_method_handler(count)
+    client = await connect()
+    client.call(1, changed(**{":path": "/test/Count"}), framed(b"a") * 100)
+    assert await client.status(1) == (0, "")
+    assert turns[1:] == list(range(99))
+
+
 async def test_few_large_messages_come_at_once(connect, monkeypatch):
     monkeypatch.setattr(connection_module, "_LARGE_AT_ONCE", 2)
     client = await connect()
