@@ -38,6 +38,7 @@ LIMITS = Limits(
     max_sent_bytes=MAX_BYTES,
     max_metadata_bytes=4096,
     max_concurrent_streams=8,
+    accepts_compressed=True,
 )
 HEADERS = (
     (":method", "POST"),
@@ -287,6 +288,18 @@ async def test_compressed_messages(connect, body, status, text):
     assert code == status
     assert text in message
     await echoes(client, 3)
+
+
+@pytest.mark.parametrize("limits", [replace(LIMITS, accepts_compressed=False)])
+async def test_compressed_messages_are_refused_by_default(connect):
+    client = await connect()
+    client.call(1, changed(grpc_encoding="gzip"), framed(gzipped(b"hello"), 1))
+    answer = dict((await client.event(h2.events.ResponseReceived, 1)).headers)
+    assert answer["grpc-status"] == "12"
+    assert answer["grpc-accept-encoding"] == "identity"
+    assert "grpc-encoding is gzip; it must be identity or absent" in answer["grpc-message"]
+    client.call(3, changed(grpc_encoding="identity"))
+    assert await client.status(3) == (0, "")
 
 
 async def test_headers_of_four_times_the_limit_end_the_connection(connect):
