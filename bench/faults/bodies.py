@@ -132,7 +132,7 @@ _LISTS: Final = {
         b'{"max_output_tokens":1,"input":[{"role":"user","content":[%b]}]}',
     ),
     "tools of a response": (_RESPONSES, b'{"max_output_tokens":1,"input":"x","tools":[%b]}'),
-    "include": (_RESPONSES, b'{"input":"x","include":[%b]}'),
+    "include": (_RESPONSES, b'{"max_output_tokens":1,"input":"x","include":[%b]}'),
     "embedded": (_EMBEDDINGS, b'{"input":[%b]}'),
     "documents": ("/rerank", b'{"query":"x","documents":[%b]}'),
     "text_1": ("/score", b'{"text_2":"x","text_1":[%b]}'),
@@ -147,7 +147,7 @@ _OBJECTS: Final = {
     "properties": (_CHAT, b"{" + _HELLO + b"," + _SCHEMA % b'"properties":{%b}' + b"}"),
     "adapter": ("/v1/load_lora_adapter", b'{"lora_name":"a","lora_path":"b",%b}'),
     "response": (_RESPONSES, b'{"max_output_tokens":1,"input":"x",%b}'),
-    "metadata of a response": (_RESPONSES, b'{"input":"x","metadata":{%b}}'),
+    "metadata of a response": (_RESPONSES, b'{"max_output_tokens":1,"input":"x","metadata":{%b}}'),
     "message of Anthropic": (
         _MESSAGES,
         b'{"max_tokens":1,"messages":[{"role":"user","content":"x"}],%b}',
