@@ -1,6 +1,7 @@
 """Finds the process that a command calls, and explains why it cannot be reached."""
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from typing import Final
 
@@ -78,12 +79,22 @@ def _find_service_if_any(http_port: int | None) -> ServiceInfo | None:
 def _find_scheduler(http_port: int | None, default: str, model: str = "") -> str:
     if default:
         service = _find_service_if_any(http_port)
-        return default if service is None else _scheduler_of(service, model) or default
+        return default if service is None else _serving(_scheduler_of(service, model)) or default
     try:
         service = find_service(http_port)
     except CommandError as error:
         raise CommandError(f"{error}; --scheduler HOST:PORT names a scheduler elsewhere") from None
-    return _scheduler_of(service, model)
+    return _serving(_scheduler_of(service, model))
+
+
+def _serving(targets: str) -> str:
+    """Return the target that listens: a scheduler opens its socket when it begins to serve."""
+    first, *others = targets.split(",")
+    for target in (first, *others) if others else ():
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.connect(target.removeprefix("unix:"))
+            return target
+    return first
 
 
 def _scheduler_of(service: ServiceInfo, model: str) -> str:

@@ -1,5 +1,6 @@
 """Which service the client commands use, and how messages name the command `quire`."""
 
+import socket
 import sys
 import tempfile
 
@@ -46,6 +47,17 @@ def test_the_only_service_is_the_target(services):
     services("127.0.0.1:12345")
     assert router() == "127.0.0.1:12345"
     assert router(target="elsewhere:1") == "elsewhere:1"
+
+
+def test_the_scheduler_that_listens_is_the_target(services, tmp_path):
+    first, second = (f"unix:{tmp_path}/{name}" for name in ("a", "b"))
+    services("127.0.0.1:1", scheduler_target=f"{first},{second}")
+    assert _find_scheduler(None, "") == first
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(second.removeprefix("unix:"))
+        listener.listen()
+        assert _find_scheduler(None, "") == second
+    assert _find_scheduler(None, "") == first
 
 
 def test_without_a_service_or_with_several_it_is_the_default(services):
