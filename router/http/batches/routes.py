@@ -18,7 +18,7 @@ from router.http.batches.batches import Batches
 from router.http.batches.places import Places
 from router.http.batches.store import File
 from router.http.batches.transfers import Upload, receive, send, temporary_file
-from router.http.body import BodyReader
+from router.http.body import BodyReader, check_kind
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.errors import REQUEST_ID_HEADER, error_from_validation
 from router.http.idempotency import call_key
@@ -167,6 +167,7 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
 
     async def cancel_batch(request: web.Request, _: CallId) -> web.StreamResponse:
         """Cancel a batch; finished lines keep their results."""
+        check_kind(request)
         batch = await batches.find(tenant_of(request), request.match_info["id"])
         return json_response(await batches.cancel(batch))
 

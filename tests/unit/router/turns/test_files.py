@@ -1,15 +1,19 @@
-"""Uploads, downloads and lists of /v1/files and /v1/batches: their limits and their refusals."""
+"""Bodies of the API with a store: uploads, downloads, lists, and their limits and refusals."""
 
 import asyncio
 
 import aiohttp
 import openai
 import pytest
-from test_batches import created, ended, serving
+from test_batches import KEPT, created, ended, serving
 
 from contract.errors import TooBusyError
-from router.http.batches import routes, transfers
+from router.http.api import routes
+from router.http.batches import routes as file_routes
+from router.http.batches import transfers
+from router.http.batches.batches import Batches
 from router.http.batches.places import Places
+from router.turns.turns import Turns
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,6 +39,21 @@ async def http(client):
 async def refusal(http, data):
     async with http.post("files", data=data) as response:
         return response.status, (await response.json())["error"]["message"]
+
+
+async def test_every_route_refuses_a_body_that_is_not_json(router, new_store, client):
+    turns = Turns(new_store(), router.cells, router.usage, **KEPT)
+    batches = Batches(router.cells, turns, 60, 2**20)
+    served = routes(router.cells, None, max_body_bytes=1, turns=turns, batches=batches)
+    paths = {route.path.replace("{id}", "x") for route in served if route.method == "POST"}
+    assert {"/v1/messages", "/v1/batches/x/cancel", "/v1/responses/x/cancel"} < paths
+    kind = {"Content-Type": "text/plain"}
+    async with aiohttp.ClientSession(str(client.base_url.join("/")), headers=kind) as session:
+        statuses = {}
+        for path in paths:
+            async with session.post(path, data=b"{}") as response:
+                statuses[path] = response.status
+    assert statuses == dict.fromkeys(paths, 415)
 
 
 @pytest.mark.parametrize(
@@ -133,12 +152,21 @@ def test_places_are_limited_in_all_and_given_back():
 
 
 async def test_what_a_tenant_stores_is_limited(client, monkeypatch):
-    monkeypatch.setattr(routes, "MAX_STORED_BYTES", 3)
+    monkeypatch.setattr(file_routes, "MAX_STORED_BYTES", 3)
     file = await client.files.create(file=b"123", purpose="batch")
     with pytest.raises(openai.RateLimitError, match="have 3 bytes; the limit is 3"):
         await client.files.create(file=b"4", purpose="batch")
     await client.files.delete(file.id)
     await client.files.create(file=b"4", purpose="batch")
+
+
+async def test_a_call_of_more_sequences_than_may_ever_wait_is_invalid(router, client, monkeypatch):
+    monkeypatch.setattr(router.inference._admission, "_max_live_requests", 4096)
+    router.inference.schedulers._links[0].max_waiting = 1024
+    router.scheduler.load.num_workers = 1
+    router.scheduler.load.max_num_seqs = 256
+    with pytest.raises(openai.BadRequestError, match="makes 65536 sequences, n for each prompt"):
+        await client.completions.create(model="tiny", prompt=["a"] * 1024, n=64, max_tokens=1)
 
 
 async def test_pages(client):
