@@ -24,6 +24,8 @@ MAX_WORD_CHARS: Final = 128
 """Maximum number of characters of each of the `bad_words`."""
 _MAX_KEPT: Final = 64
 """Number of cached grammars; requests often have the same form."""
+_MAX_KEPT_CHARS: Final = 16_384
+"""Largest cached form. A grammar may have several times as many bytes."""
 
 _FIELD: Final = "sampling.structured"
 
@@ -39,10 +41,11 @@ def to_grammar(structured: StructuredOutput, before: str = "") -> StructuredOutp
     Raises:
         InvalidArgumentError: The form is too large, malformed, or uses an unsupported feature.
     """
-    return _to_grammar(structured.form, _texts(structured), before)
+    texts = _texts(structured)
+    is_small = sum(map(len, texts)) <= _MAX_KEPT_CHARS
+    return (_kept if is_small else _to_grammar)(structured.form, texts, before)
 
 
-@functools.lru_cache(_MAX_KEPT)
 def _to_grammar(form: str, texts: tuple[str, ...], before: str) -> StructuredOutput:
     field = f"{_FIELD}.{form}"
     num_bytes = sum(check_unicode(field, text) for text in texts)
@@ -56,6 +59,9 @@ def _to_grammar(form: str, texts: tuple[str, ...], before: str) -> StructuredOut
     if problem := llguidance.LLMatcher.validate_grammar(grammar):
         raise InvalidArgumentError(field, f"is not supported: {' '.join(problem.split())}")
     return StructuredOutput(grammar=grammar)
+
+
+_kept = functools.lru_cache(_MAX_KEPT)(_to_grammar)
 
 
 def _texts(structured: StructuredOutput) -> tuple[str, ...]:

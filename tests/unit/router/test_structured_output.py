@@ -143,3 +143,9 @@ def test_schemas_may_refer_to_themselves_in_their_parts(schema):
 def test_a_form_that_was_asked_for_before_is_not_worked_out_again():
     first, again = (to_grammar(StructuredOutput(regex="[a-c]{7}")) for _ in range(2))
     assert first is again
+
+
+def test_a_large_form_is_not_kept():
+    first, again = (to_grammar(StructuredOutput(regex="a" * 20_000)) for _ in range(2))
+    assert first == again
+    assert first is not again
