@@ -43,7 +43,7 @@ from rpc.peers.channel import open_channel
 _MIB = 2**20
 _NUM_WORST = 12
 _ANSWER_S = 30.0
-_CALL_S = 10.0
+_CALL_S = 5.0
 """A call that reaches this deadline has not failed: messages set no output length."""
 _SETTLE_S = 20.0
 """Memory has settled when it has not shrunk for this long, the interval of the router's trims."""

@@ -1,5 +1,6 @@
 """Forms of structured output that become a grammar, and the refusals of others."""
 
+import json
 from pathlib import Path
 
 import llguidance
@@ -9,6 +10,21 @@ from contract.errors import InvalidArgumentError
 from contract.sampling import StructuredOutput
 from router.text.structured_output import MAX_BYTES, to_grammar
 
+PATTERNS = [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(40)]
+JOINED = json.dumps({"allOf": [{"properties": {"x": pattern}} for pattern in PATTERNS]})
+CHAIN = json.dumps(
+    {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(1500)}}
+)
+DOUBLED = json.dumps(
+    {
+        "$ref": "#/$defs/0",
+        "$defs": {
+            str(i): {"properties": {x: {"$ref": f"#/$defs/{i + 1}"} for x in "xy"}}
+            for i in range(40)
+        }
+        | {"40": {"pattern": "a"}},
+    }
+)
 TOKENIZER = Path(__file__).parents[3] / "models" / "quire-tiny-python" / "tokenizer.json"
 
 
@@ -107,6 +123,16 @@ def test_a_grammar_admits_what_the_form_does(tokenizer, form, good, bad):
             "json_schema",
             'has a "$id" below its top level, and a "$ref"',
         ),
+        (
+            {"json_schema": JOINED},
+            "json_schema",
+            "has up to 40 patterns and formats for one string, joined by allOf or $ref",
+        ),
+        (
+            {"json_schema": CHAIN},
+            "json_schema",
+            "is nested too deeply",
+        ),
         ({"json_schema": '{"$ref": "#/nowhere"}'}, "json_schema", "/nowhere"),
         ({"regex": "a(b"}, "regex", "unclosed group"),
         ({"regex": "(?=a)b"}, "regex", "look-around"),
@@ -131,6 +157,9 @@ def test_an_invalid_form_is_refused_by_name(form, field, problem):
         '{"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": false}',
         '{"type": "array", "items": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}',
         '{"const": {"$ref": "#/const"}}',
+        json.dumps({"anyOf": PATTERNS}),
+        json.dumps({"properties": {str(i): pattern for i, pattern in enumerate(PATTERNS)}}),
+        DOUBLED,
         '{"$id": "http://x", "properties": {"id": {"$ref": "#/$defs/c"}}, "$defs": {"c": {}}}',
         '{"properties": {"default": {"type": "null"}, "a": {"$ref": "#/properties/default"}}}',
         '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "null"}}}',
