@@ -3,9 +3,10 @@
     python bench/worst_bodies.py --minutes 1
 
 Sends bodies of at most the allowed size (`--max-body-mb`), one at a time: nested, many tiny items,
-long texts, escapes, numbers, unknown fields, tools, schemas, and messages of every gRPC method
-(faults/bodies.py). Half of them are drawn freely; the others are like the worst so far. A heartbeat
-in the router (engines/watched_router.py) measures, after each,
+long texts, escapes, numbers, unknown fields, tools, schemas, uploads, messages of every gRPC
+method, and streams of many messages (faults/bodies.py). Half of them are drawn freely; the others
+are like the worst so far. A heartbeat in the router (engines/watched_router.py) measures, after
+each,
 
 - `cpu_ms`: the most processor time that the event loop's thread took between two heartbeats, 2 ms
   apart. It does not depend on the machine's other load.
@@ -20,6 +21,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import json
 import random
 import sys
 import tempfile
@@ -31,7 +33,8 @@ from pathlib import Path
 import aiohttp
 import grpc.aio
 from engines.watched_router import CPU, GAP
-from faults.bodies import Body, draw_like, draw_shape, make
+from faults.bodies import BOUNDARY, FILES, Body, draw_like, draw_shape, make
+from faults.packed_call import packed_call
 from harness.case import SHIPPED_MODEL, Results, Table, arguments, main, progress
 from harness.processes import Process, modules
 
@@ -40,7 +43,7 @@ from rpc.peers.channel import open_channel
 _MIB = 2**20
 _NUM_WORST = 12
 _ANSWER_S = 30.0
-_CALL_S = 10.0
+_CALL_S = 5.0
 """A call that reaches this deadline has not failed: messages set no output length."""
 _SETTLE_S = 20.0
 """Memory has settled when it has not shrunk for this long, the interval of the router's trims."""
@@ -67,9 +70,11 @@ class Measured:
 class Sender:
     """Sends bodies to a router."""
 
-    def __init__(self, router: Process, channel: grpc.aio.Channel) -> None:
+    def __init__(self, router: Process, channel: grpc.aio.Channel, socket: str) -> None:
+        """`socket` is where `channel` leads."""
         self._router = router
         self._channel = channel
+        self._socket = socket
         self.faults: list[str] = []
 
     async def measure(self, body: Body) -> Measured:
@@ -82,13 +87,19 @@ class Sender:
 
     async def _post(self, body: Body) -> str:
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-        headers = {"Content-Type": "application/json"}
+        kind = "application/json"
+        if body.path == FILES:
+            kind = f"multipart/form-data; boundary={BOUNDARY.decode()}"
+        headers = {"Content-Type": kind}
         try:
             async with (
                 aiohttp.ClientSession(self._router.base_url, timeout=timeout) as session,
                 session.post(body.path, data=body.data, headers=headers) as response,
             ):
                 text = await response.text()
+                if body.path == FILES and response.status == 200:
+                    file_id = json.loads(text)["id"]
+                    await (await session.delete(f"{FILES}/{file_id}")).read()
         except TimeoutError:
             self.faults.append(f"{body.shape}: no answer in {_ANSWER_S:.0f} s")
             return "no answer"
@@ -97,20 +108,27 @@ class Sender:
         return str(response.status)
 
     async def _call(self, body: Body) -> str:
-        streams = body.path.endswith(("/Generate", "/Resume", "/ModelStreamInfer"))
-        make_call = self._channel.stream_stream if streams else self._channel.stream_unary
-        call = make_call(body.path)(iter([body.data]), timeout=_CALL_S)
+        if body.ends:
+            return await self._stream(body)
+        call = self._channel.stream_stream(body.path)(iter([body.data]), timeout=_CALL_S)
         try:
-            if streams:
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-            else:
-                await call
+            while await call.read() is not grpc.aio.EOF:
+                pass
         except grpc.aio.AioRpcError as error:
             if error.code() in _FAULTS:
                 self.faults.append(f"{body.shape}: {error.code().name} {error.details()}")
             return error.code().name
         return "OK"
+
+    async def _stream(self, body: Body) -> str:
+        try:
+            async with asyncio.timeout(_CALL_S):
+                status = await packed_call(self._socket, body.path, body.messages)
+        except TimeoutError:
+            return grpc.StatusCode.DEADLINE_EXCEEDED.name
+        if status in _FAULTS:
+            self.faults.append(f"{body.shape}: {status.name}")
+        return status.name
 
     async def _read(self) -> tuple[float, float]:
         """Take the largest gap, and the most processor time, since the last call."""
@@ -168,6 +186,7 @@ async def service(directory: Path, max_model_len: int) -> AsyncIterator[Process]
         "scheduler_svc": [f"--workers=unix:{directory}/sim_worker.sock"],
         "engines.watched_router": [
             model, f"--scheduler=unix:{directory}/scheduler_svc.sock", "--local-drain",
+            "--vllm-engine", "--openengine", f"--turn-store={directory}/turns.db",
         ],
     }  # fmt: skip
     async with modules(directory, module_to_flags) as processes:
@@ -178,11 +197,12 @@ async def measure(given: argparse.Namespace) -> Results:
     rng = random.Random(given.seed)
     minutes = 0.2 if given.quick else given.minutes
     with tempfile.TemporaryDirectory(prefix="quire-worst-") as name:
+        socket = f"{name}/engines.watched_router.sock"
         async with (
             service(Path(name), given.max_model_len) as router,
-            open_channel(f"unix:{name}/engines.watched_router.sock") as channel,
+            open_channel(f"unix:{socket}") as channel,
         ):
-            sender = Sender(router, channel)
+            sender = Sender(router, channel, socket)
             for _ in range(_NUM_SMALL):
                 await sender.measure(make(draw_shape(rng), _SMALL_BYTES))
             before_bytes = await settled_bytes(router)

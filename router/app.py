@@ -148,6 +148,7 @@ async def run_router(
             stop=stop,
             shared_http_port=settings.shared_http_port,
             grpc_by_grpcio=settings.grpc_server == "grpcio",
+            accepts_compressed=settings.accept_compressed,
         )
 
 

@@ -97,7 +97,8 @@ class RouterSettings(ProcessSettings):
     """Maximum size in MiB of an HTTP request's body, before and after decompression, and of a gRPC
     message with a prompt or tokens."""
     accept_compressed: bool = False
-    """Whether HTTP bodies may be compressed (Content-Encoding gzip or deflate)."""
+    """Whether HTTP bodies (Content-Encoding) and gRPC messages (grpc-encoding) may be compressed
+    with gzip or deflate."""
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     """Host names, separated by commas, by which clients may call a router that listens on loopback
     without API keys, such as the name of a proxy in front of it. localhost, loopback addresses and

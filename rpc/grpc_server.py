@@ -62,13 +62,15 @@ def make_grpc_server(
     max_received_mb: int | None = None,
     shares_port: bool = False,
     by_grpcio: bool = True,
+    accepts_compressed: bool = False,
 ) -> Server:
     """Make a server that does not listen yet.
 
     `interceptors` run inside those for trace context and errors, so they may raise a QuireError.
     `max_received_mb`, if given, limits requests instead of `settings.max_message_mb`. With
     `shares_port`, other processes may listen on the same port. `by_grpcio` chooses grpcio's server;
-    otherwise it is an `Http2Server`, which spends less time on each message.
+    otherwise it is an `Http2Server`, which spends less time on each message. Compressed requests
+    are UNIMPLEMENTED unless `accepts_compressed`.
     """
     chain = [
         telemetry.TraceInterceptor(),
@@ -85,6 +87,7 @@ def make_grpc_server(
             max_received_mb=max_received_mb,
             max_connections=max_connections(),
             shares_port=shares_port,
+            accepts_compressed=accepts_compressed,
         )
         server = grpc.aio.server(options=options, interceptors=chain)
     else:
@@ -94,6 +97,7 @@ def make_grpc_server(
             max_metadata_bytes=settings.max_metadata_kb * _KIB,
             max_concurrent_streams=settings.max_concurrent_streams,
             max_connections=max_connections(),
+            accepts_compressed=accepts_compressed,
         )
         server = Http2Server(limits, chain, shares_port=shares_port)
     for service in services:

@@ -72,6 +72,7 @@ async def serve(
     max_received_mb: int | None = None,
     shared_http_port: int | None = None,
     grpc_by_grpcio: bool = True,
+    accepts_compressed: bool = False,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
@@ -88,8 +89,8 @@ async def serve(
 
     `AdminService` also drains: `num_live` counts the live requests, and `check_operator` raises
     unless the current call is an operator's. For its default see `rpc.security.operators`; for
-    `drain_worker` see `rpc.admin`; for `max_received_mb` and `grpc_by_grpcio` see
-    `make_grpc_server`.
+    `drain_worker` see `rpc.admin`; for `max_received_mb`, `grpc_by_grpcio` and `accepts_compressed`
+    see `make_grpc_server`.
 
     With `shared_http_port`, HTTP listens on that port as well, and other processes may share it and
     the port of gRPC. A drain then begins by closing both ports here.
@@ -113,6 +114,7 @@ async def serve(
         max_received_mb=max_received_mb,
         shares_port=shared_http_port is not None,
         by_grpcio=grpc_by_grpcio,
+        accepts_compressed=accepts_compressed,
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]
     _add_health_and_reflection(server, settings, services, health_servicer)

@@ -77,15 +77,18 @@ def server_options(
     max_received_mb: int | None = None,
     max_connections: int | None = None,
     shares_port: bool = False,
+    accepts_compressed: bool = False,
 ) -> ChannelOptions:
     """Return `channel_options` and options for servers only.
 
     With `shares_port`, other processes may listen on the same port; the kernel spreads connections.
     """
     most = [] if max_connections is None else [(_MAX_CONNECTIONS, max_connections)]
+    codings = [] if accepts_compressed else [("grpc.compression_enabled_algorithms_bitset", 1)]
     return [
         *channel_options(max_message_mb, max_metadata_kb, max_received_mb=max_received_mb),
         *most,
+        *codings,  # bit 0 is identity
         ("grpc.max_concurrent_streams", max_concurrent_streams),
         # By default, two processes could share a port by mistake, each with half of the calls.
         ("grpc.so_reuseport", int(shares_port)),

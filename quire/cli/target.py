@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from contract.errors import UnavailableError
 from quire.cli.command_error import CommandError
@@ -21,6 +22,8 @@ from rpc.status import calling
 
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
+_ANSWER_S: Final = 2.0
+"""Time for a scheduler to answer; one that is stopped accepts connections, and is silent."""
 _CONNECTED_BUT: Final = "--tls-"
 """A part of messages to which `rpc.security.tls.explain` has added a hint."""
 _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
@@ -78,12 +81,30 @@ def _find_service_if_any(http_port: int | None) -> ServiceInfo | None:
 def _find_scheduler(http_port: int | None, default: str, model: str = "") -> str:
     if default:
         service = _find_service_if_any(http_port)
-        return default if service is None else _scheduler_of(service, model) or default
+        return default if service is None else _serving(_scheduler_of(service, model)) or default
     try:
         service = find_service(http_port)
     except CommandError as error:
         raise CommandError(f"{error}; --scheduler HOST:PORT names a scheduler elsewhere") from None
-    return _scheduler_of(service, model)
+    return _serving(_scheduler_of(service, model))
+
+
+def _serving(targets: str) -> str:
+    """Return the target that answers; a standby listens only when it serves."""
+    first, *others = targets.split(",")
+    if others and not _answers(first):
+        return next(filter(_answers, others), first)
+    return first
+
+
+def _answers(target: str) -> bool:
+    with open_blocking_channel(target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        try:
+            health.Check(health_pb2.HealthCheckRequest(), timeout=_ANSWER_S)
+        except grpc.RpcError:
+            return False
+        return True
 
 
 def _scheduler_of(service: ServiceInfo, model: str) -> str:

@@ -29,6 +29,8 @@ from rpc.status import error_to_status
 _MOST_UNSENT_BYTES: Final = 256 * 1024
 """About the size of a step's events for 4,096 streams; far below the 4 MiB that clients accept."""
 _MOST_UNSENT_ERRORS: Final = 1024
+_CANCELLED_AT_ONCE: Final = 64
+"""The end of each takes about 0.1 ms."""
 _MAX_TIMEOUT_S: Final = 1e9
 _MAX_NUMBER: Final = 2**64 - 1
 _EVENT_BYTES: Final = 32
@@ -81,10 +83,16 @@ class ManyCall:
             async with asyncio.TaskGroup() as writers:
                 writers.create_task(self._write())
                 async with asyncio.TaskGroup() as tasks:
-                    async for message in messages:
-                        self._take(message, tasks)
-                        while self._num_errors >= _MOST_UNSENT_ERRORS:
-                            await self._wait_until_taken()
+                    try:
+                        async for message in messages:
+                            self._take(message, tasks)
+                            while self._num_errors >= _MOST_UNSENT_ERRORS:
+                                await self._wait_until_taken()
+                        if running := self._tasks:
+                            await asyncio.wait(running)
+                    except asyncio.CancelledError:
+                        await self._cancel_in_slices()
+                        raise
                 self._is_over = True
                 self._has_events.set()
         except ExceptionGroup as errors:
@@ -92,6 +100,19 @@ class ManyCall:
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             raise error from None
+
+    @property
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        each = self._number_to_request.values()
+        return [request.task for request in each if request.task is not None]
+
+    async def _cancel_in_slices(self) -> None:
+        """Cancel all requests; the task group would end them in one turn of the event loop."""
+        tasks = self._tasks
+        for i in range(0, len(tasks), _CANCELLED_AT_ONCE):
+            for task in tasks[i : i + _CANCELLED_AT_ONCE]:
+                task.cancel()
+            await asyncio.sleep(0)
 
     def _take(
         self,

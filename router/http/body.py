@@ -38,6 +38,22 @@ def _thread() -> TextThreads:
     return TextThreads("body", num_threads=1, max_pending=MAX_PENDING)
 
 
+def check_kind(request: web.Request) -> None:
+    """Raise UnsupportedMediaTypeError if the call's body, which is ignored, is not JSON.
+
+    A web page of another site can send other bodies without asking the browser for permission.
+    """
+    if request.can_read_body:
+        _check_content_type(request)
+
+
+def _check_content_type(request: web.Request) -> None:
+    if request.content_type != _JSON:
+        raise UnsupportedMediaTypeError(
+            f"Content-Type is {excerpt(request.content_type)}; it must be {_JSON}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class BodyReader:
     """Reads bodies for the routes of one router."""
@@ -54,10 +70,7 @@ class BodyReader:
 
         With `generates`, the tenant's quota must have room for a request of this size.
         """
-        if request.content_type != _JSON:
-            raise UnsupportedMediaTypeError(
-                f"Content-Type is {excerpt(request.content_type)}; it must be {_JSON}"
-            )
+        _check_content_type(request)
         coding = self._coding(request)
         declared = request.content_length
         if declared is not None:

@@ -17,7 +17,10 @@ class TextThreads:
     """Runs one kind of work in separate threads; tenants with API keys take turns."""
 
     def __init__(self, kind: str, *, num_threads: int, max_pending: int) -> None:
-        """At most `max_pending` tasks wait or run; `kind` describes the tasks in errors."""
+        """At most `max_pending` tasks wait or run; `kind` describes the tasks in errors.
+
+        Beyond that, the tenant with the most waiting tasks loses its newest one.
+        """
         self._kind = kind
         self._max_pending = max_pending
         self._num_pending = 0
@@ -38,30 +41,51 @@ class TextThreads:
 
         Raises `TooBusyError` beyond `max_pending`.
         """
+        tenant = tenant_of_call()
+        lost: Future[Any] | None = None
         with self._lock:
             if self._num_pending >= self._max_pending:
-                raise TooBusyError(
-                    f"{self._num_pending} {self._kind} calls are pending; the limit is"
-                    f" {self._max_pending}"
-                )
+                lost = self._take_newest_of_another(tenant)
+                if lost is None:
+                    raise self._too_busy()
             self._num_pending += 1
             future: Future[T] = Future()
-            tasks = self._tenant_to_tasks.setdefault(tenant_of_call(), deque())
+            tasks = self._tenant_to_tasks.setdefault(tenant, deque())
             tasks.append((future, work))
+        if lost is not None:
+            lost.set_exception(self._too_busy())
         # The task counts until its thread is done, even if the caller stops waiting before that.
         future.add_done_callback(self._end)
         self._threads.submit(self._run_next)
         try:
             return await asyncio.wrap_future(future)
         finally:
-            del future, tasks, work  # the error refers to this frame; break the reference cycle
+            del future, lost, tasks, work  # the error refers to this frame; break the cycle
 
     def close(self) -> None:
         """Stop the threads after their current tasks."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _too_busy(self) -> TooBusyError:
+        return TooBusyError(
+            f"{self._max_pending} {self._kind} calls are pending, which is the limit"
+        )
+
+    def _take_newest_of_another(self, tenant: str) -> "Future[Any] | None":
+        """Take a waiting task from a tenant that has more than `tenant` will have, if any does."""
+        num_own = len(self._tenant_to_tasks.get(tenant, ())) + 1
+        while True:
+            longest = max(self._tenant_to_tasks.values(), key=len, default=deque())
+            if len(longest) <= num_own:
+                return None
+            future, _ = longest.pop()
+            if future.set_running_or_notify_cancel():  # otherwise its caller has left
+                return future
+
     def _run_next(self) -> None:
         with self._lock:
+            if not self._tenant_to_tasks:  # another tenant has displaced the task
+                return
             tenant, tasks = self._tenant_to_tasks.popitem(last=False)
             future, work = tasks.popleft()
             if tasks:

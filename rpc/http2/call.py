@@ -10,12 +10,12 @@ import grpc.aio
 import structlog
 
 from rpc.http2.headers import (
-    RESPONSE,
     Headers,
     Metadata,
     Request,
     encode_metadata,
     encode_status,
+    first_headers,
 )
 from rpc.http2.inbox import Inbox, RefusedMessageError
 from rpc.http2.limits import Limits
@@ -71,6 +71,7 @@ class Call:
         self._details = ""
         self._trailing: Metadata = ()
         self._trailers: Headers = []
+        self._has_read = False
         self._has_begun = False
         """Whether the first headers have been sent."""
         self._is_over = False
@@ -169,8 +170,12 @@ class Call:
         self._outbox.end(self.stream)
         headers = encode_status(code, details) + self._trailers
         if not self._has_begun:
-            headers = [*RESPONSE, *headers]
+            headers = self._first_headers + headers
         self._wire.send_headers(self.stream, headers, end=True)
+
+    @property
+    def _first_headers(self) -> Headers:
+        return first_headers(accepts_compressed=self._wire.limits.accepts_compressed)
 
     def _check_live(self) -> None:
         if self._is_over:
@@ -198,7 +203,7 @@ class Call:
             return
         if not self._has_begun:
             self._has_begun = True
-            self._wire.send_headers(self.stream, list(RESPONSE))
+            self._wire.send_headers(self.stream, self._first_headers)
         data = message if self._serialize is None else self._serialize(message)
         if len(data) > self._max_sent_bytes:
             self.cut(
@@ -212,6 +217,9 @@ class Call:
 
     async def read(self) -> Any:
         """Return the next request, or `grpc.aio.EOF`."""
+        if self._has_read:
+            await asyncio.sleep(0)  # otherwise thousands of small messages would hold the loop
+        self._has_read = True
         self._check_live()
         try:
             data = await self.inbox.read()

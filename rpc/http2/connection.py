@@ -254,7 +254,11 @@ class Connection(asyncio.Protocol):
             return
         stream = OutStream(h2_stream)
         try:
-            request = read_request(headers, self.limits.max_metadata_bytes)
+            request = read_request(
+                headers,
+                self.limits.max_metadata_bytes,
+                accepts_compressed=self.limits.accepts_compressed,
+            )
         except RefusedRequestError as refused:
             self.send_headers(stream, refused.answer, end=True)
             return

@@ -13,13 +13,6 @@ import grpc
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
-RESPONSE: Final = (
-    (b":status", b"200"),
-    (b"content-type", b"application/grpc"),
-    (b"grpc-accept-encoding", b"identity, deflate, gzip"),
-)
-"""The headers before the first message."""
-
 _PSEUDO: Final = frozenset((b":method", b":scheme", b":path", b":authority"))
 _HIDDEN: Final = frozenset(
     (b"te", b"content-type", b"grpc-encoding", b"grpc-accept-encoding", b"grpc-timeout", b"host")
@@ -36,7 +29,8 @@ _MOST_DETAILS: Final = 200
 """Characters of a refusal, which names what the client has sent."""
 _FIELD_BYTES: Final = 32
 """Bytes that HTTP/2 adds to the size of each header."""
-ENCODING_TO_WBITS: Final = {"identity": 0, "deflate": 15, "gzip": 31}
+_IDENTITY: Final = "identity"
+ENCODING_TO_WBITS: Final = {_IDENTITY: 0, "deflate": 15, "gzip": 31}
 """zlib's `wbits` for each `grpc-encoding`; 0: messages are not compressed."""
 
 
@@ -59,12 +53,27 @@ class RefusedRequestError(Exception):
         self.answer = answer
 
 
-def read_request(headers: Headers, max_bytes: int) -> Request:
+def first_headers(*, accepts_compressed: bool) -> Headers:
+    """Return the headers before the first message of a response."""
+    encodings = ENCODING_TO_WBITS if accepts_compressed else (_IDENTITY,)
+    return [
+        (b":status", b"200"),
+        (b"content-type", b"application/grpc"),
+        (b"grpc-accept-encoding", ", ".join(encodings).encode()),
+    ]
+
+
+def read_request(headers: Headers, max_bytes: int, *, accepts_compressed: bool) -> Request:
     """Parse the request headers of a call.
 
     Raises:
         RefusedRequestError: The call is refused; answer it with the headers in `answer`.
     """
+
+    def refused(code: grpc.StatusCode, details: str) -> RefusedRequestError:
+        first = first_headers(accepts_compressed=accepts_compressed)
+        return RefusedRequestError([*first, *encode_status(code, details[:_MOST_DETAILS])])
+
     name_to_value = dict(headers)
     pseudo = [name for name, _ in headers if name.startswith(b":")]
     if len(pseudo) > len(_PSEUDO.intersection(pseudo)):  # proxies may have read another of two
@@ -75,13 +84,19 @@ def read_request(headers: Headers, max_bytes: int) -> Request:
         raise RefusedRequestError([(b":status", b"415")])
     num_bytes = sum(len(key) + len(value) + _FIELD_BYTES for key, value in headers)
     if num_bytes > max_bytes:
-        raise _refused(
+        raise refused(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             f"received metadata size exceeds limit ({num_bytes} vs. {max_bytes})",
         )
-    encoding = name_to_value.get(b"grpc-encoding", b"identity").decode("latin-1")
+    encoding = name_to_value.get(b"grpc-encoding", _IDENTITY.encode()).decode("latin-1")
+    if encoding != _IDENTITY and not accepts_compressed:
+        raise refused(
+            grpc.StatusCode.UNIMPLEMENTED,
+            f"grpc-encoding is {encoding[: _MOST_DETAILS // 2]}; it must be {_IDENTITY} or absent,"
+            " because this router does not decompress messages (--accept-compressed)",
+        )
     if encoding not in ENCODING_TO_WBITS:
-        raise _refused(
+        raise refused(
             grpc.StatusCode.UNIMPLEMENTED,
             f"grpc-encoding is {encoding}; it must be one of {', '.join(ENCODING_TO_WBITS)}",
         )
@@ -94,11 +109,7 @@ def read_request(headers: Headers, max_bytes: int) -> Request:
             None if timeout is None else _seconds(timeout),
         )
     except ValueError as error:
-        raise _refused(grpc.StatusCode.INTERNAL, str(error)) from None
-
-
-def _refused(code: grpc.StatusCode, details: str) -> RefusedRequestError:
-    return RefusedRequestError([*RESPONSE, *encode_status(code, details[:_MOST_DETAILS])])
+        raise refused(grpc.StatusCode.INTERNAL, str(error)) from None
 
 
 def _seconds(timeout: bytes) -> float:

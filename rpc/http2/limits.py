@@ -24,6 +24,8 @@ class Limits:
     max_connections: int | None = None
     """Maximum number of open connections; None: no limit."""
     pings: Pings = PATIENT
+    accepts_compressed: bool = False
+    """Whether request messages may be compressed."""
 
 
 class FrameBudget:

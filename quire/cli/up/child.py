@@ -36,6 +36,8 @@ class ProcessSpec:
     stop_group: int = 0
     """Groups stop one after another in ascending order; the processes of a group together."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    harmless_exit_code: int | None = None
+    """An exit code with which the process may end during the start; it is then started again."""
 
 
 class Child:

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +24,8 @@ from quire.cli.up.settings import (
 )
 from rpc.settings import ENV_PREFIX
 
+EXIT_STALE_EPOCH: Final = 3
+"""A scheduler's exit code when another one has taken over its workers, as in `scheduler_svc`."""
 GPU_MEMORY_UTILIZATION: Final = 0.9
 """The worker's default."""
 SHIPPED_MODEL: Final = Path(__file__).parents[3] / "models" / "quire-tiny-python"
@@ -49,8 +51,8 @@ class Addresses:
     """0: the router listens on a Unix socket instead."""
     router_http_ports: tuple[int, ...]
     """The HTTP port of each router; with one router, `http_port`."""
-    scheduler_http_ports: tuple[int, ...]
-    """The port of each model's scheduler."""
+    scheduler_http_ports: tuple[tuple[int, ...], ...]
+    """The port of each model's scheduler, and of its standby."""
     worker_http_ports: tuple[tuple[int, ...], ...]
     """The ports of each model's workers."""
 
@@ -137,7 +139,7 @@ def choose_ports(settings: UpSettings) -> Addresses:
     for model in range(max(1, len(settings.model))):
         first_port = settings.scheduler_http_port
         asked, default = first_port and first_port + model, http + 1 + model * (1 + num_workers)
-        schedulers.append(choose("--scheduler-http-port", asked, default))
+        schedulers.append([choose("--scheduler-http-port", asked, default)])
         first, num_before = settings.worker_http_port, model * num_workers
         workers.append(
             tuple(
@@ -152,7 +154,10 @@ def choose_ports(settings: UpSettings) -> Addresses:
     # A single router listens on the service's port itself.
     num_own = settings.routers if settings.routers > 1 else 0
     routers = tuple(choose("--http-port", 0) for _ in range(num_own)) or (http,)
-    return Addresses(http, grpc, routers, tuple(schedulers), tuple(workers))
+    if settings.standby:
+        for ports_of_model in schedulers:
+            ports_of_model.append(choose("--scheduler-http-port", 0))
+    return Addresses(http, grpc, routers, tuple(map(tuple, schedulers)), tuple(workers))
 
 
 def plan(
@@ -176,8 +181,13 @@ def plan(
     def worker_socket(cell: int, i: int) -> str:
         return f"{directory}/worker-{f'{cell}-' if cell else ''}{i}.sock"
 
-    def scheduler_socket(cell: int) -> str:
-        return f"{directory}/scheduler{f'-{cell}' if cell else ''}.sock"
+    def scheduler_socket(cell: int, i: int) -> str:
+        return f"{directory}/{'standby' if i else 'scheduler'}{f'-{cell}' if cell else ''}.sock"
+
+    def scheduler_targets(cell: int) -> str:
+        """Return the target of a model's scheduler, and that of its standby."""
+        numbers = range(len(chosen.scheduler_http_ports[cell]))
+        return ",".join(f"unix:{scheduler_socket(cell, i)}" for i in numbers)
 
     def process_name(kind: str, cell: int, suffix: str = "") -> str:
         """Return a process's name, which has its model's name if there are several models."""
@@ -233,17 +243,21 @@ def plan(
             group=2,
         )
 
-    def scheduler(cell: int) -> ProcessSpec:
+    def scheduler(cell: int, i: int) -> ProcessSpec:
         workers = ",".join(f"unix:{worker_socket(cell, i)}" for i in range(num_workers))
-        return spec(
-            process_name("scheduler", cell),
+        name = process_name("scheduler", cell, f"-{i}" if settings.standby else "")
+        made = spec(
+            name,
             "scheduler_svc",
-            chosen.scheduler_http_ports[cell],
-            *("--uds", scheduler_socket(cell), "--workers", workers),
+            chosen.scheduler_http_ports[cell][i],
+            *("--uds", scheduler_socket(cell, i), "--workers", workers),
             *_flags(settings, SCHEDULER_FLAGS),
             *_state_file(settings, f"{names[cell]}-{chosen.http_port}", environment),
+            # Both, so that one which starts again stands by.
+            *(("--standby", "--standby-http", "--scheduler-id", name) if settings.standby else ()),
             group=1,
         )
+        return replace(made, harmless_exit_code=EXIT_STALE_EPOCH)
 
     listen: tuple[str, ...] = ("--grpc-port", str(chosen.grpc_port))
     if settings.uds is not None:
@@ -258,7 +272,7 @@ def plan(
 
     further: tuple[str, ...] = ()
     for cell in range(1, len(names)):
-        model = f"{names[cell]}={models[names[cell]]}@unix:{scheduler_socket(cell)}"
+        model = f"{names[cell]}={models[names[cell]]}@{scheduler_targets(cell)}"
         further += ("--cell", model)
 
     def router(i: int) -> ProcessSpec:
@@ -267,7 +281,7 @@ def plan(
             "router",
             chosen.router_http_ports[i],
             *named(0),
-            *("--scheduler", f"unix:{scheduler_socket(0)}", *listen),
+            *("--scheduler", scheduler_targets(0), *listen),
             *further,
             *("--operator-uds", str(operator_sockets[i])),
             *_flags(settings, ROUTER_FLAGS),
@@ -287,11 +301,9 @@ def plan(
         model_name=names[0],
         http_address=ports.join(host, chosen.http_port),
         grpc_target=grpc_target(settings, chosen.grpc_port),
-        scheduler_target=f"unix:{scheduler_socket(0)}",
+        scheduler_target=scheduler_targets(0),
         models=models,
-        scheduler_targets={
-            name: f"unix:{scheduler_socket(cell)}" for cell, name in enumerate(names)
-        },
+        scheduler_targets={name: scheduler_targets(cell) for cell, name in enumerate(names)},
         operator_target=f"unix:{operator_sockets[0]}",
         other_operator_targets=tuple(f"unix:{path}" for path in operator_sockets[1:]),
         flags=described_flags(settings),
@@ -303,10 +315,11 @@ def plan(
         workers = [worker(cell, i) for cell in cells for i in range(num_workers)]
     else:
         workers = [simulated(cell) for cell in cells]
+    schedulers = [
+        scheduler(cell, i) for cell in cells for i in range(len(chosen.scheduler_http_ports[cell]))
+    ]
     # Workers start first, because they take longest.
-    return Layout(
-        service, (*workers, *map(scheduler, cells), *map(router, range(settings.routers)))
-    )
+    return Layout(service, (*workers, *schedulers, *map(router, range(settings.routers))))
 
 
 def described_flags(settings: UpSettings, names: Collection[str] | None = None) -> dict[str, str]:

@@ -49,13 +49,14 @@ class ServiceInfo:
     log_dir: str
     processes: tuple[ServiceProcess, ...] = ()
     scheduler_target: str = ""
-    """The scheduler's gRPC target, for operators; empty in files of older releases."""
+    """The scheduler's gRPC target, for operators, or two targets with a comma between them, of
+    which only the serving one listens; empty in files of older releases."""
     operator_target: str = ""
     """The router's gRPC target for operators; empty in files of older releases."""
     models: Mapping[str, str] = field(default_factory=dict)
     """The models by their names, in order; empty in files of older releases."""
     scheduler_targets: Mapping[str, str] = field(default_factory=dict)
-    """Each model's scheduler target, by model name; empty in files of older releases."""
+    """Each model's `scheduler_target`, by model name; empty in files of older releases."""
     other_operator_targets: tuple[str, ...] = ()
     """The operator targets of the service's other routers; empty in files of older releases."""
     flags: Mapping[str, str] = field(default_factory=dict)

@@ -135,6 +135,9 @@ class UpSettings(ProcessSettings):
     """How many routers to start. They share --http-port and --grpc-port. Each gets some of the
     connections, so a client should open several. docs/performance.md says what a token costs at a
     router."""
+    standby: bool = False
+    """Start a second scheduler for each model. One of the two serves; when it dies or hangs, the
+    other takes over within a few seconds (docs/failure.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the workers compute: cpu, cuda or cuda:N; auto is cuda if there is a GPU, else cpu."""
     tensor_parallel_size: PositiveInt = 1

@@ -50,7 +50,8 @@ class _Slot:
 class Supervisor:
     """Owns the children of one service.
 
-    Until `mark_started`, a process that ends fails the start; from then on it is restarted.
+    Until `mark_started`, a process that ends fails the start, except with its `harmless_exit_code`;
+    from then on it is restarted.
     `report` gets messages for the user; `on_change` is called after each start and each end.
     """
 
@@ -169,7 +170,8 @@ class Supervisor:
         end = describe_exit(child.exit_code or 0)
         num_lines = _LOG_LINES_RESTART if self._started else _LOG_LINES
         log = "".join(f"\n  | {line}" for line in child.log_tail(num_lines))
-        if not self._started:
+        is_harmless = child.exit_code == slot.spec.harmless_exit_code
+        if not self._started and not is_harmless:
             raise StartError(f"{slot.spec.name} {end} while starting; its log ends:{log}")
         slot.num_deaths = 1 if lived_s > self._backoff.forget_after_s else slot.num_deaths + 1
         delay_s = self._backoff.delay_s(slot.num_deaths)

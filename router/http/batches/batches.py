@@ -94,7 +94,7 @@ class Batches:
             FailedPreconditionError: A batch is still being made from it.
         """
         file = await self.file(tenant, file_id)
-        for batch in await self.store.batches(is_live=True):
+        for batch in await self.store.live_batches():
             is_its = (batch.tenant, batch.file_id) == (tenant, file_id)
             if is_its and batch.shown["status"] == VALIDATING:
                 raise FailedPreconditionError(
@@ -186,7 +186,7 @@ class Batches:
         while True:
             await asyncio.sleep(self.tick_s)
             try:
-                for batch in await self.store.batches(is_live=True):
+                for batch in await self.store.live_batches():
                     if batch.id in broken:
                         continue
                     try:

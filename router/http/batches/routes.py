@@ -7,30 +7,30 @@ import uuid
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from aiohttp import BodyPartReader, web
+from aiohttp import web
 from pydantic import Field, ValidationError
 
-from contract.errors import InvalidArgumentError
+from contract.errors import InvalidArgumentError, QuotaError
 from router.access.tenancy import TENANT_KEY
 from router.http.answers.objects import Json
+from router.http.answers.sse import STARTED
 from router.http.batches.batches import Batches
+from router.http.batches.places import Places
 from router.http.batches.store import File
-from router.http.body import BodyReader
+from router.http.batches.transfers import Upload, receive, send, temporary_file
+from router.http.body import BodyReader, check_kind
 from router.http.endpoint import CallId, endpoint, json_response
-from router.http.errors import (
-    BodyTooLargeError,
-    UnsupportedMediaTypeError,
-    error_from_validation,
-)
+from router.http.errors import REQUEST_ID_HEADER, error_from_validation
 from router.http.idempotency import call_key
-from router.http.listing import page
+from router.http.listing import page_json, page_query
 from router.http.requests.schema import MAX_METADATA
-from router.http.strict_json import Schema, at_most, excerpt
+from router.http.strict_json import Schema, at_most, excerpt, json_bytes
 
 FILES: Final = "/v1/files"
-MAX_FILE_BYTES: Final = 64 * 1024 * 1024
-MAX_LISTED: Final = 10_000
-_MAX_PURPOSE_BYTES: Final = 64
+MAX_STORED_BYTES: Final = 4 * 2**30
+"""Limit on all files of a tenant, with the results of its batches, for the next upload."""
+_MAX_FILES_LISTED: Final = 10_000
+_MAX_BATCHES_LISTED: Final = 100
 _PURPOSE: Final = "batch"
 _EXPIRY_FIELDS: Final = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}
 MIN_EXPIRES_S: Final = 3600
@@ -61,44 +61,75 @@ class BatchBody(Schema):
 def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
     """Return the routes."""
     store = batches.store
+    uploads = Places("uploads", per_tenant=4, in_all=16)
+    downloads = Places("downloads", per_tenant=4, in_all=16)
+    creations = Places("creations of batches", per_tenant=4, in_all=8)
+    reading = asyncio.Lock()
+    """Held while memory has a whole file to send."""
 
     def tenant_of(request: web.Request) -> str:
         return batches.cells.entry.tenant_of(request.headers.get(TENANT_KEY, ""))
 
     async def upload_file(request: web.Request, _: CallId) -> web.StreamResponse:
         """Upload a file of requests, of at most 64 MiB."""
-        name, content, kept_s = await _uploaded(request)
-        fingerprint = await asyncio.to_thread(_fingerprint, name, kept_s, content)
-        call = call_key(request.headers, fingerprint)
-        now = time.time()
-        file = File(
-            f"file-{uuid.uuid4().hex}",
-            tenant_of(request),
-            _PURPOSE,
-            name,
-            len(content),
-            now,
-            None if kept_s is None else now + kept_s,
-        )
-        file_id = await store.add_file(file, content, call)
-        return json_response(_file_json(await batches.file(file.tenant, file_id)))
+        tenant = tenant_of(request)
+        with uploads.take(tenant):
+            if (num_stored := await store.file_bytes(tenant)) >= MAX_STORED_BYTES:
+                raise QuotaError(
+                    f"the files of this tenant have {num_stored} bytes; the limit is"
+                    f" {MAX_STORED_BYTES}"
+                )
+            async with temporary_file() as content:
+                upload = await receive(request, content, ("purpose", *_EXPIRY_FIELDS))
+                if (purpose := upload.fields.get("purpose")) != _PURPOSE:
+                    raise InvalidArgumentError(
+                        "purpose", f'is {excerpt(purpose)}; it must be "{_PURPOSE}"'
+                    )
+                kept_s, now = _kept_s(upload.fields), time.time()
+                file = File(
+                    f"file-{uuid.uuid4().hex}",
+                    tenant,
+                    _PURPOSE,
+                    upload.name,
+                    upload.num_bytes,
+                    now,
+                    None if kept_s is None else now + kept_s,
+                )
+                call = call_key(request.headers, _fingerprint(upload, kept_s))
+                file_id = await store.add_file(file, content, call)
+        return json_response(_file_json(await batches.file(tenant, file_id)))
 
     async def list_files(request: web.Request, _: CallId) -> web.StreamResponse:
         """List the stored files, newest first."""
-        purpose = request.query.get("purpose")
-        files = await store.files(tenant_of(request))
-        shown = [_file_json(file) for file in files if purpose in (None, file.purpose)]
-        return json_response(page(shown, request.query, most=MAX_LISTED))
+        query = request.query
+        wanted = page_query(query, most=_MAX_FILES_LISTED, default=_MAX_FILES_LISTED)
+        files = await store.files(tenant_of(request), wanted, query.get("purpose"))
+        body = await asyncio.to_thread(
+            lambda: json_bytes(page_json([*map(_file_json, files)], wanted))
+        )
+        return web.Response(body=body, content_type="application/json")
 
     async def get_file(request: web.Request, _: CallId) -> web.StreamResponse:
         """Describe a file."""
         file = await batches.file(tenant_of(request), request.match_info["id"])
         return json_response(_file_json(file))
 
-    async def get_content(request: web.Request, _: CallId) -> web.StreamResponse:
+    async def get_content(request: web.Request, call_id: CallId) -> web.StreamResponse:
         """Return a file's contents."""
-        content = await batches.content(tenant_of(request), request.match_info["id"])
-        return web.Response(body=content, content_type="application/octet-stream")
+        tenant = tenant_of(request)
+        with downloads.take(tenant):
+            async with temporary_file() as file:
+                async with reading:
+                    content = await batches.content(tenant, request.match_info["id"])
+                    num_bytes = await asyncio.to_thread(file.write, content)
+                    del content
+                response = web.StreamResponse(headers={REQUEST_ID_HEADER: call_id.value})
+                response.content_type = "application/octet-stream"
+                response.content_length = num_bytes
+                await response.prepare(request)
+                request[STARTED] = response
+                await send(response, file)
+        return response
 
     async def delete_file(request: web.Request, _: CallId) -> web.StreamResponse:
         """Delete a file. Batches made from it continue."""
@@ -109,23 +140,24 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
     async def create_batch(request: web.Request, _: CallId) -> web.StreamResponse:
         """Answer the requests of a file, at the lowest priority, within a day."""
         body = await bodies.read(request, BatchBody)
-        expires = body.output_expires_after
-        created = await batches.create(
-            tenant_of(request),
-            body.input_file_id,
-            body.endpoint,
-            body.metadata,
-            None if expires is None else expires.seconds,
-            call_key(request.headers, hashlib.sha256(body.model_dump_json().encode()).digest()),
-        )
+        tenant, expires = tenant_of(request), body.output_expires_after
+        with creations.take(tenant):
+            created = await batches.create(
+                tenant,
+                body.input_file_id,
+                body.endpoint,
+                body.metadata,
+                None if expires is None else expires.seconds,
+                call_key(request.headers, hashlib.sha256(body.model_dump_json().encode()).digest()),
+            )
         return json_response(created)
 
     async def list_batches(request: web.Request, _: CallId) -> web.StreamResponse:
         """List the stored batches, newest first."""
-        found = await store.batches(tenant=tenant_of(request))
-        told = page([batch.shown for batch in found], request.query, most=MAX_LISTED)
-        id_to_batch = {batch.id: batch for batch in found}
-        told["data"] = [await batches.shown(id_to_batch[each["id"]]) for each in told["data"]]
+        wanted = page_query(request.query, most=_MAX_BATCHES_LISTED)
+        found = await store.batches(tenant_of(request), wanted)
+        told = page_json([batch.shown for batch in found], wanted)
+        told["data"] = [await batches.shown(batch) for batch in found[: wanted.limit]]
         return json_response(told)
 
     async def get_batch(request: web.Request, _: CallId) -> web.StreamResponse:
@@ -135,6 +167,7 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
 
     async def cancel_batch(request: web.Request, _: CallId) -> web.StreamResponse:
         """Cancel a batch; finished lines keep their results."""
+        check_kind(request)
         batch = await batches.find(tenant_of(request), request.match_info["id"])
         return json_response(await batches.cancel(batch))
 
@@ -151,56 +184,21 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
     ]
 
 
-def _fingerprint(name: str, kept_s: int | None, content: bytes) -> bytes:
-    fields = f"{kept_s} {len(name)} {name} ".encode(errors="replace")
-    return hashlib.sha256(fields + hashlib.sha256(content).digest()).digest()
+def _fingerprint(upload: Upload, kept_s: int | None) -> bytes:
+    fields = f"{kept_s} {len(upload.name)} {upload.name} ".encode(errors="replace")
+    return hashlib.sha256(fields + upload.digest).digest()
 
 
-async def _uploaded(request: web.Request) -> tuple[str, bytes, int | None]:
-    """Return a file's name, its contents, and how many seconds it is kept."""
-    if request.content_type != "multipart/form-data":
-        raise UnsupportedMediaTypeError(
-            f"Content-Type is {excerpt(request.content_type)}; it must be multipart/form-data"
-        )
-    name, content, purpose = "", None, None
-    expiry: dict[str, str] = {}
-    async for part in await request.multipart():
-        if not isinstance(part, BodyPartReader):
-            raise InvalidArgumentError("body", "has nested parts, which are not supported")
-        if part.name == "purpose":
-            purpose = (await _read(part, _MAX_PURPOSE_BYTES)).decode(errors="replace")
-        elif part.name == "file":
-            name, content = part.filename or "", await _read(part, MAX_FILE_BYTES)
-        elif part.name in _EXPIRY_FIELDS:
-            text = await _read(part, _MAX_PURPOSE_BYTES)
-            expiry[_EXPIRY_FIELDS[part.name]] = text.decode(errors="replace")
-        else:
-            raise InvalidArgumentError(str(part.name), "is set; there is no such field")
-    if purpose != _PURPOSE:
-        raise InvalidArgumentError("purpose", f'is {excerpt(purpose)}; it must be "{_PURPOSE}"')
-    if content is None:
-        raise InvalidArgumentError("file", "is missing")
-    return name, content, _kept_s(expiry)
-
-
-def _kept_s(expiry: Mapping[str, str]) -> int | None:
+def _kept_s(fields: Mapping[str, str]) -> int | None:
     """Return the seconds of the fields of `expires_after`; raises InvalidArgumentError."""
+    expiry = {name: fields[field] for field, name in _EXPIRY_FIELDS.items() if field in fields}
     if not expiry:
         return None
     try:
-        fields = _FileFields.model_validate_strings({"expires_after": expiry}, strict=False)
+        given = _FileFields.model_validate_strings({"expires_after": expiry}, strict=False)
     except ValidationError as error:
         raise error_from_validation(error) from error
-    return fields.expires_after.seconds
-
-
-async def _read(part: BodyPartReader, most: int) -> bytes:
-    content = bytearray()
-    while chunk := await part.read_chunk(65536):
-        content += chunk
-        if len(content) > most:
-            raise BodyTooLargeError(f"{part.name} has more than {most} bytes, which is the limit")
-    return bytes(content)
+    return given.expires_after.seconds
 
 
 def _file_json(file: File) -> Json:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from pydantic_core import from_json
 
 from router.http.answers.objects import Json
 from router.http.idempotency import CallKey
+from router.http.listing import PageQuery
 from router.http.strict_json import json_bytes
 from router.turns.database import Connection, Cursor, Database
 from router.turns.store import OF_GROUP, insert_turn
@@ -65,25 +66,45 @@ class BatchStore:
 
     # --- files ----------------------------------------------------------------------------------
 
-    async def add_file(self, file: File, content: bytes, call: CallKey | None = None) -> str:
-        """Store a file; return its id, or that of the file which the same call stored before.
+    async def add_file(self, file: File, content: BinaryIO, call: CallKey | None = None) -> str:
+        """Store a file with all of `content`, which is read when the database has time for it.
+
+        Returns:
+            The file's id, or that of the file which the same call stored before.
 
         Raises:
             AlreadyExistsError: Another call has the key.
         """
-        return await self._database.run(
-            lambda cursor, _: _insert_once(cursor, "files", _file_row(file, content), call)
-        )
 
-    async def files(self, tenant: str) -> Sequence[File]:
-        """Return the tenant's files, newest first."""
+        def work(cursor: Cursor, _: Connection) -> str:
+            content.seek(0)
+            return _insert_once(cursor, "files", _file_row(file, content.read()), call)
+
+        return await self._database.run(work)
+
+    async def file_bytes(self, tenant: str) -> int:
+        """Return the size of all files of a tenant."""
+
+        def work(cursor: Cursor, _: Connection) -> int:
+            cursor.execute(
+                "SELECT coalesce(sum(num_bytes), 0) FROM files WHERE tenant = ?", (tenant,)
+            )
+            return int(cursor.fetchone()[0])
+
+        return await self._database.run(work)
+
+    async def files(
+        self, tenant: str, wanted: PageQuery, purpose: str | None = None
+    ) -> Sequence[File]:
+        """Return a page of the tenant's files, and one more if there is one.
+
+        Raises:
+            InvalidArgumentError: There is no file with the id `after`.
+        """
 
         def work(cursor: Cursor, _: Connection) -> list[File]:
-            cursor.execute(
-                f"SELECT {_FILE} FROM files WHERE tenant = ? ORDER BY created_at DESC, id",  # noqa: S608 - constants
-                (tenant,),
-            )
-            return [File(*row) for row in cursor.fetchall()]
+            rows = _page(cursor, "files", _FILE, tenant, wanted, purpose)
+            return [File(*row) for row in rows]
 
         return await self._database.run(work)
 
@@ -179,16 +200,27 @@ class BatchStore:
 
         return await self._database.run(work)
 
-    async def batches(self, *, tenant: str | None = None, is_live: bool = False) -> Sequence[Batch]:
-        """Return a tenant's batches or, without a tenant, all with this `is_live`; newest first."""
+    async def batches(self, tenant: str, wanted: PageQuery) -> Sequence[Batch]:
+        """Return a page of the tenant's batches, and one more if there is one.
+
+        Raises:
+            InvalidArgumentError: There is no batch with the id `after`.
+        """
 
         def work(cursor: Cursor, _: Connection) -> list[Batch]:
-            condition = "is_live = ?" if tenant is None else "tenant = ?"
+            return [*map(_batch, _page(cursor, "batches", _BATCH, tenant, wanted))]
+
+        return await self._database.run(work)
+
+    async def live_batches(self) -> Sequence[Batch]:
+        """Return the batches of all tenants that have not ended, newest first."""
+
+        def work(cursor: Cursor, _: Connection) -> list[Batch]:
             cursor.execute(
-                f"SELECT {_BATCH} FROM batches WHERE {condition} ORDER BY created_at DESC, id",  # noqa: S608 - constants
-                (is_live if tenant is None else tenant,),
+                f"SELECT {_BATCH} FROM batches WHERE is_live = ? ORDER BY created_at DESC, id",  # noqa: S608 - constants
+                (True,),
             )
-            return [_batch(row) for row in cursor.fetchall()]
+            return [*map(_batch, cursor.fetchall())]
 
         return await self._database.run(work)
 
@@ -284,6 +316,37 @@ class BatchStore:
             )
 
         await self._database.run(work)
+
+
+def _page(
+    cursor: Cursor,
+    table: str,
+    columns: str,
+    tenant: str,
+    wanted: PageQuery,
+    purpose: str | None = None,
+) -> list[Any]:
+    """Return the rows of a page, and one more if there is one; raises InvalidArgumentError."""
+    conditions, values = "tenant = ?", [tenant]
+    if wanted.after is not None:
+        cursor.execute(
+            f"SELECT created_at, id FROM {table} WHERE tenant = ? AND id = ?",  # noqa: S608 - constants
+            (tenant, wanted.after),
+        )
+        if (last := cursor.fetchone()) is None:
+            raise wanted.missing()
+        conditions += f" AND (created_at, id) {'>' if wanted.is_ascending else '<'} (?, ?)"
+        values += last
+    if purpose is not None:
+        conditions += " AND purpose = ?"
+        values.append(purpose)
+    order = "ASC" if wanted.is_ascending else "DESC"
+    cursor.execute(
+        f"SELECT {columns} FROM {table} WHERE {conditions}"  # noqa: S608 - constants
+        f" ORDER BY created_at {order}, id {order} LIMIT ?",
+        (*values, wanted.limit + 1),
+    )
+    return cursor.fetchall()
 
 
 def _file_row(file: File, content: bytes | bytearray) -> Mapping[str, Any]:

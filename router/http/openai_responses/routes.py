@@ -18,7 +18,7 @@ from router.access.tenancy import TENANT_KEY, with_precedence
 from router.http.answers.objects import Json
 from router.http.answers.sse import SseResponse, named_events, sse_of
 from router.http.answers.streaming import stream, use_model
-from router.http.body import BodyReader
+from router.http.body import BodyReader, check_kind
 from router.http.endpoint import CallId, check_not_resumable, endpoint, json_response
 from router.http.errors import REQUEST_ID_HEADER, error_from_finished
 from router.http.listing import integer, page
@@ -89,6 +89,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
 
     async def cancel_response(request: web.Request, _: CallId) -> web.StreamResponse:
         """Cancel a response; a response that has ended does not change."""
+        check_kind(request)
         cancelled = await kept_here().turns.cancel(await find(request))
         return _json(await kept_here().shown(cancelled))
 

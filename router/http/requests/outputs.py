@@ -24,6 +24,7 @@ from router.parsers.harmony import begun_channel
 from router.parsers.harmony_grammar import MessageGrammar, message_grammar
 from router.parsers.pieces import Reader
 from router.parsers.tool_calls import Tools
+from router.text.structured_output import check_refs
 
 _PROMPT_END_CHARS: Final = 256
 """Number of a prompt's last characters that a user's reader of thinking gets."""
@@ -151,7 +152,7 @@ def _plan_calls(
     ]
     grammar = None if written is None else CallGrammar(written, parsers.token_id)
     if tools.is_forced and grammar is not None:
-        calls = grammar.calls(functions, may_be_several=not tools.is_alone)
+        calls = grammar.calls(_checked(functions), may_be_several=not tools.is_alone)
         return _formed(plan, calls, "" if thought is None else thought.before("call"))
     before = "" if thought is None else thought.before("text")
     if form is not None:
@@ -162,7 +163,7 @@ def _plan_calls(
                 " unknown"
             )
         either = grammar.calls_or_form(
-            functions, _inline(form), thought, may_be_several=not tools.is_alone
+            _checked(functions), _inline(form), thought, may_be_several=not tools.is_alone
         )
         return _formed(plan, either, before)
     stop = "" if parsers.family is None else parsers.family.stop
@@ -175,7 +176,9 @@ def _plan_calls(
         return _bounded(plan, thought)
     in_text = None
     if grammar is not None:
-        in_text = grammar.calls_in_text(functions, thought, may_be_several=not tools.is_alone)
+        in_text = grammar.calls_in_text(
+            _checked(functions), thought, may_be_several=not tools.is_alone
+        )
     if in_text is not None:
         return _formed(plan, in_text, before)
     if strict:
@@ -187,6 +190,13 @@ def _plan_calls(
         "parallel_tool_calls is false; with this model it must be true: its calls have no markers"
         " that are tokens"
     )
+
+
+def _checked(functions: Sequence[ForcedFunction]) -> Sequence[ForcedFunction]:
+    """Check the schemas of functions that a grammar will contain; raises InvalidArgumentError."""
+    for function in functions:
+        check_refs(function.schema, "tools")
+    return functions
 
 
 def _inline(form: StructuredOutput) -> str:

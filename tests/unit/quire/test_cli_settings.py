@@ -12,6 +12,7 @@ from quire.cli.settings import DownSettings, GenerateSettings
 from quire.cli.up import layout, ports
 from quire.cli.up.settings import UpSettings
 from rpc.settings import parse_settings
+from scheduler_svc.__main__ import EXIT_STALE_EPOCH
 
 
 def parse_up(*argv: str) -> UpSettings:
@@ -24,7 +25,8 @@ def plan(settings: UpSettings, environment: dict[str, str] | None = None) -> lay
     models = dict(zip(names, paths, strict=True))
     firsts = [8001 + 100 * cell for cell in range(len(models))]
     workers = tuple(tuple(range(first + 1, first + 1 + settings.workers)) for first in firsts)
-    chosen = layout.Addresses(8000, 50051, routers, tuple(firsts), workers)
+    schedulers = tuple((first, first + 50)[: 1 + settings.standby] for first in firsts)
+    chosen = layout.Addresses(8000, 50051, routers, schedulers, workers)
     return layout.plan(settings, models, chosen, Path("/run/quire"), environment or {})
 
 
@@ -120,6 +122,26 @@ def test_router_stops_first_and_workers_last():
     assert groups["router"] < groups["scheduler"] < groups["worker-0"] == groups["worker-1"]
 
 
+def test_a_scheduler_and_its_standby_differ_in_their_addresses_only():
+    models = ("--model", "/models/a,/models/b", "--served-model-name", "a,b")
+    planned = plan(parse_up("--standby", *models))
+    schedulers = [spec for spec in planned.specs if spec.name.startswith("scheduler")]
+    names = ["scheduler-a-0", "scheduler-a-1", "scheduler-b-0", "scheduler-b-1"]
+    assert [spec.name for spec in schedulers] == names
+    sockets = [value_of("--uds", spec.argv) for spec in schedulers]
+    own = ["scheduler", "standby", "scheduler-1", "standby-1"]
+    assert sockets == [f"/run/quire/{name}.sock" for name in own]
+    for spec in schedulers:
+        assert {"--standby", "--standby-http"} < {*spec.argv}
+        assert spec.harmless_exit_code == EXIT_STALE_EPOCH
+    assert len({value_of("--http-port", spec.argv) for spec in schedulers}) == 4
+    targets = [",".join(f"unix:{path}" for path in pair) for pair in (sockets[:2], sockets[2:])]
+    assert planned.service.scheduler_targets == dict(zip("ab", targets, strict=True))
+    (router,) = (spec for spec in planned.specs if spec.name == "router")
+    assert value_of("--scheduler", router.argv) == targets[0]
+    assert value_of("--cell", router.argv) == f"b=/models/b@{targets[1]}"
+
+
 def test_several_routers_share_ports_and_have_one_each():
     planned = plan(parse_up("--routers", "2"))
     routers = planned.specs[2:]
@@ -203,9 +225,10 @@ def test_preferred_port_that_is_taken_is_replaced():
 
 
 def test_ports_of_a_service_differ():
-    chosen = layout.choose_ports(parse_up("--http-port", "0", "--grpc-port", "0", "--workers", "3"))
-    each = [chosen.http_port, chosen.grpc_port, *chosen.scheduler_http_ports]
-    assert len({*each, *chosen.worker_http_ports[0]}) == 6
+    flags = ("--http-port", "0", "--grpc-port", "0", "--workers", "3", "--standby")
+    chosen = layout.choose_ports(parse_up(*flags))
+    each = [chosen.http_port, chosen.grpc_port, *chosen.scheduler_http_ports[0]]
+    assert len({*each, *chosen.worker_http_ports[0]}) == 7
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
@@ -335,7 +358,7 @@ def test_any_port_is_another_one_each_time_though_the_system_offers_one_twice(mo
     flags = [f"--{name}port=0" for name in ("http-", "grpc-", "scheduler-http-", "worker-http-")]
     chosen = layout.choose_ports(parse_up(*flags))
     assert [chosen.http_port, chosen.grpc_port] == [40001, 40002]
-    assert chosen.scheduler_http_ports == (40003,)
+    assert chosen.scheduler_http_ports == ((40003,),)
 
 
 def test_turns_are_kept_in_a_file_that_the_next_start_finds_again(tmp_path, monkeypatch):

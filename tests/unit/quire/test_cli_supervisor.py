@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,14 @@ IGNORES_SIGTERM = (
     "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     "pathlib.Path(sys.argv[1]).touch()\n"
     "while True: signal.pause()\n"
+)
+ENDS_ONCE = (
+    "import pathlib, sys, time\n"
+    "mark = pathlib.Path(sys.argv[1])\n"
+    "if not mark.exists():\n"
+    "    mark.touch()\n"
+    "    sys.exit(3)\n"
+    "time.sleep(600)\n"
 )
 FAILS = "import sys; print('first line'); sys.exit('there are no weights')"
 
@@ -93,6 +102,16 @@ async def test_child_that_ends_while_starting_fails_the_start_with_its_log(tmp_p
     assert "| there are no weights" in message
     good = harness.supervisor.running[0]
     assert good.pid is None or not is_alive(good.pid)
+
+
+async def test_child_that_ends_harmlessly_while_starting_starts_again(tmp_path: Path):
+    child = replace(spec("a", ENDS_ONCE, str(tmp_path / "x")), harmless_exit_code=3)
+    harness = Harness([child], tmp_path)
+    (process,) = await harness.until(lambda running: running[0].num_restarts and running[0].pid)
+    assert process.num_restarts == 1
+    assert "a (pid" in harness.reports[0]
+    harness.supervisor.stop()
+    await harness.task
 
 
 async def test_program_that_is_missing_fails_the_start_by_name(tmp_path: Path):

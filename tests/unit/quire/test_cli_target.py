@@ -1,11 +1,17 @@
 """Which service the client commands use, and how messages name the command `quire`."""
 
+import socket
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import HealthServicer
 
 from docs.generate.flags import commands
+from quire.cli import target
 from quire.cli.__main__ import main
 from quire.cli.command_error import CommandError
 from quire.cli.invocation import invocation
@@ -46,6 +52,22 @@ def test_the_only_service_is_the_target(services):
     services("127.0.0.1:12345")
     assert router() == "127.0.0.1:12345"
     assert router(target="elsewhere:1") == "elsewhere:1"
+
+
+def test_the_scheduler_that_answers_is_the_target(services, tmp_path, monkeypatch):
+    monkeypatch.setattr(target, "_ANSWER_S", 0.2)
+    first, second = (f"unix:{tmp_path}/{name}" for name in ("a", "b"))
+    services("127.0.0.1:1", scheduler_target=f"{first},{second}")
+    assert _find_scheduler(None, "") == first
+    server = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
+    server.add_insecure_port(second)
+    server.start()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(first.removeprefix("unix:"))
+        listener.listen()  # as a stopped process, this accepts connections and is silent
+        assert _find_scheduler(None, "") == second
+    server.stop(None).wait()
 
 
 def test_without_a_service_or_with_several_it_is_the_default(services):

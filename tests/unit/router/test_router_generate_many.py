@@ -10,6 +10,7 @@ from router_fake_scheduler import LENGTH, MAX_MODEL_LEN
 from contract.codec.packing import pack_int32, pack_uint64
 from contract.errors import InvalidArgumentError, TooBusyError
 from quire.v1 import inference_pb2, inference_pb2_grpc, scheduler_pb2
+from router.grpc import many
 from router.grpc.api import InferenceServicer
 from router.grpc.bounds import MAX_FIELDS, RefusedRequest, RequestBounds
 from router.grpc.many import _MOST_UNSENT_BYTES, ManyCall
@@ -171,6 +172,29 @@ async def test_a_broken_call_cancels_its_requests(router, stub):
     while len(cancelled) < len(keys):  # together or one by one
         cancelled += await router.scheduler.cancels.get()
     assert sorted(cancelled) == sorted(keys)
+
+
+@pytest.mark.parametrize("has_sent_all", [False, True])
+async def test_requests_of_a_broken_call_end_in_slices(router, has_sent_all, monkeypatch):
+    monkeypatch.setattr(many, "_CANCELLED_AT_ONCE", 2)
+    context, messages = Context(), Messages()
+    call = ManyCall(router.cells, context)
+    serving = asyncio.create_task(call.serve(messages))
+    for number in (1, 2, 3):
+        messages.send(generate(number))
+        await router.scheduler.submits.get()
+    if has_sent_all:
+        messages.send(None)
+        await asyncio.sleep(0)
+    tasks = call._tasks
+    serving.cancel()
+    num_cancelling = []
+    for _ in range(20):
+        num_cancelling.append(sum(task.cancelling() > 0 for task in tasks))
+        await asyncio.sleep(0)
+    assert {2, 3} <= {*num_cancelling}
+    await asyncio.wait([serving])
+    assert all(task.cancelled() for task in tasks)
 
 
 async def test_a_resumable_request_goes_on_in_another_call(router, stub):

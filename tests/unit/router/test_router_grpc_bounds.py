@@ -20,7 +20,8 @@ STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 @pytest.fixture
 async def router(model_dir, tmp_path):
-    async with running(keyed_settings(model_dir, tmp_path), tmp_path) as router:
+    settings = keyed_settings(model_dir, tmp_path).model_copy(update={"accept_compressed": True})
+    async with running(settings, tmp_path) as router:
         yield router
 
 

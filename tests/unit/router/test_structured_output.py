@@ -1,5 +1,6 @@
 """Forms of structured output that become a grammar, and the refusals of others."""
 
+import json
 from pathlib import Path
 
 import llguidance
@@ -9,6 +10,21 @@ from contract.errors import InvalidArgumentError
 from contract.sampling import StructuredOutput
 from router.text.structured_output import MAX_BYTES, to_grammar
 
+PATTERNS = [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(40)]
+JOINED = json.dumps({"allOf": [{"properties": {"x": pattern}} for pattern in PATTERNS]})
+CHAIN = json.dumps(
+    {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(1500)}}
+)
+DOUBLED = json.dumps(
+    {
+        "$ref": "#/$defs/0",
+        "$defs": {
+            str(i): {"properties": {x: {"$ref": f"#/$defs/{i + 1}"} for x in "xy"}}
+            for i in range(40)
+        }
+        | {"40": {"pattern": "a"}},
+    }
+)
 TOKENIZER = Path(__file__).parents[3] / "models" / "quire-tiny-python" / "tokenizer.json"
 
 
@@ -76,6 +92,47 @@ def test_a_grammar_admits_what_the_form_does(tokenizer, form, good, bad):
             "json_schema",
             'has "$ref": "#/properties/x", which leads back to itself',
         ),
+        (
+            {"json_schema": '{"properties": {"default": {"$ref": "#/properties/default"}}}'},
+            "json_schema",
+            'has "$ref": "#/properties/default", which leads back to itself',
+        ),
+        (
+            {"json_schema": '{"x-a": {"enum": {"$ref": "#/x-a/enum"}}, "$ref": "#/x-a/enum"}'},
+            "json_schema",
+            'has "$ref": "#/x-a/enum", which leads back to itself',
+        ),
+        (
+            {
+                "json_schema": '{"$id": "http://x/s", "properties": {"a": {"$ref":'
+                ' "http://x/s#/properties/a"}}}'
+            },
+            "json_schema",
+            'has "$ref": "http://x/s#/properties/a"; it must be "#" or begin with "#/"',
+        ),
+        (
+            {"json_schema": '{"properties": {"a": {"$ref": "#foo", "$anchor": "foo"}}}'},
+            "json_schema",
+            'has "$ref": "#foo"; it must be "#" or begin with "#/"',
+        ),
+        (
+            {
+                "json_schema": '{"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://y/z",'
+                ' "properties": {"b": {"$ref": "#/properties/b"}}}}}'
+            },
+            "json_schema",
+            'has a "$id" below its top level, and a "$ref"',
+        ),
+        (
+            {"json_schema": JOINED},
+            "json_schema",
+            "has up to 40 patterns and formats for one string, joined by allOf or $ref",
+        ),
+        (
+            {"json_schema": CHAIN},
+            "json_schema",
+            "is nested too deeply",
+        ),
         ({"json_schema": '{"$ref": "#/nowhere"}'}, "json_schema", "/nowhere"),
         ({"regex": "a(b"}, "regex", "unclosed group"),
         ({"regex": "(?=a)b"}, "regex", "look-around"),
@@ -100,6 +157,11 @@ def test_an_invalid_form_is_refused_by_name(form, field, problem):
         '{"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": false}',
         '{"type": "array", "items": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}',
         '{"const": {"$ref": "#/const"}}',
+        json.dumps({"anyOf": PATTERNS}),
+        json.dumps({"properties": {str(i): pattern for i, pattern in enumerate(PATTERNS)}}),
+        DOUBLED,
+        '{"$id": "http://x", "properties": {"id": {"$ref": "#/$defs/c"}}, "$defs": {"c": {}}}',
+        '{"properties": {"default": {"type": "null"}, "a": {"$ref": "#/properties/default"}}}',
         '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "null"}}}',
     ],
 )
@@ -110,3 +172,9 @@ def test_schemas_may_refer_to_themselves_in_their_parts(schema):
 def test_a_form_that_was_asked_for_before_is_not_worked_out_again():
     first, again = (to_grammar(StructuredOutput(regex="[a-c]{7}")) for _ in range(2))
     assert first is again
+
+
+def test_a_large_form_is_not_kept():
+    first, again = (to_grammar(StructuredOutput(regex="a" * 20_000)) for _ in range(2))
+    assert first == again
+    assert first is not again

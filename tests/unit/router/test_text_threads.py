@@ -67,10 +67,35 @@ async def test_an_error_is_the_callers_and_too_much_is_refused(threads):
     calls = [asyncio.create_task(threads.run(go_on.wait)) for _ in range(6)]
     await asyncio.sleep(0)
     assert threads.num_pending == 6
-    with pytest.raises(TooBusyError, match="6 text calls are pending; the limit is 6"):
+    with pytest.raises(TooBusyError, match="6 text calls are pending, which is the limit"):
         await threads.run(lambda: None)
     go_on.set()
     await asyncio.gather(*calls)
+
+
+async def test_the_tenant_with_the_most_waiting_tasks_makes_room(threads):
+    go_on, done = threading.Event(), []
+
+    def start(tenant, name):
+        work = go_on.wait if name == "first" else lambda: done.append(name)
+        return asyncio.create_task(run_as(tenant, threads, work))
+
+    names = ["first", "a1", "a2", "a3", "a4", "a5"]
+    calls = [start("alice", name) for name in names]
+    await asyncio.sleep(0)
+    calls[-1].cancel()
+    await asyncio.sleep(0)
+    calls.append(start("alice", "a6"))  # in the cancelled task's place
+    calls += [start("bob", "b1"), start("bob", "b2"), start("bob", "b3")]
+    await asyncio.sleep(0)
+    assert threads.num_pending == 6
+    go_on.set()
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert done == ["a1", "b1", "a2", "b2", "a3"]
+    assert [str(error) for error in ended if isinstance(error, TooBusyError)] == [
+        "6 text calls are pending, which is the limit"
+    ] * 3
+    assert threads.num_pending == 0
 
 
 class Large:

@@ -19,6 +19,7 @@ LIMITS = Limits(
     max_sent_bytes=8 * MIB,
     max_metadata_bytes=16 * 1024,
     max_concurrent_streams=4096,
+    accepts_compressed=True,
 )
 
 

@@ -38,6 +38,7 @@ LIMITS = Limits(
     max_sent_bytes=MAX_BYTES,
     max_metadata_bytes=4096,
     max_concurrent_streams=8,
+    accepts_compressed=True,
 )
 HEADERS = (
     (":method", "POST"),
@@ -289,6 +290,18 @@ async def test_compressed_messages(connect, body, status, text):
     await echoes(client, 3)
 
 
+@pytest.mark.parametrize("limits", [replace(LIMITS, accepts_compressed=False)])
+async def test_compressed_messages_are_refused_by_default(connect):
+    client = await connect()
+    client.call(1, changed(grpc_encoding="gzip"), framed(gzipped(b"hello"), 1))
+    answer = dict((await client.event(h2.events.ResponseReceived, 1)).headers)
+    assert answer["grpc-status"] == "12"
+    assert answer["grpc-accept-encoding"] == "identity"
+    assert "grpc-encoding is gzip; it must be identity or absent" in answer["grpc-message"]
+    client.call(3, changed(grpc_encoding="identity"))
+    assert await client.status(3) == (0, "")
+
+
 async def test_headers_of_four_times_the_limit_end_the_connection(connect):
     client = await connect()
     client.call(1, changed(x_long="a" * 16_500))
@@ -344,6 +357,31 @@ async def test_a_message_larger_than_a_window_is_let_in_when_it_is_wanted(connec
     client.h2.increment_flow_control_window(2 * MAX_BYTES, 1)
     client.send()
     assert await client.status(1) == (0, "")
+
+
+async def test_between_two_messages_of_a_stream_the_loop_runs_others(connect, handlers):
+    turns = []
+
+    async def count(_requests, context):
+        turn = 0
+
+        async def tick():
+            nonlocal turn
+            while True:
+                await asyncio.sleep(0)
+                turn += 1
+
+        ticking = asyncio.create_task(tick())
+        while await context.read() is not grpc.aio.EOF:
+            turns.append(turn)
+        ticking.cancel()
+        return b""
+
+    handlers["Count"] = grpc.stream_unary_rpc_method_handler(count)
+    client = await connect()
+    client.call(1, changed(**{":path": "/test/Count"}), framed(b"a") * 100)
+    assert await client.status(1) == (0, "")
+    assert turns[1:] == list(range(99))
 
 
 async def test_few_large_messages_come_at_once(connect, monkeypatch):

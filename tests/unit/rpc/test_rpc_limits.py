@@ -44,6 +44,18 @@ async def test_oversized_message_is_refused(run_server, settings):
         assert str(2**20) in error.details()
 
 
+@pytest.mark.parametrize("is_accepted", [True, False])
+async def test_compressed_messages_are_refused_unless_asked_for(run_server, settings, is_accepted):
+    server = run_server(settings, accepts_compressed=is_accepted)
+    async with server as addresses, open_channel(addresses.grpc) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="s" * 1000)
+        call = stub.Check(request, compression=grpc.Compression.Gzip, timeout=10)
+        code = (await failure(call)).code()
+        assert code.name == ("NOT_FOUND" if is_accepted else "UNIMPLEMENTED")
+        assert await stub.Check(CHECK, timeout=10), "the connection goes on"
+
+
 async def test_calls_beyond_the_streams_of_a_connection_wait(run_server, settings):
     settings = settings.model_copy(update={"max_concurrent_streams": 1})
     async with run_server(settings) as addresses, open_channel(addresses.grpc) as channel:

@@ -366,6 +366,12 @@ async def test_a_call_that_was_cut_short_says_so(client, inference):
             ]}]},
             r'messages\[0\].tool_calls is set; with role "user"',
         ),
+        (
+            {"tools": [
+                {"type": "function", "function": {"name": "add", "parameters": {"$ref": "#"}}}
+            ], "tool_choice": "required"},
+            'tools has "\\$ref": "#", which leads back to itself',
+        ),
     ],
 )  # fmt: skip
 async def test_invalid_values_are_refused_by_name(client, inference, options, message):

@@ -9,6 +9,7 @@ import pytest
 from contract.codec.outputs import event_to_proto
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, Usage
 from router.http.batches.store import BatchStore, File
+from router.http.listing import PageQuery
 from router.request.usage import Used
 from router.turns.claims import Models
 from router.turns.database import MIGRATIONS, SqliteConnection
@@ -158,10 +159,10 @@ async def test_an_older_store_keeps_its_rows(version, place, new_store):
     if version >= 2:
         assert await batches.file("t", "file-1") == File("file-1", "t", "batch", "in.jsonl", 4, 1.0)
         assert await batches.content("t", "file-1") == b"text"
-        (batch,) = await batches.batches(is_live=True)
+        (batch,) = await batches.live_batches()
         assert (batch.id, batch.file_id, batch.key_name) == ("batch_1", "file-1", "")
     else:
-        assert not await batches.files("t")
+        assert not await batches.files("t", PageQuery(1))
     rows = await read_usage(store.database, 0.0, None, ("model",))
     assert [row.used for row in rows] == ([Used(1, 2, 0, 3, 0)] if version >= 3 else [])
     # What is new works, too: a turn ends, and old ones are swept.
