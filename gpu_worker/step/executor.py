@@ -6,6 +6,7 @@ the next step without leaving the device. On a CPU a launched step is already do
 all calls.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -149,6 +150,11 @@ class Executor:
         self, backend: GraphBackend, report: Callable[[float], None], *, has_adapters: bool = False
     ) -> None:
         self._model_runner.capture_pieces(backend, report, has_adapters=has_adapters)
+
+    def rehearsal(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for steps that only warm up; nothing is learned from their times."""
+        speculation = self._speculation
+        return contextlib.nullcontext() if speculation is None else speculation.rehearsal()
 
     @property
     def max_in_flight(self) -> int:
