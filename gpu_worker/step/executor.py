@@ -118,6 +118,7 @@ class Executor:
         self._speculation = (
             None if drafter is None else Speculation(drafter, limits, self.rows, sampler)
         )
+        self._busy = BusyClock(device)
         self._model_runner = ModelRunner(
             model,
             pool,
@@ -129,8 +130,8 @@ class Executor:
             is_all_known=drafter is not None,
             adapters=self._adapters.by_number,
             slots=slots,
+            before_launch=self._busy.begin,
         )
-        self._busy = BusyClock(device)
 
     @torch.inference_mode()
     def capture_decodes(
@@ -262,7 +263,7 @@ class Executor:
             with timeline.span("draft"):
                 scheduled = self._speculation.extend(plan, scheduled)
         self.labels.apply(plan, self.rows, scheduled)  # guessed tokens are written, too
-        self._busy.begin()
+        self._busy.begin_step()
         with timeline.span("move blocks"):
             failed_swap_ins = self._moves.start(plan)
         readback: Readback | None = None

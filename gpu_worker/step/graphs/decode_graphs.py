@@ -21,7 +21,7 @@ from contract.worker_limits import Limits
 from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.memory.transfer import packed_bytes, upload_into
 from gpu_worker.models.attention import AttentionMetadata, Decoder
-from gpu_worker.step.graphs.cuda_graphs import Between, GraphBackend
+from gpu_worker.step.graphs.cuda_graphs import Between, GraphBackend, do_nothing
 from gpu_worker.step.input_batch import with_groups
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.shared_prefixes import find_shared
@@ -126,12 +126,18 @@ class DecodeGraphs:
         """Whether all sequences of the step decode."""
         return 0 < scheduled.num_decodes == len(scheduled.rows)
 
-    def replay(self, rows: Rows, scheduled: ScheduledRows) -> Decoded:
+    def replay(
+        self,
+        rows: Rows,
+        scheduled: ScheduledRows,
+        before_launch: Callable[[], None] = do_nothing,
+    ) -> Decoded:
         """Compute a step for which `takes` is true, without waiting for the device.
 
         Args:
             rows: The rows, after `apply`.
             scheduled: The result of `apply`.
+            before_launch: Called when the inputs are ready.
 
         Returns:
             The results, on the device; valid until the next step.
@@ -162,6 +168,7 @@ class DecodeGraphs:
         # never read.
         of_groups = on_device[-1].view(num_seqs, width, self._num_groups).permute(2, 0, 1)
         self._block_tables[:, :num_seqs, :width].copy_(of_groups)
+        before_launch()
         self._replays[size]()
         hidden, *maxima = (each[:num_seqs] for each in self._results)
         likeliest = (maxima[0], maxima[1]) if maxima else None
