@@ -1,4 +1,4 @@
-"""Imports every module of the processes, under whichever Python runs this (`make python-3.12-test`).
+"""Imports every module of the processes, under whichever Python runs this.
 
 GPU machines have another Python and another numpy than CI. Prints both versions, and how many
 modules were imported. A module that needs a package which is not installed is named; without torch
