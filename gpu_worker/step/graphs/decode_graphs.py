@@ -23,7 +23,7 @@ from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.memory.transfer import packed_bytes, upload, upload_into
 from gpu_worker.models.attention import AttentionMetadata, Decoder
 from gpu_worker.step.graphs.cuda_graphs import Between, GraphBackend, do_nothing
-from gpu_worker.step.graphs.device_tables import NO_NEWS, DeviceTables
+from gpu_worker.step.graphs.device_tables import DeviceTables
 from gpu_worker.step.input_batch import with_groups
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.shared_prefixes import find_shared
@@ -171,11 +171,11 @@ class DecodeGraphs:
             for padded, array in zip(shared, found, strict=True):
                 padded[: len(array)] = array
         news = self._tables.news(rows, scheduled.rows)
-        if len(news[0]) > self._max_news:  # rows are new here
+        if news and len(news[0]) > self._max_news:  # rows are new here
             self._tables.write(*upload(news, self._inputs.device))
-            news = NO_NEWS
+            news = ()
         on_device = upload_into(self._inputs, [*inputs, *news])
-        if len(news[0]):
+        if news:
             self._tables.write(*on_device[-2:])
         self._tables.know(rows, scheduled.rows)
         # The step's tables are narrower than the graphs': columns beyond `width` are stale, and

@@ -3,16 +3,12 @@
 Symbols: `R` rows, `G` KV groups, `M` blocks of the longest block table, `N` rows of a step.
 """
 
-from typing import Final
-
 import numpy as np
 import torch
 
 from contract.arrays import Int32Array, Int64Array
 from contract.worker_limits import Limits
 from gpu_worker.step.rows import Rows
-
-NO_NEWS: Final = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
 class DeviceTables:
@@ -30,15 +26,18 @@ class DeviceTables:
         self._num_blocks = np.zeros(num_rows, np.int64)
         """How many entries of each row and group are here."""
 
-    def news(self, rows: Rows, which: Int64Array) -> tuple[Int64Array, Int32Array]:
+    def news(self, rows: Rows, which: Int64Array) -> tuple[()] | tuple[Int64Array, Int32Array]:
         """Return the entries of rows `which`, int64[N], that the device lacks.
 
         Returns:
-            int64[K], the entries' places in the flat tables; and int32[K], their blocks.
+            int64[K], the entries' places in the flat tables; and int32[K], their blocks. Empty if
+            there are none.
         """
         is_known = self._versions[which] == rows.table_version[which]
         firsts = np.where(is_known, self._num_blocks[which], 0)
         lens = rows.num_blocks[which] - firsts
+        if not lens.any():  # true in most steps of few rows
+            return ()
         row = np.repeat(which, lens)
         ends = np.cumsum(lens)
         block = np.arange(len(row)) - np.repeat(ends - lens - firsts, lens)
