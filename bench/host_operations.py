@@ -160,9 +160,15 @@ from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
 from gpu_worker.lora.adapter import AdaptedMap, Adapter, LowRankMap, adapted_maps  # noqa: E402
 from gpu_worker.lora.slots import AdapterSlots  # noqa: E402
-from gpu_worker.models.llama.config import ExpertsConfig, LlamaConfig  # noqa: E402
+from gpu_worker.models.llama.config import (  # noqa: E402
+    ExpertsConfig,
+    LlamaConfig,
+    split_llama_config,
+)
 from gpu_worker.models.llama.decoder import build_llama  # noqa: E402
 from gpu_worker.models.rope import RopeConfig  # noqa: E402
+from gpu_worker.parallel.collectives import Ranks  # noqa: E402
+from gpu_worker.parallel.shards import Place  # noqa: E402
 from gpu_worker.speculative.draft_model import ModelDrafter  # noqa: E402
 from gpu_worker.speculative.lengths import DraftLengths  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402
@@ -219,12 +225,37 @@ KINDS = {
     "adapters": FEW_STEPS,
     "experts": FEW_STEPS,
     "drafts": FEW_STEPS,
+    "ranks": FEW_STEPS,
     "invariant": FEW_STEPS,
 }
 """Workers, and the counted steps: plain; a LoRA adapter in each row; 8 experts; a draft model of 32
-layers that guesses two tokens for each row; batch-invariant."""
+layers that guesses two tokens for each row; rank 0 of two that split each layer; batch-invariant.
+"""
 _NUM_DRAFTS = 2
 _RANK = 4
+
+
+class _RankOfTwo(Ranks):
+    """Rank 0; its collectives count as calls. The other rank has the same numbers."""
+
+    def __init__(self) -> None:
+        self.place = Place(0, 2)
+        self._stage = self._host = None
+
+
+def _exchange(*_: Any, **__: Any) -> None:
+    COUNTER.add("calls")
+
+
+def _gather(parts: list[torch.Tensor], own: torch.Tensor, **_: Any) -> None:
+    COUNTER.add("calls")
+    with COUNTER.paused():
+        for part in parts:
+            part.copy_(own)
+
+
+torch.distributed.all_reduce = torch.distributed.broadcast = _exchange
+torch.distributed.all_gather = _gather
 
 
 class CountedGraphs:
@@ -330,16 +361,19 @@ def make_executor(kind: str, *, has_graphs: bool) -> Executor:
         limits = replace(limits, adapters={each.id: n for n, each in adapters.items()})
         slots = AdapterSlots(config, CPU) if has_graphs else None
     is_invariant = kind == "invariant"
+    ranks = _RankOfTwo() if kind == "ranks" else None
     model = draw_weights(
         lambda weights: build_llama(config, weights),
         torch.float32,
         CPU,
+        ranks=ranks,
         is_batch_invariant=is_invariant,
     )
+    local_config = config if ranks is None else split_llama_config(config, ranks.place)
 
     def make_pool() -> KvPool:
         dtypes = (torch.float32,) * _NUM_LAYERS
-        pool = KvPool(config, limits.num_blocks, limits.block_size, dtypes, CPU)
+        pool = KvPool(local_config, limits.num_blocks, limits.block_size, dtypes, CPU)
         if is_invariant:
             pool.attention = BatchInvariantAttention(limits.max_num_seqs, CPU)
         return pool
@@ -349,7 +383,11 @@ def make_executor(kind: str, *, has_graphs: bool) -> Executor:
         # The measured time must not decide how many tokens are guessed.
         DraftLengths.choose = lambda _, rows: np.full(len(rows), _NUM_DRAFTS)  # type: ignore[method-assign]
     executor = Executor(
-        model, make_pool(), limits, (), CPU, drafter=drafter, adapters=adapters, slots=slots
+        *(model, make_pool(), limits, (), CPU),
+        ranks=ranks,
+        drafter=drafter,
+        adapters=adapters,
+        slots=slots,
     )
     if has_graphs:
         piecewise_graphs.piece_sizes = lambda _: (128, 512)  # of all sizes that steps here need
