@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpu_worker.models.llama import build_llama
-from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.models.llama.config import LlamaConfig
+from gpu_worker.models.llama.decoder import build_llama
 from gpu_worker.models.rope import RopeConfig
 from gpu_worker.weights.gpu_linear import OneTileLinear
 from gpu_worker.weights.linear import PlainLinear, make_linear
