@@ -48,7 +48,7 @@ class CompiledError(AssertionError):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    def refuse(_):
+    def refuse(*_):
         raise CompiledError
 
     monkeypatch.setattr(library, "find_or_build", refuse)
