@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 UNPACKED := build/debian
 export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
-.PHONY: setup up test triton-3.6 arm worst-bodies compose-test clients-test public-clients-test agents-test agents smg-test dynamo-test nixl-test s3-test ui-test observe-test postgres lint lock sbom protos docs bench chaos
+.PHONY: setup up test triton-3.6 python-3.12-test arm worst-bodies compose-test clients-test public-clients-test agents-test agents smg-test dynamo-test nixl-test s3-test ui-test observe-test postgres lint lock sbom protos docs bench chaos
 
 setup: $(VENV)/.installed
 
@@ -72,6 +72,20 @@ $(OTHER_TRITON): | setup
 arm:
 	command -v aarch64-linux-gnu-gcc && command -v qemu-aarch64 || \
 		tests/debian_packages.sh arm gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
+
+# Imports all processes under the Python and numpy of GPU machines; skipped by name without that
+# Python. TORCH_3_12, such as torch==2.11.0, is a large download; without it, only the syntax of
+# modules that need torch is checked.
+PYTHON_3_12 ?= python3.12
+TORCH_3_12 ?=
+ENV_3_12 := build/python-3.12
+python-3.12-test:
+	if $(PYTHON_3_12) --version; then \
+		$(PYTHON_3_12) -m venv $(ENV_3_12) && \
+		$(ENV_3_12)/bin/pip $(LOCKED) requirements/worker.txt && \
+		$(if $(TORCH_3_12),$(ENV_3_12)/bin/pip install -qq $(TORCH_3_12) && ,)\
+		$(ENV_3_12)/bin/python -m tests.import_all; \
+	else echo "skipped: there is no $(PYTHON_3_12)"; fi
 
 # Builds the images and runs compose.yaml on this machine's Docker engine. BASE_IMAGE, PIP_CONFIG_FILE
 # and TORCH choose what they are built from (docs/deploy-docker.md).

@@ -6,7 +6,8 @@ A worker's executor runs a decoder of a Llama's shape, 32 layers of tiny widths,
 passes for a GPU: each op goes through its Triton launcher, which launches nothing, and replays of
 CUDA graphs compute nothing. It counts the Python calls into torch (functions and methods, without
 reads of attributes), the operations of torch's dispatcher, launches of Triton kernels, and replays
-of graphs. `host_operations` is the sum of calls, launches and replays.
+of graphs. `host_operations` is the sum of calls, launches and replays. `upload` are the bytes that
+the step copies to the device.
 
 The counts are exact: each run gives the same ones.
 """
@@ -31,6 +32,7 @@ from kernels.cpu import library
 _NUM_LAYERS = 32
 _NUM_DECODES = 32
 _CONTEXT = 40
+_LONG_CONTEXT = 990
 """Tokens of a sequence that decodes."""
 
 
@@ -42,6 +44,8 @@ class Counts:
     dispatches: int = 0
     launches: int = 0
     replays: int = 0
+    upload: int = 0
+    """In bytes."""
 
     @property
     def total(self) -> int:
@@ -67,9 +71,9 @@ class _Counter:
         yield
         self._is_paused = before
 
-    def add(self, name: str) -> None:
+    def add(self, name: str, count: int = 1) -> None:
         if not self._is_paused:
-            setattr(self.counts, name, getattr(self.counts, name) + 1)
+            setattr(self.counts, name, getattr(self.counts, name) + count)
 
 
 class _Calls(TorchFunctionMode):
@@ -132,8 +136,15 @@ def _launch(*_: Any, **__: Any) -> None:
     COUNTER.add("launches")
 
 
+def _pack(arrays: Any, *, pin: bool, pack: Callable[..., Any] = transfer._pack) -> Any:  # noqa: SLF001
+    """Counts the bytes of arrays that travel to the device together."""
+    COUNTER.add("upload", transfer.packed_bytes(arrays))
+    return pack(arrays, pin=pin)
+
+
 JITFunction.run = _launch  # type: ignore[method-assign]
 transfer.upload = _upload
+transfer._pack = _pack  # noqa: SLF001
 library.native = lambda: None  # type: ignore[assignment]
 for name in reference.__all__:
     setattr(ops, name, _through_launcher(getattr(reference, name)))
@@ -149,9 +160,15 @@ from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
 from gpu_worker.lora.adapter import AdaptedMap, Adapter, LowRankMap, adapted_maps  # noqa: E402
 from gpu_worker.lora.slots import AdapterSlots  # noqa: E402
-from gpu_worker.models.llama.config import ExpertsConfig, LlamaConfig  # noqa: E402
+from gpu_worker.models.llama.config import (  # noqa: E402
+    ExpertsConfig,
+    LlamaConfig,
+    split_llama_config,
+)
 from gpu_worker.models.llama.decoder import build_llama  # noqa: E402
 from gpu_worker.models.rope import RopeConfig  # noqa: E402
+from gpu_worker.parallel.collectives import Ranks  # noqa: E402
+from gpu_worker.parallel.shards import Place  # noqa: E402
 from gpu_worker.speculative.draft_model import ModelDrafter  # noqa: E402
 from gpu_worker.speculative.lengths import DraftLengths  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402
@@ -194,25 +211,51 @@ LIMITS = Limits(
     vocab_size=CONFIG.vocab_size,
 )
 STEPS = {
-    "decode": (_NUM_DECODES, 0),
-    "mixed_128": (_NUM_DECODES, 96),
-    "mixed_512": (_NUM_DECODES, 480),
-    "mixed_544": (_NUM_DECODES, 512),
-    "prefill_512": (0, 512),
+    "decode": (_NUM_DECODES, _CONTEXT, 0),
+    "decode_long": (_NUM_DECODES, _LONG_CONTEXT, 0),
+    "mixed_128": (_NUM_DECODES, _CONTEXT, 96),
+    "mixed_512": (_NUM_DECODES, _CONTEXT, 480),
+    "mixed_544": (_NUM_DECODES, _CONTEXT, 512),
+    "prefill_512": (0, 0, 512),
 }
-"""Rows that decode, and the tokens of a prompt beside them."""
+"""Rows that decode, their tokens, and the tokens of a prompt beside them."""
 FEW_STEPS = ("decode", "mixed_128")
 KINDS = {
     "": STEPS,
     "adapters": FEW_STEPS,
     "experts": FEW_STEPS,
     "drafts": FEW_STEPS,
+    "ranks": FEW_STEPS,
     "invariant": FEW_STEPS,
 }
 """Workers, and the counted steps: plain; a LoRA adapter in each row; 8 experts; a draft model of 32
-layers that guesses two tokens for each row; batch-invariant."""
+layers that guesses two tokens for each row; rank 0 of two that split each layer; batch-invariant.
+"""
 _NUM_DRAFTS = 2
 _RANK = 4
+
+
+class _RankOfTwo(Ranks):
+    """Rank 0; its collectives count as calls. The other rank has the same numbers."""
+
+    def __init__(self) -> None:
+        self.place = Place(0, 2)
+        self._stage = self._host = None
+
+
+def _exchange(*_: Any, **__: Any) -> None:
+    COUNTER.add("calls")
+
+
+def _gather(parts: list[torch.Tensor], own: torch.Tensor, **_: Any) -> None:
+    COUNTER.add("calls")
+    with COUNTER.paused():
+        for part in parts:
+            part.copy_(own)
+
+
+torch.distributed.all_reduce = torch.distributed.broadcast = _exchange
+torch.distributed.all_gather = _gather
 
 
 class CountedGraphs:
@@ -235,7 +278,7 @@ class CountedGraphs:
         COUNTER.add("replays")
 
 
-def _row(executor: Executor, row: int, num_tokens: int) -> NewSequence:
+def _row(executor: Executor, row: int, num_tokens: int, num_computed: int = 0) -> NewSequence:
     blocks = np.arange(num_tokens // LIMITS.block_size + 2, dtype=np.int32) + row * 4
     num_adapters = len(executor._adapters.by_number)  # noqa: SLF001
     return NewSequence(
@@ -243,7 +286,7 @@ def _row(executor: Executor, row: int, num_tokens: int) -> NewSequence:
         row=row,
         token_ids=np.arange(num_tokens, dtype=np.int32) % CONFIG.vocab_size,
         num_prompt_tokens=num_tokens,
-        num_computed_tokens=0,
+        num_computed_tokens=num_computed,
         block_ids=blocks,
         sampling=SamplingParams(seed=0, temperature=0.0, ignore_eos=True),
         max_total_tokens=num_tokens + 20,
@@ -259,21 +302,29 @@ def _step(
         int(executor.rows.is_decoding.sum()),
         new_sequences=new,
         chunk_rows=np.array([each.row for each in new], np.int32),
-        chunk_lens=np.array([len(each.token_ids) for each in new], np.int32),
+        chunk_lens=np.array(
+            [len(each.token_ids) - each.num_computed_tokens for each in new], np.int32
+        ),
     )
     if not counted:
-        executor.step(plan)
+        with COUNTER.paused():
+            executor.step(plan)
         return Counts()
     with COUNTER.counting() as counts:
         executor.step(plan)
     return counts
 
 
-def count(executor: Executor, num_decodes: int, num_prompt_tokens: int) -> Counts:
+def count(
+    executor: Executor, num_decodes: int, num_context_tokens: int, num_prompt_tokens: int
+) -> Counts:
     """Count a step of rows that decode, with a prompt beside them."""
     executor.reset()
     if num_decodes:
-        decoding = tuple(_row(executor, row, _CONTEXT) for row in range(num_decodes))
+        num_computed = num_context_tokens - _CONTEXT
+        decoding = tuple(
+            _row(executor, row, num_context_tokens, num_computed) for row in range(num_decodes)
+        )
         _step(executor, 1, decoding, counted=False)
     new = (_row(executor, num_decodes, num_prompt_tokens),) if num_prompt_tokens else ()
     _step(executor, 2, (), counted=False) if num_decodes else None
@@ -310,16 +361,19 @@ def make_executor(kind: str, *, has_graphs: bool) -> Executor:
         limits = replace(limits, adapters={each.id: n for n, each in adapters.items()})
         slots = AdapterSlots(config, CPU) if has_graphs else None
     is_invariant = kind == "invariant"
+    ranks = _RankOfTwo() if kind == "ranks" else None
     model = draw_weights(
         lambda weights: build_llama(config, weights),
         torch.float32,
         CPU,
+        ranks=ranks,
         is_batch_invariant=is_invariant,
     )
+    local_config = config if ranks is None else split_llama_config(config, ranks.place)
 
     def make_pool() -> KvPool:
         dtypes = (torch.float32,) * _NUM_LAYERS
-        pool = KvPool(config, limits.num_blocks, limits.block_size, dtypes, CPU)
+        pool = KvPool(local_config, limits.num_blocks, limits.block_size, dtypes, CPU)
         if is_invariant:
             pool.attention = BatchInvariantAttention(limits.max_num_seqs, CPU)
         return pool
@@ -329,7 +383,11 @@ def make_executor(kind: str, *, has_graphs: bool) -> Executor:
         # The measured time must not decide how many tokens are guessed.
         DraftLengths.choose = lambda _, rows: np.full(len(rows), _NUM_DRAFTS)  # type: ignore[method-assign]
     executor = Executor(
-        model, make_pool(), limits, (), CPU, drafter=drafter, adapters=adapters, slots=slots
+        *(model, make_pool(), limits, (), CPU),
+        ranks=ranks,
+        drafter=drafter,
+        adapters=adapters,
+        slots=slots,
     )
     if has_graphs:
         piecewise_graphs.piece_sizes = lambda _: (128, 512)  # of all sizes that steps here need
@@ -347,7 +405,7 @@ def measure(_: Any) -> dict[str, int]:
     """Count all kinds of steps, with graphs and without."""
     table = Table(
         "worker:<9", "step:<12", "graphs:<6", "calls:d", "dispatches:d", "launches:d", "replays:d",
-        "sum:d",
+        "upload:d", "sum:d",
     )  # fmt: skip
     results: dict[str, int] = {}
     for kind, steps in KINDS.items():
@@ -362,6 +420,7 @@ def measure(_: Any) -> dict[str, int]:
                 name = name if has_graphs else f"{name}_eager"
                 results[f"{name}_host_operations"] = counts.total
                 results[f"{name}_dispatches"] = counts.dispatches
+                results[f"{name}_upload_bytes"] = counts.upload
     return results
 
 

@@ -268,13 +268,12 @@ def _load_rank_model(
         )
     if has_kv and device.type == "cuda":
         report("compiling kernels", None)
-        # Only rank 0 has grammars, and all ranks must warm up in the same way.
-        has_grammars = structured is not None and ranks is None
         warm_up(
             executor,
             limits,
-            has_structured_output=has_grammars,
+            has_structured_output=structured is not None,
             num_draft_tokens=0 if settings.speculative is None else settings.num_draft_tokens,
+            ranks=ranks,
         )
     measured = Rates()
     if num_host_blocks:

@@ -23,7 +23,9 @@ Rows with penalties or a grammar get no guesses, because their logits depend on 
 before.
 """
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -53,7 +55,18 @@ class Speculation:
         self._sampler = sampler
         self._max_samples = max(limits.max_num_seqs, _MIN_SAMPLES)
         self._lengths = DraftLengths(limits.max_num_seqs, drafter.num_draft_tokens)
+        self._is_rehearsal = False
         self._guessing_s = 0.0  # in the current step
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Let steps guess as much as blocks allow, whatever it costs; then forget the costs."""
+        self._is_rehearsal = True
+        try:
+            yield
+        finally:
+            self._is_rehearsal = False
+            self._lengths = DraftLengths(self._limits.max_num_seqs, self._drafter.num_draft_tokens)
 
     def extend(self, plan: Plan, scheduled: ScheduledRows) -> ScheduledRows:
         """Add guesses for decoding rows: as many as `DraftLengths` chooses and the blocks allow."""
@@ -136,7 +149,10 @@ class Speculation:
     def _most(self, decoding: Int64Array, scheduled: ScheduledRows) -> Int64Array:
         """Return how many tokens to guess at most for each decoding row: int64[num_decodes]."""
         rows, table = self._rows, self._sampler.table
-        most = self._lengths.choose(decoding)
+        if self._is_rehearsal:
+            most = np.full(len(decoding), self._drafter.num_draft_tokens)
+        else:
+            most = self._lengths.choose(decoding)
         if not most.any():
             return most
         num_slots = rows.num_blocks[decoding] * self._limits.block_size

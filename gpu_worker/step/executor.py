@@ -6,6 +6,7 @@ the next step without leaving the device. On a CPU a launched step is already do
 all calls.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -117,6 +118,7 @@ class Executor:
         self._speculation = (
             None if drafter is None else Speculation(drafter, limits, self.rows, sampler)
         )
+        self._busy = BusyClock(device)
         self._model_runner = ModelRunner(
             model,
             pool,
@@ -128,8 +130,8 @@ class Executor:
             is_all_known=drafter is not None,
             adapters=self._adapters.by_number,
             slots=slots,
+            before_launch=self._busy.begin,
         )
-        self._busy = BusyClock(device)
 
     @torch.inference_mode()
     def capture_decodes(
@@ -149,6 +151,11 @@ class Executor:
         self, backend: GraphBackend, report: Callable[[float], None], *, has_adapters: bool = False
     ) -> None:
         self._model_runner.capture_pieces(backend, report, has_adapters=has_adapters)
+
+    def rehearsal(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for steps that only warm up; nothing is learned from their times."""
+        speculation = self._speculation
+        return contextlib.nullcontext() if speculation is None else speculation.rehearsal()
 
     @property
     def max_in_flight(self) -> int:
@@ -256,7 +263,7 @@ class Executor:
             with timeline.span("draft"):
                 scheduled = self._speculation.extend(plan, scheduled)
         self.labels.apply(plan, self.rows, scheduled)  # guessed tokens are written, too
-        self._busy.begin()
+        self._busy.begin_step()
         with timeline.span("move blocks"):
             failed_swap_ins = self._moves.start(plan)
         readback: Readback | None = None

@@ -17,7 +17,7 @@ from gpu_worker.models.attention import AttentionMetadata, Decoder
 from gpu_worker.parallel.shared_sampling import Sampling
 from gpu_worker.sampling.sampled_tokens import Sampled
 from gpu_worker.sampling.sampler import sample_others
-from gpu_worker.step.graphs.cuda_graphs import GraphBackend
+from gpu_worker.step.graphs.cuda_graphs import GraphBackend, do_nothing
 from gpu_worker.step.graphs.decode_graphs import Decoded, DecodeGraphs
 from gpu_worker.step.graphs.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
@@ -65,10 +65,13 @@ class ModelRunner:
         is_all_known: bool,
         adapters: Mapping[int, Adapter] = NO_ADAPTERS,
         slots: AdapterSlots | None = None,
+        before_launch: Callable[[], None] = do_nothing,
     ) -> None:
         """`adapters` maps rows' numbers to adapters; its owner changes it between steps.
 
         `slots`: the adapters' slots, if steps with adapters may run as graphs.
+
+        `before_launch` is called when a step's inputs are ready, before its first kernel.
 
         `takes_parts` allows splitting a step when memory is short. It is False with several ranks,
         which would all have to split the step in the same way.
@@ -85,6 +88,7 @@ class ModelRunner:
         self._is_all_known = is_all_known
         self._adapters = adapters
         self._slots = slots
+        self._before_launch = before_launch
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._pooler = Pooler(sampler.table, model)
         # By whether rows have adapters.
@@ -186,7 +190,7 @@ class ModelRunner:
         prompt_scores = decoded = None
         if (decodes := self._decode_graphs(scheduled)) is not None:
             with timeline.span("replay"):
-                decoded = decodes.replay(self._rows, scheduled)
+                decoded = decodes.replay(self._rows, scheduled, self._before_launch)
             hidden, sampling_rows = decoded.hidden, decoded.rows
         else:
             hidden, sampling_rows, prompt_scores = self._forward(scheduled)
@@ -205,7 +209,12 @@ class ModelRunner:
         pieces = self._of_adapters(self._pieces, scheduled)
         if pieces is not None and pieces.takes(scheduled):
             with timeline.span("replay"):
-                replayed = pieces.replay(self._rows, scheduled, is_all_known=self._is_all_known)
+                replayed = pieces.replay(
+                    self._rows,
+                    scheduled,
+                    self._before_launch,
+                    is_all_known=self._is_all_known,
+                )
             of_all, sampling_rows = replayed.hidden, replayed.sampling_rows
             hidden = of_all.index_select(0, replayed.places)
         else:
@@ -223,6 +232,7 @@ class ModelRunner:
             if wants_all and table.pooling:
                 types = self._pooler.token_types(scheduled, self._device)
                 metadata = replace(metadata, token_types=types)
+            self._before_launch()
             with timeline.span("forward"):
                 hidden = of_all = forward(self._model, batch, self._pool, metadata)
             if wants_all:

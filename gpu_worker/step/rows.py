@@ -79,6 +79,8 @@ class Rows:
         a group's window are stale: the scheduler has given their blocks to others."""
         self.num_blocks = np.zeros(num_rows, np.int64)
         """Valid entries of each block table in each group; tables only grow."""
+        self.table_version = np.zeros(num_rows, np.int64)
+        """Incremented when a block table changes other than by growing."""
         self.num_prompt = np.zeros(num_rows, np.int64)
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_computed = np.zeros(num_rows, np.int64)
@@ -265,6 +267,7 @@ class Rows:
         self.token_ids[row, :num_tokens] = new.token_ids
         self.block_tables[row, :num_entries] = new.block_ids
         self.num_blocks[row] = num_entries // self.num_groups
+        self.table_version[row] += 1
         self.num_prompt[row] = new.num_prompt_tokens
         self.num_tokens[row] = num_tokens
         self.num_computed[row] = new.num_computed_tokens
@@ -293,6 +296,7 @@ class Rows:
         is_own = entries < self.num_blocks[rows] * self.num_groups
         _require(is_own, "placements", entries, "beyond the end of the row's block table")
         self.block_tables[rows, entries] = block_ids
+        self.table_version[rows] += 1
 
     def _is_behind(self, num_computed: Int64Array) -> BoolArray:
         """Return bool[N, M * G]: whether no token from int64[N] `num_computed` on sees an entry."""
@@ -312,6 +316,7 @@ class Rows:
             names = np.arange(1 + max(tables.max(initial=0), src.max()), dtype=np.int32)
             names[src] = dst
             self.block_tables[used, :width] = names[tables]
+            self.table_version[used] += 1
 
     def _schedule(self, plan: Plan) -> ScheduledRows:
         (decoding,) = self.is_decoding.nonzero()  # int64[num_decodes], by the scheduler's count

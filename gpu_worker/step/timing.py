@@ -11,10 +11,11 @@ from gpu_worker.step.rows import ScheduledRows
 
 
 class BusyClock:
-    """Adds up device time from `begin` to `end`, without waiting for the device.
+    """Adds up the device time of steps, without waiting for the device.
 
-    On CUDA a span begins when the device reaches it in stream order. So the wall time minus the
-    busy time is the time without a step on the device. Called from one thread.
+    On CUDA a span begins when the device reaches it in stream order, which is never before the host
+    gets there. So `begin` comes right before the step's first launch: while the host moves blocks
+    and gathers inputs, a device without another step is idle. Called from one thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,11 +24,17 @@ class BusyClock:
         self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._busy_s = 0.0
 
+    def begin_step(self) -> None:
+        """Drop the span of a failed step. On a CPU, which does all work itself, begin one."""
+        self._begun = None if self._is_cuda else time.perf_counter()
+
     def begin(self) -> None:
-        """Begin a span at the work enqueued next. A span without an `end` is not counted."""
-        self._begun = self._event() if self._is_cuda else time.perf_counter()
+        """Begin a span at the work enqueued next, unless the step has begun one."""
+        if self._begun is None:
+            self._begun = self._event() if self._is_cuda else time.perf_counter()
 
     def end(self) -> None:
+        """End the step's span, if one has begun."""
         if isinstance(self._begun, float):
             self._busy_s += time.perf_counter() - self._begun
         elif self._begun is not None:

@@ -15,6 +15,7 @@ from contract.arrays import ints
 from contract.sampling import SamplingParams, StructuredOutput
 from contract.step import NewSequence, Plan, StepId
 from contract.worker_limits import Limits
+from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.step.executor import Executor
 
 # One kind of sampling for each set of kernels.
@@ -43,9 +44,17 @@ _SEQS_OF_ONE_VARIANT = 256
 
 
 def warm_up(
-    executor: Executor, limits: Limits, *, has_structured_output: bool, num_draft_tokens: int = 0
+    executor: Executor,
+    limits: Limits,
+    *,
+    has_structured_output: bool,
+    num_draft_tokens: int = 0,
+    ranks: Ranks | None = None,
 ) -> None:
     """Execute every kind of step; all rows are free before and after. KV contents are lost.
+
+    All ranks must call this, and then execute the same steps: with grammars if any of them
+    `has_structured_output`, although only rank 0 uses them.
 
     With limits that are too small for these steps it does nothing, and the first requests wait for
     the compilation of kernels.
@@ -55,19 +64,22 @@ def warm_up(
     if limits.max_model_len < most_tokens or limits.max_num_batched_tokens < most_at_once:
         return
     kinds = [_GREEDY, _DRAWN, _CUT, _COUNTED]
+    if ranks is not None:
+        has_structured_output = bool(ranks.any_has(np.array([has_structured_output])).all())
     if has_structured_output:
         kinds.append(_IN_A_FORM)
     executor.reset()
-    for adapter in range(len(limits.adapters) + 1):
-        for kind in kinds:
-            _run(executor, _one_then_two(limits, most_tokens, kind, kind, adapter))
-            _run(executor, _one_then_two(limits, most_tokens, _GREEDY, kind, adapter))
-    _run(executor, _moves(limits))
-    _run(executor, _behind_many(limits, most_tokens))
-    num_seqs = _SEQS_OF_ONE_VARIANT
-    while num_seqs < limits.max_num_seqs:
-        num_seqs *= 2
-        _run(executor, _many(limits, min(num_seqs, limits.max_num_seqs)))
+    with executor.rehearsal():
+        for adapter in range(len(limits.adapters) + 1):
+            for kind in kinds:
+                _run(executor, _one_then_two(limits, most_tokens, kind, kind, adapter))
+                _run(executor, _one_then_two(limits, most_tokens, _GREEDY, kind, adapter))
+        _run(executor, _moves(limits))
+        _run(executor, _behind_many(limits, num_draft_tokens))
+        num_seqs = _SEQS_OF_ONE_VARIANT
+        while num_seqs < limits.max_num_seqs:
+            num_seqs *= 2
+            _run(executor, _many(limits, min(num_seqs, limits.max_num_seqs)))
 
 
 def _run(executor: Executor, plans: Iterator[Plan]) -> None:
@@ -96,9 +108,17 @@ def _one_then_two(
     yield _plan(5)
 
 
-def _behind_many(limits: Limits, most_tokens: int) -> Iterator[Plan]:
-    """Plan the end of the longest prompt and a decode: attention splits the tokens before them."""
-    num_tokens = limits.max_model_len - (most_tokens - _PROMPT_TOKENS)
+def _behind_many(limits: Limits, num_draft_tokens: int) -> Iterator[Plan]:
+    """Plan the end of a long prompt and decodes: attention splits the tokens before them.
+
+    A draft model first has to compute the whole prompt, in steps in which the row gets no guesses.
+    """
+    num_steps = 1
+    if num_draft_tokens:
+        num_steps += -(-limits.max_model_len // limits.max_num_batched_tokens)
+    num_tokens = limits.max_model_len - num_steps - num_draft_tokens
+    if num_tokens < _PROMPT_TOKENS:
+        return
     new = _new(limits, 0, _GREEDY, 0, num_tokens, limits.max_model_len)
     yield _plan(
         1,
@@ -106,7 +126,8 @@ def _behind_many(limits: Limits, most_tokens: int) -> Iterator[Plan]:
         chunk_rows=[0],
         chunk_lens=[_PROMPT_TOKENS],
     )
-    yield _plan(2)
+    for step_id in range(2, 2 + num_steps):
+        yield _plan(step_id)
 
 
 def _moves(limits: Limits) -> Iterator[Plan]:

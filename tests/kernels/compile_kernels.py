@@ -1,13 +1,14 @@
-"""Compiles every launch of every launcher for a GPU, which need not be there.
+"""Compiles launches of Triton's launchers for a GPU, which need not be there.
 
 It is a program and not a test, because Triton must be imported without TRITON_INTERPRET. Takes the
 capability, the dtype, a model's shape (query heads, kv heads, head dim), the block size, and which
 attention: "plain", "options", "int8", "float8_e4m3fn"; "wide": of 512 dims; "shared": decodes that
 share a prefix; or over latents as wide as DeepSeek's: "latent", "latent int8", "latent
-float8_e4m3fn". Launches have the configuration of that capability, and of a device with the most
-processors; so chunks are compiled with their positions split, and whole. Prints one JSON object per
-kernel variant: its registers, the bytes of a thread's stack, the bytes of shared memory and of
-machine code, its warps, and whether it has wgmma instructions.
+float8_e4m3fn". "others" are all launchers but attention and its stores. Launches have the
+configuration of that capability, and of a device with the most processors; so chunks are compiled
+with their positions split, and whole. Prints one JSON object per kernel variant: its registers, the
+bytes of a thread's stack, the bytes of shared memory and of machine code, its warps, and whether it
+has wgmma instructions.
 """
 
 import json
@@ -153,7 +154,7 @@ def launch_latent(stored, dtype, num_heads, block_size):
 
 
 def launch_others(dtype, num_heads, num_kv_heads, head_dim):
-    """Call every launcher without options once."""
+    """Call every other launcher without options once."""
     hidden = num_heads * head_dim
     query = torch.zeros(4, num_heads, head_dim, dtype=dtype)
     key = torch.zeros(4, num_kv_heads, head_dim, dtype=dtype)
@@ -203,15 +204,16 @@ def main():
     dtype, (num_heads, num_kv_heads, head_dim, block_size) = sys.argv[2], map(int, sys.argv[3:7])
     dtype = getattr(torch, dtype)
     for kind in sys.argv[7:]:
-        if kind.startswith("latent"):
+        if kind == "others":
+            launch_others(dtype, num_heads, num_kv_heads, head_dim)
+            launch_quantized_linear(dtype)
+            launch_grouped_linear(dtype)
+        elif kind.startswith("latent"):
             launch_latent(kind.removeprefix("latent").strip(), dtype, num_heads, block_size)
         elif kind == "wide":
             launch_attention("plain", dtype, 16, 8, 512, block_size)
         else:
             launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size)
-    launch_others(dtype, num_heads, num_kv_heads, head_dim)
-    launch_quantized_linear(dtype)
-    launch_grouped_linear(dtype)
 
 
 LATENT_DIM = 512

@@ -1,12 +1,23 @@
 """Which variants of Triton's kernels a worker needs after its warm-up.
 
 A program, not a test: Triton must be imported without TRITON_INTERPRET. Takes a model directory, a
-seed, "graphs" or "eager", and the weights' quantization: "none", "int8" or "int4". A worker's
-executor runs on the CPU. Each op first calls its Triton launcher, whose launch only records the key
-of the kernel that Triton would compile, and then its twin. After the captures and `warm_up`, a
-scheduler drives random requests through the executor: prompts, decodes, mixed steps, prefix hits,
-forks, swaps, masks, draws. Prints, as JSON, how many variants the warm-up needs and of which
-kernels, and each variant that only the requests need.
+seed, and what the worker has:
+
+    graphs           CUDA graphs; otherwise all steps run eagerly
+    weights=int8     the weights' quantization, also int4; or "stored", that of the checkpoint
+    kv=int8          the dtype of the KV cache, also fp8
+    adapter=DIR      a LoRA adapter in some rows; and a second one, added when the worker serves
+    late=DIR         a LoRA adapter of a worker that started without any
+    ngram            guesses from the rows' own tokens
+    draft=DIR        guesses of a model
+    shared           attention once to prefixes that decodes share
+    ranks            other ranks, which compute nothing
+
+A worker's executor runs on the CPU. Each op first calls its Triton launcher, whose launch only
+records the key of the kernel that Triton would compile, and then its twin. After the captures and
+`warm_up`, a scheduler drives random requests through the executor: prompts, decodes, mixed steps,
+prefix hits, forks, swaps, masks, draws. Prints, as JSON, how many variants the warm-up needs and of
+which kernels, and each variant that only the requests need.
 """
 
 import contextlib
@@ -15,6 +26,7 @@ import json
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +38,8 @@ from triton.runtime.jit import JITFunction, native_specialize_impl
 from kernels import ops, reference
 from kernels.cpu import library
 
+MODEL, SEED = Path(sys.argv[1]), int(sys.argv[2])
+HAS = dict(each.partition("=")[::2] for each in sys.argv[3:])
 VARIANTS = set()
 BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
 
@@ -86,9 +100,18 @@ from contract.sampling import SamplingParams, StructuredOutput  # noqa: E402
 from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
 from gpu_worker.kv.host_pool import HostPool  # noqa: E402
+from gpu_worker.kv.layout import kv_dtypes  # noqa: E402
+from gpu_worker.loading import rank_model  # noqa: E402
+from gpu_worker.lora.adapter_files import load_adapter  # noqa: E402
+from gpu_worker.lora.slots import AdapterSlots  # noqa: E402
 from gpu_worker.models.registry import open_model  # noqa: E402
+from gpu_worker.parallel.shards import Place  # noqa: E402
 from gpu_worker.sampling.grammar_masks import StructuredOutput as Grammars  # noqa: E402
 from gpu_worker.sampling.sampler import Sampler  # noqa: E402
+from gpu_worker.speculative.draft_model import load_draft_model  # noqa: E402
+from gpu_worker.speculative.lengths import DraftLengths  # noqa: E402
+from gpu_worker.speculative.ngram import NgramDrafter  # noqa: E402
+from gpu_worker.step import shared_prefixes  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402
 from gpu_worker.step.graphs import piecewise_graphs  # noqa: E402
 from gpu_worker.step.warm_up import warm_up  # noqa: E402
@@ -96,6 +119,7 @@ from gpu_worker.weights import gpu_linear  # noqa: E402
 from gpu_worker.weights.quantized_linear import Quantization  # noqa: E402
 from kernels.triton.attention import decode, prefill  # noqa: E402
 from kernels.tuning import configs as tuned  # noqa: E402
+from rpc.observe import logs  # noqa: E402
 from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig  # noqa: E402
 from scheduler_svc.core.interface.request import Request, SeqKey, SourceId  # noqa: E402
 from scheduler_svc.core.scheduler import Scheduler  # noqa: E402
@@ -137,29 +161,77 @@ class NoStreams:
         return contextlib.nullcontext
 
 
-def make_executor(model, quantization, num_blocks, num_host_blocks):
-    source = open_model(model, quantization=quantization)
-    dtype = torch.bfloat16 if quantization else torch.float32
-    config = source.config
+class OtherRanks:
+    """Rank 0's connections with ranks that compute nothing."""
+
+    place = Place()
+
+    def share(self, values):
+        """Send nothing."""
+
+    def any_has(self, flags):
+        return flags
+
+
+def refuse_to_go_on(status, _):
+    """Raise if a capture has failed."""
+    assert "without" not in status, status
+
+
+def make_worker():
+    """Make an executor, with its captures and warm-up, as a GPU worker does.
+
+    Returns the executor, its limits, the largest number of drafts, and how to load another adapter.
+    The pool is small, so that sequences are preempted.
+    """
+    weights = HAS.get("weights")
+    source = open_model(
+        MODEL, quantization=Quantization(weights) if weights in {"int8", "int4"} else None
+    )
+    dtype, config = torch.bfloat16 if weights else torch.float32, source.config
+    load_one = partial(load_adapter, model=config, dtype=dtype, device=CPU)
+    adapters, slots = {}, None
+    if "adapter" in HAS:
+        adapters, slots = {1: load_one("first", Path(HAS["adapter"]))}, AdapterSlots(config, CPU)
+        slots.compile(dtype)
     limits = Limits(
         max_num_seqs=12,
         max_model_len=120,
         max_num_batched_tokens=64,
-        num_blocks=num_blocks,
-        num_host_blocks=num_host_blocks,
+        num_blocks=70,
+        num_host_blocks=60,
         block_size=4,
         vocab_size=config.vocab_size,
+        adapters={adapter.id: number for number, adapter in adapters.items()},
     )
-    loaded = source.load(dtype, CPU, lambda _: None)
-    pool = KvPool(config, num_blocks, limits.block_size, dtype, CPU)
-    grammars = Grammars(
-        model / "tokenizer.json", config.vocab_size, config.eos_token_ids, CPU, is_beside=False
-    )
-    host = HostPool(pool.blocks_as_bytes, num_host_blocks, streams=NoStreams())
+    dtypes = kv_dtypes(HAS.get("kv", "auto"), frozenset(), dtype, config.num_layers)
+    pool = KvPool(config, limits.num_blocks, limits.block_size, dtypes, CPU)
+    drafter, num_drafts = None, 0
+    if "ngram" in HAS:
+        drafter, num_drafts = NgramDrafter(3, 1, 3), 3
+    if "draft" in HAS:
+        draft_model = load_draft_model(Path(HAS["draft"]), MODEL, limits, dtype, CPU)
+        drafter, num_drafts = draft_model.drafter(2, limits), 2
+    ranks = OtherRanks() if "ranks" in HAS else None
     executor = Executor(
-        loaded, pool, limits, config.eos_token_ids, CPU, host_pool=host, structured=grammars
+        *(source.load(dtype, CPU, lambda _: None), pool, limits, config.eos_token_ids, CPU),
+        host_pool=HostPool(pool.blocks_as_bytes, limits.num_host_blocks, streams=NoStreams()),
+        structured=Grammars(
+            MODEL / "tokenizer.json", config.vocab_size, config.eos_token_ids, CPU, is_beside=False
+        ),
+        ranks=ranks,
+        drafter=drafter,
+        adapters=adapters,
+        slots=slots,
     )
-    return executor, limits
+    if "graphs" in HAS:
+        rank_model._capture_graphs(
+            *(executor, WorkBetween(), refuse_to_go_on, drafter),
+            shares_prefixes="shared" in HAS,
+            has_adapters=slots is not None,
+        )
+    warm_up(executor, limits, has_structured_output=True, num_draft_tokens=num_drafts, ranks=ranks)
+    return executor, limits, num_drafts, load_one
 
 
 def draw_sampling(chance):
@@ -174,11 +246,12 @@ def draw_sampling(chance):
     )
 
 
-def serve(executor, limits, chance, num_requests):
+def serve(executor, limits, num_drafts, chance, num_requests):
     """Drive random requests to their end; returns how many steps of each kind there were.
 
-    Drives as many again, a few times, if some kind is missing: graphs that compute nothing draw
-    tokens at random, so the same seed does not make the same history.
+    With drafts, all rows that may have guesses get the most. Drives as many again, a few times, if
+    some kind is missing: graphs that compute nothing draw tokens at random, so the same seed does
+    not make the same history.
     """
     core = Scheduler(
         SchedulerConfig(
@@ -188,13 +261,16 @@ def serve(executor, limits, chance, num_requests):
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
             num_host_blocks=limits.num_host_blocks,
+            num_draft_tokens=num_drafts,
             preemption_mode=PreemptionMode.SWAP,
             watermark=0.0,
         )
     )
-    samplings = {}
+    samplings, adapters = {}, {}
     beginnings = [[chance.randrange(5, 400) for _ in range(40)] for _ in range(2)]
     seen = dict.fromkeys(("decode", "mixed", "prefill", "swap_out", "swap_in", "copy"), 0)
+    seen |= {"guess": 0} if num_drafts else {}
+    numbers = [0, *executor._adapters.by_number]
     num_sent, now = 0, 0.0
     num_wanted, most_wanted = num_requests, 5 * num_requests
     for _ in range(5 * 5000):
@@ -209,6 +285,7 @@ def serve(executor, limits, chance, num_requests):
             prompt = chance.choice(beginnings)[: chance.choice((0, 13, 40))] + tail
             name = str(key).encode()
             samplings[name] = draw_sampling(chance)
+            adapters[name] = chance.choice(numbers)
             core.submit(
                 Request(
                     SourceId(0),
@@ -225,33 +302,40 @@ def serve(executor, limits, chance, num_requests):
         plan = core.schedule(now)
         if plan is None:
             continue
-        new = tuple(replace(each, sampling=samplings[each.sampling]) for each in plan.new_sequences)
+        new = tuple(
+            replace(each, sampling=samplings[each.sampling], adapter=adapters[each.sampling])
+            for each in plan.new_sequences
+        )
         num_chunks = len(plan.chunk_rows)
         kind = "mixed" if plan.num_decodes and num_chunks else "prefill" if num_chunks else "decode"
         seen[kind] += 1
         seen["swap_out"] += len(plan.swap_out_src_block_ids)
         seen["swap_in"] += len(plan.swap_in_src_block_ids)
         seen["copy"] += len(plan.copy_src_block_ids)
-        result = executor.step(replace(plan, new_sequences=new))
+        launched = executor.launch(replace(plan, new_sequences=new))
+        if num_drafts:
+            seen["guess"] += launched.scheduled.num_drafting
+        result = executor.collect(launched)
         # the machine's load does not change the history
         core.update(replace(result, execute_s=0.0))
     return seen
 
 
 def main():
-    model, seed = Path(sys.argv[1]), int(sys.argv[2])
-    quantization = None if sys.argv[4] == "none" else Quantization(sys.argv[4])
-    has_experts = "mixtral" in (model / "config.json").read_text()
-    is_special = quantization is not None or has_experts
+    logs.configure("warning", "console", "worker")  # standard output is for the results
+    has_experts = "mixtral" in (MODEL / "config.json").read_text()
+    is_special = "weights" in HAS or has_experts
     gpu_linear.is_here = lambda device: is_special and device.type != "meta"
-    executor, limits = make_executor(model, quantization, num_blocks=70, num_host_blocks=60)
-    if sys.argv[3] == "graphs":
-        piecewise_graphs._MAX_TOKENS = 32  # the largest steps run eagerly
-        executor.capture_decodes(WorkBetween(), lambda _: None)
-        executor.capture_pieces(WorkBetween(), lambda _: None)
-    warm_up(executor, limits, has_structured_output=True)
+    gpu_linear._capability = lambda _: (8, 0)
+    piecewise_graphs._MAX_TOKENS = 32  # the largest steps run eagerly
+    shared_prefixes.LEAST_TOKENS = 8
+    executor, limits, num_drafts, load_one = make_worker()
     known = set(VARIANTS)
-    seen = serve(executor, limits, random.Random(seed), num_requests=25)
+    for number, name in enumerate(("adapter", "late"), start=2):
+        if name in HAS:
+            executor.add_adapter(number, load_one(name, Path(HAS[name])))
+    DraftLengths.choose = lambda _, rows: np.full(len(rows), num_drafts)
+    seen = serve(executor, limits, num_drafts, random.Random(SEED), num_requests=12)
     new = sorted(map(list, VARIANTS - known))
     kernels = sorted({variant[0] for variant in known})
     found = {"num_known": len(known), "kernels": kernels, "new": new, "seen": seen}

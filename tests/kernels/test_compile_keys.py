@@ -8,30 +8,44 @@ from pathlib import Path
 
 import pytest
 
+from bench.quantize import FORMS, write
+from tests.lora_fixture import make_adapter
 from tests.models_fixture import make_model
 
 ROOT = Path(__file__).parents[2]
 
 
-# mistral has a sliding window
+# mistral has a sliding window, deepseek_v3 latents
 @pytest.mark.parametrize(
-    ("family", "steps", "quantization"),
+    ("family", "has"),
     [
-        ("llama", "eager", "none"),
-        ("mistral", "graphs", "none"),
-        ("qwen3", "eager", "int4"),
-        ("mixtral", "eager", "none"),
+        ("llama", ()),
+        ("mistral", ("graphs",)),
+        ("qwen3", ("weights=int4",)),
+        ("mixtral", ("kv=fp8",)),
+        ("deepseek_v3", ("graphs", "kv=int8")),
+        ("llama", ("graphs", "adapter=a", "ranks")),
+        ("llama", ("late=a", "ngram", "kv=int8")),
+        ("llama", ("graphs", "shared", "weights=stored")),
+        ("qwen2", ("graphs", "kv=fp8", "draft=draft")),
     ],
+    ids=str,
 )
 def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(
-    family: str, steps: str, quantization: str, tmp_path: Path
+    family: str, has: tuple[str, ...], tmp_path: Path
 ):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     model = make_model(tmp_path / "model", family, intermediate_size=128)
+    if "draft=draft" in has:
+        make_model(tmp_path / "draft", "llama", num_attention_heads=2, num_hidden_layers=1)
+    if "adapter=a" in has or "late=a" in has:
+        make_adapter(tmp_path / "a", model, seed=1)
+    if "weights=stored" in has:
+        model = write(model, tmp_path / "packed", FORMS["fp8"])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_keys", str(model), "1", steps, quantization],
-        env=env,
-        cwd=ROOT,
+        [sys.executable, "-m", "tests.kernels.compile_keys", str(model), "1", *has],
+        env=env | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
@@ -40,9 +54,11 @@ def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(
     found = json.loads(done.stdout)
     assert found["new"] == []
     assert found["num_known"] >= 10
-    assert ("_quantized_linear_kernel" in found["kernels"]) == (quantization != "none")
+    assert ("_quantized_linear_kernel" in found["kernels"]) == any("weights" in x for x in has)
     assert "_reduce_splits_kernel" in found["kernels"]
+    assert "_suppress_kernel" in found["kernels"]
     if family == "llama":  # the others' windows may be too short for splits
         assert "_merge_chunks_kernel" in found["kernels"]
-    assert ("_grouped_linear_kernel" in found["kernels"]) == (family == "mixtral")
+    has_groups = family == "mixtral" or "adapter=a" in has
+    assert ("_grouped_linear_kernel" in found["kernels"]) == has_groups
     assert all(found["seen"].values()), found["seen"]

@@ -27,6 +27,10 @@ class Forward(Protocol):
         """Return hidden states `[T, E]`; a graph's metadata wants all tokens."""
 
 
+def do_nothing() -> None:
+    """Stand in for a callback that nobody needs."""
+
+
 class PiecesError(Exception):
     """A model's forward pass cannot be captured in pieces."""
 

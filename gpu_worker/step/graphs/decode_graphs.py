@@ -1,12 +1,13 @@
 """Captures decode steps as CUDA graphs, one per batch size, and replays them.
 
 A graph runs the same kernels on the same addresses. So a step's inputs are copied to fixed
-addresses, in one copy, and its logits and likeliest tokens appear at fixed addresses. Kernels read
-the amount of work from the device. A step with fewer sequences than its graph is filled up
-with *padding rows*: length 0, stored nowhere, results ignored.
+addresses, in one copy, and so are its block tables, which are on the device already. Its logits and
+likeliest tokens appear at fixed addresses. Kernels read the amount of work from the device. A step
+with fewer sequences than its graph is filled up with *padding rows*: length 0, stored nowhere,
+results ignored.
 
-Symbols: `S` sequences of a graph, `N` of a step, `M` blocks of the longest block table, `E` hidden
-size.
+Symbols: `S` sequences of a graph, `N` of a step, `G` KV groups, `M` blocks of the longest block
+table, `E` hidden size.
 """
 
 from bisect import bisect_left
@@ -19,9 +20,10 @@ import torch
 
 from contract.worker_limits import Limits
 from gpu_worker.lora.slots import AdapterSlots
-from gpu_worker.memory.transfer import packed_bytes, upload_into
+from gpu_worker.memory.transfer import packed_bytes, upload, upload_into
 from gpu_worker.models.attention import AttentionMetadata, Decoder
-from gpu_worker.step.graphs.cuda_graphs import Between, GraphBackend
+from gpu_worker.step.graphs.cuda_graphs import Between, GraphBackend, do_nothing
+from gpu_worker.step.graphs.device_tables import DeviceTables
 from gpu_worker.step.input_batch import with_groups
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.shared_prefixes import find_shared
@@ -95,10 +97,15 @@ class DecodeGraphs:
         self._adapters = adapters
         self.sizes = graph_sizes(limits.max_num_seqs)
         self._replays: dict[int, Callable[[], object]] = {}
-        num_rows, width = limits.max_num_seqs, limits.max_table_len
+        num_rows = limits.max_num_seqs
         self._num_groups = len(limits.kv_windows)
         device = last_token_ids.device
-        most = [*self._padding(num_rows), np.empty((num_rows, width), np.int32)]
+        self._tables = DeviceTables(limits, device)
+        self._max_news = num_rows * self._num_groups  # as many as one step appends
+        most = [
+            *self._padding(num_rows),
+            *(np.empty(self._max_news, dtype) for dtype in (np.int64, np.int32)),
+        ]
         self._inputs = torch.zeros(packed_bytes(most), dtype=torch.uint8, device=device)
         self._block_tables = torch.zeros(  # [G, max_num_seqs, M]
             self._num_groups, num_rows, limits.max_blocks_per_row, dtype=torch.int32, device=device
@@ -126,12 +133,18 @@ class DecodeGraphs:
         """Whether all sequences of the step decode."""
         return 0 < scheduled.num_decodes == len(scheduled.rows)
 
-    def replay(self, rows: Rows, scheduled: ScheduledRows) -> Decoded:
+    def replay(
+        self,
+        rows: Rows,
+        scheduled: ScheduledRows,
+        before_launch: Callable[[], None] = do_nothing,
+    ) -> Decoded:
         """Compute a step for which `takes` is true, without waiting for the device.
 
         Args:
             rows: The rows, after `apply`.
             scheduled: The result of `apply`.
+            before_launch: Called when the inputs are ready.
 
         Returns:
             The results, on the device; valid until the next step.
@@ -152,16 +165,23 @@ class DecodeGraphs:
             slot_mapping[:num_seqs] = of_group * self._block_size + offsets
         if self._adapters is not None:
             inputs[-2:] = self._adapters.group(rows.adapter[scheduled.rows], size)
-        tables = rows.block_tables[scheduled.rows, : width * self._num_groups]  # [N, width * G]
         if shared:
+            tables = rows.block_tables[scheduled.rows, :width]  # [N, width]; there is one group
             found = find_shared(tables, seq_lens[:num_seqs], self._block_size)
             for padded, array in zip(shared, found, strict=True):
                 padded[: len(array)] = array
-        on_device = upload_into(self._inputs, [*inputs, tables])
+        news = self._tables.news(rows, scheduled.rows)
+        if news and len(news[0]) > self._max_news:  # rows are new here
+            self._tables.write(*upload(news, self._inputs.device))
+            news = ()
+        on_device = upload_into(self._inputs, [*inputs, *news])
+        if news:
+            self._tables.write(*on_device[-2:])
+        self._tables.know(rows, scheduled.rows)
         # The step's tables are narrower than the graphs': columns beyond `width` are stale, and
         # never read.
-        of_groups = on_device[-1].view(num_seqs, width, self._num_groups).permute(2, 0, 1)
-        self._block_tables[:, :num_seqs, :width].copy_(of_groups)
+        self._tables.gather(on_device[0][:num_seqs], self._block_tables[:, :num_seqs, :width])
+        before_launch()
         self._replays[size]()
         hidden, *maxima = (each[:num_seqs] for each in self._results)
         likeliest = (maxima[0], maxima[1]) if maxima else None

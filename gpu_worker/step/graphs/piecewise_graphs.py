@@ -22,7 +22,13 @@ from contract.worker_limits import Limits
 from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.memory.transfer import packed_bytes, upload_into
 from gpu_worker.models.attention import AttentionMetadata, Prepare
-from gpu_worker.step.graphs.cuda_graphs import Between, Forward, GraphBackend, PiecesError
+from gpu_worker.step.graphs.cuda_graphs import (
+    Between,
+    Forward,
+    GraphBackend,
+    PiecesError,
+    do_nothing,
+)
 from gpu_worker.step.input_batch import (
     gather,
     known_token_ids,
@@ -125,12 +131,20 @@ class PiecewiseGraphs:
         """Whether there are graphs for this many tokens."""
         return 0 < scheduled.num_tokens <= self.sizes[-1]
 
-    def replay(self, rows: Rows, scheduled: ScheduledRows, *, is_all_known: bool) -> Replayed:
+    def replay(
+        self,
+        rows: Rows,
+        scheduled: ScheduledRows,
+        before_launch: Callable[[], None] = do_nothing,
+        *,
+        is_all_known: bool,
+    ) -> Replayed:
         """Compute a step for which `takes` is true, without waiting for the device.
 
         Args:
             rows: The rows, after `apply`.
             scheduled: The result of `apply`.
+            before_launch: Called when the inputs are ready.
             is_all_known: Whether `rows` has the values of all tokens.
         """
         host = gather(rows, scheduled, self._limits.block_size)
@@ -170,6 +184,7 @@ class PiecewiseGraphs:
             num_decodes=scheduled.num_decodes,
         )
         self._step = with_groups(metadata, slots_t, tables)
+        before_launch()
         self._replays[size]()
         assert self._hidden is not None, "graphs were captured"
         return Replayed(self._hidden[:num_tokens], places_t, sampling_rows_t)

@@ -43,7 +43,7 @@ class FakeGraphs:
 
 
 class FakePieces(FakeGraphs):
-    """Fails, like a GPU's capture, when the host reads a tensor's value."""
+    """Captures whole graphs, too. Fails, like a GPU, when the host reads a tensor's value."""
 
     def __init__(self, monkeypatch, fails_at=None):
         super().__init__(fails_at)
@@ -51,7 +51,7 @@ class FakePieces(FakeGraphs):
         """By capture: graphs, and works between them."""
         self._tape = None
         kernels = "add_rms_norm", "rms_norm", "rotary", "rotary_store_kv", "silu_mul", "store_kv"
-        kernels += ("grouped_linear",)
+        kernels += "greedy", "grouped_linear", "paged_attention_decode"
         collectives = "all_reduce", "all_gather", "send", "recv"
         for where, name in [
             (PackedLinear, "__call__"),

@@ -51,7 +51,7 @@ class Case:
     dtype: str = "float32"
     quantization: str | None = None
     has_graphs: bool = False
-    """Whether the ranks replay their steps in pieces, from fakes."""
+    """Whether the ranks replay their steps, decodes whole and others in pieces, from fakes."""
 
     @property
     def alone(self) -> "Case":
@@ -109,7 +109,8 @@ def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:
     patches, graphs = pytest.MonkeyPatch(), None
     if case.has_graphs and ranks is not None:
         graphs = FakePieces(patches)
-        executor.capture_pieces(GraphsOfAll(graphs, ranks), lambda _: None)
+        for capture in (executor.capture_decodes, executor.capture_pieces):
+            capture(GraphsOfAll(graphs, ranks), lambda _: None)
     prompts = [np.random.default_rng(n).integers(5, 500, n).astype(np.int32) for n in PROMPT_LENS]
     first = Plan(
         step_id=1,
@@ -143,6 +144,7 @@ def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:
         "prompt": [t.logprob for part in outputs[0].prompt_logprobs for t in part.logprobs],
         "block_bytes": pool.block_bytes,
         "num_replays": 0 if graphs is None else graphs.num_replays,
+        "num_whole": 0 if graphs is None else graphs.num_parts.count(1),
     }
 
 

@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool
 
 from contract.worker_limits import Limits
+from gpu_worker.parallel.shards import Place
+from gpu_worker.speculative.lengths import DraftLengths
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.warm_up import warm_up
 
+CPU = torch.device("cpu")
 LIMITS = Limits(
     max_num_seqs=6,
     max_model_len=64,
@@ -49,3 +53,63 @@ def test_every_limit_will_do(changes, num_draft_tokens):
     assert executor.rows.num_used == 0
     is_too_small = limits.max_model_len == 2 or limits.max_num_batched_tokens == 1
     assert bool(model.forwards) != is_too_small
+
+
+class AlwaysGuesses(NgramDrafter):
+    """Guesses token 0 and counts its guesses."""
+
+    num_guesses = 0
+
+    def _guess(self, _, __, most):
+        self.num_guesses += most
+        return np.zeros(most, np.int32)
+
+
+def executor_of(drafter=None, **parts):
+    return Executor(
+        FakeModel(checks_context=False),
+        FakePool(LIMITS.num_blocks, LIMITS.block_size),
+        LIMITS,
+        (13,),
+        CPU,
+        drafter=drafter,
+        **parts,
+    )
+
+
+def test_steps_guess_although_compiling_makes_guesses_look_dear(monkeypatch):
+    def learn_that_nothing_pays(self, *_):
+        self._steps.add(10, 10, 10, 100.0, 99.0)
+
+    monkeypatch.setattr(DraftLengths, "learn_costs", learn_that_nothing_pays)
+    drafter = AlwaysGuesses(3, 1, 2)
+    executor = executor_of(drafter)
+    warm_up(executor, LIMITS, has_structured_output=False, num_draft_tokens=3)
+    assert drafter.num_guesses > 20
+    assert executor._speculation._lengths.cost == 0, "it is unknown again"
+
+
+class OtherRank:
+    """The connections of a rank with rank 0."""
+
+    place = Place(1, 2)
+
+    def __init__(self, *, has_grammars):
+        self.has_grammars = has_grammars
+
+    def any_has(self, flags):
+        return flags | self.has_grammars
+
+    def share(self, shared):
+        shared.copy_(torch.tensor([[5], [1]]))
+
+
+@pytest.mark.parametrize("has_grammars", [False, True])
+def test_a_rank_without_grammars_makes_the_steps_of_rank_0(has_grammars):
+    executor = executor_of(ranks=OtherRank(has_grammars=has_grammars))
+    plans = []
+    step = executor.step
+    executor.step = lambda plan: plans.append(plan) or step(plan)
+    warm_up(executor, LIMITS, has_structured_output=False, ranks=executor._sampler._ranks)
+    new = [each for plan in plans for each in plan.new_sequences]
+    assert any(each.params.grammar is not None for each in new) == has_grammars
