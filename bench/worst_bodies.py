@@ -13,7 +13,8 @@ each,
 - `gap_ms`: how late a heartbeat was by the clock, which other processes and threads make larger.
 
 Prints the worst bodies, the largest of both, and `memory_kept_percent`: how much more memory the
-router has afterwards than before, when it had answered small bodies of all kinds. Exits with 1 if a
+router has afterwards than before, when it had answered small bodies of all kinds, and as many
+requests at once as it accepts. Exits with 1 if a
 body is answered with an error of the service, or if the router keeps over 25 % more memory.
 """
 
@@ -33,7 +34,7 @@ from pathlib import Path
 import aiohttp
 import grpc.aio
 from engines.watched_router import CPU, GAP
-from faults.bodies import BOUNDARY, FILES, Body, draw_like, draw_shape, make
+from faults.bodies import BOUNDARY, FILES, Body, Shape, draw_like, draw_shape, make
 from faults.packed_call import packed_call
 from harness.case import SHIPPED_MODEL, Results, Table, arguments, main, progress
 from harness.processes import Process, modules
@@ -51,6 +52,7 @@ _SLOW_S = 5.0
 """An answer that takes longer is logged."""
 _NUM_SMALL, _SMALL_BYTES = 400, 4096
 """How many bodies are sent before memory is first measured."""
+_MANY_AT_ONCE = Shape("stream", "generate", "alone", 4095)
 _MOST_KEPT_PERCENT = 25.0
 """The goal is 10; 5 to 7 were measured, and 12 to 131 while refused requests were kept."""
 _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
@@ -205,6 +207,7 @@ async def measure(given: argparse.Namespace) -> Results:
             sender = Sender(router, channel, socket)
             for _ in range(_NUM_SMALL):
                 await sender.measure(make(draw_shape(rng), _SMALL_BYTES))
+            await sender.measure(make(_MANY_AT_ONCE, _MIB))
             before_bytes = await settled_bytes(router)
             idle = [await sender._read() for _ in range(20)]  # noqa: SLF001 - what a scrape adds
             gc.collect()

@@ -72,12 +72,12 @@ async def run_router(
     health.set_starting("reading the tokenizer")
     async with AsyncExitStack() as stack:  # closes in reverse order
         side_tasks = await stack.enter_async_context(SideTasks(stop))
-        side_tasks.run(keep_trimmed(), "malloc")
         api_keys = settings.read_api_keys()
         usage = UsageCounts() if settings.turn_store else None
         entry = Entry(settings.max_live_requests, api_keys, usage, _open_audit(settings, stack))
         cells, of_flags = await _open_cells(settings, entry, health)
         stack.callback(cells.close)
+        side_tasks.run(keep_trimmed(), "malloc")
         gateway_metrics = GatewayMetrics(cells)
         health.before_scrape(gateway_metrics.refresh)
         REGISTRY.register(gateway_metrics)

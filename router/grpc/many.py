@@ -73,6 +73,9 @@ class ManyCall:
         self._has_events = asyncio.Event()
         self._is_taken = asyncio.Event()
         """Set when the writer takes `_response` and starts a new one."""
+        self._num_running = 0
+        """Requests whose task has not ended."""
+        self._has_ended = asyncio.Event()
         self._is_over = False
 
     async def serve(
@@ -88,8 +91,11 @@ class ManyCall:
                             self._take(message, tasks)
                             while self._num_errors >= _MOST_UNSENT_ERRORS:
                                 await self._wait_until_taken()
-                        if running := self._tasks:
-                            await asyncio.wait(running)
+                        # Not `asyncio.wait`: if the call is cancelled, the traceback would keep
+                        # all tasks, and so all requests.
+                        while self._num_running:
+                            self._has_ended.clear()
+                            await self._has_ended.wait()
                     except asyncio.CancelledError:
                         await self._cancel_in_slices()
                         raise
@@ -101,17 +107,13 @@ class ManyCall:
                 error = error.exceptions[0]
             raise error from None
 
-    @property
-    def _tasks(self) -> list[asyncio.Task[None]]:
-        each = self._number_to_request.values()
-        return [request.task for request in each if request.task is not None]
-
     async def _cancel_in_slices(self) -> None:
         """Cancel all requests; the task group would end them in one turn of the event loop."""
-        tasks = self._tasks
-        for i in range(0, len(tasks), _CANCELLED_AT_ONCE):
-            for task in tasks[i : i + _CANCELLED_AT_ONCE]:
-                task.cancel()
+        requests = list(self._number_to_request.values())
+        for i in range(0, len(requests), _CANCELLED_AT_ONCE):
+            for request in requests[i : i + _CANCELLED_AT_ONCE]:
+                if request.task is not None:
+                    request.task.cancel()
             await asyncio.sleep(0)
 
     def _take(
@@ -134,6 +136,7 @@ class ManyCall:
         if isinstance(message, RefusedRequest):
             self._put_error(request, message.error)
             return
+        self._num_running += 1
         request.task = tasks.create_task(self._serve(request, message))
         request.task.add_done_callback(lambda _: self._on_ended(request))
 
@@ -174,6 +177,9 @@ class ManyCall:
 
     def _on_ended(self, request: _Request) -> None:
         """Answer `leave`, unless the request has ended otherwise."""
+        self._num_running -= 1
+        self._has_ended.set()
+        request.task = None  # a cancelled task refers to its frame, and so to this request
         if request.has_left and self._number_to_request.get(request.number) is request:
             self._put_end(request, _CANCELLED, "the client has left the request")
 

@@ -318,6 +318,10 @@ class LiveRequest:
                         break
                     if not self.outputs_with_events and self._num_outputs_unread:
                         return
+            except QuireError as error:
+                # Without the traceback: its frames refer to the error, and thousands of refusals
+                # would be garbage at once.
+                self._failure = error.with_traceback(None)
             except Exception as error:  # noqa: BLE001 - `send_to` raises it
                 self._failure = error
         self._has_events.set()
@@ -413,7 +417,7 @@ class LiveRequest:
                 self._has_events.clear()
                 self.flush()
                 if self._failure is not None:
-                    raise self._failure
+                    break
                 if self._closed:
                     break
                 if room is not None and not room.has_room():
@@ -422,8 +426,12 @@ class LiveRequest:
                     await self._has_events.wait()
         finally:
             self._put = self._room = None
-        if self._taken_away is not None:
-            raise self._taken_away
+        failure, self._failure = self._failure or self._taken_away, None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # otherwise its traceback would refer to itself
 
     def __aiter__(self) -> Self:
         return self
@@ -444,7 +452,11 @@ class LiveRequest:
             return None
         if self._refusal is not None:
             self._close()
-            raise self._refusal
+            refusal, self._refusal = self._refusal, None
+            try:
+                raise refusal
+            finally:
+                del refusal  # otherwise its traceback would refer to itself
         if self._prompt_logprobs is not None and self.outputs_with_events:
             scores = self._take_scores(self._prompt_logprobs)
             if scores is not None:

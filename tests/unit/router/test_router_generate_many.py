@@ -1,6 +1,8 @@
 """`GenerateMany`: many requests on one call, between a client and a fake scheduler."""
 
 import asyncio
+import gc
+import weakref
 
 import grpc
 import grpc.aio
@@ -14,6 +16,7 @@ from router.grpc import many
 from router.grpc.api import InferenceServicer
 from router.grpc.bounds import MAX_FIELDS, RefusedRequest, RequestBounds
 from router.grpc.many import _MOST_UNSENT_BYTES, ManyCall
+from router.request.live_request import LiveRequest
 from rpc.status import ErrorInterceptor
 
 CANCELLED, INVALID, NOT_FOUND = 1, 3, 5
@@ -186,7 +189,7 @@ async def test_requests_of_a_broken_call_end_in_slices(router, has_sent_all, mon
     if has_sent_all:
         messages.send(None)
         await asyncio.sleep(0)
-    tasks = call._tasks
+    tasks = [request.task for request in call._number_to_request.values()]
     serving.cancel()
     num_cancelling = []
     for _ in range(20):
@@ -333,3 +336,32 @@ async def test_a_refused_message_without_a_number_ends_the_call(router):
     unnumbered.generate.text = "x" * 20
     with pytest.raises(InvalidArgumentError, match="request has 24 bytes"):
         bounded(unnumbered.SerializeToString())
+
+
+@pytest.fixture
+def no_collection():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+async def test_requests_that_are_refused_or_cancelled_leave_no_garbage(router, stub):
+    call = stub.GenerateMany()
+    refused = await begin(router, call, 1)
+    await begin(router, call, 2)
+    lives = [weakref.ref(each) for each in gc.get_objects() if isinstance(each, LiveRequest)]
+    assert len(lives) == 2
+    await router.scheduler.refuse(refused, grpc.StatusCode.INVALID_ARGUMENT, "too long")
+    [(number, event)] = await next_events(call)
+    assert (number, event.error.code) == (1, INVALID)
+    await until_left(lives, 1)
+    call.cancel()
+    await until_left(lives, 0)
+
+
+async def until_left(lives, count):
+    async with asyncio.timeout(10):
+        while sum(live() is not None for live in lives) > count:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.001)
