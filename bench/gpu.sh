@@ -13,7 +13,7 @@
 #
 # The GPU machine has torch for CUDA with Triton, and transformers. Other packages that it lacks come
 # from the wheels in DIR; nothing is downloaded, and nothing is installed permanently. build/gpu keeps
-# the measured ceilings and the compiled kernels for the next call.
+# the measured ceilings and the compiled kernels for the next call; QUIRE_BENCH_KEPT is another folder.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}

@@ -6,8 +6,8 @@ A worker's executor runs a decoder of a Llama's shape, 32 layers of tiny widths,
 passes for a GPU: each op goes through its Triton launcher, which launches nothing, and replays of
 CUDA graphs compute nothing. It counts the Python calls into torch (functions and methods, without
 reads of attributes), the operations of torch's dispatcher, launches of Triton kernels, and replays
-of graphs. `host_operations` is the sum of calls, launches and replays. `upload` are the bytes that
-the step copies to the device.
+of graphs. `host_operations` is the sum of calls, launches and replays. `upload` is the number of
+bytes that the step copies to the device.
 
 The counts are exact: each run gives the same ones.
 """

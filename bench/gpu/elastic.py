@@ -78,8 +78,7 @@ def measure(given: argparse.Namespace) -> Results:
         kv_gb=given.kv_gb,
         memory=functools.partial(elastic_memory, device),
     )
-    table.rows.pop("start", None)
-    table.run("start", lambda: capture(engine, device, pieces=False))
+    table.start(lambda: capture(engine, device, pieces=False))
     table.run("resizes", lambda: compare(engine, given))
     results = {"wrong": table.rows["resizes"].get("wrong", given.rows * given.steps)}
     table.write(**results)

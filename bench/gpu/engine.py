@@ -68,9 +68,7 @@ def measure(given: argparse.Namespace) -> Results:
     def begin() -> Mapping[str, Any]:
         return {"load_s": load_s} | capture(engine, device)
 
-    # The process after a device fault needs graphs again.
-    table.rows.pop("start", None)
-    table.run("start", begin)
+    table.start(begin)
     compiled: list[str] = []
     if given.loads:
         for streams in given.loads:

@@ -82,12 +82,14 @@ async def _cancelled_by_sigterm(measuring: Coroutine[Any, Any, Results]) -> Resu
 
 
 def write_json(file: Path, results: Results) -> None:
-    """Write the results, floats with five decimals, with a description of the machine."""
+    """Replace the file by the results, floats with five decimals, and the machine's facts."""
     rounded = {
         name: round(value, 5) if isinstance(value, float) else value
         for name, value in results.items()
     }
-    file.write_text(json.dumps({"machine": machine_facts(), **rounded}, indent=2) + "\n")
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps({"machine": machine_facts(), **rounded}, indent=2) + "\n")
+    new.replace(file)
 
 
 def progress(line: str) -> None:

@@ -12,6 +12,7 @@ from harness.closed_loop import (
     Stream,
     Workload,
     completion_body,
+    in_parallel,
     post_stream,
     summarize,
 )
@@ -43,7 +44,8 @@ async def run_arrivals(base_url: str, model: str, arrivals: Arrivals) -> LoadRes
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(base_url, connector=connector, timeout=timeout) as session:
 
-        async def send(delay_s: float, body: bytes) -> None:
+        async def send(request: tuple[float, bytes]) -> None:
+            delay_s, body = request
             await asyncio.sleep(delay_s)
             times: list[float] = []
             started = time.perf_counter()
@@ -54,13 +56,14 @@ async def run_arrivals(base_url: str, model: str, arrivals: Arrivals) -> LoadRes
                 raise BenchError("stream ended without text or usage")
             streams.append(Stream(times, num_tokens))
 
-        started = time.perf_counter()
+        requests = []
         delay_s = 0.0
-        async with asyncio.TaskGroup() as clients:
-            while delay_s < arrivals.duration_s:
-                length = lengths(chance, arrivals.input_lens)
-                load = Workload(model, 1, length, lengths(chance, arrivals.output_lens))
-                prompt = [chance.randrange(load.vocab_size) for _ in range(length)]
-                clients.create_task(send(delay_s, completion_body(load, prompt)))
-                delay_s += chance.expovariate(arrivals.requests_per_s)
+        while delay_s < arrivals.duration_s:
+            length = lengths(chance, arrivals.input_lens)
+            load = Workload(model, 1, length, lengths(chance, arrivals.output_lens))
+            prompt = [chance.randrange(load.vocab_size) for _ in range(length)]
+            requests.append((delay_s, completion_body(load, prompt)))
+            delay_s += chance.expovariate(arrivals.requests_per_s)
+        started = time.perf_counter()
+        await in_parallel(requests, len(requests), send)
         return summarize(streams, len(streams), time.perf_counter() - started)

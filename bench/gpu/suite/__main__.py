@@ -84,58 +84,74 @@ class _Process:
 
 def run(part: Part, work: Path, limit_s: float, now: Callable[[], float], start: Start) -> Outcome:
     """Run a part in its own directory of `work`; failures are recorded in the outcome."""
-    directory = work / part.name.replace(" ", "-")
+    directory = _directory(part, work)
     directory.mkdir(parents=True, exist_ok=True)
     started = now()
     errors: list[str] = []
     process: Running | None = None
-    log = directory / "log.txt"
     try:
         process = start(part, directory)
         code = process.wait(limit_s)
         if code is None:
             errors.append(f"took longer than {limit_s:.0f} s")
         elif code:
-            errors.append(f"ended with {code}: {_tail(log)}")
+            errors.append(f"ended with {code}: {_tail(directory)}")
     except OSError as error:
         errors.append(str(error))
     finally:
         if process is not None:
             process.stop()
-    results = read_results(directory, errors) or {"summary": [_tail(log, 1)]}
-    return Outcome(part.name, now() - started, " | ".join(errors) or None, results)
+    return _outcome(part, work, now() - started, errors)
 
 
-def _tail(log: Path, num_lines: int = _LOG_LINES) -> str:
+def _directory(part: Part, work: Path) -> Path:
+    return work / part.name.replace(" ", "-")
+
+
+def _outcome(part: Part, work: Path, seconds: float, errors: list[str]) -> Outcome:
+    """Return the outcome of a part that has ended, with the results that it has written."""
+    directory = _directory(part, work)
+    results = read_results(directory, errors) or {"summary": [_tail(directory, 1)]}
+    return Outcome(part.name, seconds, " | ".join(errors) or None, results)
+
+
+def _tail(directory: Path, num_lines: int = _LOG_LINES) -> str:
+    log = directory / "log.txt"
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join(lines[-num_lines:])
 
 
 def run_all(
     parts: tuple[Part, ...],
+    outcomes: list[Outcome],
     work: Path,
     out: Path,
     budget_s: float,
     now: Callable[[], float] = time.monotonic,
     start: Start = _Process,
-) -> list[Outcome]:
-    """Run the parts in order while there is time; write gpu.json after each.
+) -> None:
+    """Run the parts in order while there is time; add each to `outcomes`, and write gpu.json.
 
-    A part may take its own seconds, and those that no later part needs.
+    A part may take its own seconds, and those that no later part needs. What it has written counts
+    if it is interrupted, too; KeyboardInterrupt is raised again.
     """
     ends_s = now() + budget_s
-    outcomes: list[Outcome] = []
     for index, part in enumerate(parts):
         left_s = ends_s - now()
         later_s = sum(other.seconds for other in parts[index + 1 :])
         limit_s = min(left_s, max(part.seconds, left_s - later_s)) - _STOP_S
-        if limit_s < _LEAST_S:
-            outcomes.append(Outcome(part.name, 0.0, "no time was left", {}))
-        else:
-            print(f"{part.name}: up to {limit_s:.0f} s …", file=sys.stderr, flush=True)
-            outcomes.append(run(part, work, limit_s, now, start))
-        write(outcomes, out)
-    return outcomes
+        started = now()
+        try:
+            if limit_s < _LEAST_S:
+                outcomes.append(Outcome(part.name, 0.0, "no time was left", {}))
+            else:
+                print(f"{part.name}: up to {limit_s:.0f} s …", file=sys.stderr, flush=True)
+                outcomes.append(run(part, work, limit_s, now, start))
+        except KeyboardInterrupt:
+            outcomes.append(_outcome(part, work, now() - started, ["interrupted"]))
+            raise
+        finally:
+            write(outcomes, out)
 
 
 def plan_text(parts: tuple[Part, ...], budget_s: float) -> str:
@@ -173,7 +189,7 @@ def _main() -> int:
     outcomes: list[Outcome] = []
     try:
         first = ceilings(is_smoke=given.cpu_smoke)
-        outcomes += run_all((first,), work, out, first.seconds + _STOP_S)
+        run_all((first,), outcomes, work, out, first.seconds + _STOP_S)
         calls = smoke() if given.cpu_smoke else whole(_bandwidth())
         if given.call is not None:
             calls = calls[given.call - 1 : given.call]
@@ -181,11 +197,9 @@ def _main() -> int:
         default_s = sum(part.seconds for part in parts) if given.cpu_smoke else MOST_S * len(calls)
         budget_s = (given.budget_s or default_s) - (time.monotonic() - started)
         print(plan_text(parts, budget_s), flush=True)
-        outcomes += run_all(parts, work, out, budget_s)
+        run_all(parts, outcomes, work, out, budget_s)
     except KeyboardInterrupt:
-        with contextlib.suppress(OSError, ValueError):
-            saved = json.loads((out / "gpu.json").read_text())["parts"]
-            outcomes = [Outcome(**part) for part in saved]
+        print("interrupted", file=sys.stderr, flush=True)
     finally:
         write(outcomes, out)
         pack(work, _TRITON_CACHE, out)

@@ -1,5 +1,6 @@
 """The parts of each call of gpu.sh: what each runs, and for how many seconds."""
 
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Final
 
 BENCH: Final = Path(__file__).parents[2]
 ROOT: Final = BENCH.parent
-KEPT: Final = ROOT / "build" / "gpu"
+KEPT: Final = Path(os.environ.get("QUIRE_BENCH_KEPT") or ROOT / "build" / "gpu")
 """What a call leaves for the next one on the same machine: the ceilings, and compiled kernels."""
 CEILINGS: Final = KEPT / "ceilings.json"
 MOST_S: Final = 530.0

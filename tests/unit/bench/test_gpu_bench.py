@@ -26,22 +26,23 @@ def python(code, *arguments):
 @pytest.mark.e2e
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_every_part_runs_with_tiny_shapes(call, tmp_path):
+    out, kept = tmp_path / "out", tmp_path / "kept"
     done = subprocess.run(
-        ["bench/gpu.sh", "--cpu-smoke", "--call", str(call), "--out", str(tmp_path)],
+        ["bench/gpu.sh", "--cpu-smoke", "--call", str(call), "--out", str(out)],
         cwd=ROOT,
-        env={**os.environ, "PYTHON": sys.executable},
+        env={**os.environ, "PYTHON": sys.executable, "QUIRE_BENCH_KEPT": str(kept)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    files = {file.name for file in tmp_path.iterdir()}
-    assert files == set(outputs.NAMES)
-    read = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert {file.name for file in out.iterdir()} == set(outputs.NAMES)
+    assert (kept / "ceilings.json").exists()
+    read = json.loads((out / "gpu.json").read_text())["parts"]
     assert {part["error"] for part in read} == {None}
     found = {part["name"]: part["results"] for part in read}
     assert set(found) == {"ceilings", *(part.name for part in parts.smoke()[call - 1])}
-    {1: check_first, 2: check_second, 3: check_third}[call](found, tmp_path)
+    {1: check_first, 2: check_second, 3: check_third}[call](found, out)
     assert "targets" in done.stdout
 
 
@@ -62,7 +63,7 @@ def check_first(found, out):
 def check_second(found, out):
     served = found["serve smoke"]["numbers"]
     assert served["output_tok_s_c1"] > 0
-    assert 0 < served["bandwidth_share_c1"] < 1
+    assert served["bandwidth_share_c1"] > 0
     assert served["open_output_tok_s"] > 0
     assert found["engine loads"]["numbers"]["rows"]["2 streams"]["output_tok_s"] > 0
     assert json.loads((out / "kernels.json").read_text())["rows"]
@@ -96,7 +97,8 @@ def test_parts_that_fail_hang_or_have_no_time_are_lines_and_the_others_go_on(tmp
         parts.Part("damaged", python(damaged, "{out}/numbers.json"), 60),
         parts.Part("missing", ("/no/such/program",), 60),
     )
-    outcomes = suite.run_all(given, work, out, 600)
+    outcomes = []
+    suite.run_all(given, outcomes, work, out, 600)
     errors = {outcome.name: outcome.error for outcome in outcomes}
     assert "ended with 3: no such GPU" in errors["fails"]
     assert errors["swap"] is None
@@ -131,9 +133,29 @@ def test_a_part_that_is_stopped_keeps_its_rows_and_is_interrupted_first(tmp_path
 
         return SimpleNamespace(wait=wait, stop=process.stop)
 
-    (outcome,) = suite.run_all((part,), tmp_path, tmp_path, 600, start=start)
+    outcomes = []
+    suite.run_all((part,), outcomes, tmp_path, tmp_path, 600, start=start)
+    (outcome,) = outcomes
     assert outcome.error == "took longer than 590 s"
     assert outcome.results == {"numbers": {"rows": {"a": {"ms": 1.0}}}, "end": {}}
+
+
+def test_an_interrupted_call_keeps_the_rows_of_the_part_that_ran(tmp_path):
+    def start(_, directory):
+        def wait(_):
+            (directory / "numbers.json").write_text('{"rows": {"a": {"ms": 1.0}}}')
+            raise KeyboardInterrupt
+
+        return SimpleNamespace(wait=wait, stop=lambda: None)
+
+    outcomes = [report.Outcome("before", 1.0, None, {})]
+    given = (parts.Part("engine", (), 60), parts.Part("never", (), 60))
+    with pytest.raises(KeyboardInterrupt):
+        suite.run_all(given, outcomes, tmp_path, tmp_path, 600, start=start)
+    before, engine = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert before["name"] == "before"
+    assert (engine["name"], engine["error"]) == ("engine", "interrupted")
+    assert engine["results"] == {"numbers": {"rows": {"a": {"ms": 1.0}}}}
 
 
 class FakeMachine:
@@ -164,7 +186,8 @@ class FakeMachine:
 
     def run(self, out, budget_s, **shares):
         given = tuple(parts.Part(name, (), share) for name, share in shares.items())
-        outcomes = suite.run_all(given, out, out, budget_s, self.now, self.start)
+        outcomes = []
+        suite.run_all(given, outcomes, out, out, budget_s, self.now, self.start)
         return {outcome.name: (outcome.seconds, outcome.error) for outcome in outcomes}
 
 
@@ -190,7 +213,8 @@ def test_parts_for_which_no_time_is_left_are_not_started(tmp_path):
 def test_a_call_whose_parts_all_hang_ends_in_nine_minutes(index, tmp_path):
     call = (parts.ceilings(), *parts.whole(4e12)[index])
     machine = FakeMachine(**{part.name: 1e9 for part in call})
-    outcomes = suite.run_all(call, tmp_path, tmp_path, parts.MOST_S, machine.now, machine.start)
+    outcomes = []
+    suite.run_all(call, outcomes, tmp_path, tmp_path, parts.MOST_S, machine.now, machine.start)
     assert all(outcome.error.startswith("took longer") for outcome in outcomes)
     assert machine.now_s - 100 <= 9 * 60
 
@@ -202,7 +226,7 @@ def test_the_plan_names_each_part_s_seconds_and_their_sum():
 
 def test_one_call_runs_only_its_parts(tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(suite, "run_all", lambda given, *_: ran.extend(given) or [])
+    monkeypatch.setattr(suite, "run_all", lambda given, *_: ran.extend(given))
     monkeypatch.setattr(sys, "argv", ["gpu", "--cpu-smoke", "--call", "2", "--out", str(tmp_path)])
     monkeypatch.setattr(suite.signal, "signal", lambda *_: None)
     assert suite._main() == 0
@@ -278,6 +302,32 @@ class TestRows:
         assert ran == ["c"]
         assert set(json.loads(file.read_text())["rows"]) == {"a", "b", "c"}
         assert rows.Rows(file).rows == {}, "only a process that continues reads the file"
+
+    def test_a_device_that_fails_at_every_start_ends_the_part(self, tmp_path, monkeypatch):
+        file = tmp_path / "numbers.json"
+
+        def lost():
+            raise RuntimeError("an illegal memory access was encountered")
+
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", lost)
+        restarts = []
+        rows.Rows(file, restart=lambda: restarts.append(True)).start(lost)
+        assert restarts
+        monkeypatch.setenv(rows._CONTINUES, "1")
+        with pytest.raises(SystemExit, match="failed at the start"):
+            rows.Rows(file).start(lost)
+        assert "illegal" in json.loads(file.read_text())["rows"]["start"]["error"]
+
+    def test_each_process_starts_again_after_a_fault_of_another_row(self, tmp_path, monkeypatch):
+        file = tmp_path / "numbers.json"
+        table = rows.Rows(file)
+        table.start(lambda: {"error": "graphs: not captured"})
+        table.run("a", lambda: 1 / 0)
+        monkeypatch.setenv(rows._CONTINUES, "1")
+        after = rows.Rows(file)
+        after.start(lambda: {"s": 2.0})
+        assert after.rows["start"] == {"s": 2.0}
 
     def test_an_error_that_leaves_the_device_alive_restarts_nothing(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -68,6 +68,22 @@ def test_a_kind_whose_process_dies_is_a_row(tmp_path, monkeypatch):
     assert exact.wrong_float32(table) == 2
 
 
+def test_a_kind_whose_process_dies_after_a_row_has_failed(tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    row = '{"rows": {"plain, float32: eager, CPU": {"wrong": 0}}}'
+    program.write_text(
+        f"#!/bin/sh\nfor file; do :; done\necho '{row}' > \"$file\"\nkill -SEGV $$\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(exact.sys, "executable", str(program))
+    table = Rows(tmp_path / "numbers.json")
+    given = argparse.Namespace(device="cpu", rows=2, tokens=4, kinds=("plain",), processes=1)
+    exact.compare_in_processes(given, table)
+    assert table.rows["plain, float32: eager, CPU"] == {"wrong": 0}
+    assert table.errors == {"plain, float32": "its process ended with -11"}
+    assert exact.wrong_float32(table) == 1
+
+
 def test_a_kind_that_cannot_be_made_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
     def make_adapter(*_, **__):
         raise OSError("the disk is full")

@@ -50,6 +50,18 @@ def test_json_has_the_numbers_and_the_machine(tmp_path, monkeypatch):
     )
 
 
+def test_a_reader_of_json_never_sees_a_part_of_it(tmp_path):
+    from harness.case import write_json  # noqa: PLC0415
+
+    file = tmp_path / "out.json"
+    write_json(file, {"a": 1})
+    with file.open() as reader:
+        write_json(file, {"a": 2})
+        assert json.load(reader)["a"] == 1
+    assert json.loads(file.read_text())["a"] == 2
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_a_failed_measurement_ends_the_script_with_its_reason(monkeypatch):
     from harness.case import BenchError, arguments, main  # noqa: PLC0415
 
@@ -151,3 +163,16 @@ def test_drawn_lengths_lie_within_their_bounds_and_short_ones_are_more_frequent(
     drawn = [lengths(chance, (32, 512)) for _ in range(200)]
     assert 32 <= min(drawn) < max(drawn) <= 512
     assert sum(each < 128 for each in drawn) > 80
+
+
+async def test_a_refused_arrival_is_a_bench_error(monkeypatch):
+    from harness import open_loop  # noqa: PLC0415
+    from harness.case import BenchError  # noqa: PLC0415
+
+    async def refuse(*_):
+        raise BenchError("status 500")
+
+    monkeypatch.setattr(open_loop, "post_stream", refuse)
+    arrivals = open_loop.Arrivals(1000.0, 0.01, (1, 2), (1, 2))
+    with pytest.raises(BenchError, match="status 500"):
+        await open_loop.run_arrivals("http://localhost", "m", arrivals)

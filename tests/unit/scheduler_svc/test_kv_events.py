@@ -111,7 +111,7 @@ async def test_many_changes_of_one_turn_are_several_batches():
             index.apply(message)
             num_changes.append(sum(len(e.stored.block_hashes) // 32 for e in message.events))
         assert index.sequence["w"] == before + len(num_changes)
-        assert max(num_changes) <= 1024
+        assert max(num_changes) <= 256
 
 
 async def test_a_reader_that_falls_behind_is_told_and_gets_a_snapshot():
