@@ -31,6 +31,8 @@ _FIELD: Final = "sampling.structured"
 
 
 _ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
+_JSON_TERM: Final = re.compile(r"%json[ \t\r\n]*")
+_JSON: Final = json.JSONDecoder()
 
 
 def to_grammar(structured: StructuredOutput, before: str = "") -> StructuredOutput:
@@ -96,7 +98,22 @@ def _grammar(form: str, texts: Sequence[str], field: str) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(_with_ascii_digits(text))
         case _:
+            _check_lark(text, field)
             return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+def _check_lark(grammar: str, field: str) -> None:
+    """Check the schemas in a grammar; raises InvalidArgumentError."""
+    if grammar.lstrip().startswith("{"):  # llguidance takes JSON instead of Lark, too
+        raise InvalidArgumentError(field, "is JSON; it must be Lark")
+    for term in _JSON_TERM.finditer(grammar):
+        try:
+            schema, _ = _JSON.raw_decode(grammar, term.end())
+        except ValueError:  # llguidance says why the text is not JSON
+            continue
+        except RecursionError:
+            raise InvalidArgumentError(field, "is nested too deeply") from None
+        check_refs(schema, field)
 
 
 def _behind(before: str, grammar: str) -> str:
@@ -226,7 +243,7 @@ def check_refs(root: object, field: str) -> None:
 
 
 def _num_joined(schema: object, root: object, id_to_num: dict[int, int]) -> int:
-    """Return how many patterns and formats may apply to one string, or more.
+    """Return an upper bound on the patterns and formats that apply to one string.
 
     Of alternatives, and of the parts of an object or list, only the largest number counts.
     `id_to_num` has the results so far; a `$ref` to a schema around this one counts nothing.
