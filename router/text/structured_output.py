@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from contract.errors import InvalidArgumentError
 from contract.sampling import StructuredOutput
 from contract.value_checks import check_count, check_unicode
+from router.parsers.embedding import BY_NAME, DATA
 
 MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024
@@ -173,12 +174,6 @@ def _json_grammar(schema: str, field: str) -> str:
 
 _SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
 """Keywords whose subschemas describe the same value as the schema that contains them."""
-_DATA: Final = frozenset({"const", "default", "enum", "examples"})
-"""Keywords whose contents are not schemas."""
-_BY_NAME: Final = frozenset(
-    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
-)
-"""Keywords whose contents map names, which are not keywords, to schemas."""
 _NOT_INSIDE: Final = frozenset({*_SAME_VALUE, "$defs", "definitions"})
 """Keywords whose schemas do not describe a part of the value."""
 _MAX_EXCERPT_CHARS: Final = 80
@@ -274,9 +269,9 @@ def _excerpt(ref: str) -> str:
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[object]:
     for name, value in schema.items():
-        if name in _BY_NAME and isinstance(value, dict):
+        if name in BY_NAME and isinstance(value, dict):
             yield from value.values()
-        elif name not in _DATA:
+        elif name not in DATA:
             yield value
 
 
