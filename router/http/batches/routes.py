@@ -128,7 +128,7 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
                 response.content_length = num_bytes
                 await response.prepare(request)
                 request[STARTED] = response
-                await send(response, file)
+                await send(request, response, file)
         return response
 
     async def delete_file(request: web.Request, _: CallId) -> web.StreamResponse:

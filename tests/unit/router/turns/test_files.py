@@ -1,6 +1,7 @@
 """Bodies of the API with a store: uploads, downloads, lists, and their limits and refusals."""
 
 import asyncio
+import io
 
 import aiohttp
 import openai
@@ -93,6 +94,34 @@ async def test_a_file_is_received_and_sent_in_pieces(client, http):
     async with http.get(f"files/{file.id}/content") as response:
         assert response.content_length == len(content)
         assert await response.read() == content
+
+
+async def test_a_field_may_arrive_in_many_pieces(http, monkeypatch):
+    monkeypatch.setattr(transfers, "_READ_BYTES", 8)
+    body = PURPOSE.replace(b"batch", b"b" * 60) + FILE + b"1" + END
+    assert await refusal(http, body) == (
+        400, f'purpose is "{"b" * 60}"; it must be "batch"'
+    )  # fmt: skip
+
+
+async def test_a_client_that_stops_reading_loses_its_connection(monkeypatch):
+    class Connection:
+        is_aborted = False
+
+        def abort(self):
+            self.is_aborted = True
+
+    class Stalled:
+        transport = Connection()
+
+        async def write(self, _piece):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(transfers, "_PIECE_S", 0)
+    stalled = Stalled()
+    with pytest.raises(aiohttp.ClientConnectionResetError, match="took more than 0 s"):
+        await transfers.send(stalled, stalled, io.BytesIO(b"x"))
+    assert stalled.transport.is_aborted
 
 
 async def test_a_body_that_is_too_large_is_refused(http, monkeypatch):
