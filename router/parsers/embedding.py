@@ -28,7 +28,7 @@ def with_refs_below(schema: Any, place: str) -> Any:
         return [with_refs_below(each, place) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {}
+    moved: dict[str, Any] = {}
     for name, value in schema.items():
         if name == "$ref" and isinstance(value, str):
             moved[name] = f"#{place}{value.removeprefix('#')}"

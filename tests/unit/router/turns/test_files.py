@@ -182,7 +182,9 @@ def test_places_are_limited_in_all_and_given_back():
 
 async def test_what_a_tenant_stores_is_limited(client, monkeypatch):
     monkeypatch.setattr(file_routes, "MAX_STORED_BYTES", 3)
-    file = await client.files.create(file=b"123", purpose="batch")
+    call = {"file": b"123", "purpose": "batch", "extra_headers": {"Idempotency-Key": "k"}}
+    file = await client.files.create(**call)
+    assert await client.files.create(**call) == file
     with pytest.raises(openai.RateLimitError, match="have 3 bytes; the limit is 3"):
         await client.files.create(file=b"4", purpose="batch")
     await client.files.delete(file.id)
