@@ -355,13 +355,13 @@ def test_thinking_whose_markers_are_text_has_no_grammar():
     assert thinking_grammar(thinking, model.token_id, has_begun=True, max_tokens=1) is None
 
 
+@pytest.mark.parametrize("names", [{}, {"$schema": "http://x/draft", "$id": "http://x/f"}])
 @pytest.mark.parametrize("family", ["glm45", "llama3_json"])
-def test_refs_are_relative_to_the_whole_schema_of_a_function(family):
+def test_refs_are_relative_to_the_whole_schema_of_a_function(family, names):
     """One family has a schema for each parameter, the other one for the call."""
     count = {"type": "integer"}
     schema = {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "$id": "http://x/f",
+        **names,
         "type": "object",
         "properties": {
             "a/b": count,
