@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from contract.errors import UnimplementedError
+from router.parsers.embedding import embedded, with_refs_below
 from router.parsers.families import Written
 from router.parsers.harmony_grammar import Answer, MessageGrammar
 from router.parsers.thinking import Thinking
@@ -21,6 +22,8 @@ TokenId: TypeAlias = Callable[[str], int | None]
 _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
 _PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
+_WHOLE: Final = "/$defs/parameters"
+"""Where the schema of one parameter has that of all parameters."""
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,  # otherwise a model may write endless white space
@@ -138,10 +141,10 @@ class CallGrammar:
         return self._with_rules(f"start: {calls} | {form}")
 
     def _calls_or_text(self, functions: Sequence[ForcedFunction], *, may_be_several: bool) -> str:
-        """Return a grammar for calls, or else for text that does not begin like one.
+        """Return a grammar for calls, or else for text that does not begin like a call.
 
-        A call's beginning must be one text of the grammar, because the lexer prefers the longest
-        match, which is the other text up to where it ends to match.
+        The lexer takes the longest match: if a call began with several short terms, TEXT would
+        match further and win.
         """
         written = self._written
         calls = self._body(functions, may_be_several=may_be_several, are_whole=True)
@@ -255,9 +258,9 @@ class CallGrammar:
         if self._written.is_python and kind == "boolean":
             return f'{head} ("True" | "False")'
         if kind != "string" or self._written.is_python:
-            value = schema
-            if isinstance(schema, dict):
-                value = {**schema, **_definitions(function.schema)}
+            value = with_refs_below(schema, _WHOLE)
+            if value != schema:  # then it refers to the whole schema
+                value = {**value, "$defs": {"parameters": embedded(function.schema, _WHOLE)}}
             return _joined([head, inline_json(value), self._literal(after)])
         if unknown := [word for word in _OF_STRINGS if word in schema]:
             raise UnimplementedError(
@@ -304,16 +307,13 @@ def _call_schema(function: ForcedFunction) -> Mapping[str, Any]:
     """
     return {
         "type": "object",
-        "properties": {"name": {"const": function.name}, "parameters": function.schema},
+        "properties": {
+            "name": {"const": function.name},
+            "parameters": embedded(function.schema, "/properties/parameters"),
+        },
         "required": ["name", "parameters"],
         "additionalProperties": False,
-        **_definitions(function.schema),
     }
-
-
-def _definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the definitions of a schema, for a schema of which it becomes a part."""
-    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
 def _without_prose(value: Any) -> Any:

@@ -37,8 +37,8 @@ class Written:
     is_alone: bool = False
     """Whether an output ends after its first call."""
     like_call: str = ""
-    """A regex for the beginning of an output that may be read as a call without a marker; NAMES are
-    the functions. Empty: calls have markers."""
+    """A regex for the beginning of a call without a marker; NAMES stands for the function names
+    joined by |. Empty: calls have markers."""
     marker: str = ""
     """The marker that such a call may have, too."""
 

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from contract.errors import InvalidArgumentError
 from contract.sampling import StructuredOutput
 from contract.value_checks import check_count, check_unicode
+from router.parsers.embedding import BY_NAME, DATA
 
 MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024
@@ -31,6 +32,8 @@ _FIELD: Final = "sampling.structured"
 
 
 _ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
+_JSON_TERM: Final = re.compile(r"%json[ \t\r\n]*")
+_JSON: Final = json.JSONDecoder()
 
 
 def to_grammar(structured: StructuredOutput, before: str = "") -> StructuredOutput:
@@ -96,7 +99,22 @@ def _grammar(form: str, texts: Sequence[str], field: str) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(_with_ascii_digits(text))
         case _:
+            _check_lark(text, field)
             return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+def _check_lark(grammar: str, field: str) -> None:
+    """Check the schemas in a grammar; raises InvalidArgumentError."""
+    if grammar.lstrip().startswith("{"):  # llguidance takes JSON instead of Lark, too
+        raise InvalidArgumentError(field, "is JSON; it must be Lark")
+    for term in _JSON_TERM.finditer(grammar):
+        try:
+            schema, _ = _JSON.raw_decode(grammar, term.end())
+        except ValueError:  # llguidance says why the text is not JSON
+            continue
+        except RecursionError:
+            raise InvalidArgumentError(field, "is nested too deeply") from None
+        check_refs(schema, field)
 
 
 def _behind(before: str, grammar: str) -> str:
@@ -156,12 +174,6 @@ def _json_grammar(schema: str, field: str) -> str:
 
 _SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
 """Keywords whose subschemas describe the same value as the schema that contains them."""
-_DATA: Final = frozenset({"const", "default", "enum", "examples"})
-"""Keywords whose contents are not schemas."""
-_BY_NAME: Final = frozenset(
-    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
-)
-"""Keywords whose contents map names, which are not keywords, to schemas."""
 _NOT_INSIDE: Final = frozenset({*_SAME_VALUE, "$defs", "definitions"})
 """Keywords whose schemas do not describe a part of the value."""
 _MAX_EXCERPT_CHARS: Final = 80
@@ -226,7 +238,7 @@ def check_refs(root: object, field: str) -> None:
 
 
 def _num_joined(schema: object, root: object, id_to_num: dict[int, int]) -> int:
-    """Return how many patterns and formats may apply to one string, or more.
+    """Return an upper bound on the patterns and formats that apply to one string.
 
     Of alternatives, and of the parts of an object or list, only the largest number counts.
     `id_to_num` has the results so far; a `$ref` to a schema around this one counts nothing.
@@ -257,9 +269,9 @@ def _excerpt(ref: str) -> str:
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[object]:
     for name, value in schema.items():
-        if name in _BY_NAME and isinstance(value, dict):
+        if name in BY_NAME and isinstance(value, dict):
             yield from value.values()
-        elif name not in _DATA:
+        elif name not in DATA:
             yield value
 
 

@@ -1,7 +1,7 @@
-"""Chooses the turns that a router takes over, in turns between tenants."""
+"""Chooses which stored turns a router takes over, so that tenants share its places."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from typing import Final, NamedTuple
@@ -50,7 +50,7 @@ class Shares:
     num_running: Mapping[str, int]
     """Number of running turns of groups, by tenant."""
     last_tenant: str = ""
-    """The tenant that was served last."""
+    """The tenant that was served last, or at which a claim without turns stopped."""
 
 
 def find_single(
@@ -71,41 +71,40 @@ def find_single(
 
 def find_grouped(
     cursor: Cursor, db: Connection, now: float, limit: int, models: Models, shares: Shares
-) -> list[tuple[str, Waiting]]:
-    """Return at most `limit` tenants and turns of groups without an owner.
+) -> tuple[list[Waiting], str]:
+    """Return at most `limit` turns of groups without an owner, and the next claim's `last_tenant`.
 
     The turns of one tenant and model are a queue in order, which an index keeps. Thus a claim
     reads only the head of each queue.
     """
     tenant_to_queues: defaultdict[str, list[list[Waiting]]] = defaultdict(list)
-    for tenant, model in _queues(cursor):
+    last = shares.last_tenant
+    for last, model in _queues(cursor, shares.last_tenant):
         if model not in models:
             continue
         cursor.execute(
             f"SELECT -priority, created_at, position, id FROM turns WHERE {_LIVE_GROUPED}"  # noqa: S608 - constants
             f" AND tenant = ? AND model = ? AND lease_until < ? {_ORDER} LIMIT ?{db.skips_locked}",
-            (tenant, model, now, limit),
+            (last, model, now, limit),
         )
         if heads := [Waiting(*row) for row in cursor.fetchall()]:
-            tenant_to_queues[tenant].append(heads)
+            tenant_to_queues[last].append(heads)
     queues = {tenant: deque(merge(*each)) for tenant, each in tenant_to_queues.items()}
-    return list(_share(queues, limit, shares))
+    shared = list(_share(queues, limit, shares))
+    return [turn for _, turn in shared], shared[-1][0] if shared else last
 
 
-def _queues(cursor: Cursor) -> Iterator[tuple[str, str]]:
-    """Yield the tenants and models of live turns of groups."""
-    conditions: Sequence[tuple[str, Sequence[str]]] = (("", ()),)
+def _queues(cursor: Cursor, last_tenant: str) -> Iterator[tuple[str, str]]:
+    """Yield the tenants and models of live turns of groups, `last_tenant` last."""
+    conditions: Sequence[tuple[str, Sequence[str]]] = ((" AND tenant > ?", (last_tenant,)),)
     num_models: Counter[str] = Counter()
+    before_wrap: Collection[str] | None = None
     for _ in range(MAX_QUEUES):
-        for condition, values in conditions:
-            cursor.execute(
-                f"SELECT tenant, model FROM turns WHERE {_LIVE_GROUPED}{condition}"  # noqa: S608 - constants
-                " ORDER BY tenant, model LIMIT 1",
-                values,
-            )
-            if (row := cursor.fetchone()) is not None:
-                break
-        else:
+        row = _first_queue(cursor, conditions)
+        if row is None and before_wrap is None:
+            before_wrap = set(num_models)
+            row = _first_queue(cursor, [("", ())])
+        if row is None or row[0] in (before_wrap or ()):
             return
         tenant, model = row
         yield tenant, model
@@ -115,6 +114,22 @@ def _queues(cursor: Cursor) -> Iterator[tuple[str, str]]:
         next_tenant = " AND tenant > ?", (tenant,)
         has_more = num_models[tenant] < MAX_MODELS
         conditions = (next_model, next_tenant) if has_more else (next_tenant,)
+
+
+def _first_queue(
+    cursor: Cursor, conditions: Iterable[tuple[str, Sequence[str]]]
+) -> tuple[str, str] | None:
+    """Return the first queue under the first condition that any queue fulfils."""
+    for condition, values in conditions:
+        cursor.execute(
+            f"SELECT tenant, model FROM turns WHERE {_LIVE_GROUPED}{condition}"  # noqa: S608 - constants
+            " ORDER BY tenant, model LIMIT 1",
+            values,
+        )
+        if (row := cursor.fetchone()) is not None:
+            tenant, model = row
+            return tenant, model
+    return None
 
 
 def _share(

@@ -138,9 +138,10 @@ class TurnStore:
                 ids += [each.id for each in find_single(cursor, db, now, limit, models)]
             if group_limit:
                 shares = Shares(num_running, self._last_tenant)
-                for tenant, each in find_grouped(cursor, db, now, group_limit, models, shares):
-                    ids.append(each.id)
-                    self._last_tenant = tenant
+                turns_of_groups, self._last_tenant = find_grouped(
+                    cursor, db, now, group_limit, models, shares
+                )
+                ids += [each.id for each in turns_of_groups]
             turns = []
             for turn_id in ids:
                 cursor.execute(

@@ -77,4 +77,4 @@ class TurnEnd:
     usage: UsageRows = field(default_factory=dict)
     """The turn's usage, stored together with the end."""
     used: Used = field(default_factory=Used)
-    """What the turn used, for the counts of its group; counted as usage elsewhere, too."""
+    """Tokens used, for the group's counts only; the tenant's usage is recorded separately."""

@@ -316,7 +316,7 @@ class Turns:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _pace(self, turn: Turn) -> None:
-        """Return for one turn of a group at a time, each in a later round of the event loop.
+        """Wait so that at most one grouped turn proceeds in each round of the event loop.
 
         Many lines of a batch end in the same step. Together they would hold up the tokens of
         clients that wait.

@@ -253,7 +253,7 @@ def plan(
             *("--uds", scheduler_socket(cell, i), "--workers", workers),
             *_flags(settings, SCHEDULER_FLAGS),
             *_state_file(settings, f"{names[cell]}-{chosen.http_port}", environment),
-            # Both, so that one which starts again stands by.
+            # Both get --standby, so whichever restarts becomes the standby.
             *(("--standby", "--standby-http", "--scheduler-id", name) if settings.standby else ()),
             group=1,
         )

@@ -21,7 +21,7 @@ from router.http.batches.transfers import Upload, receive, send, temporary_file
 from router.http.body import BodyReader, check_kind
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.errors import REQUEST_ID_HEADER, error_from_validation
-from router.http.idempotency import call_key
+from router.http.idempotency import call_key, idempotency_key
 from router.http.listing import page_json, page_query
 from router.http.requests.schema import MAX_METADATA
 from router.http.strict_json import Schema, at_most, excerpt, json_bytes
@@ -70,15 +70,19 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
     def tenant_of(request: web.Request) -> str:
         return batches.cells.entry.tenant_of(request.headers.get(TENANT_KEY, ""))
 
+    async def check_stored(tenant: str) -> None:
+        if (num_stored := await store.file_bytes(tenant)) >= MAX_STORED_BYTES:
+            raise QuotaError(
+                f"the files of this tenant have {num_stored} bytes; the limit is {MAX_STORED_BYTES}"
+            )
+
     async def upload_file(request: web.Request, _: CallId) -> web.StreamResponse:
         """Upload a file of requests, of at most 64 MiB."""
         tenant = tenant_of(request)
         with uploads.take(tenant):
-            if (num_stored := await store.file_bytes(tenant)) >= MAX_STORED_BYTES:
-                raise QuotaError(
-                    f"the files of this tenant have {num_stored} bytes; the limit is"
-                    f" {MAX_STORED_BYTES}"
-                )
+            key = idempotency_key(request.headers)
+            if key is None or not await store.has_file_with_key(tenant, key):
+                await check_stored(tenant)
             async with temporary_file() as content:
                 upload = await receive(request, content, ("purpose", *_EXPIRY_FIELDS))
                 if (purpose := upload.fields.get("purpose")) != _PURPOSE:
@@ -128,7 +132,7 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
                 response.content_length = num_bytes
                 await response.prepare(request)
                 request[STARTED] = response
-                await send(response, file)
+                await send(request, response, file)
         return response
 
     async def delete_file(request: web.Request, _: CallId) -> web.StreamResponse:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
 from pydantic_core import from_json
@@ -76,8 +77,14 @@ class BatchStore:
             AlreadyExistsError: Another call has the key.
         """
 
-        def work(cursor: Cursor, _: Connection) -> str:
+        def work(cursor: Cursor, db: Connection) -> str:
             content.seek(0)
+            if call is not None:
+                cursor.execute(
+                    "DELETE FROM files WHERE tenant = ? AND idempotency_key = ?"
+                    " AND expires_at <= ?",
+                    (file.tenant, call.key, db.now(cursor)),
+                )
             return _insert_once(cursor, "files", _file_row(file, content.read()), call)
 
         return await self._database.run(work)
@@ -85,11 +92,22 @@ class BatchStore:
     async def file_bytes(self, tenant: str) -> int:
         """Return the size of all files of a tenant."""
 
-        def work(cursor: Cursor, _: Connection) -> int:
+        def work(cursor: Cursor, db: Connection) -> int:
             cursor.execute(
-                "SELECT coalesce(sum(num_bytes), 0) FROM files WHERE tenant = ?", (tenant,)
+                f"SELECT coalesce(sum(num_bytes), 0) FROM files WHERE tenant = ? AND {_IS_KEPT}",  # noqa: S608 - constants
+                (tenant, db.now(cursor)),
             )
             return int(cursor.fetchone()[0])
+
+        return await self._database.run(work)
+
+    async def has_file_with_key(self, tenant: str, idempotency_key: str) -> bool:
+        def work(cursor: Cursor, db: Connection) -> bool:
+            cursor.execute(
+                f"SELECT 1 FROM files WHERE tenant = ? AND idempotency_key = ? AND {_IS_KEPT}",  # noqa: S608 - constants
+                (tenant, idempotency_key, db.now(cursor)),
+            )
+            return cursor.fetchone() is not None
 
         return await self._database.run(work)
 
@@ -102,8 +120,11 @@ class BatchStore:
             InvalidArgumentError: There is no file with the id `after`.
         """
 
-        def work(cursor: Cursor, _: Connection) -> list[File]:
-            rows = _page(cursor, "files", _FILE, tenant, wanted, purpose)
+        def work(cursor: Cursor, db: Connection) -> list[File]:
+            chosen: dict[str, object] = {_IS_KEPT: db.now(cursor)}
+            if purpose is not None:
+                chosen["purpose = ?"] = purpose
+            rows = _page(cursor, "files", _FILE, tenant, wanted, chosen)
             return [File(*row) for row in rows]
 
         return await self._database.run(work)
@@ -324,10 +345,14 @@ def _page(
     columns: str,
     tenant: str,
     wanted: PageQuery,
-    purpose: str | None = None,
+    chosen: Mapping[str, object] = MappingProxyType({}),
 ) -> list[Any]:
-    """Return the rows of a page, and one more if there is one; raises InvalidArgumentError."""
-    conditions, values = "tenant = ?", [tenant]
+    """Return the rows of a page, and one more if there is one; raises InvalidArgumentError.
+
+    `chosen` maps more conditions to their values.
+    """
+    conditions = " AND ".join(["tenant = ?", *chosen])
+    values = [tenant, *chosen.values()]
     if wanted.after is not None:
         cursor.execute(
             f"SELECT created_at, id FROM {table} WHERE tenant = ? AND id = ?",  # noqa: S608 - constants
@@ -337,9 +362,6 @@ def _page(
             raise wanted.missing()
         conditions += f" AND (created_at, id) {'>' if wanted.is_ascending else '<'} (?, ?)"
         values += last
-    if purpose is not None:
-        conditions += " AND purpose = ?"
-        values.append(purpose)
     order = "ASC" if wanted.is_ascending else "DESC"
     cursor.execute(
         f"SELECT {columns} FROM {table} WHERE {conditions}"  # noqa: S608 - constants

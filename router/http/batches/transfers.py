@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, cast
 
-from aiohttp import BodyPartReader, MultipartReader, web
+from aiohttp import BodyPartReader, ClientConnectionResetError, MultipartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from contract.errors import InvalidArgumentError
@@ -25,6 +25,8 @@ _MAX_FIELD_BYTES: Final = 64
 _READ_BYTES: Final = 2**16
 _PIECE_BYTES: Final = 2**20
 _UPLOAD_S: Final = 600.0
+_PIECE_S: Final = 60.0
+"""Time for a client to read most of a piece."""
 _ENCODINGS: Final = ("Content-Encoding", "Content-Transfer-Encoding")
 _UNENCODED: Final = ("identity", "binary", "8bit", "7bit")
 
@@ -95,14 +97,20 @@ async def _receive(request: web.Request, to: BinaryIO, names: Collection[str]) -
         if part.name == "file":
             received = (part.filename or "", *await _write(part, to))
         elif part.name in names:
-            text = await part.read_chunk(_READ_BYTES) + await part.read_chunk(_READ_BYTES)
-            _check_size(part.name, len(text), _MAX_FIELD_BYTES)
-            fields[part.name] = text.decode(errors="replace")
+            fields[part.name] = await _text(part, part.name)
         else:
             raise InvalidArgumentError(excerpt(part.name), "is set; there is no such field")
     if received is None:
         raise InvalidArgumentError("file", "is missing")
     return Upload(*received, fields)
+
+
+async def _text(part: BodyPartReader, name: str) -> str:
+    text = b""
+    while chunk := await part.read_chunk(_READ_BYTES):
+        text += chunk
+        _check_size(name, len(text), _MAX_FIELD_BYTES)
+    return text.decode(errors="replace")
 
 
 async def _write(part: BodyPartReader, to: BinaryIO) -> tuple[int, bytes]:
@@ -152,8 +160,20 @@ class _Bounded:
         return await self._content.readline(max_line_length=max_line_length)
 
 
-async def send(response: web.StreamResponse, file: BinaryIO) -> None:
-    """Write a file, from its beginning, to a response that has begun."""
+async def send(request: web.Request, response: web.StreamResponse, file: BinaryIO) -> None:
+    """Write a file, from its beginning, to a response that has begun.
+
+    Raises:
+        ClientConnectionResetError: The client is gone, or was too slow to read a piece.
+    """
     await asyncio.to_thread(file.seek, 0)
     while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
-        await response.write(piece)
+        try:
+            async with asyncio.timeout(_PIECE_S):
+                await response.write(piece)
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()  # closing it would wait for the client, too
+            raise ClientConnectionResetError(
+                f"the client took more than {_PIECE_S:g} s to read a piece"
+            ) from None

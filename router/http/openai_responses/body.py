@@ -43,7 +43,7 @@ class ReasoningOptions(Schema):
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Without effect: all thinking is shown, and no summary."""
+    """Has no effect: thinking is shown whole, never summarized."""
     max_tokens: Annotated[int, Field(ge=0, le=2**20)] | None = None
     """From OpenRouter: the limit on thinking tokens."""
 

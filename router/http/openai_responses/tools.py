@@ -120,24 +120,25 @@ class ResponseTools(Schema):
     parallel_tool_calls: bool = True
 
     def check_tools(self) -> None:
-        """Check what groups add up to; raises InvalidArgumentError."""
-        num_functions = 0
-        for i, tool in enumerate(self.tools):
-            if not isinstance(tool, FunctionGroup):
-                num_functions += isinstance(tool, FunctionTool)
-                continue
-            num_functions += len(tool.tools)
-            for j, function in enumerate(tool.tools):
-                name = grouped_name(tool.name, function.name)
-                if len(name) > MAX_NAME_CHARS:
-                    raise InvalidArgumentError(
-                        f"tools[{i}].tools[{j}].name",
-                        f"makes the name {excerpt(name)}; it must have at most"
-                        f" {MAX_NAME_CHARS} characters",
-                    )
-        if num_functions > MAX_TOOLS:
+        """Check the functions of all groups together; raises InvalidArgumentError."""
+        names: set[str] = set()
+        for path, group, function in self._functions():
+            name, made = function.name, "is"
+            if group is not None:
+                name, made = grouped_name(group.name, function.name), "makes the name"
+            if len(name) > MAX_NAME_CHARS:
+                raise InvalidArgumentError(
+                    f"{path}.name",
+                    f"{made} {excerpt(name)}; it must have at most {MAX_NAME_CHARS} characters",
+                )
+            if name in names:
+                raise InvalidArgumentError(
+                    f"{path}.name", f"{made} {excerpt(name)}; another tool has this name"
+                )
+            names.add(name)
+        if len(names) > MAX_TOOLS:
             raise InvalidArgumentError(
-                "tools", f"has {num_functions} functions; it must have at most {MAX_TOOLS}"
+                "tools", f"has {len(names)} functions; it must have at most {MAX_TOOLS}"
             )
 
     @property
@@ -150,14 +151,14 @@ class ResponseTools(Schema):
         """Maps the name that the model sees to group and function."""
         return {
             grouped_name(group.name, tool.name): (group.name, tool.name)
-            for group, tool in self._functions()
+            for _, group, tool in self._functions()
             if group is not None
         }
 
     def tool_fields(self) -> ToolFields:
         """Return the tools of the chat."""
         functions = []
-        for group, tool in self._functions():
+        for _, group, tool in self._functions():
             function = tool.model_dump(exclude={"type"}, exclude_unset=True)
             if group is not None:
                 function["name"] = grouped_name(group.name, tool.name)
@@ -190,9 +191,11 @@ class ResponseTools(Schema):
             "parallel_tool_calls": self.parallel_tool_calls,
         }
 
-    def _functions(self) -> Iterator[tuple[FunctionGroup | None, FunctionTool]]:
-        for tool in self.tools:
+    def _functions(self) -> Iterator[tuple[str, FunctionGroup | None, FunctionTool]]:
+        """Yield each function with the field that has it, and its group."""
+        for i, tool in enumerate(self.tools):
             if isinstance(tool, FunctionTool):
-                yield None, tool
+                yield f"tools[{i}]", None, tool
             elif isinstance(tool, FunctionGroup):
-                yield from ((tool, function) for function in tool.tools)
+                for j, function in enumerate(tool.tools):
+                    yield f"tools[{i}].tools[{j}]", tool, function

@@ -203,9 +203,10 @@ def _inline(form: StructuredOutput) -> str:
     """Return a form as a term of a grammar.
 
     Raises:
-        InvalidArgumentError: Its schema is not JSON.
+        InvalidArgumentError: Its schema is not JSON or has an unsupported feature.
         UnimplementedError: It is not JSON.
     """
+    field = "structured_outputs.json"
     if form.json_object:
         return inline_json({"type": "object"})
     if form.json_schema is None:
@@ -214,9 +215,11 @@ def _inline(form: StructuredOutput) -> str:
             ' must be "none"'
         )
     try:
-        return inline_json(from_json(form.schema_text))
+        schema = from_json(form.schema_text)
     except ValueError as error:
-        raise InvalidArgumentError("structured_outputs.json", f"is not JSON: {error}") from None
+        raise InvalidArgumentError(field, f"is not JSON: {error}") from None
+    check_refs(schema, field)
+    return inline_json(schema)
 
 
 def _formed(plan: OutputPlan, grammar: str, before: str) -> OutputPlan:

@@ -11,7 +11,6 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import HealthServicer
 
 from docs.generate.flags import commands
-from quire.cli import target
 from quire.cli.__main__ import main
 from quire.cli.command_error import CommandError
 from quire.cli.invocation import invocation
@@ -54,8 +53,7 @@ def test_the_only_service_is_the_target(services):
     assert router(target="elsewhere:1") == "elsewhere:1"
 
 
-def test_the_scheduler_that_answers_is_the_target(services, tmp_path, monkeypatch):
-    monkeypatch.setattr(target, "_ANSWER_S", 0.2)
+def test_the_scheduler_that_answers_is_the_target(services, tmp_path):
     first, second = (f"unix:{tmp_path}/{name}" for name in ("a", "b"))
     services("127.0.0.1:1", scheduler_target=f"{first},{second}")
     assert _find_scheduler(None, "") == first

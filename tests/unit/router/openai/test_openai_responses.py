@@ -408,6 +408,22 @@ async def test_truncation_drops_the_oldest_steps_of_a_long_turn(client, inferenc
         ),
         ({"input": "x", "tools": [HOSTED] * 129}, "tools", "has 129 entries"),
         (
+            {"input": "x", "tools": [HOSTED, {**TOOL}, {**TOOL}]},
+            "tools[2].name",
+            "another tool has this",
+        ),
+        (
+            {
+                "input": "x",
+                "tools": [
+                    {"type": "function", "name": "a__b"},
+                    {"type": "namespace", "name": "a", "tools": [{**TOOL, "name": "b"}]},
+                ],
+            },
+            "tools[1].tools[0].name",
+            'makes the name "a__b"; another tool has this name',
+        ),
+        (
             {"input": "x", "tools": [HOSTED], "tool_choice": "required"},
             "tool_choice",
             "needs tools",

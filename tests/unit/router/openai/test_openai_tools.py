@@ -356,6 +356,10 @@ async def test_a_call_that_was_cut_short_says_so(client, inference):
             "structured_outputs.json is not JSON",
         ),
         (
+            {"tools": [ADD], "extra_body": {"guided_json": {"allOf": [{"pattern": "a"}] * 9}}},
+            "structured_outputs.json has up to 9 patterns and formats for one string",
+        ),
+        (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
             r'tools\[0\].function.name is "a b"',
         ),

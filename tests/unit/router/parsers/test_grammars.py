@@ -355,6 +355,44 @@ def test_thinking_whose_markers_are_text_has_no_grammar():
     assert thinking_grammar(thinking, model.token_id, has_begun=True, max_tokens=1) is None
 
 
+@pytest.mark.parametrize("names", [{}, {"$schema": "http://x/draft", "$id": "http://x/f"}])
+@pytest.mark.parametrize("family", ["glm45", "llama3_json"])
+def test_refs_are_relative_to_the_whole_schema_of_a_function(family, names):
+    """One family has a schema for each parameter, the other one for the call."""
+    count = {"type": "integer"}
+    schema = {
+        **names,
+        "type": "object",
+        "properties": {
+            "a/b": count,
+            "b": {"$ref": "#/properties/a~1b"},
+            "c": {"$ref": "#/$defs/c"},
+            "next": {"$ref": "#"},
+            "d": {"enum": [{"$ref": "#"}]},
+        },
+        "additionalProperties": False,
+        "$defs": {"c": {"type": "array", "items": count}},
+    }
+    written = WRITTEN[family]
+    model = Model(markers_of(written), are_tokens=True)
+    grammar = CallGrammar(written, model.token_id).calls_or_form(
+        [ForcedFunction("f", schema)], inline_json({"const": 0}), None, may_be_several=False
+    )
+    form = to_grammar(StructuredOutput(grammar=grammar))
+    values = {"b": "1", "c": "[1]", "next": '{"b": 1, "next": {}}', "d": '{"$ref": "#"}'}
+    if family == "glm45":
+        pairs = (
+            f"\n<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>"
+            for name, value in values.items()
+        )
+        call = f"<tool_call>f{''.join(pairs)}\n</tool_call>"
+    else:
+        pairs = (f'"{name}": {value}' for name, value in values.items())
+        call = f'{{"name": "f", "parameters": {{{", ".join(pairs)}}}}}'
+    assert model.admits(form, call)
+    assert not model.admits(form, call.replace("1", '"x"'))
+
+
 def test_what_a_tagged_value_cannot_follow_is_refused():
     schema = {"properties": {"city": {"type": "string", "pattern": "^P"}}}
     grammar = CallGrammar(WRITTEN["glm45"], lambda _: None)

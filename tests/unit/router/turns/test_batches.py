@@ -238,7 +238,8 @@ async def test_files_expire_when_their_clients_say(router, new_store, monkeypatc
     async with serving(router, store) as client:
         upload = {"file": ("in.jsonl", line("a").encode()), "purpose": "batch"}
         kept = await client.files.create(**upload)
-        file = await client.files.create(**upload, expires_after=expiry)
+        call = {"expires_after": expiry, "extra_headers": {"Idempotency-Key": "f"}}
+        file = await client.files.create(**upload, **call)
         assert (kept.expires_at, file.expires_at) == (None, file.created_at + 3600)
         for wrong in ({"seconds": 3599}, {"seconds": 2592001}, {"anchor": "now"}):
             with pytest.raises(openai.BadRequestError, match=rf"expires_after.{next(iter(wrong))}"):
@@ -257,8 +258,14 @@ async def test_files_expire_when_their_clients_say(router, new_store, monkeypatc
                 await client.files.retrieve(gone)
             with pytest.raises(openai.NotFoundError):
                 await client.files.content(gone)
-        await BatchStore(store.database).sweep(10**9)
+        batch_store = BatchStore(store.database)
         assert [each.id async for each in client.files.list()] == [kept.id]
+        assert await batch_store.file_bytes("") == kept.bytes
+        again = await client.files.create(**upload, **call)
+        assert again.id != file.id
+        assert [each.id async for each in client.files.list()] == [again.id, kept.id]
+        await batch_store.sweep(10**9)
+        assert [each.id async for each in client.files.list()] == [again.id, kept.id]
 
 
 async def test_a_batch_tells_what_its_lines_used(router, new_store):

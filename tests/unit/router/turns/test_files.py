@@ -1,6 +1,7 @@
 """Bodies of the API with a store: uploads, downloads, lists, and their limits and refusals."""
 
 import asyncio
+import io
 
 import aiohttp
 import openai
@@ -95,6 +96,34 @@ async def test_a_file_is_received_and_sent_in_pieces(client, http):
         assert await response.read() == content
 
 
+async def test_a_field_may_arrive_in_many_pieces(http, monkeypatch):
+    monkeypatch.setattr(transfers, "_READ_BYTES", 8)
+    body = PURPOSE.replace(b"batch", b"b" * 60) + FILE + b"1" + END
+    assert await refusal(http, body) == (
+        400, f'purpose is "{"b" * 60}"; it must be "batch"'
+    )  # fmt: skip
+
+
+async def test_a_client_that_stops_reading_loses_its_connection(monkeypatch):
+    class Connection:
+        is_aborted = False
+
+        def abort(self):
+            self.is_aborted = True
+
+    class Stalled:
+        transport = Connection()
+
+        async def write(self, _piece):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(transfers, "_PIECE_S", 0)
+    stalled = Stalled()
+    with pytest.raises(aiohttp.ClientConnectionResetError, match="took more than 0 s"):
+        await transfers.send(stalled, stalled, io.BytesIO(b"x"))
+    assert stalled.transport.is_aborted
+
+
 async def test_a_body_that_is_too_large_is_refused(http, monkeypatch):
     monkeypatch.setattr(transfers, "MAX_FILE_BYTES", 1000)
     monkeypatch.setattr(transfers, "_MAX_BODY_BYTES", 2000)
@@ -153,7 +182,9 @@ def test_places_are_limited_in_all_and_given_back():
 
 async def test_what_a_tenant_stores_is_limited(client, monkeypatch):
     monkeypatch.setattr(file_routes, "MAX_STORED_BYTES", 3)
-    file = await client.files.create(file=b"123", purpose="batch")
+    call = {"file": b"123", "purpose": "batch", "extra_headers": {"Idempotency-Key": "k"}}
+    file = await client.files.create(**call)
+    assert await client.files.create(**call) == file
     with pytest.raises(openai.RateLimitError, match="have 3 bytes; the limit is 3"):
         await client.files.create(file=b"4", purpose="batch")
     await client.files.delete(file.id)

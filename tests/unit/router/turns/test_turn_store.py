@@ -165,6 +165,19 @@ async def test_a_tenant_with_many_models_leaves_places_to_others(new_store, monk
     assert [turn.id for turn in await store.claim(0, 9)] == ["a2", "a3"]
 
 
+async def test_no_tenant_starves_behind_more_queues_than_a_claim_looks_at(new_store, monkeypatch):
+    monkeypatch.setattr(claims, "MAX_QUEUES", 2)
+    store = new_store()
+    for tenant in "abcde":
+        await insert_queued(store, queued(tenant, 3))
+    ids = [turn.id for _ in range(6) for turn in await store.claim(0, 1)]
+    assert ids == ["a0", "b0", "c0", "d0", "e0", "a1"]
+    ids = [[turn.id for turn in await store.claim(0, 9)] for _ in range(4)]
+    assert [len(each) for each in ids] == [4, 4, 1, 0]
+    await insert_queued(store, queued("f", 1))  # behind tenants whose turns all have an owner
+    assert [turn.id for _ in range(3) for turn in await store.claim(0, 1)] == ["f0"]
+
+
 async def test_a_group_counts_its_ended_turns_and_what_they_used(new_store):
     store = new_store()
     turns = [replace(TURN, id=f"t{i}", group="g") for i in range(4)]

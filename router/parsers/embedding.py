@@ -1,0 +1,39 @@
+"""Makes a JSON schema a part of another one."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+DATA: Final = frozenset({"const", "default", "enum", "examples"})
+"""Keywords whose contents are not schemas."""
+BY_NAME: Final = frozenset(
+    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+)
+"""Keywords whose contents map names, which are not keywords, to schemas."""
+_AT_ROOT: Final = ("$id", "id", "$schema")
+"""Keywords that describe a whole schema."""
+
+
+def embedded(schema: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """Return a whole schema as the part at the JSON pointer `place` of another one."""
+    return {
+        name: value
+        for name, value in with_refs_below(schema, place).items()
+        if name not in _AT_ROOT or not isinstance(value, str)
+    }
+
+
+def with_refs_below(schema: Any, place: str) -> Any:
+    """Return a part of a schema with each `$ref` as it is once the whole schema is at `place`."""
+    if isinstance(schema, list):
+        return [with_refs_below(each, place) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name == "$ref" and isinstance(value, str):
+            moved[name] = f"#{place}{value.removeprefix('#')}"
+        elif name in BY_NAME and isinstance(value, Mapping):
+            moved[name] = {key: with_refs_below(each, place) for key, each in value.items()}
+        else:
+            moved[name] = value if name in DATA else with_refs_below(value, place)
+    return moved
