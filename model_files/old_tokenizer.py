@@ -54,7 +54,7 @@ def _old_files(directory: Path) -> list[Path]:
     return [path for name in OLD_TOKENIZERS if (path := directory / name).is_file()]
 
 
-def with_tokenizer(directory: Path, cache_dir: Path) -> Path:
+def convert_tokenizer(directory: Path, cache_dir: Path) -> Path:
     """Return a directory in `cache_dir` with the model's files and a converted tokenizer.
 
     Raises:
