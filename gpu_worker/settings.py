@@ -159,8 +159,8 @@ class WorkerSettings(ProcessSettings):
     row independently."""
     num_threads: PositiveInt | None = None
     """Number of threads that compute on a CPU, shared by the ranks on this machine; unset: one per
-    physical core that this process may use, and no more than the CPUs of its control group's limit
-    (a container's)."""
+    physical core that this process may use, and at most the CPU limit of its control group (a
+    container's), rounded up."""
     amx: Literal["auto", "on", "off"] = "auto"
     """Whether linear maps and attention in bfloat16 use Intel's AMX, on a CPU that has it. auto: if
     its results are right, for each weight format, and for attention, if it is faster there; the

@@ -10,7 +10,7 @@ from model_files.buckets import download_from_bucket
 from model_files.errors import ModelError
 from model_files.gguf_directory import lay_out
 from model_files.hub import HubName, download_from_hub
-from model_files.old_tokenizer import has_old_tokenizer, with_tokenizer
+from model_files.old_tokenizer import convert_tokenizer, has_old_tokenizer
 
 Report: TypeAlias = Callable[[str, float | None], None]
 """Receives a status and the progress in [0, 1]; an error that it raises ends the search."""
@@ -73,6 +73,7 @@ def find_model(
     report: Report = lambda _status, _progress: None,
     *,
     with_weights: bool = True,
+    with_tokenizer: bool = True,
 ) -> Path:
     """Find the directory of a model's files, downloading them if need be.
 
@@ -84,12 +85,14 @@ def find_model(
         report: Called with the progress of a download.
         with_weights: Whether the caller reads weights. If not, only small files are downloaded; a
             GGUF file is always downloaded whole.
+        with_tokenizer: Whether the caller reads the tokenizer. If not, an older one is not
+            converted.
 
     Raises:
         ModelError: There is no such model, or it cannot be downloaded. The message says what to do.
     """
     path, place = Path(model), place_of(model)
-    if place is ModelPlace.DIRECTORY and not has_old_tokenizer(path):
+    if place is ModelPlace.DIRECTORY and not (with_tokenizer and has_old_tokenizer(path)):
         return path
     try:
         cache_dir = cache_dir.expanduser()
@@ -104,7 +107,9 @@ def find_model(
         path = download_from_hub(name, report, with_weights=with_weights) / (file or "")
     if not path.is_dir():
         return lay_out(path, cache_dir)
-    return with_tokenizer(path, cache_dir) if has_old_tokenizer(path) else path
+    if with_tokenizer and has_old_tokenizer(path):
+        return convert_tokenizer(path, cache_dir)
+    return path
 
 
 def _parsed(model: str) -> tuple[str, str | None, str | None]:

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -54,35 +55,51 @@ def _old_files(directory: Path) -> list[Path]:
     return [path for name in OLD_TOKENIZERS if (path := directory / name).is_file()]
 
 
-def with_tokenizer(directory: Path, cache_dir: Path) -> Path:
+def convert_tokenizer(directory: Path, cache_dir: Path) -> Path:
     """Return a directory in `cache_dir` with the model's files and a converted tokenizer.
 
     Raises:
-        ModelError: The tokenizer cannot be converted, or the cache cannot be written.
+        ModelError: The tokenizer cannot be read or converted, or the cache cannot be written.
     """
     sources = _old_files(directory)
+    try:
+        made = cache_dir / "tokenizers" / _name_of(directory, sources)
+        with _writing(cache_dir):
+            made.mkdir(parents=True, exist_ok=True)
+        if not (made / TOKENIZER).exists():
+            _convert(directory, sources, made / TOKENIZER, cache_dir)
+        # The hub's directory gets the weights later.
+        for path in directory.resolve().iterdir():
+            with _writing(cache_dir), contextlib.suppress(FileExistsError):
+                (made / path.name).symlink_to(path)
+    except OSError as error:
+        raise ModelError(
+            f"{directory} has no {TOKENIZER}; to convert its tokenizer, {error.filename} is needed:"
+            f" {error.strerror}"
+        ) from error
+    return made
+
+
+def _name_of(directory: Path, sources: list[Path]) -> str:
+    """Return a name that changes with the files that the conversion reads."""
     read = [*sources, *(path for name in _READ_TOO if (path := directory / name).is_file())]
     known = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in read]
     key = json.dumps([_FORM, str(directory.resolve()), known])
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    made = cache_dir / "tokenizers" / f"{directory.resolve().name}-{digest}"
+    return f"{directory.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+@contextlib.contextmanager
+def _writing(cache_dir: Path) -> Iterator[None]:
     try:
-        made.mkdir(parents=True, exist_ok=True)
-        if not (made / TOKENIZER).exists():
-            _convert(directory, sources, made / TOKENIZER)
-        # The hub's directory gets the weights later.
-        for path in directory.resolve().iterdir():
-            with contextlib.suppress(FileExistsError):
-                (made / path.name).symlink_to(path)
+        yield
     except OSError as error:
         raise ModelError(
             f"cache-dir is {cache_dir}, which cannot be written: {error.strerror}; tokenizers"
             f" converted to {TOKENIZER} are stored there"
         ) from error
-    return made
 
 
-def _convert(directory: Path, sources: list[Path], target: Path) -> None:
+def _convert(directory: Path, sources: list[Path], target: Path, cache_dir: Path) -> None:
     names = " and ".join(path.name for path in sources)
     needed = {"transformers", *(_package_of(path) for path in sources)} - {None}
     missing = [name for name in sorted(map(str, needed)) if not importlib.util.find_spec(name)]
@@ -91,7 +108,9 @@ def _convert(directory: Path, sources: list[Path], target: Path) -> None:
             f"{directory} has no {TOKENIZER}; to convert {names}, run"
             f" `pip install {' '.join(missing)}`"
         )
-    with tempfile.TemporaryDirectory(dir=target.parent) as made_in:
+    with contextlib.ExitStack() as stack:
+        with _writing(cache_dir):
+            made_in = stack.enter_context(tempfile.TemporaryDirectory(dir=target.parent))
         made = Path(made_in) / TOKENIZER
         done = subprocess.run(  # noqa: S603 - the program is ours
             [sys.executable, "-P", "-c", _PROGRAM, str(directory), str(made)],
@@ -104,7 +123,8 @@ def _convert(directory: Path, sources: list[Path], target: Path) -> None:
             # After this warning, it tries to read another kind of file, whose error misleads.
             reason = next((line for line in lines if "Could not extract" in line), lines[-1])
             raise ModelError(f"{directory}: {names} cannot be converted to {TOKENIZER}: {reason}")
-        made.replace(target)
+        with _writing(cache_dir):
+            made.replace(target)
 
 
 def _package_of(path: Path) -> str | None:

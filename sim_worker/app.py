@@ -92,7 +92,9 @@ def find_vocabulary(settings: SimWorkerSettings) -> Vocabulary:
     vocab_size, max_model_len = settings.vocab_size, settings.max_model_len
     eos_token_ids = settings.eos_token_ids
     if settings.model is not None:
-        directory = find_model(settings.model, settings.cache_dir, with_weights=False)
+        directory = find_model(
+            settings.model, settings.cache_dir, with_weights=False, with_tokenizer=False
+        )
         config = read_json(directory / "config.json")
         vocab_size = vocab_size or config.positive_int("vocab_size")
         max_model_len = max_model_len or config.positive_int("max_position_embeddings")

@@ -27,7 +27,9 @@ def check_config(settings: WorkerSettings, report: Report) -> None:
 
     Loading checks everything else.
     """
-    directory = find_model(settings.model, settings.cache_dir, report, with_weights=False)
+    directory = find_model(
+        settings.model, settings.cache_dir, report, with_weights=False, with_tokenizer=False
+    )
     if not (directory / "config.json").exists():
         return  # loading refuses it
     fields = with_long_factors(

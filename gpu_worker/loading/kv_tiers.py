@@ -49,6 +49,7 @@ class LowerTiers:
 def kv_identity(
     settings: WorkerSettings,
     directory: Path,
+    config: ModelConfig,
     dtype: torch.dtype,
     groups: LayerGroups,
     arithmetic: str,
@@ -60,6 +61,7 @@ def kv_identity(
     request's tokens would depend on whether its KV was found.
     With a far tier, which other machines share, the model's files are hashed by name and content.
     Otherwise they are hashed by name, size and time of change, so copies count as different.
+    `config` is hashed too, because `max_model_len` selects LongRoPE's factors, which rotate keys.
     """
     describe = _content if settings.far_kv_url else _size_and_time
     files = sorted((path.name, describe(path)) for path in directory.iterdir() if path.is_file())
@@ -67,6 +69,7 @@ def kv_identity(
         (version("quire"), version("transformers"), version("torch"), arithmetic),
         (settings.attention_backend, settings.batch_invariant),
         files,
+        config,
         (settings.model_class, settings.quantization, str(dtype), settings.kv_dtype),
         (str(settings.host_codec), str(settings.disk_codec)),
         (settings.block_size, groups),

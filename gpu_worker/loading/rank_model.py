@@ -217,7 +217,7 @@ def _load_rank_model(
     if has_kv:
         if not is_dummy:
             arithmetic = name_arithmetic(device, amx_uses)
-            identity = kv_identity(settings, directory, dtype, groups, arithmetic)
+            identity = kv_identity(settings, directory, config, dtype, groups, arithmetic)
         tiers = open_lower_tiers(settings, pool, local_config, identity)
     num_host_blocks = tiers.num_host_blocks
     if ranks is not None:

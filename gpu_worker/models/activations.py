@@ -20,4 +20,4 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
     "relu": functional.relu,
     "silu": functional.silu,
 }
-"""A family may have fewer."""
+"""Each family's config reader accepts only some of these."""

@@ -10,7 +10,7 @@ from gpu_worker.weights.json_fields import JsonFields
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """What a text part is when it is alone."""
+    """How a text part identifies itself as a model of its own."""
 
     architecture: str
     model_type: str

@@ -60,7 +60,10 @@ class Speculation:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Let steps guess as much as blocks allow, whatever it costs; then forget the costs."""
+        """Let steps guess as much as blocks allow, ignoring measured costs.
+
+        Afterwards, discard what these steps measured.
+        """
         self._is_rehearsal = True
         try:
             yield

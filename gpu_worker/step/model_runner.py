@@ -71,7 +71,7 @@ class ModelRunner:
 
         `slots`: the adapters' slots, if steps with adapters may run as graphs.
 
-        `before_launch` is called when a step's inputs are ready, before its first kernel.
+        `before_launch` is called after a step's inputs are enqueued, right before the model.
 
         `takes_parts` allows splitting a step when memory is short. It is False with several ranks,
         which would all have to split the step in the same way.

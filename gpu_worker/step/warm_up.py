@@ -116,7 +116,8 @@ def _behind_many(limits: Limits, num_draft_tokens: int) -> Iterator[Plan]:
     num_steps = 1
     if num_draft_tokens:
         num_steps += -(-limits.max_model_len // limits.max_num_batched_tokens)
-    num_tokens = limits.max_model_len - num_steps - num_draft_tokens
+    num_sampled = num_steps + 1 + num_draft_tokens  # by the chunk and the decodes, at most
+    num_tokens = limits.max_model_len - num_sampled
     if num_tokens < _PROMPT_TOKENS:
         return
     new = _new(limits, 0, _GREEDY, 0, num_tokens, limits.max_model_len)

@@ -16,7 +16,7 @@ SHIPPED: Final = Path(__file__).parent / "compiled"
 """The directory for libraries that ship with the package; `python -m kernels.cpu` fills it."""
 
 _COMPILERS: Final = ("gcc", "cc")
-"""Clang is none: its OpenMP calls functions of libomp, and torch brings only libgomp along."""
+"""Clang cannot be used: its OpenMP calls functions of libomp, and torch brings only libgomp."""
 _FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-Wno-psabi", "-fopenmp")
 _LINK_FLAGS: Final = ("-shared", "-lm")
 """OpenMP is not linked, because its symbols come from the library that torch has loaded."""

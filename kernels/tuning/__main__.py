@@ -8,7 +8,8 @@ the device's file. The file is in `kernels/tuning/configs` and is named after th
 With --out it is written elsewhere. It is written after each of the two kernels.
 
 --processes compiles the candidates beforehand, in so many processes. --quick tries a few candidates
-only. --cpu-smoke needs no GPU: it measures nothing, and shows that the script works.
+only. --cpu-smoke needs no GPU: it shows that the script works. Its times mean nothing, so it needs
+--out.
 """
 
 import argparse
@@ -171,6 +172,8 @@ def _main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: the device's file")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes, no GPU")
     given = parser.parse_args()
+    if given.cpu_smoke and given.out is None:
+        parser.error("--cpu-smoke needs --out: its times do not belong into a device's file")
     if not given.cpu_smoke and not torch.cuda.is_available():
         parser.exit(2, "kernels.tuning needs a GPU, and there is none\n")
     with torch.inference_mode():

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 import torch
@@ -162,3 +163,12 @@ def test_only_values_that_can_be_divided_take_tiles_for_a_part_of_them():
         assert shape.dims == 512
         rows[key_dim] = first_match(rules, shape).rows
     assert rows == {512: 128, 320: 64, 576: 64}
+
+
+def test_times_without_a_gpu_stay_out_of_the_shipped_files(monkeypatch, capsys):
+    monkeypatch.setattr(tune, "_tune", lambda _: pytest.fail("it would write"))
+    sizes = ["--heads=1", "--kv-heads=1", "--head-dim=1"]
+    monkeypatch.setattr(sys, "argv", ["tuning", *sizes, "--cpu-smoke"])
+    with pytest.raises(SystemExit, match="2"):
+        tune._main()
+    assert "--cpu-smoke needs --out" in capsys.readouterr().err

@@ -290,7 +290,7 @@ class TransformersSource:
         except Exception as error:  # the config's code may raise anything
             raise fields.error("cannot be read", f"by transformers: {error}") from error
         self._is_part = has_text_part(read_json(directory / "config.json"))
-        stored = getattr(config, "quantization_config", None)
+        stored = fields.nested("quantization_config").values
         self._hf_config = _alone(config, str(fields.get("model_type"))) if self._is_part else config
         try:
             _refuse_config(self._hf_config)
@@ -467,5 +467,7 @@ def _choose_factors(config: PreTrainedConfig, max_model_len: int | None) -> None
     """Do as `with_long_factors`."""
     for rope in batch_dependent_ropes(config):
         original = rope.get("original_max_position_embeddings")
-        if max_model_len is not None and original is not None and max_model_len > original:
-            rope["short_factor"] = rope.get("long_factor")
+        if max_model_len is None or original is None or "long_factor" not in rope:
+            continue
+        if max_model_len > original:
+            rope["short_factor"] = rope["long_factor"]

@@ -1,9 +1,9 @@
 """Captures decode steps as CUDA graphs, one per batch size, and replays them.
 
-A graph runs the same kernels on the same addresses. So a step's inputs are copied to fixed
-addresses, in one copy, and so are its block tables, which are on the device already. Its logits and
-likeliest tokens appear at fixed addresses. Kernels read the amount of work from the device. A step
-with fewer sequences than its graph is filled up with *padding rows*: length 0, stored nowhere,
+A graph runs the same kernels on the same addresses. Inputs are uploaded to fixed addresses in one
+copy. Block tables are already on the device, and are copied there from `DeviceTables`. Its logits
+and likeliest tokens appear at fixed addresses. Kernels read the amount of work from the device. A
+step with fewer sequences than its graph is filled up with *padding rows*: length 0, stored nowhere,
 results ignored.
 
 Symbols: `S` sequences of a graph, `N` of a step, `G` KV groups, `M` blocks of the longest block

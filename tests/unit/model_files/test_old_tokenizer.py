@@ -126,3 +126,15 @@ def test_what_cannot_be_converted_is_named(model, tmp_path):
     (tmp_path / "occupied").write_text("")
     with pytest.raises(ModelError, match="occupied, which cannot be written"):
         find_model(str(directory), tmp_path / "occupied")
+
+
+def test_what_cannot_be_read_or_started_is_no_fault_of_the_cache(model, tmp_path, monkeypatch):
+    directory = model(write_words)
+    with monkeypatch.context() as change:
+        change.setattr(old_tokenizer.sys, "executable", "/nowhere")
+        with pytest.raises(ModelError, match="to convert its tokenizer, /nowhere is needed: No"):
+            find_model(str(directory), tmp_path / "cache")
+    gone = directory / "tokenizer.model"
+    monkeypatch.setattr(old_tokenizer, "_old_files", lambda _: [gone])
+    with pytest.raises(ModelError, match=rf"has no tokenizer\.json; .* {gone} is needed: No such"):
+        find_model(str(directory), tmp_path / "cache")

@@ -187,6 +187,15 @@ def test_a_models_vocabulary_is_read_and_flags_go_before_it(tmp_path):
     assert (found.vocab_size, found.eos_token_ids, found.max_model_len) == (50, (8,), 1000)
 
 
+def test_a_model_s_old_tokenizer_is_not_converted_for_its_vocabulary(tmp_path):
+    model = write_model(tmp_path, {"vocab_size": 99, "max_position_embeddings": 77})
+    (model / "tokenizer.model").write_text("no tokenizer")
+    cache = tmp_path / "cache"
+    found = find_vocabulary(SimWorkerSettings(model=model, cache_dir=cache))
+    assert found.vocab_size == 99
+    assert not cache.exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

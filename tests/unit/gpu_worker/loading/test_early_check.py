@@ -47,6 +47,7 @@ def test_a_model_with_too_short_a_context_is_refused_without_its_weights(tmp_pat
 )
 def test_what_config_json_rules_out_is_refused_early(tmp_path, config, problem):
     (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.model").write_text("not converted before config.json is checked")
     with pytest.raises(ModelError, match=problem):
         check_config(WorkerSettings(model=str(tmp_path)), lambda *_: None)
 

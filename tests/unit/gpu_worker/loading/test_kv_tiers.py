@@ -234,12 +234,14 @@ def test_unsupported_tier_settings_are_refused_by_name(capsys, tmp_path, flags, 
     assert problem in capsys.readouterr().err
 
 
-def test_with_a_far_tier_kv_is_named_by_the_content_of_the_model_s_files(tmp_path):
+def test_with_a_far_tier_kv_is_named_by_the_content_of_the_model_s_files(model, tmp_path):
+    config = open_model(model).config
+
     def identity(content, **changes):
         (tmp_path / "model.safetensors").write_bytes(content)
         os.utime(tmp_path / "model.safetensors", (1, 1))
         settings = WorkerSettings(_env_file=None, model=tmp_path, **changes)
-        return kv_identity(settings, tmp_path, torch.bfloat16, (), "cpu")
+        return kv_identity(settings, tmp_path, config, torch.bfloat16, (), "cpu")
 
     far = {"far_kv_url": "memory://kv", "host_kv_memory_gb": 1.0}
     assert identity(b"one", **far) == identity(b"one", **far) != identity(b"two", **far)
@@ -270,12 +272,42 @@ def test_kv_computed_in_another_way_is_other_kv(model, monkeypatch):
     assert identity("bfloat16") not in (*others, with_other_code), "nothing could be compiled"
 
 
-def test_kv_of_another_gpu_or_another_order_of_sums_is_other_kv(tmp_path, monkeypatch):
+@pytest.mark.parametrize("model_class", ["", "transformers"])
+def test_kv_with_other_factors_of_longrope_is_other_kv(tmp_path, model_class):
+    if model_class:
+        pytest.importorskip("transformers")
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+    }
+    directory = make_model(tmp_path, "llama", rope_parameters=longrope)
+
+    def identity(max_model_len):
+        settings = WorkerSettings(
+            _env_file=None,
+            model=directory,
+            model_class=model_class,
+            device="cpu",
+            max_model_len=max_model_len,
+            kv_cache_memory_gb=0.01,
+            host_kv_memory_gb=0.0,
+        )
+        return load_rank_model(Member(settings), lambda *_: None, lambda *_: None).identity
+
+    assert identity(32) == identity(64) != identity(65) == identity(100)
+
+
+def test_kv_of_another_gpu_or_another_order_of_sums_is_other_kv(model, tmp_path, monkeypatch):
+    config = open_model(model).config
+
     def identity(gpu="NVIDIA H200", **changes):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
         arithmetic = device.name_arithmetic(torch.device("cuda", 0), ())
         settings = WorkerSettings(_env_file=None, model=tmp_path, **changes)
-        return kv_identity(settings, tmp_path, torch.bfloat16, (), arithmetic)
+        return kv_identity(settings, tmp_path, config, torch.bfloat16, (), arithmetic)
 
     usual = identity()
     assert usual == identity(), "a worker that starts again finds it"

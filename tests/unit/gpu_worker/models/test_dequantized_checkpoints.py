@@ -71,7 +71,8 @@ def test_fp8_in_blocks(model_dirs, tmp_path, family, sizes):
     assert_stands_for(packed, plain)
 
 
-def test_fp8_in_the_text_part_of_a_model_that_takes_images(model_dirs, tmp_path):
+@pytest.mark.parametrize("place", ["whole", "text_config"])
+def test_fp8_in_the_text_part_of_a_model_that_takes_images(model_dirs, tmp_path, place):
     """As Ministral 3 is released: a scale for each map, and another for its inputs."""
     directory = model_dirs.get("ministral3", **WIDE)
     plain = shutil.copytree(directory, tmp_path / "plain")
@@ -98,15 +99,18 @@ def test_fp8_in_the_text_part_of_a_model_that_takes_images(model_dirs, tmp_path)
         "model_type": "mistral3",
         "text_config": json.loads((packed / "config.json").read_text()),
         "vision_config": {"model_type": "pixtral"},
-        "quantization_config": {
-            "quant_method": "fp8",
-            "activation_scheme": "static",
-            "weight_block_size": None,
-            "modules_to_not_convert": ["model.vision_tower", "lm_head"],
-        },
+    }
+    described = config if place == "whole" else config[place]
+    described["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "weight_block_size": None,
+        "modules_to_not_convert": ["model.vision_tower", "lm_head"],
     }
     (packed / "config.json").write_text(json.dumps(config))
     assert_stands_for(packed, plain)
+    # Without a GPU, transformers dequantizes in any case.
+    assert open_model(packed)._hf_config.quantization_config["dequantize"]
 
 
 def test_other_methods_are_refused_by_name(model_dirs, tmp_path):

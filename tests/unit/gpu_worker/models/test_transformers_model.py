@@ -198,6 +198,19 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
     assert_equals_transformers(directory, sequence)
 
 
+def test_a_rotation_without_long_factors_gets_none(model_dirs):
+    rope = {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 64,
+    }
+    directory = model_dirs.get("llama", rope_parameters=rope)
+    source = open_model(directory, "transformers", max_model_len=65)
+    assert source.config.max_model_len == 64
+    assert "short_factor" not in source._hf_config.rope_parameters
+
+
 @pytest.mark.parametrize(
     ("family", "overrides", "reason"),
     [

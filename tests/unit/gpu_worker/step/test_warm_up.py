@@ -59,9 +59,11 @@ class AlwaysGuesses(NgramDrafter):
     """Guesses token 0 and counts its guesses."""
 
     num_guesses = 0
+    num_last = 0
 
     def _guess(self, _, __, most):
         self.num_guesses += most
+        self.num_last = most
         return np.zeros(most, np.int32)
 
 
@@ -77,6 +79,13 @@ def executor_of(drafter=None, **parts):
     )
 
 
+def recorded(executor):
+    """Returns the list that gets the plans of all steps from now on."""
+    plans, step = [], executor.step
+    executor.step = lambda plan: plans.append(plan) or step(plan)
+    return plans
+
+
 def test_steps_guess_although_compiling_makes_guesses_look_dear(monkeypatch):
     def learn_that_nothing_pays(self, *_):
         self._steps.add(10, 10, 10, 100.0, 99.0)
@@ -87,6 +96,17 @@ def test_steps_guess_although_compiling_makes_guesses_look_dear(monkeypatch):
     warm_up(executor, LIMITS, has_structured_output=False, num_draft_tokens=3)
     assert drafter.num_guesses > 20
     assert executor._speculation._lengths.cost == 0, "it is unknown again"
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 3])
+def test_the_last_step_decodes_behind_a_long_prompt(num_draft_tokens):
+    drafter = AlwaysGuesses(num_draft_tokens, 1, 2) if num_draft_tokens else None
+    executor = executor_of(drafter)
+    plans = recorded(executor)
+    warm_up(executor, LIMITS, has_structured_output=False, num_draft_tokens=num_draft_tokens)
+    assert max(len(new.token_ids) for plan in plans for new in plan.new_sequences) > 50
+    assert plans[-1].num_decodes == 1
+    assert drafter is None or drafter.num_last == num_draft_tokens
 
 
 class OtherRank:
@@ -107,9 +127,7 @@ class OtherRank:
 @pytest.mark.parametrize("has_grammars", [False, True])
 def test_a_rank_without_grammars_makes_the_steps_of_rank_0(has_grammars):
     executor = executor_of(ranks=OtherRank(has_grammars=has_grammars))
-    plans = []
-    step = executor.step
-    executor.step = lambda plan: plans.append(plan) or step(plan)
+    plans = recorded(executor)
     warm_up(executor, LIMITS, has_structured_output=False, ranks=executor._sampler._ranks)
     new = [each for plan in plans for each in plan.new_sequences]
     assert any(each.params.grammar is not None for each in new) == has_grammars
