@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpu_worker.loading import rank_model
+from gpu_worker.loading import checked_model
 from gpu_worker.settings import WorkerSettings
 
 CONFIG = SimpleNamespace(max_model_len=4096, is_encoder=False, vocab_size=100)
@@ -27,9 +27,9 @@ GIB = 2**30
 def test_sizes_follow_the_device(
     monkeypatch, tmp_path, device, device_bytes, flags, num_seqs, num_tokens
 ):
-    monkeypatch.setattr(rank_model, "_device_bytes", lambda _: device_bytes)
+    monkeypatch.setattr(checked_model, "_device_bytes", lambda _: device_bytes)
     settings = WorkerSettings(_env_file=None, model=str(tmp_path), **flags)
-    limits = rank_model._limits(settings, CONFIG, torch.device(device))
+    limits = checked_model._limits(settings, CONFIG, torch.device(device))
     assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (num_seqs, num_tokens)
     busy, least = (512, 0) if device == "cpu" else (min(2048, num_tokens), 256)
     assert (limits.num_saturating_tokens, limits.min_prompt_tokens) == (busy, least)

@@ -10,7 +10,7 @@ import torch
 
 from gpu_worker import metrics
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.loading import device, measure, rank_model, worker_model
+from gpu_worker.loading import checked_model, device, measure, worker_model
 from gpu_worker.loading.kv_tiers import kv_identity, open_lower_tiers
 from gpu_worker.loading.rank_model import load_rank_model
 from gpu_worker.models.registry import open_model
@@ -250,7 +250,7 @@ def test_with_a_far_tier_kv_is_named_by_the_content_of_the_model_s_files(model, 
 
 def test_kv_computed_in_another_way_is_other_kv(model, monkeypatch):
     def identity(dtype, *amx_uses, **features):
-        monkeypatch.setattr(rank_model, "set_amx", lambda *_: amx_uses)
+        monkeypatch.setattr(checked_model, "set_amx", lambda *_: amx_uses)
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
         sizes = {"kv_cache_memory_gb": 0.01, "host_kv_memory_gb": 0.0}
         settings = WorkerSettings(_env_file=None, model=model, device="cpu", dtype=dtype, **sizes)

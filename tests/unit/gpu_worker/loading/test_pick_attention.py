@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from gpu_worker.kv.layer_groups import LayerGroups, one_group
-from gpu_worker.loading import rank_model
+from gpu_worker.loading import checked_model
 from gpu_worker.loading.device import pick_attention
 from gpu_worker.models.registry import open_model
 from gpu_worker.settings import WorkerSettings
@@ -66,10 +66,10 @@ def test_prefixes_are_shared_by_our_kernels_in_graphs_of_decodes(settings, messa
 def test_prefixes_are_not_shared_where_that_would_do_nothing(model_dirs):
     config = load(model_dirs.get("mistral")).config
     with pytest.raises(ModelError, match="must be false on cpu, which has no CUDA graphs"):
-        rank_model._check_can_share(config, one_group(2), torch.device("cpu"))
+        checked_model._check_can_share(config, one_group(2), torch.device("cpu"))
     with pytest.raises(ModelError, match=r"MistralForCausalLM, whose.*windows are \(None, 16\)"):
-        rank_model._check_can_share(config, LayerGroups((None, 16), (0, 1)), HOPPER)
-    rank_model._check_can_share(config, one_group(2), HOPPER)
+        checked_model._check_can_share(config, LayerGroups((None, 16), (0, 1)), HOPPER)
+    checked_model._check_can_share(config, one_group(2), HOPPER)
 
 
 def test_a_model_attends_by_the_backend_of_its_pool(model_dirs, monkeypatch):
@@ -107,11 +107,11 @@ def test_what_depends_on_the_batch_is_refused(settings, message):
 
 def test_models_that_depend_on_the_batch_are_refused(model_dirs):
     for family in ("llama", "gpt_neox"):
-        rank_model._check_batch_invariant(open_model(model_dirs.get(family)).config, HOPPER)
+        checked_model._check_batch_invariant(open_model(model_dirs.get(family)).config, HOPPER)
     for family in ("mixtral", "deepseek_v2"):
         config = open_model(model_dirs.get(family)).config
         with pytest.raises(ModelError, match=f"must be false for {config.architecture}"):
-            rank_model._check_batch_invariant(config, HOPPER)
+            checked_model._check_batch_invariant(config, HOPPER)
     config = open_model(model_dirs.get("llama")).config
     with pytest.raises(ModelError, match="must be false on cpu"):
-        rank_model._check_batch_invariant(config, torch.device("cpu"))
+        checked_model._check_batch_invariant(config, torch.device("cpu"))
