@@ -215,8 +215,8 @@ class Result:
     failed_host_block_ids: Int32Array = field(default_factory=no_ints)
     """Host blocks whose load has failed; their content is invalid."""
     execute_s: float = 0.0
-    """Seconds from the start of the step to its result; on a GPU this includes waiting for the last
-    step."""
+    """Seconds from the start of the step to its result; on a GPU this includes waiting for the
+    previous step."""
 
     # Set only at the worker; the scheduler forwards vectors and log-probabilities without parsing
     # them.

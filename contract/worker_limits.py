@@ -11,8 +11,9 @@ from contract.arrays import Int64Array
 from contract.lora import LoraAdapter
 
 STATE_WINDOW = 2
-"""The window of a KV group of recurrent layers: to compute a token, they need only the state after
-the previous token. The state after a token is in the block of that token's position."""
+"""The window of a KV group of recurrent layers, in tokens: the token itself and the one before,
+because they need only the state after the previous token. The state after a token is in the block
+of that token's position."""
 
 
 @dataclass(frozen=True, slots=True)

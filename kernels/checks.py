@@ -18,13 +18,13 @@ def check_tensor(
         ValueError: naming the tensor, its value and the required value.
     """
     if tensor.shape != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, required is {shape}")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
     if tensor.dtype != dtype:
-        raise ValueError(f"{name} has dtype {tensor.dtype}, required is {dtype}")
+        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {dtype}")
     if tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device}, required is {like.device}")
+        raise ValueError(f"{name} is on {tensor.device}; it must be on {like.device}")
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ValueError(f"{name} has last stride {tensor.stride(-1)}, required is 1")
+        raise ValueError(f"{name} has last stride {tensor.stride(-1)}; it must be 1")
 
 
 def check_float(name: str, tensor: torch.Tensor, num_dims: int) -> None:
@@ -36,7 +36,7 @@ def check_float(name: str, tensor: torch.Tensor, num_dims: int) -> None:
     if tensor.dim() != num_dims:
         raise ValueError(f"{name} has {tensor.dim()} dimensions, required are {num_dims}")
     if tensor.dtype not in _FLOATS:
-        raise ValueError(f"{name} has dtype {tensor.dtype}, required is one of {_FLOATS}")
+        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be one of {_FLOATS}")
     check_tensor(name, tensor, tuple(tensor.shape), tensor.dtype, tensor)
 
 
@@ -131,7 +131,7 @@ def check_attended(
     value_dim = value_cache.shape[-1]
     check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, query, value_dim)
     if num_heads % num_kv_heads != 0:
-        raise ValueError(f"query has {num_heads} heads, required is a multiple of {num_kv_heads}")
+        raise ValueError(f"query has {num_heads} heads; it must be a multiple of {num_kv_heads}")
 
 
 def check_options(
@@ -146,9 +146,9 @@ def check_options(
         ValueError: naming the option, its value and what is required.
     """
     if window is not None and window < 1:
-        raise ValueError(f"window is {window}, required is at least 1")
+        raise ValueError(f"window is {window}; it must be at least 1")
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}, required is above 0")
+        raise ValueError(f"softcap is {softcap}; it must be above 0")
     if sinks is not None:
         check_tensor("sinks", sinks, (query.shape[1],), torch.float32, query)
 
@@ -174,7 +174,7 @@ def attention_out(out: torch.Tensor | None, query: torch.Tensor, value_dim: int)
         return query.new_empty(shape)
     check_tensor("out", out, shape, query.dtype, query)
     if not out.is_contiguous():
-        raise ValueError(f"out has strides {out.stride()}, required is a contiguous tensor")
+        raise ValueError(f"out has strides {out.stride()}; it must be contiguous")
     return out
 
 

@@ -31,7 +31,7 @@ def _tok_s(num_tokens: int, work: Callable[[], object], device: torch.device) ->
 
 
 def measure(given: argparse.Namespace) -> dict[str, float | str]:
-    """Return numbers by name, or the error by name."""
+    """Return the tokens per second of each measurement by its name, or its error."""
     device = torch.device(given.device)
     config = LlamaConfig(**SHAPES[given.shape].config())
     config.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

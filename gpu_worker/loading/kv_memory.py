@@ -45,6 +45,10 @@ _DEFAULT_CPU_BYTES = _GIB
 _CPU_SHARE = 0.5
 _DEFAULT_HOST_BYTES = 4 * _GIB
 _HOST_SHARE = 0.25
+_MAX_BLOCKS = 2**24
+"""The largest number of blocks that schedulers accept."""
+
+_log = structlog.get_logger()
 
 
 class NoRoomError(ModelError):
@@ -235,13 +239,6 @@ def largest_step(limits: Limits) -> Plan:
         chunk_rows=np.arange(num_rows, dtype=np.int32),
         chunk_lens=np.full(num_rows, length, np.int32),
     )
-
-
-_GIB = 1024**3
-_MAX_BLOCKS = 2**24
-"""The largest number of blocks that schedulers accept."""
-
-_log = structlog.get_logger()
 
 
 def open_pool_memory(

@@ -2,8 +2,9 @@
 
 A guess is made if its chance of being kept exceeds its cost in tokens. Both are learned from past
 steps. A step of `T` tokens takes about `a + b T` seconds. If rows gain tokens at a rate `r`, a
-wrong guess costs `r (b + d)` tokens, where `d` is the time to make it. A row's guess at distance j
-is kept with a probability of about `p^j`, so the row gets the largest k with::
+wrong guess costs `r (b + d)` tokens, where `d` is the time to make it. Let `p` be
+the chance that a row's next guess is kept. Its j-th guess counts only if all before it are kept, so
+its chance is about `p^j`. The row gets k guesses, where k is the largest number with::
 
     p^k >= r (b + d)
 

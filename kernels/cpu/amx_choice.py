@@ -50,7 +50,7 @@ _CPU_FIELDS: Final = ("model name", "cpu family", "model", "stepping", "microcod
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds of a use: of a prompt of 512 tokens, and of one token."""
+    """How long one of the `USES` takes: for a prompt of 512 tokens, and for one token."""
 
     avx512_prompt_ms: float
     amx_prompt_ms: float

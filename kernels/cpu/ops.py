@@ -67,7 +67,7 @@ def silu_mul(library: Library, gate_up: torch.Tensor) -> torch.Tensor:
     """Gate `gate_up` [T, 2 * I], of any stride over T."""
     num_tokens, width = gate_up.shape
     if width % 2 != 0:
-        raise ValueError(f"gate_up has width {width}, required is a multiple of 2")
+        raise ValueError(f"gate_up has width {width}; it must be a multiple of 2")
     check_tensor("gate_up", gate_up, (num_tokens, width), gate_up.dtype, gate_up)
     out = gate_up.new_empty((num_tokens, width // 2))
     library.silu_mul(
@@ -91,7 +91,7 @@ def rotary(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     if head_dim % 2 != 0:
-        raise ValueError(f"query has head dim {head_dim}, required is a multiple of 2")
+        raise ValueError(f"query has head dim {head_dim}; it must be a multiple of 2")
     check_tensor("query", query, (num_tokens, num_heads, head_dim), query.dtype, cos_sin)
     check_tensor("key", key, (num_tokens, num_kv_heads, head_dim), query.dtype, query)
     check_tensor("cos_sin", cos_sin, (cos_sin.shape[0], head_dim), torch.float32, query)

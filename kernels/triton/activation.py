@@ -49,7 +49,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     check_float("gate_up", gate_up, 2)
     num_tokens, width = gate_up.shape
     if width % 2 != 0:
-        raise ValueError(f"gate_up has width {width}, required is a multiple of 2")
+        raise ValueError(f"gate_up has width {width}; it must be a multiple of 2")
     size = width // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     _silu_mul_kernel[(num_tokens, triton.cdiv(size, _COLUMNS))](

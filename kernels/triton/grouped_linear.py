@@ -124,8 +124,8 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Compute `kernels.reference.grouped_linear`: return the result, or add it to `out`.
 
-    The host reads nothing from the device, so a graph serves any groups. Other rows affect a row's
-    result only through R, which decides the tile.
+    The host reads nothing from the device, so one captured graph works however the rows are divided
+    into groups. Other rows affect a row's result only through R, which decides the tile.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

@@ -183,7 +183,7 @@ def quantized_linear(
     num_rows, num_in = x.shape
     is_int4 = values.dtype is torch.uint8
     if values.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn):
-        raise ValueError(f"values has dtype {values.dtype}, required is uint8, int8 or e4m3")
+        raise ValueError(f"values has dtype {values.dtype}; it must be uint8, int8 or e4m3")
     num_out = values.shape[1]
     check_tensor("values", values, (num_in // 2 if is_int4 else num_in, num_out), values.dtype, x)
     num_groups = scales.shape[0]

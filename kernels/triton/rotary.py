@@ -138,7 +138,7 @@ def rotary(
     check_tensor("cos_sin", cos_sin, (cos_sin.shape[0], head_dim), torch.float32, query)
     check_tensor("positions", positions, (num_tokens,), torch.int64, query)
     if head_dim % 2 != 0:
-        raise ValueError(f"query has head dim {head_dim}, required is a multiple of 2")
+        raise ValueError(f"query has head dim {head_dim}; it must be a multiple of 2")
     query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     key_out = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     _rotary_kernel[(num_tokens,)](

@@ -191,11 +191,9 @@ def rotary_store_kv(
     cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
     check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, query)
     if value_cache.dtype != key_cache.dtype:
-        raise ValueError(
-            f"value_cache has dtype {value_cache.dtype}, required is {key_cache.dtype}"
-        )
+        raise ValueError(f"value_cache has dtype {value_cache.dtype}; it must be {key_cache.dtype}")
     if head_dim % 2 != 0:
-        raise ValueError(f"query has head dim {head_dim}, required is a multiple of 2")
+        raise ValueError(f"query has head dim {head_dim}; it must be a multiple of 2")
     query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _rotary_store_kernel[(num_tokens,)](
         query,

@@ -200,5 +200,5 @@ def _parsed(kind: type[Config], given: dict[str, Any]) -> Config:
         raise ValueError(f"config has {sorted(given)}, required are {sorted(required)}")
     for name, value in given.items():
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}, required is an integer of at least 1")
+            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     return kind(**given)

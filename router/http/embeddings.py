@@ -216,7 +216,9 @@ async def _rerank(
 def _listed_texts(value: object, field: str) -> tuple[str, ...]:
     texts = parse_prompts(value, field, MAX_INPUTS)
     if not all(isinstance(text, str) for text in texts):
-        raise InvalidArgumentError(field, "has token ids; it must be a text, or a list of texts")
+        raise InvalidArgumentError(
+            field, "has token ids; it must be a string, or a list of strings"
+        )
     return tuple(map(str, texts))
 
 

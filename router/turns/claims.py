@@ -1,4 +1,4 @@
-"""Chooses which stored turns a router takes over, so that tenants share its places."""
+"""Chooses which stored turns a router claims, so that tenants share it; `store.py` claims them."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

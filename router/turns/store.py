@@ -278,7 +278,7 @@ class TurnStore:
     # --- for a group ----------------------------------------------------------------------------
 
     async def count_group(self, group: str) -> GroupCounts:
-        """Return the counts of a group, which are kept: the group may be large."""
+        """Return a group's counts. They are stored, because counting a large group is slow."""
         return await self.database.run(lambda cursor, _: read_counts(cursor, group))
 
     async def is_group_live(self, group: str) -> bool:

@@ -85,8 +85,8 @@ class SteadyDecodes:
         self._num_next -= seq.last_step > self._steps.last
         self._ends.discard(seq.last_step, seq)
         # Step `last_step - i` computes position `max_total_tokens - i - 2`.
-        border = (seq.last_step - seq.max_total_tokens + 2) % self._block_size
-        self._crossing[border].pop(seq, None)
+        boundary = (seq.last_step - seq.max_total_tokens + 2) % self._block_size
+        self._crossing[boundary].pop(seq, None)
 
     def num_due(self, step: StepId) -> int:
         return len(self._crossing[step % self._block_size])
@@ -100,8 +100,8 @@ class SteadyDecodes:
 
     def take_due(self, step: StepId) -> list[Sequence]:
         crossing = self._crossing[step % self._block_size]
-        due, next_border = list(crossing), step + self._block_size
-        for seq in [seq for seq, last_step in crossing.items() if last_step < next_border]:
+        due, next_boundary = list(crossing), step + self._block_size
+        for seq in [seq for seq, last_step in crossing.items() if last_step < next_boundary]:
             del crossing[seq]
         return due
 

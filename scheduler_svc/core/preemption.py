@@ -11,8 +11,8 @@ How: a *swap* copies the sequence's computed blocks to the host and keeps them u
 a *recompute* drops them. `preemption_mode` decides, or the estimated time (`tiers/costs.py`); a
 swap also needs room on the host (`tiers/host_room.py`). If the blocks are still being swapped in,
 the sequence keeps its host blocks and nothing is copied. With recurrent layers, the copy ends at
-the last checkpoint, and the tokens after it are computed again. Tokens of steps in flight are
-dropped; when they are drawn again they are the same.
+the last full block with a state (a *checkpoint*), and the tokens after it are computed again.
+Tokens of steps in flight are dropped; when they are drawn again they are the same.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """The sequences that wait for admission, in the policy's order, and their deadlines.
 
-There is one line for each lane, level and account. Within a line the order is fixed. The overall
-first sequence heads one of the first level's lines, so finding it costs O(accounts).
+Sequences wait in two lanes, short and long. A lane has one *line* for each level and account.
+Within a line the order is fixed. The overall first sequence heads one of the first level's lines,
+so finding it costs O(accounts).
 """
 
 from bisect import bisect_left, insort

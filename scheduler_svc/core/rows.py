@@ -29,7 +29,7 @@ class Rows:
         self._tokens = np.zeros((max_num_seqs, width), "<i4")
         self._blocks = self._tokens.view(f"V{4 * block_size}")  # one item has the bytes of a block
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
-        self._alive = np.zeros(max_num_seqs, np.bool_)
+        self._takes_sampled = np.zeros(max_num_seqs, np.bool_)
         self._source = np.zeros(max_num_seqs, np.int32)
         self._seq_key = np.zeros(max_num_seqs, np.uint64)
         self.accounts = RowAccounts(max_num_seqs)
@@ -53,7 +53,9 @@ class Rows:
         self.set_tokens(row, seq.token_ids)
         self._source[row] = seq.request.source
         self._seq_key[row] = seq.seq_key
-        self._alive[row] = seq.group is None  # beams get their tokens from the search instead
+        self._takes_sampled[row] = (
+            seq.group is None
+        )  # beams get their tokens from the search instead
         self.accounts.open(row, seq.rank.account)
         return row
 
@@ -65,7 +67,7 @@ class Rows:
     def abandon(self, row: int) -> None:
         """Remove the owner of a row; the row becomes free with `give_back`."""
         self._owner[row] = None
-        self._alive[row] = False
+        self._takes_sampled[row] = False
         self.accounts.close(row)
 
     def give_back(self, row: int) -> None:
@@ -108,7 +110,7 @@ class Rows:
             Sources, sequence keys, token ids, and indices into `rows`, of the appended tokens.
         """
         live, tokens = rows.astype(np.intp), token_ids  # intp saves a conversion at each access
-        index = np.flatnonzero(self._alive.take(live))
+        index = np.flatnonzero(self._takes_sampled.take(live))
         if len(index) < len(rows):
             live, tokens = live.take(index), tokens.take(index)
         if self._may_repeat:

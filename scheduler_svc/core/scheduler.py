@@ -272,9 +272,9 @@ class Scheduler:
         worker's memory allows, the last running sequence in order is preempted. (2) Each decode
         takes one token of the budget. (3) Running prefills get chunks. (4) Unless (1) preempted a
         sequence, sequences are admitted from the queue in the policy's order, as long as tokens,
-        rows and blocks are left. (5) Long prefills get the tokens left over. (6) Blocks that the
-        next steps need are evicted ahead. (7) The defragmenter adds its moves, when all other
-        moves are known.
+        rows and blocks are left. (5) Long prefills (`TokenBudget.is_long`), which get at most
+        half of the tokens in (3) and (4), get what is left. (6) Blocks that the next steps need are
+        evicted ahead. (7) The defragmenter adds its block copies, when all others are known.
 
         Args:
             now: The time, in the caller's seconds.
@@ -308,7 +308,7 @@ class Scheduler:
         """
         self.steps.answer(result.step_id)
         if self.config.num_host_blocks:
-            self._end_moves(result)
+            self._end_transfers(result)
         sources, seq_keys, token_ids, index = self.rows.append(
             result.sampled_rows, result.sampled_token_ids
         )
@@ -493,10 +493,10 @@ class Scheduler:
     def _admit(self, builder: PlanBuilder) -> None:
         """Start waiting sequences in order, as long as there are tokens, rows and blocks.
 
-        Short prompts may overtake a long one that may not start yet. The table shows the source of
-        a sequence's KV, block by block. Ranges are half-open, `[start, end)`. A `FoundKv` has the
-        first two columns (`ready`; `loading` and `sources`), and the blocks of the third that are
-        on the host. `step` is the end of this step's chunk:
+        Short prompts may overtake a long one that may not start yet. The table shows where a
+        sequence's KV comes from, block by block. Ranges are half-open, `[start, end)`. A `FoundKv`
+        has the first two columns (`ready`; `loading` and `sources`), and the blocks of the third
+        that are on the host. `step` is the end of this step's chunk:
 
         start  0              ready           found            disk            step
         end    ready          found           disk             step            all known
@@ -613,7 +613,7 @@ class Scheduler:
                 seq.set_status(SeqStatus.WAITING)
                 self.queue.push(seq)
 
-    def _end_moves(self, result: Result) -> None:
+    def _end_transfers(self, result: Result) -> None:
         """Record finished swap-ins and disk moves; preempt the sequences whose swap-in failed."""
         self.fetching.answer(result)
         self.tier.answer(result.step_id, result.failed_swap_in_block_ids)

@@ -210,7 +210,7 @@ def test_similar_texts_score_higher(embedder: Service):
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ({"input": []}, "input is []; it must be a text, token ids, or a list of either"),
+        ({"input": []}, "input is []; it must be a string, token ids, or a list of either"),
         ({"input": ["x"] * 2049}, "input holds 2049 prompts; one call takes at most 2048"),
         ({"input": ["x", ""]}, "input[1] is empty"),
         ({"input": [[5], [500]]}, "input[1][0] is 500; it must be in [0, 500)"),

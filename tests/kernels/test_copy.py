@@ -53,7 +53,7 @@ def test_copy_reaches_past_int32_offsets(device):
 def test_copy_names_the_tensor_that_does_not_fit(device):
     pool = torch.zeros(4, 8, device=device)
     ids = torch.tensor([1, 2], device=device)
-    with pytest.raises(ValueError, match=r"dst has shape \(1,\), required is \(2,\)"):
+    with pytest.raises(ValueError, match=r"dst has shape \(1,\); it must be \(2,\)"):
         copy_blocks(pool, ids, ids[:1])
     with pytest.raises(ValueError, match=r"src has dtype torch\.int32"):
         copy_blocks(pool, ids.int(), ids)
@@ -106,7 +106,7 @@ def test_staging_reaches_past_int32_offsets(device):
 def test_staging_names_the_tensor_that_does_not_fit(device):
     pool = torch.zeros(4, 8, device=device)
     ids = torch.tensor([1, 2], device=device)
-    with pytest.raises(ValueError, match=r"staged has shape \(3, 8\), required is \(2, 8\)"):
+    with pytest.raises(ValueError, match=r"staged has shape \(3, 8\); it must be \(2, 8\)"):
         gather_blocks(pool, ids, torch.zeros(3, 8, device=device))
     with pytest.raises(ValueError, match="pool has 1 dimensions, required are 2 or 3"):
         scatter_blocks(pool[0], ids, pool[0])

@@ -64,7 +64,7 @@ def test_narrower_values_of_their_own_are_refused(device):
     paged = make_paged([5], 1, 32, 8, torch.float32, device)
     query, values = torch.randn(1, 4, 32, device=device), paged.value_cache[..., :16]
     rest = paged.block_tables, paged.seq_lens, 1.0
-    with pytest.raises(ValueError, match=r"value_cache has head dim 16, required is 32, or"):
+    with pytest.raises(ValueError, match=r"value_cache has head dim 16; it must be 32, or"):
         paged_attention_decode(query, paged.key_cache, values, *rest)
 
 
@@ -225,7 +225,7 @@ def test_decode_names_what_does_not_fit(device):
     paged = make_paged([5, 5], 2, 16, 8, torch.float32, device)
     keys, values, tables, lens = paged.args
     query = torch.randn(2, 4, 16, device=device)
-    with pytest.raises(ValueError, match="query has 3 heads, required is a multiple of 2"):
+    with pytest.raises(ValueError, match="query has 3 heads; it must be a multiple of 2"):
         paged_attention_decode(query[:, :3], keys, values, tables, lens, 1.0)
     with pytest.raises(ValueError, match=r"block_tables has dtype torch\.int64"):
         paged_attention_decode(query, keys, values, tables.long(), lens, 1.0)
@@ -233,9 +233,9 @@ def test_decode_names_what_does_not_fit(device):
         paged_attention_decode(query, keys, values, tables, lens[:1], 1.0)
     with pytest.raises(ValueError, match="block_tables has 2 rows, required are 1"):
         paged_attention_decode(query[:1], keys, values, tables, lens, 1.0)
-    with pytest.raises(ValueError, match="window is 0, required is at least 1"):
+    with pytest.raises(ValueError, match="window is 0; it must be at least 1"):
         paged_attention_decode(query, *paged.args, 1.0, window=0)
-    with pytest.raises(ValueError, match=r"softcap is 0\.0, required is above 0"):
+    with pytest.raises(ValueError, match=r"softcap is 0\.0; it must be above 0"):
         paged_attention_decode(query, *paged.args, 1.0, softcap=0.0)
-    with pytest.raises(ValueError, match=r"sinks has shape \(3,\), required is \(4,\)"):
+    with pytest.raises(ValueError, match=r"sinks has shape \(3,\); it must be \(4,\)"):
         paged_attention_decode(query, *paged.args, 1.0, sinks=torch.zeros(3, device=device))

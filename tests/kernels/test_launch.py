@@ -103,9 +103,9 @@ def test_prepared_attention_follows_the_sequences(device):
 
 def test_sequences_are_checked_once():
     tables, lens = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"seq_lens has shape \(1,\), required is \(2,\)"):
+    with pytest.raises(ValueError, match=r"seq_lens has shape \(1,\); it must be \(2,\)"):
         Sequences(tables, lens[:1])
     with pytest.raises(ValueError, match=r"block_tables has dtype torch\.int64"):
         Sequences(tables.long(), lens)
-    with pytest.raises(ValueError, match=r"query_start_loc has shape \(2,\), required is \(3,\)"):
+    with pytest.raises(ValueError, match=r"query_start_loc has shape \(2,\); it must be \(3,\)"):
         Sequences(tables, lens, lens)

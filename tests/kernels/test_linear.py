@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_named(device):
     weight, bias = make_map(8, 5, torch.float32, device)
     x = torch.randn(4, 8, device=device)
     for args, message in (
-        ((x[:, 1:], weight, bias), r"weight has shape \(5, 8\), required is \(5, 7\)"),
+        ((x[:, 1:], weight, bias), r"weight has shape \(5, 8\); it must be \(5, 7\)"),
         ((x, weight.half(), bias), "weight has dtype torch.float16"),
         ((x, weight, bias[1:]), r"bias has shape \(4,\)"),
         ((x[:, :5], weight.repeat(1, 2)[:, :5], bias), "weight is not contiguous"),

@@ -317,13 +317,13 @@ def test_attention_names_what_does_not_fit():
     paged = make_paged([5, 5], 2, 16, 8, torch.float32, "cpu")
     keys, values, tables, lens = paged.args
     query = torch.randn(2, 4, 16)
-    with pytest.raises(ValueError, match="query has 3 heads, required is a multiple of 2"):
+    with pytest.raises(ValueError, match="query has 3 heads; it must be a multiple of 2"):
         paged_attention_decode(query[:, :3], keys, values, tables, lens, 1.0)
     with pytest.raises(ValueError, match=r"block_tables has dtype torch\.int64"):
         paged_attention_decode(query, keys, values, tables.long(), lens, 1.0)
     with pytest.raises(ValueError, match="block_tables has 2 rows, required are 1"):
         paged_attention_decode(query[:1], keys, values, tables, lens, 1.0)
-    with pytest.raises(ValueError, match=r"sinks has shape \(3,\), required is \(4,\)"):
+    with pytest.raises(ValueError, match=r"sinks has shape \(3,\); it must be \(4,\)"):
         paged_attention_decode(query, keys, values, tables, lens, 1.0, sinks=torch.ones(3))
     starts = starts_of([1, 1]).long()
     with pytest.raises(ValueError, match=r"query_start_loc has dtype torch\.int64"):

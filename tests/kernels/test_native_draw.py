@@ -104,7 +104,7 @@ def test_a_mismatch_is_named():
         draw(logits.bfloat16(), places, one, half)
     with pytest.raises(ValueError, match=r"places has dtype torch\.int32"):
         draw(logits, places.int(), one, half)
-    with pytest.raises(ValueError, match=r"temperature has shape \(2,\), required is \(1,\)"):
+    with pytest.raises(ValueError, match=r"temperature has shape \(2,\); it must be \(1,\)"):
         draw(logits, places, torch.ones(2), half)
     with pytest.raises(ValueError, match=r"uniform has dtype torch\.float32"):
         draw(logits, places, one, half.float())

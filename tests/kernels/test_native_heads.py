@@ -47,7 +47,7 @@ def test_any_number_of_shares_does_all_of_it(num_shares):
 
 def test_heads_name_what_does_not_fit():
     heads = pack_heads(torch.randn(2, 8, 16))
-    with pytest.raises(ValueError, match=r"x has shape \(3, 1, 16\), required is \(3, 2, 16\)"):
+    with pytest.raises(ValueError, match=r"x has shape \(3, 1, 16\); it must be \(3, 2, 16\)"):
         heads(torch.zeros(3, 1, 16), torch.zeros(3, 2, 8))
-    with pytest.raises(ValueError, match=r"out has shape \(3, 2, 9\), required is \(3, 2, 8\)"):
+    with pytest.raises(ValueError, match=r"out has shape \(3, 2, 9\); it must be \(3, 2, 8\)"):
         heads(torch.zeros(3, 2, 16), torch.zeros(3, 2, 9))

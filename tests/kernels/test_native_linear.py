@@ -147,7 +147,7 @@ def test_it_names_what_does_not_fit():
     integers = random_integers(8, None, 8, 16)[:3]
     wide = pack_integers(8, *integers, None, torch.bfloat16)
     for apply in (pack(torch.randn(8, 16).bfloat16(), None), wide):
-        with pytest.raises(ValueError, match=r"x has shape \(3, 24\), required is \(3, 16\)"):
+        with pytest.raises(ValueError, match=r"x has shape \(3, 24\); it must be \(3, 16\)"):
             apply(torch.randn(3, 24).bfloat16())
         with pytest.raises(ValueError, match=r"x has dtype torch\.float32"):
             apply(torch.randn(3, 16))

@@ -72,14 +72,14 @@ def test_rows_reach_past_int32_offsets():
 
 def test_rows_name_the_tensor_that_does_not_fit():
     x, weight = torch.randn(2, 8), torch.ones(8)
-    with pytest.raises(ValueError, match=r"weight has shape \(7,\), required is \(8,\)"):
+    with pytest.raises(ValueError, match=r"weight has shape \(7,\); it must be \(8,\)"):
         ops.rms_norm(x, weight[:7], EPS)
     with pytest.raises(ValueError, match=r"residual has dtype torch\.bfloat16"):
         ops.add_rms_norm(x, x.bfloat16(), weight, EPS)
     with pytest.raises(ValueError, match="gate_up has width 5"):
         ops.silu_mul(torch.randn(2, 5))
     query, positions = torch.randn(2, 4, 16), torch.tensor([0, 1])
-    with pytest.raises(ValueError, match=r"cos_sin has shape \(4, 8\), required is \(4, 16\)"):
+    with pytest.raises(ValueError, match=r"cos_sin has shape \(4, 8\); it must be \(4, 16\)"):
         ops.rotary(query, query, table(4, 8), positions)
     with pytest.raises(ValueError, match=r"positions has dtype torch\.int32"):
         ops.rotary(query, query, table(4, 16), positions.int())

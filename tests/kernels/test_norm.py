@@ -57,7 +57,7 @@ def test_norms_reach_past_int32_offsets(device):
 
 def test_norms_name_the_tensor_that_does_not_fit(device):
     x, weight = torch.randn(2, 8, device=device), torch.ones(8, device=device)
-    with pytest.raises(ValueError, match=r"weight has shape \(7,\), required is \(8,\)"):
+    with pytest.raises(ValueError, match=r"weight has shape \(7,\); it must be \(8,\)"):
         rms_norm(x, weight[:7], EPS)
     with pytest.raises(ValueError, match=r"residual has dtype torch\.float16"):
         add_rms_norm(x, x.half(), weight, EPS)

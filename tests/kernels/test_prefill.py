@@ -251,9 +251,9 @@ def test_prefill_reaches_past_int32_offsets(device):
 def test_prefill_names_what_does_not_fit(device):
     paged = make_paged([5], 2, 16, 8, torch.float32, device)
     query = torch.randn(5, 4, 16, device=device)
-    with pytest.raises(ValueError, match="max_query_len is 6, required is at most 5"):
+    with pytest.raises(ValueError, match="max_query_len is 6; it must be at most 5"):
         paged_attention_prefill(query, *paged.args, starts_of([5], device), 6, 1.0)
-    with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\), required is \(2,\)"):
+    with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\); it must be \(2,\)"):
         paged_attention_prefill(query, *paged.args, starts_of([2, 3], device), 3, 1.0)
 
 
@@ -290,9 +290,9 @@ def test_an_output_that_does_not_fit_is_named(device):
     paged = make_paged([5], 2, 16, 8, torch.float32, device)
     query = torch.randn(5, 4, 16, device=device)
     starts = starts_of([5], device)
-    with pytest.raises(ValueError, match=r"out has shape \(4, 4, 16\), required is \(5, 4, 16\)"):
+    with pytest.raises(ValueError, match=r"out has shape \(4, 4, 16\); it must be \(5, 4, 16\)"):
         paged_attention_prefill(query, *paged.args, starts, 5, 1.0, out=query[:4])
-    with pytest.raises(ValueError, match="required is a contiguous tensor"):
+    with pytest.raises(ValueError, match="it must be contiguous"):
         paged_attention_decode(
             query, *paged.args, 1.0, out=torch.empty(5, 4, 32, device=device)[..., :16]
         )

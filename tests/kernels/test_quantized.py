@@ -276,9 +276,9 @@ def test_a_mismatch_is_refused_by_name(device):
 
     with pytest.raises(ValueError, match="value_scales is None, required are both or neither"):
         attend(value_scales=None)
-    with pytest.raises(ValueError, match=r"key_cache has dtype torch\.int8, required is torch\.fl"):
+    with pytest.raises(ValueError, match=r"key_cache has dtype torch\.int8; it must be torch\.fl"):
         attend(key_scales=None, value_scales=None)
-    with pytest.raises(ValueError, match=r"key_scales has dtype torch\.float32, required is torch"):
+    with pytest.raises(ValueError, match=r"key_scales has dtype torch\.float32; it must be torch"):
         attend(key_scales=paged.key_scales.float())
     with pytest.raises(ValueError, match=r"value_scales has shape \(\d, 8, 1\)"):
         attend(value_scales=paged.value_scales[..., :1])

@@ -56,7 +56,7 @@ def test_rotary_reaches_past_int32_offsets(device):
 
 def test_rotary_names_the_tensor_that_does_not_fit(device):
     query, positions = torch.randn(2, 4, 16, device=device), torch.tensor([0, 1], device=device)
-    with pytest.raises(ValueError, match=r"cos_sin has shape \(4, 8\), required is \(4, 16\)"):
+    with pytest.raises(ValueError, match=r"cos_sin has shape \(4, 8\); it must be \(4, 16\)"):
         rotary(query, query, table(4, 8, device), positions)
     with pytest.raises(ValueError, match=r"positions has dtype torch\.int32"):
         rotary(query, query, table(4, 16, device), positions.int())

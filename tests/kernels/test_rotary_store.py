@@ -67,5 +67,5 @@ def test_a_mismatch_is_refused_by_name(device):
     slots = torch.arange(3, device=device)
     with pytest.raises(ValueError, match=r"value has shape \(2, 2, 16\)"):
         rotary_store_kv(query, key, key[:2], *rows, *caches, slots)
-    with pytest.raises(ValueError, match=r"slot_mapping has shape \(3,\), required is \(2,\)"):
+    with pytest.raises(ValueError, match=r"slot_mapping has shape \(3,\); it must be \(2,\)"):
         rotary_store_kv(query[:2], key[:2], key[:2], rows[0], rows[1][:2], *caches, slots)

@@ -79,5 +79,5 @@ def test_a_mismatch_is_named(op):
         op(logits.bfloat16(), places, admitted)
     with pytest.raises(ValueError, match=r"places has dtype torch\.int32"):
         op(logits, places.int(), admitted)
-    with pytest.raises(ValueError, match=r"admitted has shape \(1, 1\), required is \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"admitted has shape \(1, 1\); it must be \(1, 2\)"):
         op(logits, places, admitted[:, :1])

@@ -130,7 +130,7 @@ def test_a_device_s_own_file_comes_first(tmp_path, monkeypatch):
                 "match": {},
                 "config": {"rows": 16, "positions": 16, "num_warps": 0, "num_stages": 1},
             },
-            "num_warps is 0, required is an integer of at least 1",
+            "num_warps is 0; it must be an integer of at least 1",
         ),
     ],
 )

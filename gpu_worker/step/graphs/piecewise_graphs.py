@@ -194,8 +194,8 @@ class PiecewiseGraphs:
         sources, given, positions, *others = upload_into(self._inputs, self._padding(size))
         slots, grouping = others[: self._num_groups], others[self._num_groups :]
         adapters = None if self._adapters is None else self._adapters.onto_tokens(*grouping)
-        # A model that reads the sequences would capture their values; on the meta device there are
-        # none.
+        # A graph must not capture the values that describe the sequences. On the meta device they
+        # have no values, so a model that reads them fails.
         unknown = torch.empty(2, 1, dtype=torch.int32, device="meta")
         attended: set[int] = set()
 

@@ -317,7 +317,7 @@ def paged_attention_prefill(
         out = query.new_zeros((*query.shape[:2], value_cache.shape[3]))
     out = attention_out(out, query, value_cache.shape[3])
     if max_query_len > len(query):
-        raise ValueError(f"max_query_len is {max_query_len}, required is at most {len(query)}")
+        raise ValueError(f"max_query_len is {max_query_len}; it must be at most {len(query)}")
     sequences = Sequences(block_tables, seq_lens, query_start_loc, max_query_len)
     launch = prepare_prefill(
         query,

@@ -356,11 +356,11 @@ def group_heads(
         return Heads(group, key_cache, value_cache, key_scales, value_scales)
     if value_cache.data_ptr() != key_cache.data_ptr() or value_cache.stride() != key_cache.stride():
         raise ValueError(
-            f"value_cache has head dim {value_cache.shape[3]}, required is {key_cache.shape[3]}, or"
+            f"value_cache has head dim {value_cache.shape[3]}; it must be {key_cache.shape[3]}, or"
             " the first numbers of key_cache"
         )
     if key_cache.shape[2] != 1:
-        raise ValueError(f"key_cache has {key_cache.shape[2]} heads, required is 1 with latents")
+        raise ValueError(f"key_cache has {key_cache.shape[2]} heads; it must have 1 with latents")
     repeated = next(count for count in range(min(group, most), 0, -1) if group % count == 0)
     num_kv_heads = group // repeated
     scales = None if key_scales is None else key_scales.expand(-1, -1, num_kv_heads)

@@ -179,7 +179,7 @@ def parse_items(value: object) -> list[Item]:
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
-        raise InvalidArgumentError("input", f"is {excerpt(value)}; it must be a text or a list")
+        raise InvalidArgumentError("input", f"is {excerpt(value)}; it must be a string or a list")
     if not 1 <= len(value) <= MAX_MESSAGES:
         raise InvalidArgumentError(
             "input", f"has {len(value)} items; it must have 1 to {MAX_MESSAGES}"

@@ -25,7 +25,7 @@ def parse_prompts(value: object, field: str = "prompt", most: int = MAX_PROMPTS)
         return (value,)
     if not isinstance(value, list) or not value:
         raise InvalidArgumentError(
-            field, f"is {excerpt(value)}; it must be a text, token ids, or a list of either"
+            field, f"is {excerpt(value)}; it must be a string, token ids, or a list of either"
         )
     if type(value[0]) is int:
         return (_parse_token_ids(value, field),)
@@ -37,7 +37,7 @@ def parse_prompts(value: object, field: str = "prompt", most: int = MAX_PROMPTS)
         return tuple(_parse_token_ids(item, f"{field}[{i}]") for i, item in enumerate(value))
     for i, item in enumerate(value):
         if not isinstance(item, str):
-            raise InvalidArgumentError(f"{field}[{i}]", f"is {excerpt(item)}; it must be a text")
+            raise InvalidArgumentError(f"{field}[{i}]", f"is {excerpt(item)}; it must be a string")
     return tuple(value)
 
 

@@ -88,8 +88,8 @@ class Policy(ABC):
 def background(request: Request) -> Key:
     """Return a level: requests of the lowest priority come after all others.
 
-    With a policy that uses it, batches only fill gaps and are preempted first. `priority`, and its
-    combinations, age batches like other requests.
+    With a policy that uses it, batches only fill gaps and are preempted first. `priority` and
+    its combinations do not use it: there a waiting batch rises like any other request.
     """
     return (float(request.is_background),)
 

@@ -7,8 +7,8 @@ A block's state follows from its reference count and whether it has a hash:
     ref_count = 0, no hash   free, or retired while its pool shrinks (see below)
 
 Free and cached blocks are *available*: they can be allocated. A held block may have a hash, too;
-then every sequence that finds it shares it. A plan writes only to blocks that have one holder and
-no hash before. A full block may be published, and shared, as soon as its write is planned.
+then every sequence that finds it shares it. A plan writes only to blocks that, until then, have
+one holder and no hash. A full block may be published, and shared, as soon as its write is planned.
 
 Free blocks at or beyond the *border* are allocated last, lowest first, so that the range that
 defragmentation has emptied stays empty. At first no block is beyond the border.

@@ -57,7 +57,7 @@ async def refused(http, path, body, status=400, **kwargs):
         ({"prompt": [1, True]}, "prompt[1]", "prompt[1] is true"),
         ({"prompt": [[1], [2, 3.0]]}, "prompt[1][1]", "prompt[1][1] is 3.0"),
         ({"prompt": [[1], 2]}, "prompt[1]", "prompt[1] is 2; it must be a list of token ids"),
-        ({"prompt": ["a", 1]}, "prompt[1]", "prompt[1] is 1; it must be a text"),
+        ({"prompt": ["a", 1]}, "prompt[1]", "prompt[1] is 1; it must be a string"),
         ({"prompt": [None]}, "prompt[0]", "prompt[0] is null"),
         ({"prompt": ["a"] * 1025}, "prompt", "holds 1025 prompts; one call takes at most 1024"),
         ({"suffix": "x"}, None, "suffix is set; the model has no tokens"),

@@ -383,7 +383,7 @@ async def test_truncation_drops_the_oldest_steps_of_a_long_turn(client, inferenc
     ("body", "field", "problem"),
     [
         ({"input": []}, "input", "has 0 items"),
-        ({"input": 3}, "input", "must be a text or a list"),
+        ({"input": 3}, "input", "must be a string or a list"),
         ({"input": ["x"]}, "input[0]", "must be an object"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "robot"),
         ({"input": [{"role": "user"}]}, "input[0].content", "is missing"),
