@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from quire.client import Client
 from quire.v1 import adapters_pb2, inference_pb2
 from quire.v1.adapters_pb2_grpc import AdapterServiceStub
 from tests.e2e.child import eventually
@@ -63,6 +64,8 @@ def fleet(case: Case, run_dir: Callable[[], Path]) -> Iterator[TwoWorkers]:
 def late(fleet: TwoWorkers, case: Case) -> Iterator[None]:
     """Loads the adapter at both workers, and restores the previous state after the test."""
     assert fleet.run("lora", "load", f"{LATE}={case.adapters[LATE]}") == 0
+    # The scheduler was asked, not the router, which learns of it from the scheduler's stream.
+    eventually(lambda: is_offered(fleet) or None, "the router offers the adapter")
     yield
     if not fleet.worker.is_started:
         fleet.start_first_again()
@@ -70,6 +73,13 @@ def late(fleet: TwoWorkers, case: Case) -> Iterator[None]:
     eventually(lambda: fleet.run("load") == 0 or None, "both workers have their model")
     if any(LATE in names for names in loaded_at(fleet)):
         assert fleet.run("lora", "unload", LATE) == 0
+    eventually(lambda: not is_offered(fleet) or None, "the router no longer offers the adapter")
+
+
+def is_offered(fleet: TwoWorkers) -> bool:
+    """Whether the router offers the adapter to clients."""
+    with Client(fleet.target) as client:
+        return LATE in [model.id for model in client.models()]
 
 
 @contextlib.contextmanager
