@@ -16,8 +16,9 @@ _FIRST_WAIT_S: Final = 2.0
 _LAST_WAIT_S: Final = 16.0
 _GROWTH: Final = 1.02
 _MOST_COLLECTED: Final = 100_000
-"""With more objects, only the newest are collected. Measured: a full collection takes 40 ms for so
-many; thousands of live requests have a million."""
+"""With more objects, only the newest are collected. Chosen. Measured: 2 to 7 ms to visit so many
+small objects, and up to 0.17 s to free so many of ended requests, with their frames; thousands of
+live requests have several times as many."""
 
 
 def set_malloc(parameter: int, value: int) -> None:

@@ -173,17 +173,22 @@ async def _send_all(
     streams: list[Stream] = []
 
     async def send(body: bytes) -> None:
-        arrivals: list[float] = []
-        started = time.perf_counter()
-        num_tokens = await post_stream(
-            session, body, lambda: arrivals.append(time.perf_counter() - started)
-        )
-        if num_tokens is None or not arrivals:
-            raise BenchError("stream ended without text or usage")
-        streams.append(Stream(arrivals, num_tokens))
+        streams.append(await timed_stream(session, body))
 
     await in_parallel(bodies, concurrency, send)
     return streams
+
+
+async def timed_stream(session: aiohttp.ClientSession, body: bytes) -> Stream:
+    """Send a request and read its stream; raises BenchError if that has no text or usage."""
+    arrivals: list[float] = []
+    started = time.perf_counter()
+    num_tokens = await post_stream(
+        session, body, lambda: arrivals.append(time.perf_counter() - started)
+    )
+    if num_tokens is None or not arrivals:
+        raise BenchError("stream ended without text or usage")
+    return Stream(arrivals, num_tokens)
 
 
 async def in_parallel(

@@ -6,15 +6,14 @@ import time
 from dataclasses import dataclass
 
 import aiohttp
-from harness.case import BenchError
 from harness.closed_loop import (
     LoadResult,
     Stream,
     Workload,
     completion_body,
     in_parallel,
-    post_stream,
     summarize,
+    timed_stream,
 )
 
 
@@ -47,14 +46,7 @@ async def run_arrivals(base_url: str, model: str, arrivals: Arrivals) -> LoadRes
         async def send(request: tuple[float, bytes]) -> None:
             delay_s, body = request
             await asyncio.sleep(delay_s)
-            times: list[float] = []
-            started = time.perf_counter()
-            num_tokens = await post_stream(
-                session, body, lambda: times.append(time.perf_counter() - started)
-            )
-            if num_tokens is None or not times:
-                raise BenchError("stream ended without text or usage")
-            streams.append(Stream(times, num_tokens))
+            streams.append(await timed_stream(session, body))
 
         requests = []
         delay_s = 0.0

@@ -1,4 +1,4 @@
-"""Checks that a model can be served as the settings ask, before any weight is loaded."""
+"""Checks that a model can be served as the settings ask, before its weights are loaded."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -84,7 +84,10 @@ class CheckedModel:
 def check_model(member: Member, report: Callable[[str, float | None], None]) -> CheckedModel:
     """Read everything about the model but its weights, and compare it with the settings.
 
-    Raises ModelError if the model cannot be served as the settings ask.
+    Also sets the threads and the use of AMX, and loads the adapters of the settings.
+
+    Raises:
+        ModelError: The model cannot be served as the settings ask.
     """
     settings, place = member.settings, member.place
     device = pick_device(settings.device, member.number)

@@ -1,12 +1,13 @@
 """Times one launch as in a step: from a CUDA graph, with cold caches."""
 
-import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import torch
+
+from kernels.graph_capture import abandon_capture, begin_capture
 
 # Several times the size of any L2 cache; meanwhile the host has time to enqueue the launch.
 _FLUSH_BYTES: Final = 1 << 29
@@ -49,33 +50,17 @@ def _replay_of(launch: Callable[[], object], device: torch.device) -> Callable[[
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle()
         try:
-            with _capturing(graph, pool, stream.device_index):
-                launch()
-        except RuntimeError:
+            begin_capture(graph, pool)
+            launch()
+            graph.capture_end()
+        except BaseException as error:
+            abandon_capture(graph, pool, stream.device_index)
+            if not isinstance(error, RuntimeError):
+                raise
             torch.cuda.synchronize()
             return launch
     graph.replay()
     return graph.replay
-
-
-@contextlib.contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device_index: int) -> Iterator[None]:
-    """Capture the work of the block; if that fails, restore torch's state.
-
-    `torch.cuda.graph` does not: if the capture cannot be ended, its stream stays current, and up to
-    torch 2.13 the allocator behaves as if the capture were still running. A worker's captures do
-    the same (`gpu_worker/step/graphs/cuda_graphs.py`).
-    """
-    try:
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        yield
-        graph.capture_end()
-    except BaseException:
-        with contextlib.suppress(RuntimeError):  # there is nothing to end, or it has failed
-            graph.capture_end()
-        with contextlib.suppress(RuntimeError):  # the allocator has ended it already
-            torch._C._cuda_endAllocateToPool(device_index, pool)  # noqa: SLF001
-        raise
 
 
 def _wall_s(launch: Callable[[], object]) -> float:

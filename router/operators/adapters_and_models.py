@@ -105,11 +105,10 @@ class Operations:
             }
             await _ask_each([*new], lambda each: each.unload_adapter(name, new[each]))
             raise errors[0]
-        answer = loaded[0]
-        adapter = answer.adapter
+        adapter = loaded[0].adapter
         await _until_announced(cell, lambda: cell.model.has(adapter.name, adapter.digest))
         return adapters_pb2.LoadAdapterResponse(
-            adapter=answer.adapter, was_there=all(each.was_there for each in loaded)
+            adapter=adapter, was_there=all(each.was_there for each in loaded)
         )
 
     async def unload_adapter(

@@ -4,7 +4,6 @@ It needs neither etcd nor NATS: processes find each other by files. `make dynamo
 """
 
 import contextlib
-import itertools
 import os
 import subprocess
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from tests.dynamo.installed import dynamo_python
 from tests.e2e.child import eventually
 from tests.smg.gateway import MODEL, Cell, free_port
-from tests.smg.load import NUM_STREAMS, Load, complete
+from tests.smg.load import complete, kill_in_turn
 
 NUM_KILLS = int(os.environ.get("KILLS", "4"))
 pytestmark = [pytest.mark.dynamo, pytest.mark.timeout(600 + 60 * NUM_KILLS)]
@@ -106,14 +105,6 @@ def test_answers_are_those_of_a_cell(client, cells):
 
 
 def test_no_kill_of_a_scheduler_or_worker_loses_a_request(client, cells):
-    kills = [("scheduler", 0), ("worker", 1), ("scheduler", 1), ("worker", 0)]
-    load = Load(client)
-    with load:
-        for kind, index in itertools.islice(itertools.cycle(kills), NUM_KILLS):
-            load.wait_for(NUM_STREAMS)
-            cell = cells[index]
-            getattr(cell, kind).kill()
-            getattr(cell, f"start_{kind}")()
-            cell.wait_until_ready()
+    load = kill_in_turn(client, cells, NUM_KILLS)
     assert load.lost == []
     assert load.num_done >= 12

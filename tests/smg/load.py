@@ -20,6 +20,20 @@ def complete(client, prompt, max_tokens=32, **fields):
     )
 
 
+def kill_in_turn(client, cells, num_kills):
+    """Kill schedulers and workers of two cells under load, one after another; return the load."""
+    kills = [("scheduler", 0), ("worker", 1), ("scheduler", 1), ("worker", 0)]
+    load = Load(client)
+    with load:
+        for kind, index in itertools.islice(itertools.cycle(kills), num_kills):
+            load.wait_for(NUM_STREAMS)
+            cell = cells[index]
+            getattr(cell, kind).kill()
+            getattr(cell, f"start_{kind}")()
+            cell.wait_until_ready()
+    return load
+
+
 class Load:
     """Streams through a gateway, each compared with its expected text."""
 

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import itertools
 import json
 import os
 
@@ -14,7 +13,7 @@ import pytest
 
 from tests.e2e.child import eventually
 from tests.smg.gateway import MODEL
-from tests.smg.load import NUM_STREAMS, Load, complete
+from tests.smg.load import complete, kill_in_turn
 
 NUM_KILLS = int(os.environ.get("KILLS", "6"))
 pytestmark = [pytest.mark.smg, pytest.mark.timeout(600 + 60 * NUM_KILLS)]
@@ -128,15 +127,7 @@ def test_the_gateway_knows_the_blocks_and_follows_them(client, gateway, cells):
 
 
 def test_no_kill_of_a_scheduler_or_worker_loses_a_request(client, cells):
-    load = Load(client)
-    kills = [("scheduler", 0), ("worker", 1), ("scheduler", 1), ("worker", 0)]
-    with load:
-        for kind, index in itertools.islice(itertools.cycle(kills), NUM_KILLS):
-            load.wait_for(NUM_STREAMS)
-            cell = cells[index]
-            getattr(cell, kind).kill()
-            getattr(cell, f"start_{kind}")()
-            cell.wait_until_ready()
+    load = kill_in_turn(client, cells, NUM_KILLS)
     assert load.lost == []
     assert load.num_done >= 12
 

@@ -9,6 +9,7 @@ import torch
 
 from gpu_worker.models.attention import AttentionMetadata
 from gpu_worker.parallel.collectives import Ranks
+from kernels.graph_capture import abandon_capture, begin_capture
 
 Between: TypeAlias = Callable[[Callable[[], object]], object]
 """Ends the running graph, inserts eager work, and begins the next graph."""
@@ -160,26 +161,18 @@ class _Capture:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Capture the work of the block; if that fails, restore torch's state.
-
-        Torch up to 2.13 does not restore it: if a capture cannot be ended, the allocator behaves as
-        if the capture were still running.
-        """
+        """Capture the work of the block; if that fails, restore torch's state."""
         try:
             self._begin()
             yield
             self._end()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # there is nothing to end, or it has failed
-                self._graph.capture_end()
-            with contextlib.suppress(RuntimeError):  # the allocator has ended it already
-                torch._C._cuda_endAllocateToPool(self._device_index, self._pool)  # noqa: SLF001
+            abandon_capture(self._graph, self._pool, self._device_index)
             raise
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # With "thread_local", other threads may call CUDA during a capture.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        begin_capture(self._graph, self._pool)
 
     def _end(self) -> None:
         self._graph.capture_end()

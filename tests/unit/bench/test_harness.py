@@ -166,13 +166,13 @@ def test_drawn_lengths_lie_within_their_bounds_and_short_ones_are_more_frequent(
 
 
 async def test_a_refused_arrival_is_a_bench_error(monkeypatch):
-    from harness import open_loop  # noqa: PLC0415
+    from harness import closed_loop, open_loop  # noqa: PLC0415
     from harness.case import BenchError  # noqa: PLC0415
 
     async def refuse(*_):
         raise BenchError("status 500")
 
-    monkeypatch.setattr(open_loop, "post_stream", refuse)
+    monkeypatch.setattr(closed_loop, "post_stream", refuse)
     arrivals = open_loop.Arrivals(1000.0, 0.01, (1, 2), (1, 2))
     with pytest.raises(BenchError, match="status 500"):
         await open_loop.run_arrivals("http://localhost", "m", arrivals)

@@ -1,0 +1,23 @@
+"""Begins captures of CUDA graphs, and leaves torch as it was if one fails.
+
+`torch.cuda.graph` does not: if a capture cannot be ended, its stream stays current, and up to torch
+2.13 the allocator behaves as if the capture were still running.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+
+
+def begin_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Begin to capture the current stream; other threads may call CUDA meanwhile."""
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+
+
+def abandon_capture(graph: torch.cuda.CUDAGraph, pool: Any, device_index: int) -> None:
+    """Restore torch's state after a capture that has failed, at whatever point."""
+    with contextlib.suppress(RuntimeError):  # there is nothing to end, or it has failed
+        graph.capture_end()
+    with contextlib.suppress(RuntimeError):  # the allocator has ended it already
+        torch._C._cuda_endAllocateToPool(device_index, pool)  # noqa: SLF001
