@@ -44,6 +44,11 @@ VARIANTS = set()
 BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
 
 
+def zeroed(new):
+    """Wrap a function that makes a tensor of whatever the memory holds: it makes one of zeros."""
+    return lambda *args, **kwargs: new(*args, **kwargs).zero_()
+
+
 def record(kernel, *args, grid, warmup, **constants):
     """Stands in for JITFunction.run: records the key by which Triton finds a compiled kernel."""
     del grid, warmup
@@ -88,6 +93,10 @@ def prepare_launcher(name):
     return prepare
 
 
+# Graphs that compute nothing would leave logits as the memory was: rows would end by logits that
+# are not finite, in the warm-up too, and the same seed would not make the same history.
+torch.empty, torch.empty_like = zeroed(torch.empty), zeroed(torch.empty_like)
+torch.Tensor.new_empty = zeroed(torch.Tensor.new_empty)
 JITFunction.run = record
 for name in reference.__all__:
     setattr(ops, name, through_launcher(getattr(reference, name)))
@@ -250,8 +259,7 @@ def serve(executor, limits, num_drafts, chance, num_requests):
     """Drive random requests to their end; returns how many steps of each kind there were.
 
     With drafts, all rows that may have guesses get the most. Drives as many again, a few times, if
-    some kind is missing: graphs that compute nothing draw tokens at random, so the same seed does
-    not make the same history.
+    some kind is missing.
     """
     core = Scheduler(
         SchedulerConfig(
