@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -72,6 +73,7 @@ def test_forked_swapped_with_prefix_hits_and_taken_over(model_dirs, run_dir, fam
             request = generate_request(prompt, n=2, max_tokens=NUM_TOKENS, ignore_eos=True)
             return read(service.stub.Generate(request, timeout=200))
 
+        totals = Counter()  # of two scheduler processes
         for is_killed in (False, True):
             with ThreadPoolExecutor(len(prompts)) as threads:
                 results = [threads.submit(generate, prompt) for prompt in prompts]
@@ -84,12 +86,10 @@ def test_forked_swapped_with_prefix_hits_and_taken_over(model_dirs, run_dir, fam
                     service.start_scheduler()
                 for prompt, result, output in zip(prompts, results, outputs, strict=True):
                     assert result.result().outputs == [output] * 2, f"{len(prompt)} tokens"
-            metrics = service.metrics(service.scheduler)
-            if is_killed:
-                assert metrics["quire_adopted_tokens_total"] > 0
-            else:
-                assert metrics["quire_kv_swapped_in_blocks_total"] > 0
-                assert metrics["quire_prefix_cache_hits_total"] > 0
+            totals.update(service.metrics(service.scheduler))
+        assert totals["quire_adopted_tokens_total"] > 0
+        assert totals["quire_kv_swapped_in_blocks_total"] > 0
+        assert totals["quire_prefix_cache_hits_total"] > 0
 
 
 @pytest.mark.parametrize("family", MODELS)
