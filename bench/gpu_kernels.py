@@ -33,7 +33,7 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 
 import torch
 from gpu.rows import continues, is_lost, reason, start_again
-from harness.machine import machine_facts
+from harness.machine import headline, machine_facts
 
 from kernels.tuning.timing import seconds_of
 
@@ -205,6 +205,7 @@ def _main() -> int:
         f"{name}: {ceilings.bytes_per_s * 1e-9:,.0f} GB/s, {ceilings.flops * 1e-12:,.0f} TFLOP/s",
         flush=True,
     )
+    print(headline(machine_facts()), flush=True)
     cases = [
         case
         for case in (main_cases if given.main else all_cases)(TINY if given.cpu_smoke else WHOLE)

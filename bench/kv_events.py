@@ -25,6 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from harness.machine import machine_facts
+
 from contract.hashing import BlockHash, extend_chain, root_hash
 from quire.v1.kv_pb2 import KvCacheCleared, KvEvent, WatchKvResponse
 from scheduler_svc.core.sequence import Sequence
@@ -198,7 +200,7 @@ def main() -> None:
     options = parser.parse_args()
     with suppress(KeyboardInterrupt):
         result = asyncio.run(measure(options.blocks, options.block_size, options.rounds))
-        print(json.dumps(result))
+        print(json.dumps({"machine": machine_facts(), **result}))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
 """Measures a whole service: throughput, latency, and the cost of the split into processes.
 
-    python bench/serve.py --peer http://127.0.0.1:9000
+    python bench/serve.py --peer vllm=http://127.0.0.1:9000 --peer sglang=http://127.0.0.1:9001
 
 Starts router, scheduler and worker on a 125M Llama with random weights and loads their OpenAI API
 with 1, 8 and 32 streams of 128 tokens in and 64 out. Then they take turns with the same service in
 one process (engines/one_service.py). The client is a separate process on the same machine. On a
 machine with few cores all processes compete, so the numbers include the client's cost.
 
---peer URL lets another OpenAI-shaped server of the same model take turns with ours, round after
-round; the results are the medians of the rounds' ratios. --base-url measures a running server,
-without the cost of the split.
+--peer NAME=URL lets another OpenAI-shaped server of the same model take turns with ours, round
+after round; it may be given several times. The results are the medians of the rounds' ratios, such
+as peer_ratio_NAME_c8. A lone peer may be given as URL; then its results have no name either.
+--base-url measures a running server, without the cost of the split.
 """
 
 import argparse
 import asyncio
 import contextlib
-import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,51 +50,71 @@ _PEER_RATIOS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Peer:
+    """A server to compare with."""
+
+    name: str
+    """Empty if there is no other."""
+    url: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Peer":
+        """Return the peer of NAME=URL, or of a URL."""
+        match = re.fullmatch(r"(?:([a-z0-9_]+)=)?(https?://\S+)", text)
+        if match is None:
+            raise argparse.ArgumentTypeError(
+                f"{text}: must be URL or NAME=URL, with a name of a-z, 0-9 and _"
+            )
+        return cls(match[1] or "", match[2])
+
+
+@dataclass(frozen=True, slots=True)
 class Rounds:
     """The results at one concurrency, one per round."""
 
     ours: list[LoadResult]
-    peers: list[LoadResult]
-    """The peer's results in the same rounds; empty without a peer."""
+    peers: Mapping[str, list[LoadResult]]
+    """By the peer's name, its results in the same rounds."""
 
-    def ratios(self) -> dict[str, Spread]:
-        """Ours ÷ the peer's, by name; empty without a peer."""
-        if not self.peers:
-            return {}
+    def ratios(self, peer: str) -> dict[str, Spread]:
+        """Ours ÷ the peer's, by name."""
+        suffix = f"_{peer}" if peer else ""
         return {
-            f"{name}_c{self.ours[0].concurrency}": Spread.of_ratios(
+            f"{name}{suffix}_c{self.ours[0].concurrency}": Spread.of_ratios(
                 [getattr(each, field) for each in self.ours],
-                [getattr(each, field) for each in self.peers],
+                [getattr(each, field) for each in self.peers[peer]],
             )
             for name, field in _PEER_RATIOS.items()
         }
 
     def metrics(self) -> dict[str, float]:
         values = median_of(self.ours).metrics()
-        for name, spread in self.ratios().items():
-            values |= spread.metrics(name)
+        for peer in self.peers:
+            for name, spread in self.ratios(peer).items():
+                values |= spread.metrics(name)
         return values
 
 
 async def measure_loads(
-    base_url: str, peer_url: str | None, workloads: Mapping[int, Workload], num_rounds: int
+    base_url: str, peers: Sequence[Peer], workloads: Mapping[int, Workload], num_rounds: int
 ) -> list[Rounds]:
     """Run the workload of each concurrency `num_rounds` times, in turn; print tables."""
-    sides = {url: await _side(url) for url in (base_url, peer_url) if url is not None}
+    sides = {url: await _side(url) for url in (base_url, *(peer.url for peer in peers))}
     loads = []
     for concurrency, workload in workloads.items():
         mine = replace(workload, seed=_FIRST_SEED)
         results = await take_turns(sides, mine, concurrency, num_rounds)
-        loads.append(Rounds(results[base_url], results[peer_url] if peer_url else []))
+        loads.append(Rounds(results[base_url], {each.name: results[each.url] for each in peers}))
     print(f"medians of {num_rounds} rounds:")
     print_loads(median_of(each.ours) for each in loads)
-    if peer_url is not None:
-        print("the peer:")
-        print_loads(median_of(each.peers) for each in loads)
-        print("ours ÷ the peer's:")
-    for each in loads:
-        for name, spread in each.ratios().items():
-            print(f"  {name:<24} {spread}")
+    for name in (peer.name for peer in peers):
+        title = name or "the peer"
+        print(f"{title}:")
+        print_loads(median_of(each.peers[name]) for each in loads)
+        print(f"ours ÷ {title}:")
+        for each in loads:
+            for ratio, spread in each.ratios(name).items():
+                print(f"  {ratio:<{24 + len(name)}} {spread}")
     return loads
 
 
@@ -150,7 +171,7 @@ async def _measure_processes(
 
 async def _measure_server(given: argparse.Namespace, base_url: str) -> list[Rounds]:
     model = await find_model(base_url)
-    print(f"{given.input_len} tokens in, {given.output_len} out, {os.cpu_count()} CPUs;")
+    print(f"{given.input_len} tokens in, {given.output_len} out;")
     workloads = {each: _workload(given, model, each) for each in given.concurrency}
     return await measure_loads(base_url, given.peer, workloads, given.rounds)
 
@@ -181,11 +202,23 @@ def _parse() -> argparse.Namespace:
     add("--split-concurrency", type=int, default=8, help="streams for the cost of the split")
     add("--split-rounds", type=int, help="rounds of the split; default: 6, or 2 with --quick")
     add("--base-url", metavar="URL", help="measure this server, without the split")
-    add("--peer", metavar="URL", help="an OpenAI-shaped server to compare with")
+    add(
+        "--peer",
+        action="append",
+        type=Peer.parse,
+        metavar="[NAME=]URL",
+        help="an OpenAI-shaped server to compare with; may be given several times",
+    )
     add("--rounds", type=int, help="per concurrency; default: 1, or 5 with --peer")
     given = parser.parse_args()
-    if given.peer is not None and given.peer == given.base_url:
-        parser.error(f"--peer: {given.peer}: it must not be the server that it is compared with")
+    given.peer = given.peer or []
+    urls = [given.base_url, *(peer.url for peer in given.peer)]
+    names = [peer.name for peer in given.peer]
+    for peer in given.peer:
+        if urls.count(peer.url) > 1:
+            parser.error(f"--peer: {peer.url}: all compared servers must differ")
+        if names.count(peer.name) > 1 or (len(names) > 1 and not peer.name):
+            parser.error(f"--peer: {peer.name or peer.url}: several need names that differ")
     given.rounds = given.rounds or (5 if given.peer and not given.quick else 1)
     given.split_rounds = given.split_rounds or (2 if given.quick else 6)
     return given

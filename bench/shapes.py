@@ -19,7 +19,7 @@ from harness.case import Results, Table, arguments, main, progress
 from harness.closed_loop import Workload, median_of
 from harness.processes import Process, free_ports, service
 from make_model import Sizes, make_model
-from serve import Rounds, measure_loads
+from serve import Peer, Rounds, measure_loads
 
 SHAPES = {
     "576": Sizes(576, 16, 9, 3, 1536, 32_003),
@@ -51,11 +51,11 @@ async def measure(given: argparse.Namespace) -> Results:
     table = Table("shape:<9", "ours tok/s:.1f", "peer's:.1f", "ratio:.3f", "least:.3f", "most:.3f")
     metrics = {}
     for name, rounds in shape_to_rounds.items():
-        tok_s = [median_of(side).output_tok_s for side in (rounds.ours, rounds.peers) if side]
-        spreads = rounds.ratios()
-        ratio = spreads.get("peer_ratio_c1")
-        spread = () if ratio is None else (ratio.median, ratio.least, ratio.greatest)
-        table.row(name, *tok_s, *spread)
+        cells = [median_of(rounds.ours).output_tok_s]
+        for peer, results in rounds.peers.items():
+            ratio = rounds.ratios(peer)["peer_ratio_c1"]
+            cells += [median_of(results).output_tok_s, ratio.median, ratio.least, ratio.greatest]
+        table.row(name, *cells)
         metrics |= {f"{each}_{name}": value for each, value in rounds.metrics().items()}
     return metrics
 
@@ -68,7 +68,8 @@ async def _measure_model(given: argparse.Namespace, model: Path) -> Rounds:
         ours = await stack.enter_async_context(service(model, flags))
         peer = await stack.enter_async_context(peer_server(given.peer_command, model))
         await ours.wait_until_ready()
-        (rounds,) = await measure_loads(ours.base_url, peer, {1: workload}, given.rounds)
+        peers = [] if peer is None else [Peer("", peer)]
+        (rounds,) = await measure_loads(ours.base_url, peers, {1: workload}, given.rounds)
     return rounds
 
 

@@ -72,9 +72,8 @@ async def measure_shares(
         num_threads: Threads of the worker.
     """
     cost = ModelCost.of(directory)
-    ceilings = json.loads(
-        await run_script(str(BENCH / "ceilings.py"), f"--num-threads={num_threads}")
-    )
+    output = await run_script(str(BENCH / "ceilings.py"), f"--num-threads={num_threads}")
+    ceilings = json.loads(output.splitlines()[-1])
     workload = Workload(model=model, num_prompts=_NUM_PROMPTS, input_len=_PROMPT_LEN, output_len=1)
     prompts = await run_load(base_url, workload, concurrency=1)
     flops = cost.prefill_flops(_PROMPT_LEN) / (prompts.ttft_p50_ms / 1e3)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import aiohttp
 import uvloop
-from harness.machine import machine_facts
+from harness.machine import headline, machine_facts
 
 ROOT = Path(__file__).parents[2]
 SHIPPED_MODEL = ROOT / "models" / "quire-tiny-python"
@@ -59,8 +59,12 @@ def main(
     given: argparse.Namespace,
     measure: Callable[[argparse.Namespace], Results | Coroutine[Any, Any, Results]],
 ) -> Results:
-    """Measure, write JSON if asked to, and return the results; end the process if that fails."""
+    """Print the machine, measure, write JSON if asked to, and return the results.
+
+    End the process if that fails.
+    """
     name = Path(sys.argv[0]).name
+    print(headline(machine_facts()), flush=True)
     try:
         results = measure(given)
         if inspect.iscoroutine(results):

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,22 @@ _PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "
 _INSTRUCTION_SETS = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_bf16", "amx_int8"),
-    *("asimd", "asimddp", "sve", "sve2", "bf16", "i8mm"),  # Arm's
+    *("neon", "asimddp", "sve", "sve2", "bf16", "i8mm"),  # Arm's
 )
 """Instruction sets that the kernels use, or that determine the speed of matrix products."""
 
 
-def machine_facts() -> dict[str, Any]:
-    """Describe the machine, the versions in use and the state of the checkout."""
-    cpu = _cpuinfo()
+def machine_facts(cpu: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Describe the machine, the versions in use and the state of the checkout.
+
+    Args:
+        cpu: The fields of a processor in /proc/cpuinfo; by default the first of this machine.
+    """
+    cpu = _cpuinfo() if cpu is None else cpu
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "cpu": cpu.get("model name", platform.processor() or platform.machine()),
-        "cpu_family_model": f"{cpu.get('cpu family', '?')}/{cpu.get('model', '?')}",
+        "cpu_family_model": _family_and_model(cpu),
         "instruction_sets": _instruction_sets(cpu),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
@@ -33,6 +38,22 @@ def machine_facts() -> dict[str, Any]:
         **_versions(),
         "commit": _commit(),
     }
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """Return the facts that every table of measurements needs, in a line."""
+    return (
+        f"{facts['cpu']} ({facts['cpu_family_model']}), {facts['cores']} cores,"
+        f" {facts['instruction_sets'] or 'no known instruction sets'}; {facts['date']}"
+    )
+
+
+def _family_and_model(cpu: Mapping[str, str]) -> str:
+    """Return what tells CPUs of one name apart; Arm calls it implementer and part."""
+    return "/".join(
+        cpu.get(name, cpu.get(arm, "?"))
+        for name, arm in (("cpu family", "CPU implementer"), ("model", "CPU part"))
+    )
 
 
 def _cpuinfo() -> dict[str, str]:
@@ -44,8 +65,10 @@ def _cpuinfo() -> dict[str, str]:
     return {}
 
 
-def _instruction_sets(cpu: dict[str, str]) -> str:
+def _instruction_sets(cpu: Mapping[str, str]) -> str:
     flags = set(cpu.get("flags", cpu.get("Features", "")).split())
+    if "asimd" in flags:  # the kernel's name for NEON on 64-bit Arm
+        flags.add("neon")
     return " ".join(name for name in _INSTRUCTION_SETS if name in flags)
 
 

@@ -36,18 +36,40 @@ def test_a_table_has_text_left_numbers_right_and_empty_cells(capsys):
     ]
 
 
-def test_json_has_the_numbers_and_the_machine(tmp_path, monkeypatch):
+def test_json_has_the_numbers_and_the_machine_which_is_printed_first(tmp_path, monkeypatch, capsys):
+    def measure(given):
+        print("measured")  # noqa: T201
+        return {"ratio": 1 / 3, "quick": given.quick}
+
     from harness.case import arguments, main  # noqa: PLC0415
 
     file = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", ["x.py", "--quick", "--json", str(file)])
     given = arguments("Measures.", quick="less").parse_args()
-    assert main(given, lambda given: {"ratio": 1 / 3, "quick": given.quick})["quick"] is True
+    assert main(given, measure)["quick"] is True
     written = json.loads(file.read_text())
     assert written["ratio"] == 0.33333
-    assert {"date", "cpu", "instruction_sets", "cores", "numpy", "commit"} <= set(
-        written["machine"]
+    machine = written["machine"]
+    assert {"date", "cpu", "instruction_sets", "cores", "numpy", "commit"} <= set(machine)
+    head, *rest = capsys.readouterr().out.splitlines()
+    assert rest == ["measured"]
+    for name in "cpu", "cpu_family_model", "instruction_sets", "cores", "date":
+        assert str(machine[name]) in head
+
+
+def test_the_head_names_a_cpu_and_what_it_can_multiply():
+    from harness.machine import headline, machine_facts  # noqa: PLC0415
+
+    xeon = {"model name": "Xeon", "cpu family": "6", "model": "143"}
+    xeon["flags"] = "fpu avx2 avx512f avx512_bf16 avx512_vnni amx_bf16 amx_int8 amx_tile"
+    head = headline(machine_facts(xeon) | {"cores": 4, "date": "2026-01-02"})
+    assert head == (
+        "Xeon (6/143), 4 cores, avx2 avx512f avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8;"
+        " 2026-01-02"
     )
+    arm = {"Features": "fp asimd bf16 i8mm", "CPU implementer": "0x41", "CPU part": "0xd4f"}
+    head = headline(machine_facts(arm) | {"cpu": "aarch64", "cores": 8, "date": "2026-01-02"})
+    assert head == "aarch64 (0x41/0xd4f), 8 cores, neon bf16 i8mm; 2026-01-02"
 
 
 def test_a_reader_of_json_never_sees_a_part_of_it(tmp_path):
