@@ -1,25 +1,32 @@
-"""Measures how number formats change the shipped model's perplexity on held-out text.
+"""Measures how number formats change a model's perplexity on a text.
 
     python bench/quality.py
     python bench/quality.py --checkpoints  # also the model as AWQ, GPTQ and fp8 checkpoints
+    python bench/quality.py --model DIR --text FILE --variants bf16,weights_int8,weights_int4
 
-`models/train.py` held this text out: modules of the Python standard library, one file in sixty.
+By default this is the shipped model, and the text that `models/train.py` held out: modules of the
+Python standard library, one file in sixty. These numbers depend only on that text, so compare
+numbers from one Python version. A text is scored in windows of at most 2,047 tokens, each after the
+token with which the model's texts begin, if there is one. Perplexities of models with different
+tokenizers cannot be compared.
+
 Each variant is a worker, loaded as its flags say, which scores the text as it scores any prompt:
-chunk by chunk, through its paged KV. The numbers depend only on the text, so compare numbers from
-one Python version.
+chunk by chunk, through its paged KV. If the checkpoint is quantized, one more variant, as_is, has
+no flags. Variants that a worker refuses are left out, with its reason.
 """
 
 import argparse
 import asyncio
+import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from harness.case import ROOT, SHIPPED_MODEL, Results, Table, arguments, main
+from harness.case import ROOT, SHIPPED_MODEL, BenchError, Results, Table, arguments, main
 from quantize import FORMS, write
 from tokenizers import Tokenizer
 
@@ -29,6 +36,7 @@ from contract.worker_limits import Limits
 from gpu_worker.loading.worker_model import load
 from gpu_worker.loop import StepLoop
 from gpu_worker.settings import WorkerSettings
+from model_files.errors import ModelError
 from rpc.observe import logs
 
 _VARIANTS: dict[str, dict[str, str]] = {
@@ -42,36 +50,62 @@ _VARIANTS: dict[str, dict[str, str]] = {
 """Maps each variant to the worker's flags; its result is `ppl_` and the variant's name."""
 _CHECKPOINT_DTYPES = {"": "bfloat16", "_fp32": "float32"}
 """By the suffix of the result. In float32 a checkpoint's values are exact."""
+_AS_IS = "as_is"
 _BASELINE = "bf16"
+_MAX_WINDOW = 2047
+"""Tokens that are scored together; KV needs so much memory."""
+_BLOCK_SIZE = 16
 _QUICK_TOKENS = 6_000
 _ATTACHMENT = 0
 
 
-def held_out_prompts(max_tokens: int, budget: float) -> Iterator[list[int]]:
-    """Yield the text's token ids: whole files, cut at the context's end, about `budget` in all."""
+def held_out_texts() -> Iterator[str]:
+    """Yield the files that the training of the shipped model held out."""
     sys.path.insert(0, str(ROOT / "models"))  # the training code knows which files were held out
-    from corpus import BOS, read_sources  # noqa: PLC0415
+    from corpus import read_sources  # noqa: PLC0415
 
-    tokenizer = Tokenizer.from_file(str(SHIPPED_MODEL / "tokenizer.json"))
-    begin = tokenizer.token_to_id(BOS)
-    num_tokens = 0
     for source in read_sources():
-        if not source.is_held_out or source.is_test:
-            continue
-        ids = tokenizer.encode(source.text, add_special_tokens=False).ids
-        for start in range(0, len(ids), max_tokens - 1):
+        if source.is_held_out and not source.is_test:
+            yield source.text
+
+
+def windows(
+    tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int, budget: float
+) -> Iterator[list[int]]:
+    """Yield token ids to score: texts, cut after `max_tokens`, about `budget` tokens in all."""
+    begin = tokenizer.encode("").ids[:1]
+    length = max_tokens - len(begin)
+    num_tokens = 0
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        for start in range(0, len(ids), length):
             if num_tokens >= budget:
                 return
-            prompt = [begin, *ids[start : start + max_tokens - 1]]
-            num_tokens += len(prompt) - 1
-            yield prompt
+            window = [*begin, *ids[start : start + length]]
+            num_tokens += len(window) - 1
+            yield window
 
 
 async def perplexity(
-    flags: dict[str, str], budget: float, model: Path = SHIPPED_MODEL
+    flags: Mapping[str, str],
+    budget: float,
+    model: Path = SHIPPED_MODEL,
+    text: str | None = None,
 ) -> tuple[float, int]:
-    """Return the text's perplexity at a worker with these flags, and how many tokens it scored."""
-    settings = WorkerSettings(model=model, **({"device": "cpu", "kv_cache_memory_gb": 0.1} | flags))
+    """Return the text's perplexity at a worker with these flags, and how many tokens it scored.
+
+    Without a text, these are the files that the training of the shipped model held out.
+
+    Raises:
+        ModelError: The worker refuses the flags.
+    """
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    defaults = {
+        "device": "cpu",
+        "block_size": _BLOCK_SIZE,
+        "num_blocks": -(-(_MAX_WINDOW + 1) // _BLOCK_SIZE),
+    }
+    settings = WorkerSettings(model=model, **(defaults | flags))
     loop = asyncio.get_running_loop()
     loaded = await asyncio.to_thread(load, settings, lambda *_: None, loop)
     info, steps = loaded.info, loaded.steps
@@ -80,11 +114,15 @@ async def perplexity(
         scores: list[float] = []
         step_id = 1
         # the context must have room for one more token
-        for prompt in held_out_prompts(info.limits.max_model_len - 1, budget):
-            scored, step_id = await _score(steps, info.limits, prompt, step_id)
+        max_tokens = min(info.limits.max_model_len - 1, _MAX_WINDOW)
+        texts = held_out_texts() if text is None else (text,)
+        for window in windows(tokenizer, texts, max_tokens, budget):
+            scored, step_id = await _score(steps, info.limits, window, step_id)
             scores += scored
     finally:
         await steps.stop()
+    if not scores:
+        raise BenchError("the text has no token to score")
     return math.exp(-math.fsum(scores) / len(scores)), len(scores)
 
 
@@ -125,26 +163,65 @@ async def _score(
 async def measure(given: argparse.Namespace) -> Results:
     logs.configure("warning", "console", "quality")
     budget = _QUICK_TOKENS if given.quick else math.inf
+    text = None if given.text is None else given.text.read_text()
     found: dict[str, float] = {}
     num_tokens = 0
-    for name, flags in _VARIANTS.items():
-        found[name], num_tokens = await perplexity(flags, budget)
+
+    async def add(name: str, flags: Mapping[str, str], model: Path) -> None:
+        nonlocal num_tokens
+        try:
+            found[name], num_tokens = await perplexity(flags, budget, model, text)
+        except ModelError as error:
+            print(f"{name} is left out: {error}")
+
+    for name in given.variants:
+        await add(name, _VARIANTS.get(name, {}), given.model)
     with TemporaryDirectory() as directory:
         for name, form in FORMS.items() if given.checkpoints else ():
-            model = write(SHIPPED_MODEL, Path(directory) / name, form)
+            model = write(given.model, Path(directory) / name, form)
             for suffix, dtype in _CHECKPOINT_DTYPES.items():
-                found[name + suffix], _ = await perplexity({"dtype": dtype}, budget, model)
-    python = sys.version.split()[0]
-    print(f"perplexity of {num_tokens} held-out tokens; Python {python}, torch {torch.__version__}")
-    table = Table("format:<16", "perplexity:.4f", f"÷ {_BASELINE}:.4f")
+                await add(name + suffix, {"dtype": dtype}, model)
+    if not found:
+        raise BenchError("the worker refuses every variant")
+    baseline = next(name for name in (_BASELINE, _AS_IS, *found) if name in found)
+    print(
+        f"{given.model.name}: perplexity of {num_tokens} tokens of {given.text or 'held-out text'};"
+        f" Python {sys.version.split()[0]}, torch {torch.__version__}"
+    )
+    table = Table("format:<16", "perplexity:.4f", f"÷ {baseline}:.4f")
     for name, value in found.items():
-        table.row(name, value, value / found[_BASELINE])
+        table.row(name, value, value / found[baseline])
     return {f"ppl_{name}": value for name, value in found.items()} | {"num_tokens": num_tokens}
 
 
-if __name__ == "__main__":
+def _parse() -> argparse.Namespace:
     parser = arguments(__doc__, quick="a small part of the text")
-    parser.add_argument(
-        "--checkpoints", action="store_true", help="also as checkpoints of other programs"
-    )
-    main(parser.parse_args(), measure)
+    add = parser.add_argument
+    add("--model", type=Path, metavar="DIR", default=SHIPPED_MODEL, help="with a tokenizer.json")
+    add("--text", type=Path, metavar="FILE", help="in UTF-8; default: the held-out text")
+    add("--variants", metavar="NAMES", help=f"some of {','.join((_AS_IS, *_VARIANTS))}")
+    add("--checkpoints", action="store_true", help="also as checkpoints of other programs")
+    given = parser.parse_args()
+    for name in "config.json", "tokenizer.json":
+        if not (given.model / name).is_file():
+            parser.error(f"--model: {given.model} has no {name}")
+    if given.text is not None and not given.text.is_file():
+        parser.error(f"--text: {given.text} is not a file")
+    if given.checkpoints and not (given.model / "model.safetensors").is_file():
+        parser.error(f"--checkpoints: {given.model} has no model.safetensors")
+    config = json.loads((given.model / "config.json").read_text())
+    is_quantized = config.get("quantization_config") is not None
+    if given.variants is None:
+        given.variants = (*((_AS_IS,) if is_quantized else ()), *_VARIANTS)
+    else:
+        given.variants = tuple(given.variants.split(","))
+    if unknown := set(given.variants) - {_AS_IS, *_VARIANTS}:
+        known = ", ".join((_AS_IS, *_VARIANTS))
+        parser.error(f"--variants: {min(unknown)}: must be one of {known}")
+    if is_quantized and given.checkpoints:
+        parser.error(f"--checkpoints: {given.model} is quantized already")
+    return given
+
+
+if __name__ == "__main__":
+    main(_parse(), measure)
