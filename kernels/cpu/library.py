@@ -128,7 +128,7 @@ class Library:
         """The second half of `attention` with the same fields, if there are partial results."""
         linear = (
             "num_rows num_in num_out x_type kept out_type *x *weight *scales *offsets *bias *out"
-            " group x_stride out_stride is_gated is_low_rank"
+            " group x_stride out_stride x_width is_gated is_low_rank"
             " *next.attention next.num_runs next.num_runs_after"
         )
         self.linear = kernel("linear", linear)

@@ -28,9 +28,8 @@ def can_pack(weight: torch.Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype in DTYPES
-        and (weight.dtype is torch.float32 or weight.shape[1] % 2 == 0)
-        and native()
-        is not None  # last, because it compiles the library, which a GPU worker does not need
+        # last, because it compiles the library, which a GPU worker does not need
+        and native() is not None
     )
 
 
@@ -42,12 +41,11 @@ def pack(
     If `is_low_rank`, the map's results have the same bits as those of the kernels for adapters
     (`kernels.cpu.program.low_rank`).
     """
-    num_in = weight.shape[1]
-    padded = _padded(weight)
     if weight.dtype is torch.float32:
-        panels = padded.view(-1, PANEL, num_in).transpose(1, 2)
-    else:
-        panels = padded.view(-1, PANEL, num_in // 2, 2).transpose(1, 2)
+        panels = _padded(weight).view(-1, PANEL, weight.shape[1]).transpose(1, 2)
+    else:  # C multiplies pairs of input features, the last one with a zero if their number is odd
+        padded = functional.pad(_padded(weight), (0, weight.shape[1] % 2))
+        panels = padded.view(-1, PANEL, padded.shape[1] // 2, 2).transpose(1, 2)
     packed = _packed(weight, panels, None, None, bias, weight.dtype)
     return replace(packed, _is_low_rank=is_low_rank)
 
@@ -162,8 +160,8 @@ class PackedLinear:
     num_in: int
     """K."""
     panels: torch.Tensor
-    """The weight as C reads it: float32[ceil(N / 32), K, 32], bfloat16[ceil(N / 32), K / 2, 32, 2],
-    int8 of that shape, or for 4 bits int16[ceil(N / 32), K / 8, 32, 2]."""
+    """The weight as C reads it: float32[ceil(N / 32), K, 32], bfloat16[ceil(N / 32), ceil(K / 2),
+    32, 2], int8 of that shape, or for 4 bits int16[ceil(N / 32), K / 8, 32, 2]."""
     _scales: torch.Tensor | None
     """float16[ceil(N / 32), G, 32]; None unless the weight is integers."""
     _offsets: torch.Tensor | None
@@ -217,12 +215,14 @@ class PackedLinear:
         self, x: torch.Tensor, out: torch.Tensor, num_rows: Field, ahead: KvAhead, *, is_gated: bool
     ) -> tuple[Field, ...]:
         num_groups = 1 if self._scales is None else self._scales.shape[1]
+        is_padded = self.panels.dtype is torch.bfloat16 and self.num_in % 2 == 1
+        num_in = self.num_in + is_padded
         return (
-            num_rows, self.num_in, self.num_out // (2 if is_gated else 1),
+            num_rows, num_in, self.num_out // (2 if is_gated else 1),
             DTYPES[self.dtype], _KEPT_AS[self.panels.dtype], DTYPES[out.dtype],
             x.data_ptr(), self.panels.data_ptr(), address(self._scales), address(self._offsets),
-            address(self._bias), out.data_ptr(), self.num_in // num_groups,
-            x.stride(0), out.stride(0), is_gated, self._is_low_rank, *ahead,
+            address(self._bias), out.data_ptr(), num_in // num_groups,
+            x.stride(0), out.stride(0), self.num_in, is_gated, self._is_low_rank, *ahead,
         )  # fmt: skip
 
 

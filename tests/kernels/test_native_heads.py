@@ -11,7 +11,7 @@ from tests.kernels.tolerance import assert_close
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs native code")
 native_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-SHAPES = [(1, 16, 64), (3, 24, 20), (16, 128, 512), (5, 512, 70)]  # H, K, N
+SHAPES = [(1, 16, 64), (3, 24, 20), (16, 128, 512), (5, 512, 70), (3, 33, 40)]  # H, K, N
 
 
 @native_dtypes

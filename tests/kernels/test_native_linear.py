@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from kernels.cpu.library import native
 from kernels.cpu.linear import can_pack, can_pack_integers, pack, pack_integers
@@ -67,12 +67,15 @@ def every_packed(num_out, num_in, dtype):
 @needs_native
 @every_dtype
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("num_in", "num_out"), [(2, 1), (64, 70), (768, 96), (2048, 32)])
+@pytest.mark.parametrize(
+    ("num_in", "num_out"), [(1, 33), (2, 1), (63, 70), (64, 70), (768, 96), (1025, 40), (2048, 32)]
+)
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 12, 13, 31, 100, 193])
 def test_a_packed_linear_is_torch_s(num_rows, num_in, num_out, has_bias, dtype):
     weight = (torch.randn(num_out, num_in) * num_in**-0.5).to(dtype)
     bias = torch.randn(num_out).to(dtype) if has_bias else None
-    x = torch.randn(num_rows, num_in + 6).to(dtype)[:, :num_in]
+    x = torch.full((num_rows, num_in + 6), torch.nan, dtype=dtype)[:, :num_in]
+    x.copy_(torch.randn(num_rows, num_in))
     assert_close(pack(weight, bias)(x), linear(x, weight, bias))
 
 
@@ -109,8 +112,10 @@ def test_eight_bits_need_only_a_multiple_of_eight_input_features(num_in, dtype):
 @every_dtype
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_a_row_depends_on_no_other_row(num_threads, dtype):
-    x = torch.randn(150, 2048).to(dtype)
-    for apply in every_packed(160, 2048, dtype):
+    even, odd = torch.randn(150, 2048).to(dtype), torch.randn(150, 1023).to(dtype)
+    apply_odd = pack((torch.randn(160, 1023) * 1023**-0.5).to(dtype), None)
+    pairs = [(even, apply) for apply in every_packed(160, 2048, dtype)]
+    for x, apply in [*pairs, (odd, apply_odd), (even[:, 5:1028], apply_odd)]:
         before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
         try:
@@ -121,6 +126,16 @@ def test_a_row_depends_on_no_other_row(num_threads, dtype):
             assert torch.equal(apply(x[row : row + 1])[0], together[row])
         for num_rows in (2, 7, 12, 13, 36, 37, 97):
             assert torch.equal(apply(x[40 : 40 + num_rows]), together[40 : 40 + num_rows])
+
+
+@needs_native
+@every_dtype
+@pytest.mark.parametrize("num_rows", [1, 12, 40, 150])
+def test_an_odd_number_of_input_features_is_as_with_one_more_of_zeros(num_rows, dtype):
+    weight = (torch.randn(70, 301) * 301**-0.5).to(dtype)
+    x = torch.randn(num_rows, 301).to(dtype)
+    even = pack(pad(weight, (0, 1)), None)(pad(x, (0, 1)))
+    assert torch.equal(pack(weight, None)(x), even)
 
 
 @needs_native
@@ -155,7 +170,6 @@ def test_it_names_what_does_not_fit():
 
 def test_other_weights_are_left_to_others():
     assert not can_pack(torch.randn(8, 4).half())
-    assert not can_pack(torch.randn(8, 3).bfloat16())
     assert not can_pack(torch.randn(8, 4, device="meta").bfloat16())
     values = torch.zeros(8, 16, dtype=torch.int8)
     assert not can_pack_integers(values, torch.float16)

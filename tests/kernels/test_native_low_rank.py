@@ -106,7 +106,13 @@ def _threads(request):
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(
     ("num_in", "num_out", "ranks"),
-    [(2, 1, (2,)), (64, 70, (4, 16, 34)), (768, 96, (48, 2, 64, 16)), (2048, 40, (512, 6))],
+    [
+        (2, 1, (2,)),
+        (63, 70, (4, 34)),
+        (64, 70, (4, 16, 34)),
+        (768, 96, (48, 2, 64, 16)),
+        (2048, 40, (512, 6)),
+    ],
 )
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 13, 31, 100, 193])
 def test_rows_of_several_adapters_and_of_none(num_rows, num_in, num_out, ranks):

@@ -49,7 +49,7 @@ def share_out(attention: Call, maps: Mapping[_Place, tuple[int, int]]) -> dict[_
     aheads: dict[_Place, KvAhead] = {}
     num_after = 0
     for place, (num_in, num_out) in reversed(list(maps.items())):
-        of_product = num_in // 2 // RUN_STEPS
+        of_product = -(-num_in // 2) // RUN_STEPS
         num_runs = -(-num_out // PANEL) * of_product if of_product <= MAX_RUNS else 0
         aheads[place] = KvAhead(attention, num_runs, num_after)
         num_after += num_runs

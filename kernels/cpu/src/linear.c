@@ -5,7 +5,8 @@
  * contiguous. A weight is a plain number, or an integer q of 8 or 4 bits that stands for q * scale
  * + offset. A group of input features of one output feature shares scale and offset, which are
  * applied to the sum of the group. bf16 holds each integer exactly, so that products are those of
- * the integers.
+ * the integers. Weights in bf16 come in pairs of k: if x has an odd number of features, K is one more,
+ * the weight of that one is zero, and rows are copied with a zero at their end.
  *
  * x in bf16 is multiplied in bf16, if the CPU has a dot product for it, else in fp32. The sums are fp32,
  * each over k in the same order for any number of rows, so a row's result depends on no other row. For
@@ -34,13 +35,14 @@ typedef enum { FLOAT_WEIGHTS = 0, BF16_WEIGHTS = 1, INT8_WEIGHTS = 2, INT4_WEIGH
 struct linear {
     int64_t num_rows, num_in, num_out; /* num_out: columns of `out` */
     int64_t x_type, kept, out_type;    /* with x in bf16, `out` in F32 is rounded to bf16 all the same */
-    const void *x;                     /* [m, K] */
+    const void *x;                     /* [m, x_width] */
     const char *weight;
     const fp16 *scales, *offsets; /* of integers: [panels][groups][32]; offsets may be NULL */
     const void *bias;             /* [N] of x's type, or NULL */
     void *out;                    /* [m, num_out]; rows may lie apart, as those of x */
     int64_t group;                /* k of a group: K, or a multiple of 8; of 32 if there are offsets */
     int64_t x_stride, out_stride;
+    int64_t x_width;  /* K, or K - 1 */
     int64_t is_gated; /* the weight is [gate; up], 2 * num_out; out = silu(gate) * up */
     int64_t is_low_rank; /* it gives the bits of low_rank.c, which has no products of AMX */
     struct kv_part next; /* what it fetches for the next attention */
@@ -315,10 +317,11 @@ INLINE int64_t lines_that_fit(int64_t bytes)
     return bytes % 64 ? L1_SETS : sets * L1_WAYS;
 }
 
-/* Whether rows are copied: to floats, or because they fall on the same few lines of the cache. */
+/* Whether rows are copied: to floats, to end with a zero, or because they fall on the same few lines of
+ * the cache. */
 INLINE bool needs_copy(const struct linear *a)
 {
-    if (a->x_type == BF16 && kind_of(a) == FLOATS) return true;
+    if ((a->x_type == BF16 && kind_of(a) == FLOATS) || a->x_width < a->num_in) return true;
     int64_t bytes = a->x_stride * size_of((dtype)a->x_type);
     return a->num_rows > L1_WAYS && lines_that_fit(bytes) < TILE_ROWS;
 }
@@ -350,10 +353,11 @@ int64_t quire_linear_count(const void *args)
 /* Copies a row to what the product takes. */
 static void copy_row(const struct linear *a, const char *row, char *to)
 {
-    if (a->x_type == BF16 && kind_of(a) == FLOATS)
-        floats_from_bf16((float *)to, (const bf16 *)row, a->num_in);
-    else
-        memcpy(to, row, a->num_in * size_of((dtype)a->x_type));
+    const bool is_converted = a->x_type == BF16 && kind_of(a) == FLOATS;
+    const int64_t bytes = is_converted ? 4 : size_of((dtype)a->x_type);
+    if (is_converted) floats_from_bf16((float *)to, (const bf16 *)row, a->x_width);
+    else memcpy(to, row, a->x_width * bytes);
+    memset(to + a->x_width * bytes, 0, (a->num_in - a->x_width) * bytes);
 }
 
 /* The sum over each group of a row of x. */

@@ -20,7 +20,7 @@ enum {
 
 /* An adapter's part of one map of a layer. */
 struct low_rank {
-    const uint32_t *down; /* A: [ceil(R / 32)][K / 2][32] pairs */
+    const uint32_t *down; /* A: [ceil(R / 32)][ceil(K / 2)][32] pairs */
     const uint32_t *up;   /* B: [ceil(N / 32)][R / 2][32] pairs */
     const int32_t *spans; /* [ceil(N / 32)][2]: the steps [first, end), of R / 2, outside which a
                              panel of B is zero */
@@ -87,21 +87,25 @@ static int64_t most_ranks(const struct row_adapters *rows, int64_t map)
 }
 
 /* Rows [first, end) of x sorted by adapter, at most TILE_ROWS: in place if they lie one after
- * another, else a copy. */
+ * another and have whole pairs, else a copy, with a zero after an odd number of features. */
 static const char *tile_of_x(const struct low_rank_down *a, int64_t first, int64_t end,
                              int64_t *row_bytes)
 {
     int64_t n = end - first, from = place_of(a->rows, first);
     bool is_dense = place_of(a->rows, end - 1) - from == n - 1; /* places ascend in a group */
     *row_bytes = 2 * a->x_stride;
-    if (HAS_BF16_DOT && is_dense && (n <= L1_WAYS || *row_bytes % L1_SET_BYTES))
+    const bool is_odd = a->num_in % 2;
+    if (HAS_BF16_DOT && !is_odd && is_dense && (n <= L1_WAYS || *row_bytes % L1_SET_BYTES))
         return (const char *)(a->x + from * a->x_stride);
-    *row_bytes = (HAS_BF16_DOT ? 2 : 4) * a->num_in + 64;
+    const int64_t bytes = HAS_BF16_DOT ? 2 : 4;
+    *row_bytes = bytes * (a->num_in + is_odd) + 64;
     char *copy = thread_memory(TILE_ROWS * *row_bytes);
     for (int64_t i = 0; i < n; i++) {
         const bf16 *x = a->x + place_of(a->rows, first + i) * a->x_stride;
-        if (HAS_BF16_DOT) memcpy(copy + i * *row_bytes, x, 2 * a->num_in);
-        else floats_from_bf16((float *)(copy + i * *row_bytes), x, a->num_in);
+        char *to = copy + i * *row_bytes;
+        if (HAS_BF16_DOT) memcpy(to, x, 2 * a->num_in);
+        else floats_from_bf16((float *)to, x, a->num_in);
+        memset(to + bytes * a->num_in, 0, bytes * is_odd);
     }
     return copy;
 }
@@ -111,7 +115,7 @@ static void down_tile(const struct low_rank_down *a, const struct low_rank *weig
                       int64_t end, int64_t vector, int64_t last)
 {
     float sums[TILE_ROWS * PANEL] __attribute__((aligned(64)));
-    int64_t steps = a->num_in / 2, per_panel = PANEL / LANES, row_bytes, n = end - first;
+    int64_t steps = ceil_div(a->num_in, 2), per_panel = PANEL / LANES, row_bytes, n = end - first;
     const char *x = tile_of_x(a, first, end, &row_bytes);
     for (int64_t width; vector < last; vector += width) {
         width = min64(per_panel - vector % per_panel, last - vector);

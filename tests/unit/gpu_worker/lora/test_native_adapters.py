@@ -24,6 +24,13 @@ pytestmark = pytest.mark.skipif(
     reason="needs native code",
 )
 BF16 = torch.bfloat16
+ODD_WIDTHS = {
+    "hidden_size": 65,
+    "intermediate_size": 111,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
 NUMBERS, STARTS = [1, 0, 2, 1], [0, 1, 3, 7]
 
 
@@ -65,6 +72,7 @@ def assert_same_op_by_op(case, monkeypatch, **options):
         ("llama", {}),
         ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
         ("mistral", {"num_key_value_heads": 1, "sliding_window": 9}),
+        ("qwen2", ODD_WIDTHS),
         ("qwen2", {}),
         ("qwen3", {}),
     ],

@@ -18,6 +18,13 @@ pytestmark = pytest.mark.skipif(
     reason="needs native code",
 )
 BF16 = torch.bfloat16
+ODD_WIDTHS = {
+    "hidden_size": 65,
+    "intermediate_size": 111,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
 
 
 def run(model, prompts, num_tokens, **loop_args):
@@ -44,6 +51,7 @@ def assert_same_op_by_op(model, prompts, monkeypatch, num_tokens=24, **loop_args
         ("llama", {}),
         ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
         ("mistral", {"num_key_value_heads": 1, "sliding_window": 9}),
+        ("qwen2", ODD_WIDTHS),
         ("qwen2", {}),
         ("qwen3", {}),
     ],
