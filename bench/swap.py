@@ -32,7 +32,8 @@ from gpu_worker.kv.codecs.names import parse_codec
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.loading.device import pick_device, pick_dtype, set_num_threads
+from gpu_worker.loading.device import pick_device, pick_dtype
+from gpu_worker.loading.threads import set_num_threads
 from gpu_worker.models.registry import open_model
 
 CONTEXT = 1000

@@ -19,8 +19,8 @@ from gpu_worker.loading.device import (
     pick_device,
     pick_dtype,
     set_amx,
-    set_num_threads,
 )
+from gpu_worker.loading.threads import pin_threads, set_num_threads
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.abilities import read_abilities
@@ -93,6 +93,7 @@ def check_model(member: Member, report: Callable[[str, float | None], None]) -> 
     device = pick_device(settings.device, member.number)
     attention = pick_attention(settings.attention_backend, device)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
+    pin_threads(settings.pin_threads, device, num_threads, member.number)
     log_kernels(device)
     amx_uses = set_amx(settings.amx, device)
     quantization = Quantization(settings.quantization) if settings.quantization else None

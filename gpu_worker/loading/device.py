@@ -1,11 +1,8 @@
-"""Picks the device, its number format, and the number of threads."""
+"""Picks the device, its number format, and the code that computes there."""
 
 import importlib
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import structlog
 import torch
@@ -22,8 +19,6 @@ from kernels.ops import AttentionBackend
 _FLASH_ATTENTION = (9, 0)
 _ROUNDING_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
 """CPU features for products of bfloat16, by torch's names, on x86 and Arm."""
-_TOPOLOGY = Path("/sys/devices/system/cpu")
-_CGROUP = Path("/sys/fs/cgroup")
 
 _log = structlog.get_logger()
 
@@ -104,16 +99,6 @@ def pick_attention(name: str, device: torch.device) -> AttentionBackend:
     return FlashAttention(module.flash_attn_with_kvcache)
 
 
-def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
-    """Set torch's number of threads, by default `num_usable_cores`, and return it.
-
-    If `num_sharing` processes share the cores, each gets an equal share.
-    """
-    count = max(1, (num_threads or num_usable_cores()) // num_sharing)
-    torch.set_num_threads(count)
-    return count
-
-
 def log_kernels(device: torch.device) -> None:
     """Log which library of C kernels computes on a CPU; if there is none, a warning said why."""
     library = native() if device.type == "cpu" else None
@@ -133,8 +118,8 @@ def log_kernels(device: torch.device) -> None:
 def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
     """Decide by the setting `amx` what uses Intel's AMX on a CPU, and log why.
 
-    Returns names in `kernels.cpu.amx_choice.USES`. Call this after `set_num_threads`, because it
-    measures times, which depend on the number of threads.
+    Returns names in `kernels.cpu.amx_choice.USES`. Call this after `set_num_threads` and
+    `pin_threads`, because it measures times, which depend on the threads.
     """
     choice = choose_amx(wanted) if device.type == "cpu" else None
     if choice is None:
@@ -172,36 +157,3 @@ def name_arithmetic(device: torch.device, amx_uses: Sequence[str]) -> str:
     kernels = "torch" if library is None else library.digest
     isa = torch.backends.cpu.get_cpu_capability()
     return repr((device.type, isa, *names, kernels, *amx_uses))
-
-
-def num_usable_cores() -> int:
-    """Return how many physical cores this process may use, or logical ones if that is unknown.
-
-    The time that a control group may use counts, too: threads that spin would use it up.
-    """
-    cores, quota = _num_allowed_cores(), _cpu_quota()
-    return cores if quota is None else min(cores, math.ceil(quota))
-
-
-def _num_allowed_cores() -> int:
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    allowed = os.sched_getaffinity(0)
-    siblings = (_TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list" for cpu in allowed)
-    try:
-        return len({path.read_text() for path in siblings})
-    except OSError:
-        return len(allowed)
-
-
-def _cpu_quota() -> float | None:
-    """Return how many CPUs' time the control group, of version 2 or 1, may use; None: any."""
-    try:
-        if (both := _CGROUP / "cpu.max").exists():
-            quota, period = both.read_text().split()
-        else:
-            quota = (_CGROUP / "cpu/cpu.cfs_quota_us").read_text()
-            period = (_CGROUP / "cpu/cpu.cfs_period_us").read_text()
-        return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError):  # there is no such file, or it says "max"
-        return None

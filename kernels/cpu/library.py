@@ -143,6 +143,9 @@ class Library:
             "low_rank_up",
             "*rows map num_out *alone *ranks *out alone_stride ranks_stride out_stride is_gated",
         )
+        self.first_touch = kernel("first_touch", "*memory num_panels panel_bytes")
+        """Clears unused memory for a map's panels, if threads are pinned: each panel on the thread
+        that will read it, so that a page is near that thread."""
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
@@ -152,6 +155,19 @@ class Library:
         run meanwhile."""
         library.quire_use_amx.argtypes = (ctypes.c_int64,)
         library.quire_use_amx.restype = ctypes.c_bool
+        self._pin_threads: Callable[[ctypes.Array[ctypes.c_int64], int], bool] = (
+            library.quire_pin_threads
+        )
+        library.quire_pin_threads.argtypes = (ctypes.POINTER(ctypes.c_int64), ctypes.c_int64)
+        library.quire_pin_threads.restype = ctypes.c_bool
+
+    def pin_threads(self, cpus: Sequence[int]) -> bool:
+        """Run the i-th thread of a kernel on the i-th CPU from now on; no kernel may run meanwhile.
+
+        The calling thread is the first, and is there only while a kernel runs. Kernels of more
+        threads than CPUs are not pinned. Returns whether the system can pin so many.
+        """
+        return self._pin_threads((ctypes.c_int64 * len(cpus))(*cpus), len(cpus))
 
 
 class Call(NamedTuple):

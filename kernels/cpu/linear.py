@@ -122,12 +122,17 @@ def _packed(
     library = native()
     assert library is not None, "can_pack was not asked"
     num_out, num_in = weight.shape
+
+    def touch(unused: torch.Tensor) -> None:
+        num_panels = len(unused)
+        library.first_touch(unused.data_ptr(), num_panels, unused.nbytes // max(1, num_panels))
+
     return PackedLinear(
         _library=library,
         dtype=dtype,
         num_out=num_out,
         num_in=num_in,
-        panels=WEIGHT_MEMORY.hold(panels),
+        panels=WEIGHT_MEMORY.hold(panels, touch),
         _scales=None if scales is None else _by_panel(scales),
         _offsets=None if offsets is None else _by_panel(offsets),
         _bias=None if bias is None else bias.contiguous(),

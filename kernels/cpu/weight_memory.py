@@ -8,6 +8,7 @@ a page. Weights are often smaller than a huge page, so several share a region.
 import contextlib
 import mmap
 import threading
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -46,8 +47,13 @@ class WeightMemory:
         self._lock = threading.Lock()
         self._region: _Region | None = None
 
-    def hold(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of a CPU tensor; its memory is freed with its whole region."""
+    def hold(
+        self, weight: torch.Tensor, touch: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
+        """Return a contiguous copy of a CPU tensor; its memory is freed with its whole region.
+
+        `touch` gets the memory, of the weight's shape, before anything is written to it.
+        """
         num_bytes = weight.numel() * weight.itemsize
         with self._lock:
             taken = None if self._region is None else self._region.take(num_bytes)
@@ -55,7 +61,10 @@ class WeightMemory:
                 self._region = _Region(max(_REGION_BYTES, num_bytes))
                 taken = self._region.take(num_bytes)
         assert taken is not None, "a new region has room for this weight"
-        return taken.view(weight.dtype).view(weight.shape).copy_(weight)
+        held = taken.view(weight.dtype).view(weight.shape)
+        if touch is not None:
+            touch(held)
+        return held.copy_(weight)
 
     def begin_region(self) -> None:
         """Start a new region for later weights, so earlier weights can free theirs."""

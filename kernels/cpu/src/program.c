@@ -20,6 +20,7 @@
 #include <stdbool.h>
 #include <time.h>
 
+#include "pinning.h"
 #include "threads.h"
 
 #ifdef __clang__
@@ -185,5 +186,9 @@ void quire_run(const struct program *program)
     }
     struct run run = {program, num_workers, workers, 0, {0}, {0}};
 #pragma omp parallel num_threads(num_workers)
-    work(&run, omp_get_thread_num());
+    {
+        pin_worker(omp_get_thread_num(), num_workers);
+        work(&run, omp_get_thread_num());
+    }
+    unpin_caller();
 }
