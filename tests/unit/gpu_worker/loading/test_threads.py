@@ -7,6 +7,9 @@ import structlog
 import torch
 
 from gpu_worker.loading import threads
+from gpu_worker.loading.checked_model import check_model
+from gpu_worker.parallel.member import Member
+from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 
 CPU = torch.device("cpu")
@@ -119,6 +122,15 @@ def test_more_threads_than_cores_are_not_pinned(num_threads, number):
     needed = f"{number + 1} processes with {num_threads} threads .* may use 32"
     with pytest.raises(ModelError, match=needed):
         threads.pin_threads("on", CPU, num_threads, number)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_worker_pins_its_threads_before_it_reads_the_model(tmp_path):
+    settings = WorkerSettings(
+        model=str(tmp_path), device="cpu", num_threads=2, local_ranks=1, pin_threads="on"
+    )
+    with pytest.raises(ModelError, match="pin_threads is on: 17 processes"):
+        check_model(Member(settings, number=16), lambda *_: None)
 
 
 @pytest.mark.usefixtures("machine")
