@@ -5,6 +5,8 @@ import torch
 from torch.nn import functional
 
 from gpu_worker.weights.linear import make_linear
+from kernels.cpu.library import native
+from kernels.cpu.linear import PackedLinear
 
 ROW_COUNTS = [1, 2, 3, 8, 17, 64]
 
@@ -31,11 +33,13 @@ def test_it_is_a_matrix_product(dtype, tolerance, has_bias, num_features):
             torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("num_features", [64, 1024, 1536, 4096])
-def test_a_row_has_the_same_bits_in_any_company(num_features):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_features", [64, 1023, 1024, 1536, 4096])
+def test_a_row_has_the_same_bits_in_any_company(num_features, dtype):
     generator = torch.Generator().manual_seed(0)
-    linear = make_linear(torch.randn(256, num_features, generator=generator), None)
-    x = torch.randn(64, num_features, generator=generator)
+    linear = make_linear(torch.randn(256, num_features, generator=generator).to(dtype), None)
+    assert isinstance(linear, PackedLinear) == (native() is not None)
+    x = torch.randn(64, num_features, generator=generator).to(dtype)
     together = linear(x)
     for num_rows in ROW_COUNTS:
         assert torch.equal(linear(x[:num_rows]), together[:num_rows])

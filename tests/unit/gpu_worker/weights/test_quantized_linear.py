@@ -88,9 +88,10 @@ def test_the_map_is_that_of_the_dequantized_weight(num_out, has_bias, dtype, qua
         torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@every_quantization
+@pytest.mark.parametrize(
+    ("quantization", "num_in"), [(INT8, 64), (INT8, 1152), (INT8, 577), (INT4, 64), (INT4, 1152)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_in", [64, 1152])
 def test_a_row_has_the_same_bits_in_any_company(num_in, dtype, quantization):
     weight = quantize(random_weight(160, num_in, dtype), quantization)
     linear = make_quantized_linear(weight, None, dtype)
