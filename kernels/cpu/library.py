@@ -155,10 +155,8 @@ class Library:
         run meanwhile."""
         library.quire_use_amx.argtypes = (ctypes.c_int64,)
         library.quire_use_amx.restype = ctypes.c_bool
-        self._pin_threads: Callable[[ctypes.Array[ctypes.c_int64], int], bool] = (
-            library.quire_pin_threads
-        )
-        library.quire_pin_threads.argtypes = (ctypes.POINTER(ctypes.c_int64), ctypes.c_int64)
+        self._pin_threads: Callable[[bytes, int], bool] = library.quire_pin_threads
+        library.quire_pin_threads.argtypes = (ctypes.c_char_p, ctypes.c_int64)
         library.quire_pin_threads.restype = ctypes.c_bool
 
     def pin_threads(self, cpus: Sequence[int]) -> bool:
@@ -167,7 +165,7 @@ class Library:
         The calling thread is the first, and is there only while a kernel runs. Kernels of more
         threads than CPUs are not pinned. Returns whether the system can pin so many.
         """
-        return self._pin_threads((ctypes.c_int64 * len(cpus))(*cpus), len(cpus))
+        return self._pin_threads(struct.pack(f"@{len(cpus)}q", *cpus), len(cpus))
 
 
 class Call(NamedTuple):

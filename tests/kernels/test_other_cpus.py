@@ -43,7 +43,7 @@ CASES = (
 )
 ARM_CASES = (
     "native_rows and not past_int32",
-    "half_precision or (torch_s and 13- and 64-70)",
+    "half_precision or (torch_s and 13- and 64-70) or (odd_number and 12-)",
     "multiply_as and 256-70 and True",
     "(decode_is or prefill_is) and (6-2 or 3-1)",
     "its_numbers_times and 6-2 and (int8 or float32)",
