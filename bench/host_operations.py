@@ -167,8 +167,8 @@ from gpu_worker.models.llama.config import (  # noqa: E402
 )
 from gpu_worker.models.llama.decoder import build_llama  # noqa: E402
 from gpu_worker.models.rope import RopeConfig  # noqa: E402
-from gpu_worker.parallel.collectives import Ranks  # noqa: E402
-from gpu_worker.parallel.shards import Place  # noqa: E402
+from gpu_worker.ranks.collectives import Ranks  # noqa: E402
+from gpu_worker.ranks.shards import Place  # noqa: E402
 from gpu_worker.speculative.draft_model import ModelDrafter  # noqa: E402
 from gpu_worker.speculative.lengths import DraftLengths  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402

@@ -3,8 +3,8 @@
 import sys
 
 from gpu_worker.app import StepsFailedError, run_worker
-from gpu_worker.parallel.follower import prepare_environment, run_rank
 from gpu_worker.parallel.member import Member
+from gpu_worker.rank_process import prepare_environment, run_rank
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 from rpc.server import observe, run

@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from gpu_worker.loading.model_slot import ModelSlot
-from gpu_worker.operations import AdapterServicer, LoadingServicer
+from gpu_worker.operations import LoadingServicer
 from gpu_worker.parallel.leader import Leader
+from gpu_worker.service.adapters import AdapterServicer
 from gpu_worker.service.api import WorkerService
 from gpu_worker.settings import WorkerSettings
 from rpc.health import Health

@@ -13,7 +13,7 @@ captured in a CUDA graph.
 
 Results do not depend on the batch. Tile sizes and splits do not depend on how many sequences or
 tokens a launch has, but only on a sequence's own length, the dtype, the model's shape and the
-device's configuration (`kernels.tuning.configs`). There are two exceptions, which change the last
+device's configuration (`kernels.triton.configs`). There are two exceptions, which change the last
 bits: prefill attention splits positions if the launch has too few tokens to fill a GPU, and decodes
 may attend together to a shared prefix (`Sequences.shared`). The matrix products of torch on a GPU
 also add in an order that depends on the number of rows.

@@ -24,6 +24,7 @@ from router.http.authentication import key_middleware
 from router.http.batches.batches import Batches
 from router.http.web_pages import PageGuard, is_loopback
 from router.kserve.api import kserve_service
+from router.live.usage import UsageCounts
 from router.operators.adapters_and_models import Operations
 from router.operators.live_requests import LiveRequests
 from router.operators.usage import UsageReports
@@ -32,7 +33,6 @@ from router.request.cells import Cells, join_health
 from router.request.inference import Inference
 from router.request.on_demand import OnDemand
 from router.request.shared_admission import Entry
-from router.request.usage import UsageCounts
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.settings import CellSettings, RouterSettings

@@ -15,7 +15,7 @@ from unittest.mock import patch
 from engines.in_process import Links
 
 from gpu_worker.app import run_worker
-from gpu_worker.parallel.follower import prepare_environment
+from gpu_worker.rank_process import prepare_environment
 from gpu_worker.settings import WorkerSettings
 from router.app import run_router
 from router.settings import RouterSettings

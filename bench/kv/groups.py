@@ -15,7 +15,7 @@ import torch
 
 from contract.worker_limits import Chunk, KvWindow, window_length
 from gpu_worker.kv.layout import block_bytes, group_attention, place_states
-from gpu_worker.models.config import ModelConfig
+from gpu_worker.weights.model_config import ModelConfig
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.space.kv_groups import KvGroups
 

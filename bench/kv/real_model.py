@@ -15,9 +15,9 @@ from contract.step import NewSequence, Plan
 from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, Decoder
-from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.step.executor import Executor
+from gpu_worker.weights.model_config import ModelConfig
 
 BLOCK_SIZE = 16
 

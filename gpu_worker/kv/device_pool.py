@@ -11,7 +11,7 @@ import torch
 from gpu_worker.kv.layer_groups import LayerGroups, one_group
 from gpu_worker.kv.layout import KvDtypes, Side, block_layout
 from gpu_worker.memory.elastic import ElasticMemory
-from gpu_worker.models.config import ModelConfig
+from gpu_worker.weights.model_config import ModelConfig
 from kernels import ops
 from kernels.kv_formats import SCALE_DTYPE
 from kernels.ops import AttentionBackend

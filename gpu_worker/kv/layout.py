@@ -25,8 +25,8 @@ from gpu_worker.kv.layer_groups import (
     group_layers,
     one_group,
 )
-from gpu_worker.models.config import ModelConfig
 from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.model_config import ModelConfig
 from kernels.kv_formats import LARGEST, SCALE_DTYPE
 
 KvDtypes: TypeAlias = torch.dtype | tuple[torch.dtype, ...]

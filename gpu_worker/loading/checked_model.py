@@ -24,14 +24,14 @@ from gpu_worker.loading.threads import pin_threads, set_num_threads
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.abilities import read_abilities
-from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.models.neox.config import NeoxConfig
 from gpu_worker.models.registry import ModelSource, open_model
 from gpu_worker.parallel.member import Member
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.shards import Place
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.model_config import ModelConfig
 from gpu_worker.weights.quantized_linear import Quantization
 from kernels.batch_invariant import BatchInvariantAttention
 from kernels.ops import AttentionBackend

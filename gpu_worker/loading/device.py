@@ -7,9 +7,9 @@ from dataclasses import asdict
 import structlog
 import torch
 
-from gpu_worker.models.config import ModelConfig, resolve_dtype
 from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.model_config import ModelConfig, resolve_dtype
 from kernels import ops
 from kernels.cpu.amx_choice import choose_amx
 from kernels.cpu.library import native

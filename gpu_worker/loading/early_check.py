@@ -3,7 +3,6 @@
 from typing import Final
 
 from gpu_worker.models.bert.config import BERT_ARCHITECTURES, read_bert_config
-from gpu_worker.models.config import read_architecture
 from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
 from gpu_worker.models.llama.config import LLAMA_ARCHITECTURES, read_llama_config
 from gpu_worker.models.neox.config import read_neox_config
@@ -11,6 +10,7 @@ from gpu_worker.models.rope import with_long_factors
 from gpu_worker.models.text_part import text_part
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError, UnsupportedError, read_json
+from gpu_worker.weights.model_config import read_architecture
 from gpu_worker.weights.stored_format import check_dequantized, read_stored_format
 from model_files.locate import Report, find_model
 

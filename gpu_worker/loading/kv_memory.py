@@ -25,8 +25,7 @@ from gpu_worker.memory.elastic import (
     load_driver,
 )
 from gpu_worker.models.attention import Decoder
-from gpu_worker.models.config import ModelConfig
-from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.graphs.cuda_graphs import (
@@ -39,6 +38,7 @@ from gpu_worker.step.graphs.cuda_graphs import (
 from gpu_worker.step.graphs.decode_graphs import DecodeGraphs
 from gpu_worker.step.graphs.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.model_config import ModelConfig
 
 _GIB = 1024**3
 _DEFAULT_CPU_BYTES = _GIB

@@ -21,9 +21,9 @@ from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.kv.kept_file import unlocked_bytes
 from gpu_worker.kv.layer_groups import LayerGroups
 from gpu_worker.loading.kv_memory import free_host_kv_bytes
-from gpu_worker.models.config import ModelConfig
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.model_config import ModelConfig
 
 _GIB = 1024**3
 _PIECE_BYTES: Final = 1024**2

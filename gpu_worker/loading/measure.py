@@ -18,7 +18,7 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.loading.kv_tiers import LowerTiers
-from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
 from gpu_worker.weights.json_fields import ModelError

@@ -26,7 +26,7 @@ from rpc.tasks import retrieve
 
 if TYPE_CHECKING:
     from gpu_worker.loading.worker_model import LoadedModel
-    from gpu_worker.operations import AdapterServicer
+    from gpu_worker.service.adapters import AdapterServicer
 
 _NO_MEMORY: Final = ("out of memory", "can't allocate memory", "Cannot allocate memory")
 """Messages of out-of-memory errors of torch and the system that have no specific type."""

@@ -23,11 +23,10 @@ from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.models.attention import Decoder
-from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.llama.config import LlamaConfig
-from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.member import Member
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.collectives import Ranks
+from gpu_worker.ranks.shards import Place
 from gpu_worker.sampling.grammar_masks import StructuredOutput
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.speculative.draft_model import DraftModel, ModelDrafter, load_draft_model
@@ -36,6 +35,7 @@ from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.graphs.cuda_graphs import CudaGraphs, GraphBackend, GraphsOfAll, LostRankError
 from gpu_worker.step.warm_up import warm_up
+from gpu_worker.weights.model_config import ModelConfig
 from model_files.locate import find_model
 
 _GIB = 1024**3

@@ -22,12 +22,12 @@ from gpu_worker.loop import StepLoop
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.memory.available import device_available_bytes
 from gpu_worker.memory.watch import MemoryMonitor, watch_device
-from gpu_worker.operations import AdapterLoader
-from gpu_worker.parallel.collectives import Ranks, find_store, open_store
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.leading_executor import LeadingExecutor
 from gpu_worker.parallel.member import Member
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.collectives import Ranks, find_store, open_store
+from gpu_worker.ranks.shards import Place
+from gpu_worker.service.adapters import AdapterLoader
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
 from gpu_worker.weights.json_fields import ModelError

@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 from contract.lora import LoraAdapter
 from gpu_worker.lora.adapter import AdaptedMap, Adapter, LowRankMap, adapted_maps, native_adapter
-from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.llama.config import LLAMA_ARCHITECTURES, LlamaConfig
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 from gpu_worker.weights.linear import make_linear
+from gpu_worker.weights.model_config import ModelConfig
 
 CONFIG_FILE: Final = "adapter_config.json"
 

@@ -14,9 +14,9 @@ import torch
 
 from contract.arrays import Int64Array
 from gpu_worker.lora.adapter import Adapter, LowRankMap, MapName, with_maps
-from gpu_worker.lora.slots import AdapterSlots, SlottedAdapters
+from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.memory.transfer import upload
-from gpu_worker.models.decoder_layer import DecoderLayer
+from gpu_worker.models.decoder_layer import DecoderLayer, LayerAdapters
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.program.low_rank import RowAdapters
 
@@ -127,7 +127,7 @@ def step_adapters(
     adapters: Mapping[int, Adapter],
     device: torch.device,
     slots: AdapterSlots | None = None,
-) -> StepAdapters | SlottedAdapters | None:
+) -> LayerAdapters | None:
     """Group a step's tokens by adapter, without waiting for the device.
 
     Args:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Final
 
 from contract.pooling import Abilities, Pooling, PoolingKind, Task
-from gpu_worker.models.config import ModelConfig
 from gpu_worker.weights.json_fields import JsonFields, read_json
+from gpu_worker.weights.model_config import ModelConfig
 
 _SIZE_FIELDS: Final = ("hidden_size", "n_embd", "d_model")
 _MODES: Final = {

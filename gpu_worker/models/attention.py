@@ -12,8 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.lora.slots import SlottedAdapters
-from gpu_worker.lora.step_adapters import StepAdapters
+from gpu_worker.models.decoder_layer import LayerAdapters
 from kernels import ops
 from kernels.sequences import Sequences, SharedPrefixes
 
@@ -48,7 +47,7 @@ class AttentionMetadata:
     """Number of sequences with one token; these come first."""
     wanted: "WantedTokens | None" = None
     """Tokens whose final hidden states are wanted; None: all."""
-    adapters: StepAdapters | SlottedAdapters | None = None
+    adapters: LayerAdapters | None = None
     """LoRA adapters of the tokens; None if no token has one."""
     token_types: torch.Tensor | None = None
     """int64[T]: 1 for tokens of the second text of a pair; None: there are none."""

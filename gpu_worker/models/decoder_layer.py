@@ -6,13 +6,14 @@ intermediate size, `X` experts, `N` experts per token.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeGuard
+from typing import Protocol, TypeAlias, TypeGuard
 
 import torch
 
 from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.linear import Linear, PlainLinear
 from kernels import ops
+from kernels.cpu.program.low_rank import RowAdapters
 from kernels.grouped_maps import GroupedMaps
 
 FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -62,6 +63,17 @@ class DecoderLayer:
     mlp_norm: torch.Tensor
     """`[E]`, before the feed-forward part."""
     feed_forward: FeedForward
+
+
+class LayerAdapters(Protocol):
+    """The LoRA adapters of a step's tokens."""
+
+    @property
+    def native(self) -> RowAdapters | None:
+        """The same for the native decoder; None if it has no code for them."""
+
+    def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
+        """Return the layer at this index, with the adapters' additions to its maps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

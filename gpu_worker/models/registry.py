@@ -12,7 +12,6 @@ import torch
 from gpu_worker.models.attention import Decoder
 from gpu_worker.models.bert.config import BERT_ARCHITECTURES, read_bert_config
 from gpu_worker.models.bert.encoder import build_bert
-from gpu_worker.models.config import ModelConfig, read_architecture
 from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
 from gpu_worker.models.deepseek.decoder import build_deepseek
 from gpu_worker.models.llama.config import (
@@ -25,9 +24,10 @@ from gpu_worker.models.neox.config import read_neox_config, split_neox_config
 from gpu_worker.models.neox.decoder import build_neox
 from gpu_worker.models.rope import with_long_factors
 from gpu_worker.models.text_part import has_text_part, name_alone, text_part
-from gpu_worker.parallel.collectives import Ranks
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.collectives import Ranks
+from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import JsonFields, ModelError, UnsupportedError, read_json
+from gpu_worker.weights.model_config import ModelConfig, read_architecture
 from gpu_worker.weights.quantized_linear import Quantization
 from gpu_worker.weights.reader import Weights, draw_weights, load_weights
 from gpu_worker.weights.stored_format import check_dequantized, read_stored_format

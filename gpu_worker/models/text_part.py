@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpu_worker.models.config import read_architecture
 from gpu_worker.weights.json_fields import JsonFields
+from gpu_worker.weights.model_config import read_architecture
 
 
 @dataclass(frozen=True, slots=True)

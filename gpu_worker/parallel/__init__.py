@@ -1,1 +1,1 @@
-"""Runs one model on several devices, in one process per device; all execute the same steps."""
+"""The processes of a model on several devices: one per device, and all execute the same steps."""

@@ -19,7 +19,7 @@ import structlog
 from gpu_worker.parallel.link import Frame, Kind, Link
 from gpu_worker.parallel.member import LocalRanks, Member
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.weights.json_fields import ModelError
+from model_files.errors import ModelError
 
 _HELLO_S = 5.0
 """A connection that sends no hello within this time is not a rank."""

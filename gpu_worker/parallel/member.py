@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.shards import Place
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.weights.json_fields import ModelError
+from model_files.errors import ModelError
 
 _ALIKE: Final = (
     "tensor_parallel_size",
@@ -94,7 +94,7 @@ def command() -> list[str]:
 
     The process ends when its standard input ends.
     """
-    return [sys.executable, "-P", "-m", "gpu_worker.parallel"]
+    return [sys.executable, "-P", "-m", "gpu_worker.rank_process"]
 
 
 _END_S = 5.0

@@ -29,7 +29,6 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.memory.transfer import upload
 from gpu_worker.models.attention import Decoder
-from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Guesses
@@ -41,6 +40,7 @@ from gpu_worker.step.input_batch import build_input_batch
 from gpu_worker.step.model_runner import forward
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.model_config import ModelConfig
 
 
 class ModelDrafter:

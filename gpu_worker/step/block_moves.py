@@ -14,7 +14,7 @@ from contract.step import Plan
 from gpu_worker.kv.disk_pool import NO_ENDED_MOVES, DiskPool, EndedMoves
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.memory.transfer import upload
-from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.step.block_labels import BlockLabels
 
 

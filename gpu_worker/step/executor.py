@@ -27,11 +27,11 @@ from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.lora.step_adapters import NO_ADAPTERS, AdapterTable
 from gpu_worker.memory.elastic import OutOfMemoryError, VirtualMemoryError
 from gpu_worker.models.attention import Decoder
-from gpu_worker.parallel.collectives import Ranks
-from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
+from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.sampling.grammar_masks import StructuredOutput
 from gpu_worker.sampling.sampled_tokens import NOTHING_SAMPLED, Readback, merged
 from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.sampling.shared_sampling import Sampling, share_sampling
 from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.verify import Speculation
 from gpu_worker.step.block_labels import BlockLabels

@@ -14,10 +14,11 @@ import torch
 from contract.arrays import Int32Array, Int64Array
 from contract.worker_limits import Chunk
 from gpu_worker.lora.adapter import Adapter
-from gpu_worker.lora.slots import AdapterSlots, SlottedAdapters
-from gpu_worker.lora.step_adapters import NO_ADAPTERS, StepAdapters, step_adapters
+from gpu_worker.lora.slots import AdapterSlots
+from gpu_worker.lora.step_adapters import NO_ADAPTERS, step_adapters
 from gpu_worker.memory.transfer import upload
 from gpu_worker.models.attention import AttentionMetadata, WantedTokens
+from gpu_worker.models.decoder_layer import LayerAdapters
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _NONE: Final = np.empty(0, np.int64)
@@ -184,7 +185,7 @@ def build_input_batch(
         arrays += [each.seq_lens, each.starts]
     numbers = rows.adapter[host.row_of_token] if adapters else _NONE  # [T]
     of_all = step_adapters(numbers, adapters, last_token_ids.device, slots)
-    of_wanted_ones: StepAdapters | SlottedAdapters | None = None
+    of_wanted_ones: LayerAdapters | None = None
     wanted_starts: Int32Array | None = None
     of_pieces: list[Int64Array] = []
     if len(scheduled.sampling) < len(positions):
@@ -289,7 +290,7 @@ def known_token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array)
 def _wanted(
     metadata: AttentionMetadata,
     starts: Int32Array,  # [S + 1]: where each sequence's wanted tokens start among them
-    adapters: StepAdapters | SlottedAdapters | None,
+    adapters: LayerAdapters | None,
     places: torch.Tensor,
     query_start_loc: torch.Tensor,
     *slots: torch.Tensor,  # by KV group

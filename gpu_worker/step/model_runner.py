@@ -14,9 +14,9 @@ from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.lora.step_adapters import NO_ADAPTERS
 from gpu_worker.models.attention import AttentionMetadata, Decoder
-from gpu_worker.parallel.shared_sampling import Sampling
 from gpu_worker.sampling.sampled_tokens import Sampled
 from gpu_worker.sampling.sampler import sample_others
+from gpu_worker.sampling.shared_sampling import Sampling
 from gpu_worker.step.graphs.cuda_graphs import GraphBackend, do_nothing
 from gpu_worker.step.graphs.decode_graphs import Decoded, DecodeGraphs
 from gpu_worker.step.graphs.piecewise_graphs import PiecewiseGraphs

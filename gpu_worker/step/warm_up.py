@@ -15,7 +15,7 @@ from contract.arrays import ints
 from contract.sampling import SamplingParams, StructuredOutput
 from contract.step import NewSequence, Plan, StepId
 from contract.worker_limits import Limits
-from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.step.executor import Executor
 
 # One kind of sampling for each set of kernels.

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from gpu_worker.parallel.collectives import Ranks
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.collectives import Ranks
+from gpu_worker.ranks.shards import Place
 from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.checkpoint import Checkpoint
 from gpu_worker.weights.json_fields import ModelError

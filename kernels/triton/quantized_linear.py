@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_float, check_tensor
+from kernels.triton.configs import num_processors
 from kernels.triton.quantized_kv import as_bits, plain_numbers
-from kernels.tuning.configs import num_processors
 
 _RUN: Final = 32
 

@@ -4,7 +4,7 @@
 
 For a model's shape and cache format it times decode and prefill attention with each candidate, over
 several workloads. The fastest candidate, by the sum of relative times, becomes the first rule in
-the device's file. The file is in `kernels/tuning/configs` and is named after the device; commit it.
+the device's file. The file is in `kernels/triton/configs` and is named after the device; commit it.
 With --out it is written elsewhere. It is written after each of the two kernels.
 
 --processes compiles the candidates beforehand, in so many processes. --quick tries a few candidates
@@ -24,8 +24,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from kernels.tuning.ahead import compile_ahead
-from kernels.tuning.configs import (
+from kernels.triton.configs import (
     CONFIG_DIR,
     NAMES,
     Config,
@@ -37,6 +36,7 @@ from kernels.tuning.configs import (
     file_stem,
     shape_of,
 )
+from kernels.tuning.ahead import compile_ahead
 from kernels.tuning.workload import Model
 
 Workload = TypeVar("Workload")

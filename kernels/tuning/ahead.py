@@ -11,7 +11,7 @@ from multiprocessing import get_context
 
 import torch
 
-from kernels.tuning.configs import DecodeConfig, PrefillConfig, forced
+from kernels.triton.configs import DecodeConfig, PrefillConfig, forced
 from kernels.tuning.workload import Model
 
 _DECODE_SEQ_LENS = ((4096, 512), (16,) * 256)

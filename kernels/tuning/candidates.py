@@ -6,7 +6,7 @@ import torch
 
 from kernels.triton.attention.decode import paged_attention_decode
 from kernels.triton.attention.prefill import paged_attention_prefill
-from kernels.tuning.configs import DecodeConfig, PrefillConfig, forced
+from kernels.triton.configs import DecodeConfig, PrefillConfig, forced
 from kernels.tuning.timing import seconds_of
 from kernels.tuning.workload import Model, paged_inputs, queries
 

@@ -27,8 +27,8 @@ from router.grpc.bounds import RefusedRequest
 from router.grpc.call import CallContext, deadline_of, metadata_of
 from router.grpc.events import write_events
 from router.grpc.many import ManyCall
+from router.live.live_request import LiveRequest
 from router.request.cells import Cells
-from router.request.live_request import LiveRequest
 from router.request.vectors import check_inputs, make_vectors, pooling_of
 from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of

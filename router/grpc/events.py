@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 
 from contract.outputs import Event
 from router.grpc.call import CallContext
-from router.request.live_request import LiveRequest
+from router.live.live_request import LiveRequest
 from rpc.http2.call import Call
 
 

@@ -21,8 +21,8 @@ from contract.value_checks import check_range
 from quire.v1 import inference_pb2
 from router.grpc.bounds import RefusedRequest
 from router.grpc.call import CallContext, deadline_of
+from router.live.live_request import LiveRequest
 from router.request.cells import Cells
-from router.request.live_request import LiveRequest
 from rpc.observe import telemetry
 from rpc.status import error_to_status
 

@@ -23,8 +23,8 @@ from router.kserve.wire import (
     infer_call_from_proto,
     model_to_proto,
 )
+from router.live.live_request import LiveRequest
 from router.request.cells import Cells
-from router.request.live_request import LiveRequest
 from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of
 

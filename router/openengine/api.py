@@ -18,6 +18,7 @@ from quire.openengine import openengine_pb2_grpc
 from router.access.tenancy import TENANT_KEY, with_precedence
 from router.grpc.call import CallContext, deadline_of, metadata_of
 from router.grpc.events import write_events
+from router.live.live_request import LiveRequest
 from router.openengine.wire import (
     error_to_proto,
     finished_to_proto,
@@ -29,7 +30,6 @@ from router.openengine.wire import (
     usage_to_proto,
 )
 from router.request.cells import Cells
-from router.request.live_request import LiveRequest
 from router.schedulers.wire import failure_of
 from router.vllm_engine.api import FindDirectory
 from router.vllm_engine.kv_events import batches

@@ -1,1 +1,1 @@
-"""Requests, from admission to the last event."""
+"""Requests, from validation to their submission."""

@@ -18,9 +18,9 @@ from contract.errors import (
     TooBusyError,
     UnavailableError,
 )
+from router.live.live_request import LiveRequest
 from router.metrics import of_model
 from router.request import span as request_span
-from router.request.live_request import LiveRequest
 from rpc.observe import telemetry
 
 log = structlog.get_logger()

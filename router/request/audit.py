@@ -17,7 +17,7 @@ from typing import IO, Any, Final
 import structlog
 
 from router import metrics
-from router.request.live_request import LiveRequest
+from router.live.live_request import LiveRequest
 
 log = structlog.get_logger()
 

@@ -19,9 +19,9 @@ from contract.errors import (
 from contract.request import GenerateRequest, Model, ResumeRequest
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
+from router.live.live_request import LiveRequest
 from router.request.admission import Admitted
 from router.request.inference import Inference, refusals_counted
-from router.request.live_request import LiveRequest
 from router.request.on_demand import OnDemand, is_patient
 from router.request.shared_admission import Entry
 from router.schedulers.calls import sum_loads

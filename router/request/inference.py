@@ -27,19 +27,19 @@ from router import metrics
 from router.access.api_keys import key_of_call
 from router.access.quotas import Lease
 from router.access.tenancy import claim
+from router.live.live_request import LiveRequest, ReplayRecord
+from router.live.output import LiveOutput
+from router.live.stop_strings import StopMatcher
+from router.live.usage import UsageKey
 from router.request import span as request_span
 from router.request.admission import Admitted
-from router.request.live_request import LiveRequest, ReplayRecord
-from router.request.output import LiveOutput
+from router.request.model_text import ModelText
 from router.request.shared_admission import Entry
-from router.request.stop_strings import StopMatcher
-from router.request.usage import UsageKey
 from router.request.validation import check_request, complete_sampling
 from router.schedulers.messages import Resumption
 from router.schedulers.pool import Schedulers
 from router.schedulers.served_model import ServedModel
 from router.text.chat_settings import ChatSettings
-from router.text.model_text import ModelText
 from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 

@@ -5,9 +5,9 @@ import asyncio
 from router.access.api_keys import ApiKeys, current_caller, enter_as
 from router.access.quotas import Quotas
 from router.access.tenancy import check_operator, check_tenant, tenant_of_caller
+from router.live.usage import UsageCounts
 from router.request.admission import Admission
 from router.request.audit import AuditLog
-from router.request.usage import UsageCounts
 
 _MAX_ESCAPE_BYTES = 6
 """JSON writes one byte of text in at most this many bytes, as in \\u0041."""

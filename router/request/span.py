@@ -5,7 +5,7 @@ Their names follow OpenTelemetry's conventions; those of latencies are vLLM's.
 
 from opentelemetry.util.types import AttributeValue
 
-from router.request.live_request import LiveRequest
+from router.live.live_request import LiveRequest
 
 
 def submitted(live: LiveRequest) -> dict[str, AttributeValue]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from router.request.live_request import LiveRequest
+from router.live.live_request import LiveRequest
 
 _MOST_BUSY: Final = 0.7
 """Share of a processor that the event loop's thread may take before tokens are merged."""

@@ -18,8 +18,8 @@ from contract.errors import InvalidArgumentError, QuireError, TooBusyError, Unav
 from contract.info import ModelInfo
 from contract.liveness.heartbeat import BEAT_S, TICK_S, Heartbeat
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+from router.live.live_request import LiveRequest
 from router.metrics import of_model
-from router.request.live_request import LiveRequest
 from router.schedulers.calls import SchedulerCalls
 from router.schedulers.live_table import LiveTable
 from router.schedulers.messages import Refusal, Resumption, SchedulerMessage, StepEvents, Welcome

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 
+from router.live.live_request import LiveRequest
 from router.metrics import ModelMetrics
-from router.request.live_request import LiveRequest
 from router.schedulers.delivery import Delivery
 from router.schedulers.messages import StepEvents
 

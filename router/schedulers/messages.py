@@ -9,7 +9,7 @@ from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from contract.outputs import FinishReason, OutputError, TokenLogprob
 from contract.request import StopOptions
-from router.request.live_request import ReplayRecord
+from router.live.live_request import ReplayRecord
 
 
 @dataclass(frozen=True, slots=True)

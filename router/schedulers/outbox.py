@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from quire.v1 import scheduler_pb2
-from router.request.live_request import LiveRequest
+from router.live.live_request import LiveRequest
 from router.schedulers.wire import submit_to_proto
 
 _HEARTBEAT: Final = scheduler_pb2.ConnectRequest(heartbeat=scheduler_pb2.RouterHeartbeat())

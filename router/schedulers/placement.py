@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from contract.errors import QuireError
-from router.request.live_request import LiveRequest
+from router.live.live_request import LiveRequest
 from router.schedulers.link import SchedulerLink
 
 PREFIX_TOKENS: Final = 64

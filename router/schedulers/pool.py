@@ -24,8 +24,8 @@ from contract.outputs import FinishReason, OutputError
 from contract.request import MAX_N
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
+from router.live.live_request import LiveRequest
 from router.metrics import of_model
-from router.request.live_request import LiveRequest
 from router.schedulers.calls import SchedulerCalls, sum_loads
 from router.schedulers.link import LinkConfig, MisfitError, SchedulerLink
 from router.schedulers.placement import SchedulerPlacement, has_room

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from contract.errors import QuireError
-from router.request.live_request import LiveRequest
+from router.live.live_request import LiveRequest
 from router.schedulers.messages import Resumption
 
 StartResumed: TypeAlias = Callable[[Resumption], LiveRequest]

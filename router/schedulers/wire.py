@@ -36,7 +36,7 @@ from contract.errors import (
 from contract.outputs import FinishReason, OutputError, OutputFinished
 from contract.request import MAX_N, GenerateRequest
 from quire.v1 import scheduler_pb2
-from router.request.live_request import LiveRequest, ReplayRecord
+from router.live.live_request import LiveRequest, ReplayRecord
 from router.schedulers.messages import (
     Admitted,
     Ending,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, fields
 from typing import Final
 
-from router.request.usage import Used
+from router.live.usage import Used
 from router.turns.database import Cursor
 from router.turns.turn import TurnEnd, TurnStatus
 

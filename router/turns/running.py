@@ -17,8 +17,8 @@ from contract.outputs import (
     TokenLogprob,
     Usage,
 )
-from router.request.live_request import LiveRequest
-from router.request.usage import Used, used_of
+from router.live.live_request import LiveRequest
+from router.live.usage import Used, used_of
 from router.schedulers.wire import record_from_bytes
 from router.turns.store import Progress
 from router.turns.turn import Answer, Turn, TurnEnd, TurnStatus

@@ -10,7 +10,7 @@ from contract.codec.outputs import event_from_proto, event_to_proto
 from contract.errors import InvalidArgumentError
 from contract.outputs import Event
 from quire.v1 import inference_pb2
-from router.request.usage import UsageRows
+from router.live.usage import UsageRows
 from router.turns.claims import ALL_MODELS, Models, Shares, find_grouped, find_single
 from router.turns.database import Connection, Cursor, Database
 from router.turns.groups import GroupCounts, add_counts, counts_of, read_counts

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from contract.errors import UnavailableError
-from router.request.usage import UsageRows, Used
+from router.live.usage import UsageRows, Used
 
 
 class StoreError(UnavailableError):

@@ -27,11 +27,11 @@ from contract.outputs import (
 )
 from contract.request import GenerateRequest
 from router.access.api_keys import key_of_call
+from router.live.live_request import LiveRequest
+from router.live.usage import UsageCounts, UsageKey, UsageRows, Used, hour_of
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.request.live_request import LiveRequest
 from router.request.on_demand import is_patient
-from router.request.usage import UsageCounts, UsageKey, UsageRows, Used, hour_of
 from router.schedulers.wire import record_from_bytes, record_to_bytes
 from router.turns.claims import Models
 from router.turns.running import MovedError, RunningTurn, Seen

@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import Final
 
 from contract.errors import InvalidArgumentError
-from router.request.usage import HOUR_S, UsageRows, Used, hour_of
+from router.live.usage import HOUR_S, UsageRows, Used, hour_of
 from router.turns.database import Connection, Cursor, Database
 
 _DAY_S: Final = 24 * HOUR_S

@@ -18,8 +18,8 @@ from quire.vllm_engine import vllm_engine_pb2 as pb
 from router.access.tenancy import with_precedence
 from router.grpc.call import CallContext, deadline_of, metadata_of
 from router.grpc.events import write_events
+from router.live.live_request import LiveRequest
 from router.request.cells import Cells
-from router.request.live_request import LiveRequest
 from router.request.vectors import make_vectors, pooling_of
 from router.schedulers.wire import failure_of
 from router.vllm_engine.kv_events import batches

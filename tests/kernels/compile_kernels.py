@@ -29,10 +29,10 @@ from triton.runtime.jit import JITFunction, mangle_type
 from kernels import ops, reference
 from kernels.grouped_maps import GroupedMaps
 from kernels.sequences import MAX_SHARED, Sequences, SharedPrefixes
+from kernels.triton import configs as tuned
 from kernels.triton.attention import decode, prefill
 from kernels.triton.grouped_linear import tiles_of
 from kernels.triton.quantized_linear import FEWEST_ROWS
-from kernels.tuning import configs as tuned
 from tests.kernels.tensors import make_paged, make_quantized
 
 launchers = SimpleNamespace(

@@ -114,7 +114,7 @@ from gpu_worker.loading import rank_model  # noqa: E402
 from gpu_worker.lora.adapter_files import load_adapter  # noqa: E402
 from gpu_worker.lora.slots import AdapterSlots  # noqa: E402
 from gpu_worker.models.registry import open_model  # noqa: E402
-from gpu_worker.parallel.shards import Place  # noqa: E402
+from gpu_worker.ranks.shards import Place  # noqa: E402
 from gpu_worker.sampling.grammar_masks import StructuredOutput as Grammars  # noqa: E402
 from gpu_worker.sampling.sampler import Sampler  # noqa: E402
 from gpu_worker.speculative.draft_model import load_draft_model  # noqa: E402
@@ -126,8 +126,8 @@ from gpu_worker.step.graphs import piecewise_graphs  # noqa: E402
 from gpu_worker.step.warm_up import warm_up  # noqa: E402
 from gpu_worker.weights import gpu_linear  # noqa: E402
 from gpu_worker.weights.quantized_linear import Quantization  # noqa: E402
+from kernels.triton import configs as tuned  # noqa: E402
 from kernels.triton.attention import decode, prefill  # noqa: E402
-from kernels.tuning import configs as tuned  # noqa: E402
 from rpc.observe import logs  # noqa: E402
 from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig  # noqa: E402
 from scheduler_svc.core.interface.request import Request, SeqKey, SourceId  # noqa: E402

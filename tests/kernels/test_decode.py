@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.triton import configs as tuned
 from kernels.triton.attention import decode
 from kernels.triton.attention.decode import paged_attention_decode
-from kernels.tuning import configs as tuned
 from tests.kernels.tensors import (
     dense_attention,
     far_apart,

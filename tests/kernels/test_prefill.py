@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kernels import ops, reference
+from kernels.triton import configs as tuned
 from kernels.triton.attention import prefill
 from kernels.triton.attention.decode import paged_attention_decode
 from kernels.triton.attention.prefill import paged_attention_prefill
-from kernels.tuning import configs as tuned
 from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
 

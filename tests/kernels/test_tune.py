@@ -4,10 +4,8 @@ import sys
 import pytest
 import torch
 
-from kernels.tuning import __main__ as tune
-from kernels.tuning import configs as tuned
-from kernels.tuning.candidates import decode_seconds, prefill_seconds
-from kernels.tuning.configs import (
+from kernels.triton import configs as tuned
+from kernels.triton.configs import (
     CONFIG_DIR,
     DecodeConfig,
     PrefillConfig,
@@ -15,6 +13,8 @@ from kernels.tuning.configs import (
     first_match,
     read_rules,
 )
+from kernels.tuning import __main__ as tune
+from kernels.tuning.candidates import decode_seconds, prefill_seconds
 from kernels.tuning.workload import Model
 
 SHAPE = Shape("bfloat16", "int8", 128, 4)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from gpu_worker.models.config import ModelConfig, read_architecture, read_dtype
 from gpu_worker.weights.json_fields import JsonFields
+from gpu_worker.weights.model_config import ModelConfig, read_architecture, read_dtype
 
 _SCORES: Final = "ForSequenceClassification"
 _ROBERTAS: Final = ("Roberta", "XLMRoberta", "Camembert")

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
-from gpu_worker.models.config import ModelConfig, read_architecture, read_model_config
 from gpu_worker.models.rope import RopeConfig, YarnScaling, rope_from_fields
 from gpu_worker.weights.json_fields import JsonFields
+from gpu_worker.weights.model_config import ModelConfig, read_architecture, read_model_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

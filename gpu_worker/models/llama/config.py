@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from gpu_worker.models.config import ModelConfig, read_architecture, read_model_config
 from gpu_worker.models.rope import RopeConfig, rope_from_fields
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import JsonFields
+from gpu_worker.weights.model_config import ModelConfig, read_architecture, read_model_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from gpu_worker.models.decoder_layer import (
 from gpu_worker.models.llama.config import ExpertsConfig, LlamaConfig, split_llama_config
 from gpu_worker.models.llama.native_layers import NativeLayers
 from gpu_worker.models.rope_table import rotary_table
-from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.weights.linear import Linear, make_linear
 from gpu_worker.weights.reader import Weights
 from kernels import ops

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpu_worker.models.config import ModelConfig, read_model_config
 from gpu_worker.models.rope import RopeConfig, rope_from_fields
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import JsonFields
+from gpu_worker.weights.model_config import ModelConfig, read_model_config
 
 _ACTIVATIONS: Final = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
 

@@ -15,7 +15,7 @@ from gpu_worker.models.activations import ACTIVATIONS, Activation
 from gpu_worker.models.attention import AttentionMetadata, attend, store_kv
 from gpu_worker.models.neox.config import NeoxConfig, split_neox_config
 from gpu_worker.models.rope_table import rotary_table
-from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.weights.linear import Linear
 from gpu_worker.weights.reader import Weights
 from kernels import ops

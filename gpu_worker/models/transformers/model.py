@@ -23,7 +23,6 @@ from transformers.utils import logging
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, attend, store_kv
-from gpu_worker.models.config import ModelConfig, read_architecture, read_dtype, read_eos_token_ids
 from gpu_worker.models.text_part import PREFIXES, has_text_part, name_alone, plain_rope
 from gpu_worker.models.transformers.attention import (
     CHUNKED,
@@ -42,10 +41,16 @@ from gpu_worker.models.transformers.own_attention import (
     with_alibi,
 )
 from gpu_worker.models.transformers.recurrent import RecurrentStates
-from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.weights.checkpoint import Checkpoint, has_nan
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 from gpu_worker.weights.linear import Linear, make_linear
+from gpu_worker.weights.model_config import (
+    ModelConfig,
+    read_architecture,
+    read_dtype,
+    read_eos_token_ids,
+)
 
 
 class TransformersModel:

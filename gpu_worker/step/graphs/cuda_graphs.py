@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from gpu_worker.models.attention import AttentionMetadata
-from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.ranks.collectives import Ranks
 from kernels.graph_capture import abandon_capture, begin_capture
 
 Between: TypeAlias = Callable[[Callable[[], object]], object]

@@ -24,8 +24,8 @@ from kernels.triton.attention.tile import (
     group_heads,
     merge_parts,
 )
+from kernels.triton.configs import DecodeConfig, config_of, num_processors, shape_of
 from kernels.triton.launch import Launch
-from kernels.tuning.configs import DecodeConfig, config_of, num_processors, shape_of
 
 _MIN_SEQS: Final = 256
 """S is rounded up to a power of two of at least this, so that few variants are compiled."""

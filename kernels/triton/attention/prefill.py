@@ -23,8 +23,8 @@ from kernels.triton.attention.tile import (
     group_heads,
     merge_parts,
 )
+from kernels.triton.configs import PrefillConfig, config_of, num_processors, shape_of
 from kernels.triton.launch import Launch
-from kernels.tuning.configs import PrefillConfig, config_of, num_processors, shape_of
 
 MAX_SPLITS: Final = 32
 _LEAST_POSITIONS: Final = 512

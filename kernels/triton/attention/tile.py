@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.configs import DecodeConfig, PrefillConfig
 from kernels.triton.quantized_kv import as_bits, plain_numbers, unit_of
-from kernels.tuning.configs import DecodeConfig, PrefillConfig
 
 LOG2_E: Final = 1.4426950408889634  # scores are multiplied by it, so that exp2 can replace exp
 

@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from quire.cli.commands.live.kv import enum_word
+from quire.cli.enum_words import enum_word
 from quire.cli.top.figures import (
     RouterFigures,
     Snapshot,

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from quire.cli.commands.processes.probe import Readiness
+from quire.cli.readiness import Readiness
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

@@ -30,8 +30,8 @@ from router.http.errors import (
     error_with_json_names,
 )
 from router.http.strict_json import json_bytes
+from router.live.live_request import LiveRequest, Room
 from router.request.inference import Inference
-from router.request.live_request import LiveRequest, Room
 
 _STARTED_AT_ONCE: Final = 32
 """Readers that start before other callbacks run; all events of their requests may be there."""

@@ -18,8 +18,8 @@ from router.http.anthropic.errors import error_json
 from router.http.errors import REQUEST_ID_HEADER, error_from_finished, error_with_json_names
 from router.http.requests.outputs import OutputPlan
 from router.http.strict_json import json_bytes
+from router.live.live_request import LiveRequest
 from router.request.inference import Inference
-from router.request.live_request import LiveRequest
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 

@@ -30,8 +30,8 @@ from router.http.batches.lines import (
 from router.http.batches.store import SLICE, VALIDATING, Batch, BatchStore, File
 from router.http.idempotency import CallKey
 from router.http.strict_json import excerpt
+from router.live.usage import Used
 from router.request.cells import Cells
-from router.request.usage import Used
 from router.turns.turn import Turn, TurnStatus
 from router.turns.turns import Turns
 

@@ -23,9 +23,9 @@ from router.http.openai_responses.call import ResponseCall, head_of, output_text
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
 from router.http.strict_json import Schema, json_bytes, parse_json
+from router.live.usage import Used
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.request.usage import Used
 from router.turns.turn import Answer, Turn, TurnStatus
 
 T = TypeVar("T")

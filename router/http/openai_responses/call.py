@@ -14,8 +14,8 @@ from router.http.openai_responses.events import OutputText, ResponseEvents
 from router.http.openai_responses.items import Item
 from router.http.openai_responses.truncation import truncated
 from router.http.requests.outputs import OutputPlan
+from router.live.stop_strings import StopMatcher
 from router.request.inference import Inference
-from router.request.stop_strings import StopMatcher
 from router.schedulers.wire import record_from_bytes
 from router.turns.turn import Turn
 

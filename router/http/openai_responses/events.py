@@ -23,8 +23,8 @@ from router.http.answers.chat_shape import last_pieces
 from router.http.answers.objects import Json, finite
 from router.http.errors import error_from_finished
 from router.http.openai_responses.items import sealed
+from router.live.stop_strings import StopMatcher
 from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
-from router.request.stop_strings import StopMatcher
 
 _OUR_CALL_ID: Final = re.compile(r"call_[0-9a-f]{32}")
 """Matches an id that a parser has generated; other ids come from the model."""

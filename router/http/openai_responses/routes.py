@@ -28,9 +28,9 @@ from router.http.openai_responses.events import ResponseEvents
 from router.http.openai_responses.items import Item
 from router.http.openai_responses.kept import KIND, MAX_LISTED, KeptResponses, input_of
 from router.http.strict_json import excerpt
+from router.live.live_request import LiveRequest
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.request.live_request import LiveRequest
 from router.turns.running import Seen
 from router.turns.turn import Turn
 from router.turns.turns import Turns

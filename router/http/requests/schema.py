@@ -20,7 +20,7 @@ from router.http.errors import REQUEST_ID_PATTERN
 from router.http.requests.beam import BeamFields
 from router.http.requests.structured import StructuredFields
 from router.http.strict_json import Listed, Schema, at_most, excerpt
-from router.text.model_text import ModelText
+from router.request.model_text import ModelText
 
 Prompt: TypeAlias = str | tuple[int, ...]
 """Text, or token ids."""

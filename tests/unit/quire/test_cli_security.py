@@ -8,7 +8,7 @@ from aiohttp import web
 
 from contract.errors import UnavailableError
 from quire.cli.command_error import CommandError
-from quire.cli.commands.processes.probe import probe
+from quire.cli.readiness import probe
 from quire.cli.settings import GenerateSettings
 from quire.cli.target import connection_errors
 from quire.cli.up import layout

@@ -11,10 +11,10 @@ import tokenizers
 from router_fake_scheduler import FakeScheduler
 from router_tokenizers import byte_level_bpe
 
+from router.live.usage import UsageCounts
 from router.request.cells import Cells
 from router.request.inference import Inference
 from router.request.shared_admission import Entry
-from router.request.usage import UsageCounts
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text.tokenizer import Tokenizers, load_tokenizer

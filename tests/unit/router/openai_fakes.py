@@ -9,9 +9,9 @@ from contract.outputs import Event, FinishReason, OutputDelta, OutputFinished, T
 from contract.request import GenerateRequest, Model
 from quire.v1 import adapters_pb2, common_pb2
 from quire.v1.common_pb2 import Load
+from router.live.live_request import Room
+from router.live.thinking_counter import ThinkingCounter
 from router.parsers.choosing import OutputParsers, choose_parsers
-from router.request.live_request import Room
-from router.request.thinking_counter import ThinkingCounter
 from router.text.chat_settings import ChatSettings
 from router.text.chat_template import ChatTemplate
 from router.text.infill import infill

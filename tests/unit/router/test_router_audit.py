@@ -12,8 +12,8 @@ from contract.outputs import Usage
 from contract.request import GenerateRequest
 from contract.sampling import SamplingParams
 from router import metrics
+from router.live.usage import UsageKey
 from router.request.audit import AuditLog, AuditLogError
-from router.request.usage import UsageKey
 
 
 async def answer(router, prompt, text):

@@ -16,7 +16,7 @@ from router.grpc import many
 from router.grpc.api import InferenceServicer
 from router.grpc.bounds import MAX_FIELDS, RefusedRequest, RequestBounds
 from router.grpc.many import _MOST_UNSENT_BYTES, ManyCall
-from router.request.live_request import LiveRequest
+from router.live.live_request import LiveRequest
 from rpc.status import ErrorInterceptor
 
 CANCELLED, INVALID, NOT_FOUND = 1, 3, 5

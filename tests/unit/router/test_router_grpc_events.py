@@ -14,7 +14,7 @@ from quire.kserve import open_inference_pb2_grpc
 from quire.openengine import openengine_pb2, openengine_pb2_grpc
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from quire.vllm_engine import vllm_engine_pb2, vllm_engine_pb2_grpc
-from router.request.live_request import LiveRequest
+from router.live.live_request import LiveRequest
 
 pytestmark = pytest.mark.timeout(60)
 NUM_TOKENS = 60

@@ -22,11 +22,11 @@ from router.http.answers import sse, streaming
 from router.http.api import routes
 from router.http.batches.lines import KIND, BatchLines, turn_of_line
 from router.http.batches.store import Batch
+from router.live.usage import UsageCounts
 from router.request.cells import Cells
 from router.request.inference import Inference
 from router.request.on_demand import OnDemand
 from router.request.shared_admission import Entry
-from router.request.usage import UsageCounts
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text.tokenizer import Tokenizers, load_tokenizer

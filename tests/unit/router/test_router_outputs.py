@@ -3,8 +3,8 @@
 from contract.codec.outputs import event_to_proto
 from contract.outputs import FinishReason, OutputFinished, TokenLogprob
 from contract.sampling import MAX_LOGPROBS
-from router.request.output import MAX_DELTA_CHARS, MAX_EVENT_TOKENS, LiveOutput
-from router.request.stop_strings import StopMatcher
+from router.live.output import MAX_DELTA_CHARS, MAX_EVENT_TOKENS, LiveOutput
+from router.live.stop_strings import StopMatcher
 
 GRPC_DEFAULT_BYTES = 4 << 20
 

@@ -12,8 +12,8 @@ from contract.sampling import MAX_LOGPROBS
 from quire.openengine import openengine_pb2, openengine_pb2_grpc
 from quire.v1 import common_pb2, inference_pb2
 from quire.vllm_engine import vllm_engine_pb2, vllm_engine_pb2_grpc
-from router.request import live_request
-from router.request.output import MAX_EVENT_TOKENS
+from router.live import live_request
+from router.live.output import MAX_EVENT_TOKENS
 
 GRPC_DEFAULT_BYTES = 4 << 20
 PROMPT = [5, 6, 7, 8, 9, 10]

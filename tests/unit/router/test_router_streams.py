@@ -24,7 +24,7 @@ from contract.outputs import (
 from contract.request import GenerateRequest
 from contract.sampling import SamplingParams
 from quire.v1 import common_pb2
-from router.request import output
+from router.live import output
 
 
 async def start(router, **kwargs):

@@ -9,9 +9,9 @@ from router_fake_scheduler import MAX_MODEL_LEN
 from contract.errors import InvalidArgumentError, TooBusyError, UnimplementedError
 from contract.request import GenerateRequest
 from contract.sampling import SamplingParams
+from router.request.model_text import MAX_QUESTIONS
 from router.text.chat_settings import ChatSettings
 from router.text.chat_template import ChatTemplate
-from router.text.model_text import MAX_QUESTIONS
 
 
 class SlowTokenizer:

@@ -14,9 +14,9 @@ from router_fake_scheduler import LENGTH
 from contract.codec.packing import pack_int32, pack_uint64
 from contract.request import GenerateRequest, OutputReceived, ResumeRequest, ThinkingMarkers
 from quire.v1 import inference_pb2, scheduler_pb2
+from router.live.thinking_counter import ThinkingCounter
+from router.live.usage import UsageCounts, UsageKey, Used
 from router.parsers.harmony import THOUGHT_MESSAGES
-from router.request.thinking_counter import ThinkingCounter
-from router.request.usage import UsageCounts, UsageKey, Used
 from router.turns.database import open_database
 from router.turns.usage import read_usage
 

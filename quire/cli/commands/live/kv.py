@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from contract.codec.packing import unpack_int32
+from quire.cli.enum_words import enum_word
 from quire.cli.settings import KvSettings
 from quire.cli.target import connection_errors, find_target, open_client
 from quire.v1 import kv_pb2
@@ -123,12 +123,6 @@ def _sequence_table(sequences: Sequence[kv_pb2.SequenceKv]) -> Table:
             ),
         )
     return table
-
-
-def enum_word(enum: EnumDescriptor, number: int) -> str:
-    """Return the last word of an enum value's name: "device" for KV_TIER_DEVICE."""
-    name = enum.values_by_number.get(number)
-    return f"unknown ({number})" if name is None else name.name.rpartition("_")[2].lower()
 
 
 def _to_json(message: Message) -> dict[str, Any]:

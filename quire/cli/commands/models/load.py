@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.cli.commands.processes.probe import Readiness
+from quire.cli.readiness import Readiness
 from quire.cli.settings import LoadSettings
 from quire.cli.target import scheduler_channel
 from quire.cli.up.progress import make_display

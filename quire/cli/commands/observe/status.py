@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from contract.errors import QuireError
-from quire.cli.commands.processes.probe import Readiness, probe
 from quire.cli.invocation import invocation
+from quire.cli.readiness import Readiness, probe
 from quire.cli.settings import StatusSettings
 from quire.cli.target import find_service, open_client, services_at
 from quire.cli.up.service_dir import ServiceInfo

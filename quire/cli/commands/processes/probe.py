@@ -1,33 +1,14 @@
-"""`quire probe`: checks over HTTP whether a process is ready; other commands use this code, too."""
+"""`quire probe`: checks whether a process is ready."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from http import HTTPStatus
+from collections.abc import Sequence
 
 import aiohttp
 
+from quire.cli.readiness import Readiness, probe
 from quire.cli.settings import ProbeSettings
 from quire.cli.up.ports import join, reachable
 from rpc.settings import parse_settings
-
-_POLL_S = 0.1
-_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """The answer of `/ready`."""
-
-    ready: bool
-    status: str
-    """The status in words, such as "loading weights"."""
-    progress: float | None = None
-    """The progress of a start, in [0, 1]."""
-
-
-STARTING = Readiness(ready=False, status="starting")
-"""The readiness of a process that does not listen yet."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,50 +23,3 @@ def main(argv: Sequence[str]) -> int:
 async def _probe_once(address: str, *, tls: bool) -> Readiness | None:
     async with aiohttp.ClientSession() as session:
         return await probe(session, address, tls=tls)
-
-
-async def probe(
-    session: aiohttp.ClientSession,
-    address: str,
-    *,
-    tls: bool = False,
-    timeout_s: float = _TIMEOUT_S,
-) -> Readiness | None:
-    """Probe the process at `address`, "host:port"; return None if it does not answer in time.
-
-    Like kubelets, this does not verify certificates, since it sends nothing secret.
-    """
-    url = f"{'https' if tls else 'http'}://{address}/ready"
-    try:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with session.get(url, timeout=timeout, ssl=False) as response:
-            body = await response.json(content_type=None)
-            progress = body.get("progress")
-            return Readiness(
-                ready=response.status == HTTPStatus.OK,
-                status=str(body.get("status", "")),
-                progress=float(progress) if isinstance(progress, int | float) else None,
-            )
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError):
-        return None
-
-
-async def wait_until_ready(
-    name_to_address: Mapping[str, str],
-    show: Callable[[Mapping[str, Readiness]], None] = lambda _: None,
-    check: Callable[[], None] = lambda: None,
-    *,
-    tls: bool = False,
-) -> None:
-    """Poll until every process is ready; `show` gets each round's answers, `check` may raise."""
-    readiness = dict.fromkeys(name_to_address, STARTING)
-    async with aiohttp.ClientSession() as session:
-        while not all(each.ready for each in readiness.values()):
-            check()
-            answers = await asyncio.gather(
-                *(probe(session, a, tls=tls) for a in name_to_address.values())
-            )
-            for name, answer in zip(name_to_address, answers, strict=True):
-                readiness[name] = answer or readiness[name]
-            show(readiness)
-            await asyncio.sleep(_POLL_S)

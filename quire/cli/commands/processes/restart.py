@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from quire.cli.command_error import CommandError
-from quire.cli.commands.processes.probe import wait_until_ready
+from quire.cli.readiness import wait_until_ready
 from quire.cli.settings import RestartSettings
 from quire.cli.target import find_service
 from quire.cli.up.service_dir import ServiceInfo, ServiceProcess, running_services

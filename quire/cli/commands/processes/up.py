@@ -14,8 +14,8 @@ from typing import Final, NoReturn
 
 from model_files.errors import ModelError
 from quire.cli.command_error import CommandError
-from quire.cli.commands.processes.probe import wait_until_ready
 from quire.cli.invocation import invocation
+from quire.cli.readiness import wait_until_ready
 from quire.cli.up import layout, ports
 from quire.cli.up.child import describe_exit
 from quire.cli.up.layout import Layout

@@ -22,7 +22,7 @@ from gpu_worker.memory.elastic import OutOfMemoryError
 from gpu_worker.metrics import UNLOADED
 from gpu_worker.models.llama.decoder import LlamaDecoder
 from gpu_worker.models.transformers.model import TransformersModel
-from gpu_worker.operations import AdapterServicer
+from gpu_worker.service.adapters import AdapterServicer
 from gpu_worker.service.api import WorkerService
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor

@@ -9,8 +9,8 @@ import torch
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import kv_dtypes
 from gpu_worker.models.attention import AttentionMetadata, Decoder
-from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
+from gpu_worker.weights.model_config import ModelConfig
 from kernels import PAD_SLOT
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 
 from gpu_worker.kv.layout import block_bytes
 from gpu_worker.models.registry import open_model
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization
 from kernels.cpu.library import native

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from gpu_worker.models.config import resolve_dtype
 from gpu_worker.models.llama.config import ExpertsConfig, LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.models.rope import LinearScaling, Llama3Scaling, RopeConfig
 from gpu_worker.weights.json_fields import ModelError, UnsupportedError
+from gpu_worker.weights.model_config import resolve_dtype
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

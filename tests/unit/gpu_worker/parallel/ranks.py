@@ -20,8 +20,8 @@ from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import kv_dtypes
 from gpu_worker.models.registry import open_model
-from gpu_worker.parallel.collectives import Ranks, find_store, open_store
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.collectives import Ranks, find_store, open_store
+from gpu_worker.ranks.shards import Place
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.graphs.cuda_graphs import GraphsOfAll
 from gpu_worker.weights.quantized_linear import Quantization

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.quantize import FORMS, write
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.shards import Place
 from tests.models_fixture import ModelDirs
 from tests.unit.gpu_worker.parallel.ranks import NUM_TOKENS, Case, run, run_ranks
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gpu_worker.models.registry import open_model
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import ModelError
 from tests.models_fixture import make_model
 

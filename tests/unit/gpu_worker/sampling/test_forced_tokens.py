@@ -9,9 +9,9 @@ import torch
 
 import contract.sampling
 from contract.sampling import SamplingParams
-from gpu_worker.parallel.shared_sampling import ReceivedSamples, SharedSampler
 from gpu_worker.sampling.grammar_masks import StructuredOutput
 from gpu_worker.sampling.sampler import Sampler, sample_others
+from gpu_worker.sampling.shared_sampling import ReceivedSamples, SharedSampler
 
 TOKENIZER = Path(__file__).parents[4] / "models" / "quire-tiny-python" / "tokenizer.json"
 VOCAB = 4096

@@ -8,7 +8,7 @@ import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool
 
 from contract.worker_limits import Limits
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.shards import Place
 from gpu_worker.speculative.lengths import DraftLengths
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.executor import Executor

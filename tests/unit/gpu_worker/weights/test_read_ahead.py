@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpu_worker.models.registry import open_model
-from gpu_worker.parallel.shards import Place
+from gpu_worker.ranks.shards import Place
 from gpu_worker.weights import read_ahead, reader
 from gpu_worker.weights.checkpoint import Checkpoint
 from gpu_worker.weights.json_fields import ModelError

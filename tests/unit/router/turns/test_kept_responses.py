@@ -14,7 +14,7 @@ from router_fake_scheduler import LENGTH
 from router.http.api import routes
 from router.http.openai_responses import call
 from router.http.openai_responses.body import ResponseBody
-from router.request.usage import Used
+from router.live.usage import Used
 from router.text.chat_template import ChatTemplate
 from router.turns.store import Batch
 from router.turns.turn import StoreError, TurnStatus

@@ -10,7 +10,7 @@ from contract.codec.outputs import event_to_proto
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, Usage
 from router.http.batches.store import BatchStore, File
 from router.http.listing import PageQuery
-from router.request.usage import Used
+from router.live.usage import Used
 from router.turns.claims import Models
 from router.turns.database import MIGRATIONS, SqliteConnection
 from router.turns.groups import GroupCounts

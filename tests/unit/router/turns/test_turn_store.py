@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import InvalidArgumentError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob, Usage
-from router.request.usage import HOUR_S, UsageKey, Used
+from router.live.usage import HOUR_S, UsageKey, Used
 from router.turns import claims
 from router.turns import store as store_module
 from router.turns.claims import Models

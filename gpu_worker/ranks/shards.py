@@ -7,7 +7,7 @@ there, and rank 0 talks to the scheduler.
 
 from dataclasses import dataclass
 
-from gpu_worker.weights.json_fields import ModelError
+from model_files.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)

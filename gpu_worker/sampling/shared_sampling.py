@@ -13,7 +13,7 @@ import torch
 from contract.arrays import Int32Array, Int64Array
 from contract.sampling import SamplingParams
 from gpu_worker.memory.transfer import upload
-from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.sampling.grammar_masks import ForcedTokens
 from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.sampling.sampled_tokens import Sampled

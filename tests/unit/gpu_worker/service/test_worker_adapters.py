@@ -18,7 +18,7 @@ from contract.info import WorkerInfo
 from contract.lora import LoraAdapter
 from contract.worker_limits import Limits
 from gpu_worker.loading.worker_model import refuse_adapters
-from gpu_worker.operations import AdapterServicer
+from gpu_worker.service.adapters import AdapterServicer
 from gpu_worker.service.api import WorkerService
 from gpu_worker.service.sampling_wire import adapter_from_proto
 from quire.v1 import adapters_pb2, common_pb2, worker_pb2

@@ -22,9 +22,9 @@ from contract.outputs import (
 )
 from contract.request import OutputReceived
 from contract.sampling import BeamSearch, SamplingParams
+from router.live.output import MAX_EVENT_TOKENS, LiveOutput
+from router.live.usage import UsageKey, Used, used_of
 from router.metrics import ModelMetrics
-from router.request.output import MAX_EVENT_TOKENS, LiveOutput
-from router.request.usage import UsageKey, Used, used_of
 
 
 @dataclass(frozen=True, slots=True)

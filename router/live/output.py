@@ -7,8 +7,8 @@ from typing import Final
 from contract.errors import FailedPreconditionError, InvalidArgumentError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob
 from contract.request import OutputReceived, ThinkingMarkers
-from router.request.stop_strings import StopMatcher
-from router.request.thinking_counter import ThinkingCounter
+from router.live.stop_strings import StopMatcher
+from router.live.thinking_counter import ThinkingCounter
 from router.text.detokenizer import Detokenizer
 
 MAX_EVENT_TOKENS: Final = 4096

@@ -7,7 +7,8 @@ Symbols: `T` tokens, `S` sequences, `E` hidden size, `K` input features, `N` out
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,8 +17,10 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
 from contract.arrays import BoolArray
-from gpu_worker.parallel.shards import Place
-from gpu_worker.weights.linear import Linear
+from gpu_worker.ranks.shards import Place
+
+RowMap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Maps `[T, K]` to `[T, N]`, such as a `Linear`."""
 
 
 def open_store(address: str) -> tuple[Store, int]:
@@ -62,7 +65,7 @@ class Ranks:
             if first <= place.rank < first + place.tensor_size:
                 self._stage = group
 
-    def summed(self, part: Linear) -> Linear:
+    def summed(self, part: RowMap) -> RowMap:
         """Return a map `[T, K]` to `[T, N]` that sums the ranks' partial results, on every rank."""
 
         def apply(x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +75,7 @@ class Ranks:
 
         return apply
 
-    def joined(self, part: Linear, num_out: int) -> Linear:
+    def joined(self, part: RowMap, num_out: int) -> RowMap:
         """Return a map that joins the ranks' outputs, split as `Place.vocabulary`, to `num_out`.
 
         Every rank of the stage gets the whole result.

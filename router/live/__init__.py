@@ -1,0 +1,1 @@
+"""One live request: its events, its outputs, and what it used."""
