@@ -223,7 +223,7 @@ class _Recording:
                 self.max_prompt_tokens = given["max_prompt_tokens"]
                 plan = self.core.schedule(**given)
                 self.run.end(self.core.take_expired(), self.now)
-                self.core.take_reports()
+                self.core.defragmenter.take_reports()
                 if plan is not None:
                     self.step_times.sent(plan)
             case "update":
@@ -325,7 +325,7 @@ class _Simulation:
             )
             self._in_flight.append((self._free_at, outcome))
         self._run.end(self._core.take_expired(), now)
-        self._core.take_reports()
+        self._core.defragmenter.take_reports()
 
     def _max_paced_tokens(self) -> int | None:
         in_time = self._recording.tokens_in_time

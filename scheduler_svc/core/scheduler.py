@@ -16,8 +16,9 @@ place in the policy's order. *Unclaimed* rows belong to sequences of an earlier 
 router has submitted again. The states of sequences are in `sequence.py`, the states of blocks in
 `space/blocks.py`.
 
-`Scheduler` consists of parts, each with one duty. Every call that changes the core is a method of
-`Scheduler`, so that recordings capture all inputs in one place; callers may read from the parts.
+`Scheduler` consists of parts, each with one duty. Callers may read from the parts, and take what a
+part has to report. All other calls that change the core are the methods of `Scheduler` marked
+`core_input`, so that a recording of these calls is complete.
 """
 
 from collections.abc import Collection, Iterable
@@ -30,7 +31,7 @@ from contract.state import Holdings
 from contract.step import Plan, Result, StepId
 from scheduler_svc.core.beams.live_searches import BeamGroups
 from scheduler_svc.core.budget import TokenBudget
-from scheduler_svc.core.compact.defragment import DefragmentationReport, Defragmenter
+from scheduler_svc.core.compact.defragment import Defragmenter
 from scheduler_svc.core.compact.resize import Resizing
 from scheduler_svc.core.handover.copies import Copies, Loan, LoanId, Room, RoomId
 from scheduler_svc.core.handover.moved_request import (
@@ -42,6 +43,7 @@ from scheduler_svc.core.handover.moved_request import (
 )
 from scheduler_svc.core.handover.moves import Moves
 from scheduler_svc.core.handover.takeover import Takeover
+from scheduler_svc.core.inputs import Recorder, core_input
 from scheduler_svc.core.interface.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.interface.events import Finished, StepEvents
 from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey, SourceId
@@ -79,8 +81,10 @@ MAX_STEPS_IN_FLIGHT = 2
 class Scheduler:
     """The sequences and blocks of one worker."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, recorder: Recorder | None = None) -> None:
+        """`recorder` makes the calls of the inputs; None: nobody records them."""
         self.config: Final = config
+        self.recorder: Final = recorder
         # Blocks of each tier, and lookup of KV in them.
         self.tier: Final = HostTier(config)
         on_evict = self.tier.demote if config.num_host_blocks else None
@@ -191,12 +195,14 @@ class Scheduler:
         self.tier.disk.pool.find_in(watch.table(CacheTier.DISK))
         self.running.publisher.watch = watch
 
+    @core_input
     def restore_accounts(self, accounts: Iterable[tuple[str, float]]) -> None:
         """Continue the accounts of an earlier core's policy; call before all other methods."""
         self.policy.restore(dict(accounts))
 
     # --- requests -------------------------------------------------------------------------------
 
+    @core_input
     def submit(self, request: Request, now: float) -> None:
         """Queue the sequences of a request, or continue them from KV that the worker still holds.
 
@@ -216,6 +222,7 @@ class Scheduler:
             if seq in self.queue and seq.status is SeqStatus.WAITING:
                 self.queue.discount_cached(seq, self.lookup.find(seq).num_tokens)
 
+    @core_input
     def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
         """Cancel sequences; keys that are not live are ignored. A search ends as a whole.
 
@@ -225,11 +232,13 @@ class Scheduler:
         seqs = self.live.find(source, seq_keys)
         return tuple(end for seq in seqs for end in self._finish(seq, FinishReason.CANCELLED))
 
+    @core_input
     def cancel_source(self, source: SourceId) -> None:
         """Cancel all sequences of a source that is gone."""
         for seq in self.live.of_source(source):
             self._finish(seq, FinishReason.CANCELLED)
 
+    @core_input
     def unpin(self, tenant: str, request_id: str) -> None:
         """Drop the pins of a request's prompt, except those that another request asked for, too."""
         self.pins.unpin(tenant, request_id)
@@ -252,6 +261,7 @@ class Scheduler:
 
     # --- steps ----------------------------------------------------------------------------------
 
+    @core_input
     def schedule(
         self,
         now: float,
@@ -300,6 +310,7 @@ class Scheduler:
             plan = self._plan(now, max_paced_tokens, max_prompt_tokens)
         return plan
 
+    @core_input
     def update(self, result: Result) -> StepEvents:
         """Apply the result of the oldest step in flight.
 
@@ -344,81 +355,76 @@ class Scheduler:
 
     # --- operations -----------------------------------------------------------------------------
 
+    @core_input
     def set_memory_level(self, level: MemoryLevel) -> None:
         """Set the memory level of the worker, which limits the following steps."""
         self.pressure.set_level(level, self._num_taken_rows)
 
+    @core_input
     def defragment(self) -> None:
-        """Start a pass of defragmentation with the next step; `take_reports` returns its report."""
+        """Start a pass with the next step; `Defragmenter.take_reports` returns its report."""
         self.defragmenter.request_pass()
 
-    def take_reports(self) -> tuple[DefragmentationReport, ...]:
-        """Return the reports of defragmentation since the last call."""
-        return self.defragmenter.take_reports()
-
+    @core_input
     def shrink(self, num_blocks: int) -> None:
         """Start to take blocks out of use; see `Resizing.shrink`."""
         self.resizing.shrink(num_blocks)
 
+    @core_input
     def resize(self, num_blocks: int) -> None:
         """Set the number of device blocks that the worker has now; see `Resizing.resize`."""
         self.resizing.resize(num_blocks)
 
+    @core_input
     def begin_export(
         self, source: SourceId, first_seq_key: SeqKey, *, keeps_kv: bool = True
     ) -> Export:
         """Prepare a live request to leave; see `Moves.begin_export`."""
         return self.moves.begin_export(source, first_seq_key, keeps_kv=keeps_kv)
 
+    @core_input
     def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
         """Remove an exported request, or keep it; see `Moves.end_export`."""
         return self.moves.end_export(export_id, leaves=leaves)
 
+    @core_input
     def begin_import(self, moved: MovedRequest) -> Import:
         """Reserve host blocks for an arriving request; see `Moves.begin_import`."""
         return self.moves.begin_import(moved)
 
+    @core_input
     def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> None:
         """Queue the sequences that have arrived; see `Moves.end_import`."""
         for seq in self.moves.end_import(import_id, output_indices):
             if seq.status is SeqStatus.WAITING:
                 self.queue.discount_cached(seq, self.lookup.find(seq).num_tokens)
 
+    @core_input
     def lend(self, hashes: Seq[BlockHash]) -> Loan:
         """Hold blocks for another core to copy; see `Copies.lend`."""
         return self.copies.lend(hashes)
 
+    @core_input
     def end_loan(self, loan_id: LoanId) -> None:
         """Release lent blocks; see `Copies.end_loan`."""
         self.copies.end_loan(loan_id)
 
+    @core_input
     def expect(self, hashes: Seq[BlockHash]) -> Room:
         """Reserve host blocks for copies from another core; see `Copies.expect`."""
         return self.copies.expect(hashes)
 
+    @core_input
     def receive(self, room_id: RoomId, num_arrived: int) -> None:
         """Let blocks that have arrived be found; see `Copies.receive`."""
         self.copies.receive(room_id, num_arrived)
 
+    @core_input
     def inherit(self, holdings: Holdings, now: float) -> None:
         """Take over the worker's rows and blocks (`Takeover`); call once, before other methods."""
         self.takeover.inherit(holdings, now)
 
-    def take_adopted(self) -> StepEvents | None:
-        """Return the events of sequences adopted since the last call, if any."""
-        return self.takeover.take_adopted()
-
     # --- state ----------------------------------------------------------------------------------
-
-    @property
-    def num_steps_in_flight(self) -> int:
-        """Number of plans without a result."""
-        return len(self.steps)
-
-    @property
-    def beam_rows(self) -> frozenset[int]:
-        """Rows of beams; a result must have candidates for those that sample."""
-        return self.beams.rows
 
     @property
     def num_waiting(self) -> int:

@@ -4,7 +4,7 @@ A file begins with `MAGIC`. Frames follow: length and CRC-32 of the payload, bot
 little-endian, then the payload. The first payload is an `Origin`, each later one an `Entry`, in
 MessagePack. The core's own classes are encoded directly: an object as a map by field, a numpy array
 as `[dtype, bytes]`. So there is no schema besides the core's methods and classes, and a new method
-of the core is recorded when its name is added to `CALLS`.
+of the core is recorded when it is marked `core_input`.
 """
 
 import inspect
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from contract.step import Plan
+from scheduler_svc.core.inputs import input_names
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
 
@@ -26,29 +27,8 @@ FORMAT_VERSION: Final = 2
 """Incremented with every change that an older reader would misread."""
 MAGIC: Final = b"QUIREREC"
 
-CALLS: Final = (
-    "restore_accounts",
-    "inherit",
-    "submit",
-    "cancel",
-    "cancel_source",
-    "unpin",
-    "schedule",
-    "update",
-    "set_memory_level",
-    "defragment",
-    "shrink",
-    "resize",
-    "begin_export",
-    "end_export",
-    "begin_import",
-    "end_import",
-    "lend",
-    "end_loan",
-    "expect",
-    "receive",
-)
-"""The methods of `Scheduler` that affect its plans; calls of these are recorded."""
+CALLS: Final = input_names(Scheduler)
+"""The methods of `Scheduler` whose calls are recorded."""
 
 _HEAD: Final = struct.Struct("<II")
 _MAX_PIECE_BYTES: Final = 2**20

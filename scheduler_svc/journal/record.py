@@ -7,6 +7,7 @@ process loses the last quarter of a second; a process that fails or ends normall
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import re
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, Self
+from typing import Any, BinaryIO, Final, NamedTuple, ParamSpec, Self, TypeVar
 
 import structlog
 
@@ -25,7 +26,6 @@ from contract.step import Plan
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.entries import (
-    CALLS,
     FORMAT_VERSION,
     Origin,
     RecordingError,
@@ -38,6 +38,9 @@ _FLUSH_S: Final = 0.25
 _MAX_PENDING_CALLS: Final = 100_000
 """The limit on pending calls. If the disk is further behind, recording stops, to limit memory."""
 _FULL: Final = "--record-max-mb is reached"
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 log = structlog.get_logger()
 
@@ -52,46 +55,36 @@ class RecordedCall(NamedTuple):
     raised: str = ""
 
 
-class RecordedScheduler(Scheduler):
-    """A core that reports each call that changes it, including calls that raise."""
+class CallRecorder:
+    """Records the calls of a core's inputs, including calls that raise."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        record: Callable[[RecordedCall], None],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, record: Callable[[RecordedCall], None], clock: Callable[[], float]) -> None:
         """`clock` returns the time in the seconds of the core's `now`."""
-        super().__init__(config)
-        self.record: Final = record
-        self.clock: Final = clock
+        self._record = record
+        self._clock = clock
 
-
-def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        for key, value in arguments.items():
+    def call(self, method: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        bound = _signature(method).bind(*args, **kwargs)
+        for key, value in bound.arguments.items():
             # An argument may be an iterator, which can be read only once
             if isinstance(value, Iterable) and not isinstance(value, str):
-                arguments[key] = tuple(value)
-        core: RecordedScheduler = arguments["self"]
-        told = {key: value for key, value in arguments.items() if key != "self"}
-        at = core.clock()
+                bound.arguments[key] = tuple(value)
+        name, given = method.__name__, dict(bound.arguments)
+        del given["self"]
+        at = self._clock()
+        untyped: Callable[..., _R] = method
         try:
-            answer = method(**arguments)
+            answer = untyped(*bound.args, **bound.kwargs)
         except Exception as error:
-            core.record(RecordedCall(name, told, at, raised=type(error).__name__))
+            self._record(RecordedCall(name, given, at, raised=type(error).__name__))
             raise
-        core.record(RecordedCall(name, told, at, answer if isinstance(answer, Plan) else None))
+        self._record(RecordedCall(name, given, at, answer if isinstance(answer, Plan) else None))
         return answer
 
-    return call
 
-
-for _name in CALLS:
-    setattr(RecordedScheduler, _name, _recorded(_name, getattr(Scheduler, _name)))
+@functools.cache
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(method)
 
 
 class Recordings:
@@ -138,7 +131,7 @@ class Recordings:
         if journal is None:
             yield Scheduler(config)
             return
-        core = RecordedScheduler(config, journal.add, clock)
+        core = Scheduler(config, CallRecorder(journal.add, clock))
         reason = "the worker is lost"
         try:
             yield core

@@ -166,10 +166,10 @@ class _Replayer:
         match name:
             case "schedule":
                 self._count_finished(self._core.take_expired())
-                self._core.take_reports()
+                self._core.defragmenter.take_reports()
                 return answer if isinstance(answer, Plan) else None
             case "submit":
-                if (events := self._core.take_adopted()) is not None:
+                if (events := self._core.takeover.take_adopted()) is not None:
                     self._count_events(events)
             case "update":
                 self._count_events(answer)

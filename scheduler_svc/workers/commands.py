@@ -90,7 +90,7 @@ class PostedCommands:
                 self._events.on_refused(request, _refusal_from_core(error))
             return
         self._events.on_submitted(request, command.num_crashes)
-        if (adopted := self._core.take_adopted()) is not None:
+        if (adopted := self._core.takeover.take_adopted()) is not None:
             self._events.on_adopted(adopted)
 
 

@@ -316,7 +316,7 @@ class Session:
             for result in self.link.take_results():
                 self._apply_result(result)
             self._update_memory_level()
-            if self._is_handing_over and not self._core.num_steps_in_flight:
+            if self._is_handing_over and not self._core.steps:
                 self._settled.set()
             if self._bug is not None:
                 raise self._bug
@@ -345,7 +345,7 @@ class Session:
     # --- parts of work --------------------------------------------------------------------------
 
     def _send_steps(self) -> None:
-        while not self._is_handing_over and self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
+        while not self._is_handing_over and len(self._core.steps) < MAX_STEPS_IN_FLIGHT:
             wait_s = self._pacing.pacer.next_due_s - time.monotonic()
             if wait_s > _TICK_S:
                 self._set_alarm(wait_s)
@@ -359,7 +359,7 @@ class Session:
             if expired := self._core.take_expired():
                 self._events.on_ended(expired)
                 self._metrics.expired.inc(len(expired))
-            self._space_watch.on_reports(self._core.take_reports())
+            self._space_watch.on_reports(self._core.defragmenter.take_reports())
             if plan is None:
                 return
             with timeline.span("encode the batch"):
@@ -382,7 +382,7 @@ class Session:
             self._events.publish_prompt_logprobs(timed.step_id, scores, self._core.owner)
         vectors = vectors_of(message.pooled, self._core.owner) if message.pooled else ()
         with timeline.span("update"):
-            beam_rows = self._core.beam_rows
+            beam_rows = self._core.beams.rows
             events = self._core.update(with_candidates(result, message.logprobs, beam_rows))
         with timeline.span("publish to the routers"):
             self._events.publish(timed.step_id, events, message.logprobs, vectors)

@@ -60,7 +60,7 @@ class MigrationMachine(SchedulerMachine):
     def copy_contents(self):
         """Copies the KV as soon as both sides are ready; before that, the blocks may hold
         anything."""
-        answered = self.core.steps.last - self.core.num_steps_in_flight
+        answered = self.core.steps.last - len(self.core.steps)
         for move in self.moves:
             if max(move.export.ready_step, move.room.ready_step) > answered:
                 continue

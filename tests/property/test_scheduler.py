@@ -170,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_prompt_tokens=st.none() | st.integers(1, 4),
     )
     def schedule(self, max_paced_tokens=None, max_prompt_tokens=None):
-        in_flight = self.core.num_steps_in_flight
+        in_flight = len(self.core.steps)
         plan = self.core.schedule(self.now, max_paced_tokens, max_prompt_tokens)
         self.oracle.expire(self.core.take_expired(), self.now)
         if plan is not None:
@@ -345,7 +345,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not request.outputs
             for key in range(request.first_seq_key, request.first_seq_key + request.n):
                 del self.oracle.live[request.source, key]
-        if (events := self.core.take_adopted()) is not None:
+        if (events := self.core.takeover.take_adopted()) is not None:
             self.oracle.check(events)
         check(self.core)
 

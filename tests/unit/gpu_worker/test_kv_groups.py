@@ -273,7 +273,7 @@ class Service:
             first = request.first_seq_key
             self.outputs.update({key: [] for key in range(first, first + request.n)})
             self.core.submit(request, 0.0)
-            if (events := self.core.take_adopted()) is not None:
+            if (events := self.core.takeover.take_adopted()) is not None:
                 self.take(events)
         check(self.core)
 

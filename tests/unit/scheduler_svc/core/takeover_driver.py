@@ -48,7 +48,7 @@ class Pair:
 
     def submit(self, request, now=0.0):
         self.core.submit(request, now)
-        self._receive(self.core.take_adopted())
+        self._receive(self.core.takeover.take_adopted())
         check(self.core)
 
     def step(self, num_steps=1, *, is_received=True, now=0.0):

@@ -42,11 +42,11 @@ def test_held_blocks_move_to_the_low_end_and_leave_their_places_when_the_step_is
     assert copied(plan) == [(5, 0), (4, 1)]
     assert held(core) == [0, 1, 4, 5], "the step may still read the old places"
     following = schedule(core)
-    assert (renamed(following), core.take_reports()) == ({}, ())
+    assert (renamed(following), core.defragmenter.take_reports()) == ({}, ())
     answer(core, plan, 2)
     assert held(core) == [0, 1]
     core.schedule(0.0)
-    (report,) = core.take_reports()
+    (report,) = core.defragmenter.take_reports()
     assert (report.before.num_free_blocks, report.before.longest_free_run) == (10, 6)
     assert (report.num_moved_blocks, report.has_moved, report.after.rate) == (2, True, 0.0)
     load = core.load()
@@ -94,7 +94,7 @@ def test_a_block_that_goes_before_its_turn_is_left_alone():
     answer(core, second)
     assert held(core) == []
     assert core.schedule(0.0) is None
-    assert [report.num_moved_blocks for report in core.take_reports()] == [1]
+    assert [report.num_moved_blocks for report in core.defragmenter.take_reports()] == [1]
 
 
 def test_what_starts_meanwhile_and_shares_a_block_keeps_it_where_it_is():
@@ -171,23 +171,23 @@ def test_a_block_that_a_fork_copies_from_stays_where_it_is():
 
 def test_fragmentation_is_looked_at_in_intervals_and_mended_from_a_threshold_on():
     core = make_scattered(defragment_interval_s=10.0, defragment_threshold=0.4)
-    core.take_reports()
+    core.defragmenter.take_reports()
     plan = schedule(core, now=9.0)
-    assert (renamed(plan), core.take_reports()) == ({}, ())
+    assert (renamed(plan), core.defragmenter.take_reports()) == ({}, ())
     answer(core, plan, 2)
     assert renamed(schedule(core, now=11.0)) != {}
 
 
 def test_below_the_threshold_it_is_only_reported():
     core = make_scattered(defragment_interval_s=10.0, defragment_threshold=0.41)
-    core.take_reports()
+    core.defragmenter.take_reports()
     assert renamed(schedule(core, now=11.0)) == {}
-    (report,) = core.take_reports()
+    (report,) = core.defragmenter.take_reports()
     assert (report.has_moved, report.before.rate, report.after.rate) == (False, 0.4, 0.4)
 
 
 def test_by_default_nothing_moves():
     core = make_scattered(defragment_interval_s=1.0)
-    core.take_reports()
+    core.defragmenter.take_reports()
     assert renamed(schedule(core, now=5.0)) == {}
-    assert not core.take_reports()[0].has_moved
+    assert not core.defragmenter.take_reports()[0].has_moved

@@ -78,7 +78,7 @@ def test_tokens_are_reported_with_kept_log_probabilities(monkeypatch):
     num_computed = pair.worker.num_computed_tokens
     pair.replace_core()
     pair.core.submit(pair.again(request), 0.0)
-    events = pair.core.take_adopted()
+    events = pair.core.takeover.take_adopted()
     assert len(events.token_ids) == 2
     assert events.logprobs == tuple((i, log_of(16 + 4 + i)) for i in range(2))
     assert events.result_index.tolist() == [0, 1]

@@ -111,7 +111,7 @@ def test_a_request_that_moves_goes_on_without_computing_anything_again(stage, ca
     again = replace(REQUEST, outputs=outputs)
     its_own = max(sides, key=lambda side: side.core.takeover.num_held_tokens(again))
     its_own.core.submit(again, 0.0)
-    its_own.receive(its_own.core.take_adopted())
+    its_own.receive(its_own.core.takeover.take_adopted())
     while its_own.step():
         pass
     assert received == expected_output("", 0, PROMPT, MAX_TOKENS)

@@ -1,0 +1,51 @@
+"""Marks the methods that change a core, so that a recorder can follow the calls from outside."""
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_MARK: Final = "is_core_input"
+
+
+class Recorder(Protocol):
+    """Makes the calls of a core's inputs, and records them."""
+
+    def call(self, method: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Return `method(*args, **kwargs)`; the first argument is the core."""
+
+
+class Recordable(Protocol):
+    """A core that may have a recorder."""
+
+    @property
+    def recorder(self) -> Recorder | None: ...
+
+
+_Core = TypeVar("_Core", bound=Recordable)
+
+
+def core_input(
+    method: Callable[Concatenate[_Core, _P], _R],
+) -> Callable[Concatenate[_Core, _P], _R]:
+    """Let the core's recorder, if it has one, make the calls of this method.
+
+    A core's plans follow from its configuration and the calls of these methods. They must not
+    call each other, because the inner call would be recorded, too.
+    """
+
+    @functools.wraps(method)
+    def call(core: _Core, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if core.recorder is None:
+            return method(core, *args, **kwargs)
+        return core.recorder.call(method, core, *args, **kwargs)
+
+    call.__dict__[_MARK] = True
+    return call
+
+
+def input_names(kind: type) -> tuple[str, ...]:
+    """Return the names of the marked methods of a class."""
+    return tuple(name for name, member in vars(kind).items() if hasattr(member, _MARK))
