@@ -9,7 +9,7 @@ from gpu_worker.settings import WorkerSettings
 from model_files.errors import ModelError
 from quire.cli.__main__ import COMMANDS, main
 from quire.cli.settings import DownSettings, GenerateSettings
-from quire.cli.up import layout, ports
+from quire.cli.up import layout, ports, processes
 from quire.cli.up.settings import UpSettings
 from rpc.settings import parse_settings
 from scheduler_svc.__main__ import EXIT_STALE_EPOCH
@@ -26,7 +26,7 @@ def plan(settings: UpSettings, environment: dict[str, str] | None = None) -> lay
     firsts = [8001 + 100 * cell for cell in range(len(models))]
     workers = tuple(tuple(range(first + 1, first + 1 + settings.workers)) for first in firsts)
     schedulers = tuple((first, first + 50)[: 1 + settings.standby] for first in firsts)
-    chosen = layout.Addresses(8000, 50051, routers, schedulers, workers)
+    chosen = layout.ServicePorts(8000, 50051, routers, schedulers, workers)
     return layout.plan(settings, models, chosen, Path("/run/quire"), environment or {})
 
 
@@ -284,7 +284,7 @@ def test_several_models_have_schedulers_and_workers_of_their_own_behind_one_rout
 
 def test_what_models_divide_is_what_a_single_one_takes():
     whole = WorkerSettings.model_fields["gpu_memory_utilization"].default
-    assert whole == layout.GPU_MEMORY_UTILIZATION
+    assert whole == processes.GPU_MEMORY_UTILIZATION
 
 
 def test_models_on_demand_start_unloaded_and_have_the_whole_device():
