@@ -141,24 +141,13 @@ async def _run_scheduler(
 
     kv_events, kv_event_service = _open_kv_events(epoch) if settings.kv_events else (None, None)
 
+    open_core: OpenCore = partial(_open_core, settings, recordings, state)
+
     def make_engine(target: str) -> Engine:
-        open_core: OpenCore = partial(_open_core, settings, recordings, state)
-        if kv_events is not None:
-            open_core = kv_events.watched(target, open_core)
-        config = WorkerClientConfig(
-            target=target,
-            epoch=epoch,
-            scheduler_id=settings.scheduler_id,
-            step_timeout_s=settings.step_timeout_s,
-            max_message_mb=settings.max_message_mb,
-            tls=settings.client_tls,
-            lost_after_s=settings.worker_silence_s,
-            is_cut_off=lambda: streams.are_silent,
-        )
         return Engine(
             target,
-            attach=partial(attach, config),
-            open_core=open_core,
+            attach=partial(attach, _client_config(settings, target, epoch, streams)),
+            open_core=open_core if kv_events is None else kv_events.watched(target, open_core),
             make_session=partial(
                 Session,
                 streams=streams,
@@ -170,13 +159,7 @@ async def _run_scheduler(
             owner=fleet,
         )
 
-    registry.register(LoadCollector(roster.loads, roster.unloaded))
-    registry.register(SpaceCollector(roster.spaces))
-    registry.register(
-        QueueCollector(
-            roster.queued_by_tenant, roster.oldest_step_ages_s, lambda: fleet.num_unplaced_seqs
-        )
-    )
+    _register_collectors(registry, fleet)
     health.add_liveness("steps", fleet.describe_stall)
     queue_room = QueueRoomReporter(
         lambda: fleet.queue_room, streams.publish_room, settings.max_waiting
@@ -238,6 +221,32 @@ async def _run_scheduler(
             resizer.stop()
             loading.stop()
             fleet.adapters.stop()
+
+
+def _client_config(
+    settings: SchedulerSettings, target: str, epoch: int, streams: RouterStreams
+) -> WorkerClientConfig:
+    return WorkerClientConfig(
+        target=target,
+        epoch=epoch,
+        scheduler_id=settings.scheduler_id,
+        step_timeout_s=settings.step_timeout_s,
+        max_message_mb=settings.max_message_mb,
+        tls=settings.client_tls,
+        lost_after_s=settings.worker_silence_s,
+        is_cut_off=lambda: streams.are_silent,
+    )
+
+
+def _register_collectors(registry: CollectorRegistry, fleet: Fleet) -> None:
+    roster = fleet.roster
+    registry.register(LoadCollector(roster.loads, roster.unloaded))
+    registry.register(SpaceCollector(roster.spaces))
+    registry.register(
+        QueueCollector(
+            roster.queued_by_tenant, roster.oldest_step_ages_s, lambda: fleet.num_unplaced_seqs
+        )
+    )
 
 
 def _open_kv_events(epoch: int) -> "tuple[KvEvents, Service]":

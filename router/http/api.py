@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import replace
-from importlib.metadata import version
 
 from aiohttp import web
 
@@ -14,17 +13,17 @@ from router.http.answers.objects import model_json
 from router.http.answers.streaming import use_model
 from router.http.anthropic.routes import messages_routes
 from router.http.batches.batches import Batches
-from router.http.batches.routes import FILES, batch_routes
+from router.http.batches.file_routes import FILES, file_routes
+from router.http.batches.routes import batch_routes
 from router.http.body import BodyReader
 from router.http.embeddings import embedding_routes
 from router.http.endpoint import CallId, endpoint, is_resumable, json_response
 from router.http.errors import REQUEST_ID_HEADER, MethodNotAllowedError
-from router.http.lora import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from router.http.openai_responses.routes import responses_routes
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
-from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.http.usage import USAGE, usage_route
+from router.http.vllm_routes import vllm_routes
 from router.operators.adapters_and_models import Operations
 from router.operators.usage import UsageReports
 from router.request.cells import Cells
@@ -97,43 +96,6 @@ def routes(
                 return json_response(model_json(model, created))
         raise ModelNotFoundError(model_id, [model.id for model in models])
 
-    async def create_tokens(request: web.Request, _: CallId) -> web.Response:
-        """Convert a text or a chat to token ids, as vLLM does."""
-        body = await bodies.read(request, TokenizeBody)
-        return json_response(await tokenize(await cells.known(body.model), body))
-
-    async def create_text(request: web.Request, _: CallId) -> web.Response:
-        """Convert token ids to text, with special tokens, as vLLM does."""
-        body = await bodies.read(request, DetokenizeBody)
-        return json_response(await detokenize(await cells.known(body.model), body))
-
-    async def load_lora_adapter(request: web.Request, _: CallId) -> web.Response:
-        """Load a LoRA adapter from a directory on the workers' machines, as vLLM does.
-
-        For operators.
-        """
-        body = await bodies.read(request, LoadAdapterBody)
-        return web.Response(text=await load_adapter(operations, body, request.remote))
-
-    async def unload_lora_adapter(request: web.Request, _: CallId) -> web.Response:
-        """Unload an adapter once its requests have ended, as vLLM does; for operators."""
-        body = await bodies.read(request, UnloadAdapterBody)
-        return web.Response(text=await unload_adapter(operations, body, request.remote))
-
-    async def get_version(_: web.Request, __: CallId) -> web.Response:
-        """Return the service's version."""
-        return json_response({"version": version("quire")})
-
-    async def get_load(request: web.Request, __: CallId) -> web.Response:
-        """Return the number of live sequences (`server_load`) and the load.
-
-        `?model=` selects one model.
-        """
-        load = await cells.load(request.query.get("model", ""))
-        num_live = load.num_requests_running + load.num_requests_waiting + load.num_requests_swapped
-        fields = {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields}
-        return json_response({"server_load": num_live, **fields})
-
     async def refuse(request: web.Request, _: CallId) -> web.Response:
         if request.path in paths:
             raise MethodNotAllowedError(f"{request.path} does not support {request.method}")
@@ -143,16 +105,12 @@ def routes(
         web.post("/v1/completions", endpoint(create_completion)),
         web.post("/v1/chat/completions", endpoint(create_chat)),
         web.get("/v1/models", endpoint(list_models)),
-        web.post("/v1/load_lora_adapter", endpoint(load_lora_adapter)),
-        web.post("/v1/unload_lora_adapter", endpoint(unload_lora_adapter)),
-        web.post("/tokenize", endpoint(create_tokens)),
-        web.post("/detokenize", endpoint(create_text)),
-        web.get("/version", endpoint(get_version)),
-        web.get("/load", endpoint(get_load)),
     ]
+    served += vllm_routes(cells, operations, bodies)
     served += responses_routes(cells, bodies, turns)
     served += messages_routes(cells, bodies)
     if batches is not None:
+        served += file_routes(batches)
         served += batch_routes(batches, bodies)
     if usage is not None:
         served.append(usage_route(usage))

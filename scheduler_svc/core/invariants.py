@@ -7,7 +7,13 @@ import numpy as np
 from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
-from scheduler_svc.core.space.blocks import BlockIdT, BlockPool, DiskBlockId, HostBlockId
+from scheduler_svc.core.space.blocks import (
+    BlockIdT,
+    BlockPool,
+    DeviceBlockId,
+    DiskBlockId,
+    HostBlockId,
+)
 from scheduler_svc.core.space.kv_groups import NULL_BLOCK
 
 _ON_HOST = (SeqStatus.SWAPPED, SeqStatus.MIGRATING)
@@ -19,10 +25,29 @@ def check(core: Scheduler) -> None:
     Raises:
         BrokenInvariantError: The message names what is wrong.
     """
-    pool, rows = core.pool, core.rows
     live = list(core.live)
     running = [seq for seq in live if seq.status in RUNNING]
+    _check_pool(core.pool, _device_holders(core, live))
+    _check_pins(core)
+    _check_host(core, live)
+    _check_disk(core, live)
+    _check_fetching(core, live)
+    _check_rows(core, running)
+    for seq in running:
+        _check_windows(core, seq)
+        _check_running(core, seq)
+    _check_running_set(core, running)
+    _check_queue(core, live)
+    _check_requests(core, live)
+    _check_searches(core, live)
+    _expect(
+        core.steps or not core.steps.hold_blocks,
+        "blocks are held for a step that is not in flight",
+    )
 
+
+def _device_holders(core: Scheduler, live: list[Sequence]) -> Counter[DeviceBlockId]:
+    """Count the holders of each device block."""
     holders = Counter(core.steps.held_blocks)
     for seq in live:
         holders.update(core.groups.held(seq.block_ids))
@@ -31,42 +56,55 @@ def check(core: Scheduler) -> None:
     holders.update(core.takeover.held_device_blocks)
     if not core.groups.is_plain:
         holders[NULL_BLOCK] += 1
-    num_unclaimed = len(core.takeover.unclaimed)
-    _check_pool(pool, holders)
-    _check_pins(core)
-    _check_host(core, live)
-    _check_disk(core, live)
-    _check_fetching(core, live)
+    return holders
 
+
+def _check_rows(core: Scheduler, running: list[Sequence]) -> None:
+    rows = core.rows
     owned = [seq.row for seq in running if seq.row is not None]
     all_rows = owned + core.steps.held_rows + list(rows.free)
     _expect(
         sorted(all_rows) == list(range(rows.max_num_seqs)), "a row is missing, or counted twice"
     )
-    for seq in running:
-        _check_windows(core, seq)
-        assert seq.row is not None
-        _expect(rows.owner(seq.row) is seq, f"row {seq.row} has another owner")
-        (account,) = rows.accounts.count(np.array([seq.row], np.int32))
-        _expect(account == (seq.rank.account, 1), f"row {seq.row} is of another account")
-        slots = len(seq.block_ids) // core.groups.num * core.config.block_size
-        known = rows.num_tokens(seq.row)
-        _expect(known - 1 <= slots, f"sequence {seq.seq_id} has {known} tokens and {slots} slots")
-        if seq.status is SeqStatus.PREFILL:
-            _expect(seq.num_computed_tokens < known, "a computed prompt is still in prefill")
-            start = seq.num_computed_tokens // core.config.block_size * core.groups.num
-            writable = core.groups.held(seq.block_ids[start:])
-            _expect(
-                all(pool.ref_count(block) == 1 for block in writable),
-                f"sequence {seq.seq_id} would write a shared block",
-            )
 
+
+def _check_running(core: Scheduler, seq: Sequence) -> None:
+    """Check the row, the account and the blocks of a running sequence."""
+    rows = core.rows
+    assert seq.row is not None
+    _expect(rows.owner(seq.row) is seq, f"row {seq.row} has another owner")
+    (account,) = rows.accounts.count(np.array([seq.row], np.int32))
+    _expect(account == (seq.rank.account, 1), f"row {seq.row} is of another account")
+    slots = len(seq.block_ids) // core.groups.num * core.config.block_size
+    known = rows.num_tokens(seq.row)
+    _expect(known - 1 <= slots, f"sequence {seq.seq_id} has {known} tokens and {slots} slots")
+    if seq.status is SeqStatus.PREFILL:
+        _expect(seq.num_computed_tokens < known, "a computed prompt is still in prefill")
+        start = seq.num_computed_tokens // core.config.block_size * core.groups.num
+        writable = core.groups.held(seq.block_ids[start:])
+        _expect(
+            all(core.pool.ref_count(block) == 1 for block in writable),
+            f"sequence {seq.seq_id} would write a shared block",
+        )
+
+
+def _check_running_set(core: Scheduler, running: list[Sequence]) -> None:
     _expect(
         set(core.running) == set(running)
         and list(core.running.prefilling)
         == sorted((s for s in running if s.status is SeqStatus.PREFILL), key=lambda s: s.order),
         "the running sequences are not those listed",
     )
+    next_step = core.steps.last + 1
+    decoding = [seq for seq in running if seq.status is SeqStatus.DECODE]
+    _expect(
+        core.running.num_decoding
+        == sum(s.last_step is None or s.last_step >= next_step for s in decoding),
+        "the decoding sequences are miscounted",
+    )
+
+
+def _check_queue(core: Scheduler, live: list[Sequence]) -> None:
     waiting = [seq for seq in live if seq.status in QUEUED]
     _expect(
         len(core.queue) == len(waiting) and all(seq in core.queue for seq in waiting),
@@ -80,6 +118,10 @@ def check(core: Scheduler) -> None:
     if waiting:
         first = min(waiting, key=core.queue.sort_key)
         _expect(core.queue.first() is first, "another sequence is the first in order")
+
+
+def _check_requests(core: Scheduler, live: list[Sequence]) -> None:
+    """Check that siblings have one leader, and that outputs are counted by priority."""
     siblings = [sibling for seq in live for sibling in seq.siblings]
     _expect(
         {seq for seq in live if seq.status is SeqStatus.SIBLING} == set(siblings)
@@ -91,6 +133,10 @@ def check(core: Scheduler) -> None:
         core.live.num_foreground == sum(not each.request.is_background for each in outputs),
         "the outputs above the lowest priority are miscounted",
     )
+
+
+def _check_searches(core: Scheduler, live: list[Sequence]) -> None:
+    rows, num_unclaimed = core.rows, len(core.takeover.unclaimed)
     groups = {id(seq.group): seq.group for seq in live if seq.group is not None}.values()
     _expect(
         rows.num_reserved
@@ -108,17 +154,6 @@ def check(core: Scheduler) -> None:
             bool(group.places) == (group in list(core.beams)),
             f"the search of sequence {group.leader.seq_id} runs but is not listed, or the reverse",
         )
-    next_step = core.steps.last + 1
-    decoding = [seq for seq in running if seq.status is SeqStatus.DECODE]
-    _expect(
-        core.running.num_decoding
-        == sum(s.last_step is None or s.last_step >= next_step for s in decoding),
-        "the decoding sequences are miscounted",
-    )
-    _expect(
-        core.steps or not core.steps.hold_blocks,
-        "blocks are held for a step that is not in flight",
-    )
 
 
 def _check_windows(core: Scheduler, seq: Sequence) -> None:

@@ -17,6 +17,7 @@ from contract.errors import (
     QuireError,
 )
 from router.access.api_keys import key_of_call
+from router.access.tenancy import TENANT_KEY
 from router.http.answers.objects import Json
 from router.http.batches.lines import (
     EMBEDDINGS_KIND,
@@ -78,6 +79,10 @@ class Batches:
     @property
     def store(self) -> BatchStore:
         return BatchStore(self.turns.store.database)
+
+    def tenant_of(self, headers: Mapping[str, str]) -> str:
+        """Return the tenant of a call with these headers."""
+        return self.cells.entry.tenant_of(headers.get(TENANT_KEY, ""))
 
     async def file(self, tenant: str, file_id: str) -> File:
         """Return a file; raises NotFoundError."""

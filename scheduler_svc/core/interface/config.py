@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from contract.info import MemoryLevel
 from contract.worker_limits import KvWindow, window_length
@@ -140,6 +141,24 @@ class SchedulerConfig:
         return min(self.busy_step_tokens, self.max_prefill_chunk or self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:
+        for name in _AT_LEAST_1:
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise ValueError(f"{name} is {number}; it must be at least 1")
+        for name in _AT_LEAST_0:
+            if (number := getattr(self, name)) is not None and not number >= 0:  # also for NaN
+                raise ValueError(f"{name} is {number}; it must be at least 0")
+        for name in _SHARES:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1]")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark is {self.watermark}; it must be in [0, 1)")
+        lengths = [window_length(window) for window in self.kv_windows]
+        if not lengths or any(length is not None and length < 1 for length in lengths):
+            raise ValueError(f"kv_windows is {self.kv_windows}; each must be None or at least 1")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Check the fields whose limits are other fields."""
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least "
@@ -155,57 +174,43 @@ class SchedulerConfig:
                 f"min_num_blocks is {self.min_num_blocks}; it must be at most num_blocks,"
                 f" {self.num_blocks}"
             )
-        for name in (
-            "num_blocks",
-            "min_num_blocks",
-            "block_size",
-            "max_num_seqs",
-            "max_model_len",
-            "max_waiting",
-            "max_long_prefills",
-            "max_defragment_moves",
-            "max_disk_moves",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        lengths = [window_length(window) for window in self.kv_windows]
-        if not lengths or any(length is not None and length < 1 for length in lengths):
-            raise ValueError(f"kv_windows is {self.kv_windows}; each must be None or at least 1")
         if not 0 <= self.num_draft_tokens < self.block_size:
             raise ValueError(
                 f"num_draft_tokens is {self.num_draft_tokens}; it must be at least 0 and less"
                 f" than block_size, {self.block_size}"
             )
-        for name in ("max_prefill_chunk", "num_saturating_tokens"):
-            if (number := getattr(self, name)) is not None and number < 1:
-                raise ValueError(f"{name} is {number}; it must be at least 1")
-        for name in (
-            "num_host_blocks",
-            "bytes_per_block",
-            "swap_bytes_per_s",
-            "prefill_tokens_per_s",
-            "defragment_interval_s",
-            "num_disk_blocks",
-            "disk_bytes_per_s",
-            "claim_s",
-        ):
-            if not getattr(self, name) >= 0:  # also for NaN
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.num_disk_blocks and not self.num_host_blocks:
             raise ValueError(
                 f"num_disk_blocks is {self.num_disk_blocks}; without host blocks it must be 0"
             )
-        if self.max_swap_blocks < 1:
-            raise ValueError(f"max_swap_blocks is {self.max_swap_blocks}; it must be at least 1")
-        if self.long_prefill_threshold is not None and self.long_prefill_threshold < 0:
-            raise ValueError(
-                f"long_prefill_threshold is {self.long_prefill_threshold}; it must be at least 0"
-            )
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark is {self.watermark}; it must be in [0, 1)")
-        for name in ("max_pinned_share", "max_tenant_pinned_share", "defragment_threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1]")
+
+
+_AT_LEAST_1: Final = (
+    "num_blocks",
+    "min_num_blocks",
+    "block_size",
+    "max_num_seqs",
+    "max_model_len",
+    "max_waiting",
+    "max_prefill_chunk",
+    "num_saturating_tokens",
+    "max_long_prefills",
+    "max_defragment_moves",
+    "max_disk_moves",
+    "max_swap_blocks",
+)
+_AT_LEAST_0: Final = (
+    "num_host_blocks",
+    "bytes_per_block",
+    "swap_bytes_per_s",
+    "prefill_tokens_per_s",
+    "defragment_interval_s",
+    "num_disk_blocks",
+    "disk_bytes_per_s",
+    "long_prefill_threshold",
+    "claim_s",
+)
+_SHARES: Final = ("max_pinned_share", "max_tenant_pinned_share", "defragment_threshold")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from test_batches import KEPT, created, ended, serving
 
 from contract.errors import TooBusyError
 from router.http.api import routes
-from router.http.batches import routes as file_routes
-from router.http.batches import transfers
+from router.http.batches import file_routes, transfers
 from router.http.batches.batches import Batches
 from router.http.batches.places import Places
 from router.turns.turns import Turns
