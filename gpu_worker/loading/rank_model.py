@@ -27,7 +27,7 @@ from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.parallel.member import Member
 from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.ranks.shards import Place
-from gpu_worker.sampling.grammar_masks import StructuredOutput
+from gpu_worker.sampling.grammar_masks import RowGrammars
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.speculative.draft_model import DraftModel, ModelDrafter, load_draft_model
 from gpu_worker.speculative.drafter import Drafter
@@ -324,13 +324,13 @@ def _drafter(
 
 def _structured_output(
     directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
-) -> StructuredOutput | None:
+) -> RowGrammars | None:
     """Make the grammar compiler for the model; None, with a warning, if it supports no grammars."""
     if not eos_token_ids:
         _log.warning("no structured output: the model has no end-of-sequence token")
         return None
     try:
-        return StructuredOutput(
+        return RowGrammars(
             directory / "tokenizer.json",
             vocab_size,
             eos_token_ids,

@@ -136,7 +136,7 @@ class _Row:
         return True
 
 
-class StructuredOutput:
+class RowGrammars:
     """The grammars of rows that have one, from `add` to `release`."""
 
     def __init__(

@@ -20,7 +20,7 @@ from contract.arrays import Int32Array, Int64Array
 from contract.sampling import SamplingParams
 from gpu_worker.memory.transfer import upload
 from gpu_worker.sampling.draw import draw, uniforms
-from gpu_worker.sampling.grammar_masks import ForcedTokens, StructuredOutput
+from gpu_worker.sampling.grammar_masks import ForcedTokens, RowGrammars
 from gpu_worker.sampling.params import NO_TOKEN, SamplingTable
 from gpu_worker.sampling.penalties import TokenCounts
 from gpu_worker.sampling.sampled_tokens import Sampled, SampledLogprobs
@@ -49,7 +49,7 @@ class Sampler:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
-        structured: StructuredOutput | None = None,
+        structured: RowGrammars | None = None,
     ) -> None:
         """`structured` may be None if no row has a grammar."""
         self._device = device

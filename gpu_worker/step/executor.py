@@ -28,7 +28,7 @@ from gpu_worker.lora.step_adapters import NO_ADAPTERS, AdapterTable
 from gpu_worker.memory.elastic import OutOfMemoryError, VirtualMemoryError
 from gpu_worker.models.attention import Decoder
 from gpu_worker.ranks.collectives import Ranks
-from gpu_worker.sampling.grammar_masks import StructuredOutput
+from gpu_worker.sampling.grammar_masks import RowGrammars
 from gpu_worker.sampling.sampled_tokens import NOTHING_SAMPLED, Readback, merged
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.sampling.shared_sampling import Sampling, share_sampling
@@ -38,7 +38,7 @@ from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.block_moves import BlockMoves, Pool
 from gpu_worker.step.graphs.cuda_graphs import GraphBackend
 from gpu_worker.step.model_runner import ModelRunner
-from gpu_worker.step.prompt_logprobs import PromptScores
+from gpu_worker.step.prompt_logprobs import PromptScoresReadback
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.spans import SequenceSpans
 from gpu_worker.step.timing import BusyClock, head_start_s
@@ -53,7 +53,7 @@ class LaunchedStep:
     scheduled: ScheduledRows
     readback: Readback | None
     """None if no row samples."""
-    prompt_scores: tuple[PromptScores, ...]
+    prompt_scores: tuple[PromptScoresReadback, ...]
     """Empty if no prompt is scored."""
     failed_swap_in_block_ids: Int32Array
     start_s: float
@@ -89,7 +89,7 @@ class Executor:
         spans: SequenceSpans | None = None,
         host_pool: HostPool | None = None,
         disk_pool: DiskPool | None = None,
-        structured: StructuredOutput | None = None,
+        structured: RowGrammars | None = None,
         ranks: Ranks | None = None,
         drafter: Drafter | None = None,
         adapters: Mapping[int, Adapter] = NO_ADAPTERS,
@@ -267,7 +267,7 @@ class Executor:
         with timeline.span("move blocks"):
             failed_swap_ins = self._moves.start(plan)
         readback: Readback | None = None
-        prompt_scores: tuple[PromptScores, ...] = ()
+        prompt_scores: tuple[PromptScoresReadback, ...] = ()
         if len(scheduled.rows):
             sampled, prompt_scores = self._model_runner.run(scheduled)
             if sampled:

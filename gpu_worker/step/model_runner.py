@@ -22,7 +22,7 @@ from gpu_worker.step.graphs.decode_graphs import Decoded, DecodeGraphs
 from gpu_worker.step.graphs.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
 from gpu_worker.step.pooling import Pooler, sample_or_pool
-from gpu_worker.step.prompt_logprobs import PromptScores, score_prompts
+from gpu_worker.step.prompt_logprobs import PromptScoresReadback, score_prompts
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.step_halving import TokenLimit, halves
 from gpu_worker.weights.json_fields import ModelError
@@ -129,7 +129,9 @@ class ModelRunner:
         slots = self._slots if has_adapters else None
         return self._pool, self._limits, self._last_token_ids, slots
 
-    def run(self, scheduled: ScheduledRows) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+    def run(
+        self, scheduled: ScheduledRows
+    ) -> tuple[tuple[Sampled, ...], tuple[PromptScoresReadback, ...]]:
         """Compute a step's tokens, sample, and score prompts that ask for it.
 
         Returns:
@@ -142,7 +144,7 @@ class ModelRunner:
 
     def _run(
         self, scheduled: ScheduledRows
-    ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+    ) -> tuple[tuple[Sampled, ...], tuple[PromptScoresReadback, ...]]:
         """Do as `run` does; if memory is short, compute the step in parts, one after another."""
         is_graph = self._decode_graphs(scheduled) is not None
         if is_graph or self._token_limit.allows(scheduled.num_tokens):
@@ -163,7 +165,7 @@ class ModelRunner:
         if (parts := halves(scheduled)) is None:
             return self._run_at_once(scheduled)
         sampled: list[Sampled] = []
-        scores: list[PromptScores] = []
+        scores: list[PromptScoresReadback] = []
         for part in parts:
             part_sampled, part_scores = self._run(part)
             sampled += map(_kept, part_sampled)
@@ -186,7 +188,7 @@ class ModelRunner:
 
     def _run_at_once(
         self, scheduled: ScheduledRows
-    ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+    ) -> tuple[tuple[Sampled, ...], tuple[PromptScoresReadback, ...]]:
         prompt_scores = decoded = None
         if (decodes := self._decode_graphs(scheduled)) is not None:
             with timeline.span("replay"):
@@ -201,7 +203,7 @@ class ModelRunner:
 
     def _forward(
         self, scheduled: ScheduledRows
-    ) -> tuple[torch.Tensor, torch.Tensor, PromptScores | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, PromptScoresReadback | None]:
         """Return the hidden states `[N, E]` to sample from, their rows, and prompt scores."""
         table = self._sampler.table
         is_scored = table.wants_prompt_logprobs[scheduled.rows].any()

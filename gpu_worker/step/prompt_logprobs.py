@@ -31,7 +31,7 @@ class _Part:
     num_top: int
 
 
-class PromptScores:
+class PromptScoresReadback:
     """One step's prompt scores, while they are copied to the host."""
 
     def __init__(
@@ -67,7 +67,7 @@ def score_prompts(
     scheduled: ScheduledRows,
     table: SamplingTable,
     logits: Callable[[torch.Tensor], torch.Tensor],
-) -> PromptScores | None:
+) -> PromptScoresReadback | None:
     """Score the prompt tokens that a step computes; None if no row wants any.
 
     Args:
@@ -104,4 +104,4 @@ def score_prompts(
         best = logprobs.topk(min(num_top, vocab_size), dim=1)
         top_ids.append(best.indices)
         top.append(best.values)
-    return PromptScores(parts, torch.cat(chosen), torch.cat(top_ids), torch.cat(top))
+    return PromptScoresReadback(parts, torch.cat(chosen), torch.cat(top_ids), torch.cat(top))

@@ -44,7 +44,7 @@ def pack_integers(
     offsets: torch.Tensor | None,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
-) -> "PackedLinear":
+) -> "QuantizedLinear":
     """Lay out a quantized weight as `kernels.cpu.linear.pack_integers` does; `can_pack` must hold.
 
     Scales and offsets are rounded to float16; at 4 bits, they are for values from 0 to 15.
@@ -84,7 +84,7 @@ def batch_invariant(linear: Linear, dtype: torch.dtype) -> Linear:
         return OneTileLinear(linear.weight, linear.bias)
     if isinstance(linear, ScaledLinear):
         linear = _packed(linear.weight.t(), linear.scales, None, linear.bias, dtype)
-    if isinstance(linear, PackedLinear):
+    if isinstance(linear, QuantizedLinear):
         return replace(linear, has_one_tile=True)
     return linear  # a CPU's map
 
@@ -95,9 +95,9 @@ def _packed(
     offsets: torch.Tensor | None,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
-) -> "PackedLinear":
+) -> "QuantizedLinear":
     offsets = None if offsets is None else offsets.contiguous()
-    linear = PackedLinear(values.contiguous(), scales.contiguous(), offsets, bias)
+    linear = QuantizedLinear(values.contiguous(), scales.contiguous(), offsets, bias)
     linear.compile(dtype)
     return linear
 
@@ -127,7 +127,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedLinear:
+class QuantizedLinear:
     """A map whose weight is dequantized within the product; see `ops.quantized_linear`."""
 
     values: torch.Tensor

@@ -8,7 +8,7 @@ import structlog
 
 from contract.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from quire.v1 import requests_pb2
-from router.request.admission import Admitted
+from router.request.admission import AdmittedRequest
 from router.request.cells import Cells
 from rpc.security.operators import Operators
 
@@ -68,7 +68,7 @@ class LiveRequests:
             )
         return ended
 
-    def _find(self, asked: requests_pb2.RequestFilter) -> Sequence[Admitted]:
+    def _find(self, asked: requests_pb2.RequestFilter) -> Sequence[AdmittedRequest]:
         now = asyncio.get_running_loop().time()
         return [
             each
@@ -79,7 +79,7 @@ class LiveRequests:
         ]
 
 
-def _to_proto(admitted: Admitted) -> requests_pb2.LiveRequest:
+def _to_proto(admitted: AdmittedRequest) -> requests_pb2.LiveRequest:
     proto = requests_pb2.LiveRequest(
         request_id=admitted.request_id,
         tenant=admitted.tenant,

@@ -65,7 +65,7 @@ class Calls:
         self.source.mark()
 
 
-class Body(Protocol):
+class CallSyntax(Protocol):
     """The syntax between a call's markers."""
 
     def read(self, calls: Calls) -> Reading[None]:
@@ -341,7 +341,7 @@ class PythonicBody:
 class Syntax:
     """The syntax of calls in a model family."""
 
-    body: Body
+    body: CallSyntax
     call: tuple[str, str] = ("", "")
     """The markers around each call."""
     section: tuple[str, str] | None = None

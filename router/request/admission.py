@@ -30,7 +30,7 @@ _LAST_BYTES_S = 0.2
 
 
 @dataclass(slots=True, eq=False)
-class Admitted:
+class AdmittedRequest:
     """One request, from its admission until its reader has finished or left."""
 
     tenant: str
@@ -58,7 +58,7 @@ class Admission:
 
     def __init__(self, max_live_requests: int) -> None:
         self._max_live_requests = max_live_requests
-        self._admitted: dict[tuple[str, str], Admitted] = {}
+        self._admitted: dict[tuple[str, str], AdmittedRequest] = {}
         self._is_draining = False
         self._drained = asyncio.Event()
 
@@ -69,11 +69,11 @@ class Admission:
         return key in self._admitted
 
     @property
-    def admitted(self) -> tuple[Admitted, ...]:
+    def admitted(self) -> tuple[AdmittedRequest, ...]:
         """The admitted requests, oldest first."""
         return tuple(self._admitted.values())
 
-    def find(self, tenant: str, request_id: str) -> Admitted | None:
+    def find(self, tenant: str, request_id: str) -> AdmittedRequest | None:
         """Return the request with this tenant and id."""
         return self._admitted.get((tenant, request_id))
 
@@ -86,7 +86,7 @@ class Admission:
                 " live (--max-live-requests)",
             )
 
-    def admit(self, tenant: str, request_id: str, model: str) -> Admitted:
+    def admit(self, tenant: str, request_id: str, model: str) -> AdmittedRequest:
         """Admit a request, and begin its span, which `release` ends.
 
         `model` is the model's name in the router's flags. Raises `UnavailableError` during a drain;
@@ -102,7 +102,9 @@ class Admission:
                 f"{len(self._admitted)} requests are live; the limit is {self._max_live_requests}"
             )
         span = telemetry.tracer().start_span("request", kind=SpanKind.SERVER)
-        admitted = Admitted(tenant, request_id, model, span, asyncio.get_running_loop().time())
+        admitted = AdmittedRequest(
+            tenant, request_id, model, span, asyncio.get_running_loop().time()
+        )
         self._admitted[tenant, request_id] = admitted
         of_model(model).num_requests_live.inc()
         return admitted

@@ -20,7 +20,7 @@ from contract.request import GenerateRequest, Model, ResumeRequest
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
 from router.live.live_request import LiveRequest
-from router.request.admission import Admitted
+from router.request.admission import AdmittedRequest
 from router.request.inference import Inference, refusals_counted
 from router.request.on_demand import OnDemand, is_patient
 from router.request.shared_admission import Entry
@@ -199,7 +199,7 @@ class Cells:
                 each.end(AbortedError(f"request {each.request_id!r} was aborted"))
 
     @property
-    def admitted(self) -> Sequence[Admitted]:
+    def admitted(self) -> Sequence[AdmittedRequest]:
         """This router's requests that still have a reader, oldest first."""
         return self.entry.admission.admitted
 

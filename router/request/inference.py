@@ -32,7 +32,7 @@ from router.live.output import LiveOutput
 from router.live.stop_strings import StopMatcher
 from router.live.usage import UsageKey
 from router.request import span as request_span
-from router.request.admission import Admitted
+from router.request.admission import AdmittedRequest
 from router.request.model_text import ModelText
 from router.request.shared_admission import Entry
 from router.request.validation import check_request, complete_sampling
@@ -143,7 +143,7 @@ class Inference:
         self,
         request: GenerateRequest,
         model: Model,
-        admitted: Admitted,
+        admitted: AdmittedRequest,
         lease: Lease,
         *,
         is_kept: bool,
@@ -345,7 +345,7 @@ class Inference:
     def _start_resumed(
         self,
         found: Resumption,
-        admitted: Admitted,
+        admitted: AdmittedRequest,
         deadline: float | None,
         model: Model,
         lease: Lease,

@@ -48,7 +48,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Batch:
+class TurnChanges:
     """The changes that one transaction writes."""
 
     accepted: list[Turn] = field(default_factory=list)
@@ -77,16 +77,16 @@ class TurnStore:
 
     # --- for the owner --------------------------------------------------------------------------
 
-    async def write(self, batch: Batch) -> set[str]:
-        """Write a batch atomically; renew the leases of this router's turns.
+    async def write(self, changes: TurnChanges) -> set[str]:
+        """Write changes atomically; renew the leases of this router's turns.
 
-        Returns the ids of all turns of this router. Other turns of `batch.accepted` and
-        `batch.progress` are not written: their key was taken, another router owns them, or they
+        Returns the ids of all turns of this router. Other turns of `changes.accepted` and
+        `changes.progress` are not written: their key was taken, another router owns them, or they
         were deleted.
         """
-        return await self.database.run(lambda cursor, db: self._write(cursor, db, batch))
+        return await self.database.run(lambda cursor, db: self._write(cursor, db, changes))
 
-    def _write(self, cursor: Cursor, db: Connection, batch: Batch) -> set[str]:
+    def _write(self, cursor: Cursor, db: Connection, changes: TurnChanges) -> set[str]:
         now = db.now(cursor)
         lease_until = now + LEASE_S
         cursor.execute(
@@ -97,23 +97,23 @@ class TurnStore:
         own = {turn_id for (turn_id,) in cursor.fetchall()}
         own |= {
             turn.id
-            for turn in batch.accepted
+            for turn in changes.accepted
             if insert_turn(cursor, turn, self._owner, lease_until)
         }
         group_to_counts: defaultdict[str, GroupCounts] = defaultdict(GroupCounts)
-        for progress in batch.progress:
+        for progress in changes.progress:
             if progress.turn_id not in own:
                 continue
             _write_progress(cursor, progress)
             if (end := progress.end) is not None and (group := _write_end(cursor, progress, end)):
                 group_to_counts[group] += counts_of(end)
         add_counts(cursor, group_to_counts)
-        for turn_id in batch.released:
+        for turn_id in changes.released:
             cursor.execute(
                 "UPDATE turns SET owner = '', lease_until = 0 WHERE id = ? AND owner = ?",
                 (turn_id, self._owner),
             )
-        number, used = batch.usage
+        number, used = changes.usage
         if used:
             add_once(cursor, now, self._owner, number, used)
         return own

@@ -35,7 +35,7 @@ from router.request.on_demand import is_patient
 from router.schedulers.wire import record_from_bytes, record_to_bytes
 from router.turns.claims import Models
 from router.turns.running import MovedError, RunningTurn, Seen
-from router.turns.store import SWEEP_LIMIT, Batch, TurnStore
+from router.turns.store import SWEEP_LIMIT, TurnChanges, TurnStore
 from router.turns.turn import Answer, StoreError, Turn, TurnEnd, TurnStatus
 
 log = structlog.get_logger()
@@ -418,14 +418,14 @@ class Turns:
         usage = self._usage.take() if has_usage else _NO_USAGE
         if not (accepted or written or usage[1]):
             return
-        batch = Batch(
+        changes = TurnChanges(
             [turn for turn, _ in accepted],
             [progress for progress, _ in written.values()],
             list(self._released),
             usage,
         )
         try:
-            own = await self.store.write(batch)
+            own = await self.store.write(changes)
         except StoreError as error:
             for _, kept in accepted:
                 if not kept.done():
@@ -436,7 +436,7 @@ class Turns:
             raise
         if usage[1]:
             self._usage.kept()
-        self._released = own - {*self._running, *(turn.id for turn in batch.accepted)}
+        self._released = own - {*self._running, *(turn.id for turn in changes.accepted)}
         for turn, kept in accepted:
             if not kept.done():
                 kept.set_result(turn.id in own)
@@ -532,7 +532,7 @@ class Turns:
         await self._release(list(self._running.values()))
         with contextlib.suppress(StoreError):
             while (usage := self._usage.take())[1]:
-                await self.store.write(Batch(usage=usage))
+                await self.store.write(TurnChanges(usage=usage))
                 self._usage.kept()
         await self.store.database.close()
 
@@ -546,7 +546,7 @@ class Turns:
             each.move()
         with contextlib.suppress(StoreError):  # on failure, their leases expire
             await self.store.write(
-                Batch(progress=progress, released=[each.turn.id for each in leaving])
+                TurnChanges(progress=progress, released=[each.turn.id for each in leaving])
             )
 
 

@@ -19,7 +19,7 @@ from rpc.http2.headers import Headers, Metadata, RefusedRequestError, read_reque
 from rpc.http2.inbox import Inbox
 from rpc.http2.limits import FrameBudget, Limits
 from rpc.http2.outbox import Outbox, OutStream
-from rpc.http2.turns import Turns
+from rpc.http2.turns import ParsingTurns
 from rpc.security.client_certificates import auth_context
 
 _PREFACE_S: Final = 10.0
@@ -50,7 +50,7 @@ class Host(Protocol):
     limits: Limits
     connections: set["Connection"]
     is_stopping: bool
-    turns: Turns
+    turns: ParsingTurns
 
     async def find_handler(self, method: str, metadata: Metadata) -> Any:
         """Return the handler of a call; None: the method is unknown."""

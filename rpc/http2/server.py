@@ -15,7 +15,7 @@ from rpc.http2.connection import Connection
 from rpc.http2.headers import Metadata
 from rpc.http2.limits import Limits
 from rpc.http2.ports import ListeningPath, listen_at
-from rpc.http2.turns import Turns
+from rpc.http2.turns import ParsingTurns
 
 _HANDSHAKE_S: Final = 10.0
 _UNIX: Final = "unix:"
@@ -50,7 +50,7 @@ class Http2Server:
         self.limits = limits
         self.connections: set[Connection] = set()
         self.is_stopping = False
-        self.turns = Turns()
+        self.turns = ParsingTurns()
         self._shares_port = shares_port
         self._method_to_handler: dict[str, Any] = {}
         self._generic: list[grpc.GenericRpcHandler[Any, Any]] = []

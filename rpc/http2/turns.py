@@ -16,7 +16,7 @@ class Parser(Protocol):
         """Parse a slice; return whether there are more bytes. Raises nothing."""
 
 
-class Turns:
+class ParsingTurns:
     """Lets connections parse in turn, so that many small frames do not hold the event loop.
 
     The limit on time is for all connections together, so it holds for any number of clients.

@@ -20,7 +20,7 @@ from contract.errors import FailedPreconditionError, QuireError, UnavailableErro
 from contract.step import StepId
 from contract.worker_limits import STATE_WINDOW
 from rpc.tasks import BackgroundTasks
-from scheduler_svc.core.handover.moved_request import MovableRequest, Progress
+from scheduler_svc.core.handover.moved_request import CopyProgress, MovableRequest
 from scheduler_svc.core.interface.config import SchedulerLoad
 from scheduler_svc.core.interface.request import SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
@@ -127,7 +127,7 @@ class Handoff:
                     self._give_up(ahead)
 
     def _choose_again(
-        self, ahead: _Ahead | None, source: Engine, giving: Session, progress: Progress
+        self, ahead: _Ahead | None, source: Engine, giving: Session, progress: CopyProgress
     ) -> _Ahead | None:
         """Choose a worker with room; if there is none, return `ahead` to wait for its worker."""
         if (found := self._find_target(giving, progress)) is None:
@@ -143,7 +143,7 @@ class Handoff:
         ahead.copy.give_up()
         self._ahead.discard(ahead)
 
-    async def _advance(self, progress: Progress, source: Engine, ahead: _Ahead) -> bool:
+    async def _advance(self, progress: CopyProgress, source: Engine, ahead: _Ahead) -> bool:
         """Copy new blocks, or move the request; return whether to call this again at once.
 
         Raises:
@@ -164,7 +164,7 @@ class Handoff:
             await self._migrator.run(progress.live, source, ahead.engine)
         return may_move
 
-    def _find_target(self, giving: Session, progress: Progress) -> Engine | None:
+    def _find_target(self, giving: Session, progress: CopyProgress) -> Engine | None:
         """Of the decode workers with room for a request, find the one with the fewest sequences."""
         now = time.monotonic()
         found: list[tuple[int, Engine]] = []
@@ -186,7 +186,7 @@ class Handoff:
                 found.append((load.num_running + load.num_waiting + num_bound, engine))
         return min(found, key=lambda each: each[0])[1] if found else None
 
-    def _has_room(self, ahead: _Ahead, progress: Progress) -> bool:
+    def _has_room(self, ahead: _Ahead, progress: CopyProgress) -> bool:
         copy = ahead.copy
         return _has_room(copy.taking.load(), progress.live, copy.num_reserved)
 
@@ -199,7 +199,7 @@ def _keeps_states(session: Session) -> bool:
     return STATE_WINDOW in session.info.limits.kv_windows
 
 
-def _progress(name: _Name, core: Scheduler) -> Progress | None:
+def _progress(name: _Name, core: Scheduler) -> CopyProgress | None:
     return core.moves.progress(*name)
 
 

@@ -115,7 +115,7 @@ from gpu_worker.lora.adapter_files import load_adapter  # noqa: E402
 from gpu_worker.lora.slots import AdapterSlots  # noqa: E402
 from gpu_worker.models.registry import open_model  # noqa: E402
 from gpu_worker.ranks.shards import Place  # noqa: E402
-from gpu_worker.sampling.grammar_masks import StructuredOutput as Grammars  # noqa: E402
+from gpu_worker.sampling.grammar_masks import RowGrammars  # noqa: E402
 from gpu_worker.sampling.sampler import Sampler  # noqa: E402
 from gpu_worker.speculative.draft_model import load_draft_model  # noqa: E402
 from gpu_worker.speculative.lengths import DraftLengths  # noqa: E402
@@ -225,7 +225,7 @@ def make_worker():
     executor = Executor(
         *(source.load(dtype, CPU, lambda _: None), pool, limits, config.eos_token_ids, CPU),
         host_pool=HostPool(pool.blocks_as_bytes, limits.num_host_blocks, streams=NoStreams()),
-        structured=Grammars(
+        structured=RowGrammars(
             MODEL / "tokenizer.json", config.vocab_size, config.eos_token_ids, CPU, is_beside=False
         ),
         ranks=ranks,

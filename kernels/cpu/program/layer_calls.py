@@ -21,7 +21,7 @@ from kernels.cpu.program.workspace import NativeShape, Workspace
 _DTYPE: Final = DTYPES[torch.bfloat16]
 
 
-class Rows(NamedTuple):
+class RowFields(NamedTuple):
     """Names of the numbers that describe some rows: count, start of each sequence, adapters."""
 
     num: Field
@@ -29,8 +29,10 @@ class Rows(NamedTuple):
     adapters: Field
 
 
-ALL: Final = Rows(StepField.NUM_TOKENS, StepField.QUERY_START_LOC, StepField.ADAPTERS)
-WANTED: Final = Rows(StepField.NUM_WANTED, StepField.WANTED_START_LOC, StepField.WANTED_ADAPTERS)
+ALL: Final = RowFields(StepField.NUM_TOKENS, StepField.QUERY_START_LOC, StepField.ADAPTERS)
+WANTED: Final = RowFields(
+    StepField.NUM_WANTED, StepField.WANTED_START_LOC, StepField.WANTED_ADAPTERS
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +136,7 @@ class LayerCalls:
         layer: NativeLayer,
         caches: LayerCaches,
         work: Workspace,
-        rows: Rows,
+        rows: RowFields,
         partials: str | None,
     ) -> tuple[Call, ...]:
         """Return the calls from `work.query` to `work.attended`.
@@ -227,7 +229,7 @@ class _Maps(NamedTuple):
     library: Library
     layer: int
     work: Workspace
-    rows: Rows
+    rows: RowFields
     ahead: Mapping[str, KvAhead]
 
     def calls(

@@ -35,7 +35,7 @@ class MovableRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class CopyProgress:
     """The progress of a request whose blocks are copied to another core while it runs."""
 
     live: MovableRequest

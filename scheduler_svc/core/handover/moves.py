@@ -24,6 +24,7 @@ from contract.hashing import BlockHash, extend_chain, root_hash
 from contract.request import MAX_N
 from contract.step import StepId
 from scheduler_svc.core.handover.moved_request import (
+    CopyProgress,
     Export,
     ExportId,
     Import,
@@ -31,7 +32,6 @@ from scheduler_svc.core.handover.moved_request import (
     MovableRequest,
     MovedRequest,
     MovedSequence,
-    Progress,
 )
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.interface.errors import MigrationRefusedError, RequestTooLongError
@@ -130,7 +130,7 @@ class Moves:
         )
         return [(request.source, request.first_seq_key) for request in requests]
 
-    def progress(self, source: SourceId, first_seq_key: SeqKey) -> Progress | None:
+    def progress(self, source: SourceId, first_seq_key: SeqKey) -> CopyProgress | None:
         """Return the state of a request before its move; None: it has ended, or is leaving."""
         seqs = self._group(source, first_seq_key)
         if not seqs or any(seq.status is SeqStatus.MIGRATING for seq in seqs):
@@ -142,7 +142,7 @@ class Moves:
             and seqs[0].request.reads_prefix_cache
             and not any(seq.status in _WITH_KV_BELOW for seq in seqs)
         )
-        return Progress(self._describe(seqs), can_copy, tuple(hashes), self._decodes(seqs))
+        return CopyProgress(self._describe(seqs), can_copy, tuple(hashes), self._decodes(seqs))
 
     # --- source core ----------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Moves:
         )
 
     def _decodes(self, seqs: list[Sequence]) -> bool:
-        """As `Progress.decodes`; false if a step in flight samples a last token."""
+        """As `CopyProgress.decodes`; false if a step in flight samples a last token."""
         running = [seq for seq in seqs if seq.row is not None]
         if not running:
             return False

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rpc.http2 import turns as turns_module
-from rpc.http2.turns import Turns
+from rpc.http2.turns import ParsingTurns
 
 
 class Parser:
@@ -36,7 +36,7 @@ def clock(monkeypatch):
 
 
 async def test_a_connection_parses_at_once(clock):
-    turns, done = Turns(), []
+    turns, done = ParsingTurns(), []
     turns.add(Parser("a", 2, done, clock))
     assert done == ["a", "a"]
     turns.add(Parser("b", 1, done, clock))
@@ -44,7 +44,7 @@ async def test_a_connection_parses_at_once(clock):
 
 
 async def test_connections_share_each_turn(clock):
-    turns, done = Turns(), []
+    turns, done = ParsingTurns(), []
     for name in "abc":
         turns.add(Parser(name, 10, done, clock))
     first = len(done)

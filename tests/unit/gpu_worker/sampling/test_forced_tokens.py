@@ -9,7 +9,7 @@ import torch
 
 import contract.sampling
 from contract.sampling import SamplingParams
-from gpu_worker.sampling.grammar_masks import StructuredOutput
+from gpu_worker.sampling.grammar_masks import RowGrammars
 from gpu_worker.sampling.sampler import Sampler, sample_others
 from gpu_worker.sampling.shared_sampling import ReceivedSamples, SharedSampler
 
@@ -25,7 +25,7 @@ RUNS = contract.sampling.StructuredOutput(
 
 
 def make_sampler(*, is_beside):
-    structured = StructuredOutput(TOKENIZER, VOCAB, [EOS], CPU, is_beside=is_beside)
+    structured = RowGrammars(TOKENIZER, VOCAB, [EOS], CPU, is_beside=is_beside)
     return Sampler(6, VOCAB, (EOS,), CPU, structured), structured
 
 

@@ -9,7 +9,7 @@ import torch
 
 import contract.sampling
 from contract.sampling import SamplingParams
-from gpu_worker.sampling.grammar_masks import StructuredOutput
+from gpu_worker.sampling.grammar_masks import RowGrammars
 from gpu_worker.sampling.sampler import Sampler
 
 TOKENIZER = Path(__file__).parents[4] / "models" / "quire-tiny-python" / "tokenizer.json"
@@ -22,7 +22,7 @@ SENTENCE = "start: /([a-z]{1,8} ){30,60}/"
 
 @pytest.fixture(params=[False, True], ids=["at need", "beside"])
 def structured(request):
-    made = StructuredOutput(TOKENIZER, VOCAB, [EOS], CPU, is_beside=request.param)
+    made = RowGrammars(TOKENIZER, VOCAB, [EOS], CPU, is_beside=request.param)
     yield made
     made.close()
 
@@ -161,7 +161,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     with pytest.raises(ValueError):  # noqa: PT011  the library's words
-        StructuredOutput(path, VOCAB, [EOS], CPU, is_beside=False)
+        RowGrammars(path, VOCAB, [EOS], CPU, is_beside=False)
 
 
 @pytest.mark.parametrize("num_known", [0, 2, 5])

@@ -6,7 +6,7 @@ import torch
 from bench.quantize import FORMS, write
 from gpu_worker.models.registry import open_model
 from gpu_worker.weights import gpu_linear
-from gpu_worker.weights.gpu_linear import PackedLinear, ScaledLinear
+from gpu_worker.weights.gpu_linear import QuantizedLinear, ScaledLinear
 from gpu_worker.weights.json_fields import JsonFields
 from gpu_worker.weights.packed_maps import PackedMaps
 from gpu_worker.weights.quantized_linear import Quantization, make_quantized_linear, quantize
@@ -92,7 +92,7 @@ def test_a_checkpoint_s_map_stays_packed(name, columns, dtype):
     is_row_wise = name in ("fp8", "fp8_channel") and dtype is torch.bfloat16
     cuts_groups = columns.start == 16 and name not in ("fp8", "fp8_channel")
     if not cuts_groups:
-        assert isinstance(linear, ScaledLinear if is_row_wise else PackedLinear)
+        assert isinstance(linear, ScaledLinear if is_row_wise else QuantizedLinear)
     assert_near(linear(x), expected, 0.05 if is_row_wise else 0.01)
 
 
@@ -106,7 +106,7 @@ def test_fp8_numbers_that_torch_does_not_multiply_are_dequantized_in_the_product
     gpu(capability)
     maps_of, stands_for = make_maps("fp8_channel", torch.randn(num_out, 64))
     linear = maps_of(dtype).linear([Piece("map.weight", (num_out, 64))], None)
-    assert isinstance(linear, PackedLinear)
+    assert isinstance(linear, QuantizedLinear)
     assert linear.values.dtype is E4M3
     x = torch.randn(3, 64).to(dtype)
     assert_near(linear(x), x.double() @ stands_for.double().T, 0.01)
@@ -139,7 +139,7 @@ def test_weights_rounded_at_loading_stay_integers(quantization, has_bias):
     weight = quantize(torch.randn(40, 96).bfloat16(), quantization)
     bias = torch.randn(40).bfloat16() if has_bias else None
     linear = make_quantized_linear(weight, bias, torch.bfloat16)
-    assert isinstance(linear, PackedLinear)
+    assert isinstance(linear, QuantizedLinear)
     x = torch.randn(5, 96).bfloat16()
     expected = x.double() @ weight.dequantized().double().T + (0 if bias is None else bias.double())
     assert_near(linear(x), expected, 0.01)
@@ -150,7 +150,7 @@ def test_a_model_s_maps_stay_packed(model_dirs, tmp_path, name):
     packed = write(model_dirs.get("llama", **SIZES), tmp_path / "packed", FORMS[name])
     layer = load(packed, torch.bfloat16).layers[0]
     linears = layer.qkv, layer.attention_output
-    assert all(isinstance(each, PackedLinear | ScaledLinear) for each in linears)
+    assert all(isinstance(each, QuantizedLinear | ScaledLinear) for each in linears)
 
 
 @pytest.mark.parametrize("name", ["fp8", "awq", None])

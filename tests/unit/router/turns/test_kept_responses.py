@@ -16,7 +16,7 @@ from router.http.openai_responses import call
 from router.http.openai_responses.body import ResponseBody
 from router.live.usage import Used
 from router.text.chat_template import ChatTemplate
-from router.turns.store import Batch
+from router.turns.store import TurnChanges
 from router.turns.turn import StoreError, TurnStatus
 from router.turns.turns import Turns
 from router.turns.usage import read_usage
@@ -207,7 +207,7 @@ async def test_a_turn_whose_last_token_was_kept_has_ended(router, new_store):
 
         await wait_until(has_tokens)
         await killed(client)
-        await client.turns.store.write(Batch(released=[response.id]))
+        await client.turns.store.write(TurnChanges(released=[response.id]))
     async with serving(router, new_store()) as client:
         stream = await client.responses.retrieve(response.id, stream=True)
         events = [event async for event in stream]
@@ -553,7 +553,7 @@ async def test_a_turn_that_is_begun_twice_is_counted_once(router, new_store):
 
         await wait_until(has_tokens)
         await killed(client)
-        await client.turns.store.write(Batch(released=[response.id]))
+        await client.turns.store.write(TurnChanges(released=[response.id]))
     async with serving(router, store := new_store()) as client:
         again = await router.scheduler.submits.get()
         await router.scheduler.step(admitted={again.first_seq_key: 1000})

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from router.turns.database import MIGRATIONS, SqliteConnection, migrate, open_database
-from router.turns.store import Batch, TurnStore
+from router.turns.store import TurnChanges, TurnStore
 from router.turns.turn import StoreError, Turn, TurnStatus
 
 TURN = Turn(
@@ -15,14 +15,14 @@ TURN = Turn(
 
 async def test_a_full_disk_is_an_error_that_says_so_and_loses_nothing(new_store, path):
     store = new_store()
-    await store.write(Batch([TURN]))
+    await store.write(TurnChanges([TURN]))
     await store.database.run(lambda cursor, _: cursor.execute("PRAGMA max_page_count = 1") and None)
     big = replace(TURN, id="big", body=b"x" * 1_000_000)
     with pytest.raises(StoreError, match="turns cannot be stored now: database or disk is full"):
-        await store.write(Batch([big]))
+        await store.write(TurnChanges([big]))
     # The connection is opened again, and the limit with it is gone.
     assert await store.find("t", big.id) is None
-    assert await store.write(Batch([big])) == {TURN.id, big.id}
+    assert await store.write(TurnChanges([big])) == {TURN.id, big.id}
     assert path.stat().st_mode & 0o077 == 0
 
 
@@ -47,7 +47,7 @@ async def test_a_place_that_cannot_be_written_is_an_error(tmp_path):
 
 async def test_a_server_that_is_lost_is_found_again(postgres):
     store = TurnStore(open_database(postgres.new_database()), "router")
-    await store.write(Batch([TURN]))
+    await store.write(TurnChanges([TURN]))
     with pytest.raises(StoreError, match="terminating connection"):
         await store.database.run(
             lambda cursor, _: cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")

@@ -13,7 +13,7 @@ from router.turns import claims
 from router.turns import store as store_module
 from router.turns.claims import Models
 from router.turns.groups import GroupCounts
-from router.turns.store import Batch, Progress
+from router.turns.store import Progress, TurnChanges
 from router.turns.turn import Turn, TurnEnd, TurnStatus
 from router.turns.usage import read_usage
 
@@ -45,10 +45,10 @@ async def insert_queued(store, turns):
 async def test_a_turn_is_read_as_it_was_written(new_store):
     store = new_store()
     turn = replace(TURN, record=b"\x00r", idempotency_key="k", previous_id="p", group="g")
-    assert await store.write(Batch([turn])) == {turn.id}
+    assert await store.write(TurnChanges([turn])) == {turn.id}
     assert await store.find("t", turn.id) == turn
     assert await store.find_by_key("t", "k") == turn
-    own = await store.write(Batch(progress=[Progress(turn.id, 0, EVENTS, end=END)]))
+    own = await store.write(TurnChanges(progress=[Progress(turn.id, 0, EVENTS, end=END)]))
     assert own == {turn.id}
     ended = replace(turn, status=TurnStatus.COMPLETED, result=END.result, ended_at=END.at)
     assert await store.find("t", turn.id) == ended
@@ -58,7 +58,7 @@ async def test_a_turn_is_read_as_it_was_written(new_store):
 
 async def test_a_tenant_sees_its_own_turns_only(new_store):
     store = new_store()
-    await store.write(Batch([replace(TURN, idempotency_key="k")]))
+    await store.write(TurnChanges([replace(TURN, idempotency_key="k")]))
     assert await store.find("other", TURN.id) is None
     assert await store.find_by_key("other", "k") is None
     assert not await store.conversation("other", TURN.id, 99)
@@ -72,31 +72,33 @@ async def test_a_key_is_taken_once(new_store):
     store = new_store()
     first = replace(TURN, idempotency_key="k")
     second = replace(first, id="resp_2")
-    assert await store.write(Batch([first, second])) == {first.id}
+    assert await store.write(TurnChanges([first, second])) == {first.id}
     assert await store.find("t", second.id) is None
     elsewhere = replace(second, tenant="u")
-    assert await store.write(Batch([elsewhere])) == {first.id, second.id}
+    assert await store.write(TurnChanges([elsewhere])) == {first.id, second.id}
 
 
 async def test_a_turn_that_is_not_renewed_goes_to_another_router(new_store, monkeypatch):
     first, second = new_store(), new_store()
-    await first.write(Batch([TURN]))
+    await first.write(TurnChanges([TURN]))
     assert not await second.claim(9)
     monkeypatch.setattr(store_module, "LEASE_S", -1.0)
-    await first.write(Batch())
+    await first.write(TurnChanges())
     monkeypatch.setattr(store_module, "LEASE_S", 60.0)
     assert await second.claim(9) == [TURN]
     # The first router's remaining events are no longer written.
     delta = OutputDelta(0, 0, (1,), "")
-    assert await first.write(Batch(progress=[Progress(TURN.id, 0, (delta,), end=END)])) == set()
+    assert (
+        await first.write(TurnChanges(progress=[Progress(TURN.id, 0, (delta,), end=END)])) == set()
+    )
     assert not await second.events(TURN.id)
     assert (await second.find("t", TURN.id)).status is TurnStatus.RUNNING
 
 
 async def test_a_released_turn_is_free_at_once(new_store):
     first, second = new_store(), new_store()
-    await first.write(Batch([TURN]))
-    await first.write(Batch(released=[TURN.id]))
+    await first.write(TurnChanges([TURN]))
+    await first.write(TurnChanges(released=[TURN.id]))
     assert await second.claim(9) == [TURN]
 
 
@@ -181,13 +183,13 @@ async def test_no_tenant_starves_behind_more_queues_than_a_claim_looks_at(new_st
 async def test_a_group_counts_its_ended_turns_and_what_they_used(new_store):
     store = new_store()
     turns = [replace(TURN, id=f"t{i}", group="g") for i in range(4)]
-    await store.write(Batch(turns))
+    await store.write(TurnChanges(turns))
     used = Used(1, 3, 1, 2, 0)
     completed, failed = (
         TurnEnd(status, b"1234", 9.0, used=used)
         for status in (TurnStatus.COMPLETED, TurnStatus.FAILED)
     )
-    ended = Batch(
+    ended = TurnChanges(
         progress=[Progress(f"t{i}", 0, (), end=end) for i, end in enumerate((completed,) * 2)]
     )
     await store.write(ended)
@@ -204,7 +206,7 @@ async def test_a_group_counts_its_ended_turns_and_what_they_used(new_store):
 async def test_a_conversation_is_whole_or_missing_and_bounded(new_store, monkeypatch):
     store = new_store()
     turns = [replace(TURN, id=f"t{i}", previous_id=f"t{i - 1}" if i else None) for i in range(3)]
-    await store.write(Batch([replace(turn, record=b"its whole prompt") for turn in turns]))
+    await store.write(TurnChanges([replace(turn, record=b"its whole prompt") for turn in turns]))
     assert await store.conversation("t", "t2", 6) == turns
     with pytest.raises(InvalidArgumentError, match="6 bytes or more; it must have at most 5"):
         await store.conversation("t", "t2", 5)
@@ -217,8 +219,8 @@ async def test_a_conversation_is_whole_or_missing_and_bounded(new_store, monkeyp
 
 async def test_old_turns_are_swept_with_their_events(new_store):
     store = new_store()
-    await store.write(Batch([TURN, replace(TURN, id="live")]))
-    await store.write(Batch(progress=[Progress(TURN.id, 0, EVENTS, end=END)]))
+    await store.write(TurnChanges([TURN, replace(TURN, id="live")]))
+    await store.write(TurnChanges(progress=[Progress(TURN.id, 0, EVENTS, end=END)]))
     assert await store.sweep(10**12, 10**12) == 0
     assert await store.sweep(1.0, 1.0) == 1
     assert not await store.events(TURN.id)
@@ -228,11 +230,11 @@ async def test_old_turns_are_swept_with_their_events(new_store):
 
 async def test_an_ended_turn_is_not_ended_again(new_store):
     store = new_store()
-    await store.write(Batch([TURN]))
+    await store.write(TurnChanges([TURN]))
     assert await store.end("t", TURN.id, replace(END, status=TurnStatus.CANCELLED), EVENTS)
     assert not await store.end("t", TURN.id, END, EVENTS)
     assert (await store.find("t", TURN.id)).status is TurnStatus.CANCELLED
-    assert await store.write(Batch(progress=[Progress(TURN.id, 3, (), end=END)])) == set()
+    assert await store.write(TurnChanges(progress=[Progress(TURN.id, 3, (), end=END)])) == set()
 
 
 async def test_routers_that_claim_at_once_share_the_turns(new_store):
@@ -260,8 +262,8 @@ async def test_usage_is_summed_up_by_what_is_asked(new_store):
     first, second = new_store(), new_store()
     other = replace(KEY, tenant="u", adapter="a")
     early, late = Used(1, 10, 4, 5, 2), Used(2, 30, 0, 6, 0)
-    await first.write(Batch(usage=(1, {(HOUR, KEY): early, (HOUR, other): late})))
-    await second.write(Batch(usage=(1, {(HOUR + HOUR_S, KEY): late})))
+    await first.write(TurnChanges(usage=(1, {(HOUR, KEY): early, (HOUR, other): late})))
+    await second.write(TurnChanges(usage=(1, {(HOUR + HOUR_S, KEY): late})))
     assert await usage_of(first, ("tenant",)) == [
         (("t",), Used(3, 40, 4, 11, 2)),
         (("u",), Used(2, 30, 0, 6, 0)),
@@ -285,7 +287,7 @@ def retention_of(hour):
 
 async def test_usage_whose_answer_was_lost_is_added_once(new_store):
     store, other = new_store(), new_store()
-    part = Batch(usage=(1, {(HOUR, KEY): Used(1, 1, 1, 1, 1)}))
+    part = TurnChanges(usage=(1, {(HOUR, KEY): Used(1, 1, 1, 1, 1)}))
     for writer in (store, store, other):
         await writer.write(part)
     await store.write(replace(part, usage=(2, part.usage[1])))
@@ -297,8 +299,8 @@ async def test_a_turn_s_usage_is_kept_with_its_end_and_once(new_store):
     used = Used(1, 3, 1, 2, 0)
     end = replace(END, usage={(HOUR, KEY): used})
     turns = [TURN, replace(TURN, id="resp_2")]
-    await store.write(Batch(turns))
-    ended = Batch(progress=[Progress(TURN.id, 0, EVENTS, end=end)])
+    await store.write(TurnChanges(turns))
+    ended = TurnChanges(progress=[Progress(TURN.id, 0, EVENTS, end=end)])
     await store.write(ended)
     await store.write(ended)
     assert await store.end("t", "resp_2", end, ())
