@@ -39,9 +39,10 @@ _FLUSH_S = 2.0
 """Time for calls to send their last bytes after `on_drain`."""
 
 _GC_THRESHOLDS = (25_000, 0, 100)
-"""When Python collects garbage, so that few collections visit many objects at once: new objects
-after 25,000 allocations without deallocation, every second time together with the survivors of the
-last collection, and all objects after five million allocations at the earliest. Chosen."""
+"""Python's thresholds for collecting garbage, set so that few collections visit many objects at
+once. New objects are collected after 25,000 allocations without deallocation. Every second
+collection includes the survivors of the last one. All objects are collected after five million
+allocations at the earliest. The numbers are chosen, not measured."""
 
 log = structlog.get_logger()
 

@@ -99,7 +99,7 @@ class Leader:
         self._local.end()
 
     def give_up(self, problem: str) -> NoReturn:
-        """End this process, and thereby the group. Call this only after `gather`."""
+        """End this process, which ends the group. Call this only after `gather`."""
         if threading.current_thread() is not self._watcher:
             self._watcher.join(_SAY_S)  # if a rank is lost, the watcher reports it
         with self._lock:  # so that it does not run during `close`

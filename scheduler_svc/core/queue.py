@@ -1,8 +1,8 @@
 """The sequences that wait for admission, in the policy's order, and their deadlines.
 
 Sequences wait in two lanes, short and long. A lane has one *line* for each level and account.
-Within a line the order is fixed. The overall first sequence heads one of the first level's lines,
-so finding it costs O(accounts).
+Within a line the order is fixed, so the first sequence of the queue is at the head of one of the
+first level's lines. Finding it costs O(accounts).
 """
 
 from bisect import bisect_left, insort

@@ -43,9 +43,9 @@ from scheduler_svc.core.handover.moved_request import (
 )
 from scheduler_svc.core.handover.moves import Moves
 from scheduler_svc.core.handover.takeover import Takeover
-from scheduler_svc.core.inputs import Recorder, core_input
 from scheduler_svc.core.interface.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.inputs import Recorder, core_input
 from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.limits.acceptance import (
     WorkerRates,

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from contract.step import Plan
-from scheduler_svc.core.inputs import input_names
 from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.inputs import input_names
 from scheduler_svc.core.scheduler import Scheduler
 
 FORMAT_VERSION: Final = 2

@@ -89,7 +89,7 @@ class Resizing:
                 ) from None
 
     def shrink(self, num_blocks: int) -> None:
-        """Begin to take the blocks from `num_blocks` on out of use; done when `is_shrunk`.
+        """Begin to retire the blocks numbered `num_blocks` and above; done when `is_shrunk`.
 
         Raises:
             ResizeRefusedError: As in `check`; nothing has changed.
