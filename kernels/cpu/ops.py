@@ -211,7 +211,7 @@ def paged_attention_prefill(
 ) -> torch.Tensor:
     """Attend with `query` [T, H, D], the last tokens of each sequence.
 
-    A row depends on no other sequence, to the last bit, nor on how the prompt was cut into chunks.
+    No bit of a row depends on other sequences, or on how the prompt was cut into chunks.
     """
     check_tensor("query_start_loc", query_start_loc, (len(seq_lens) + 1,), torch.int32, query)
     out = attention_out(out, query, value_cache.shape[3])

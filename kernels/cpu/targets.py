@@ -51,7 +51,7 @@ SHIPPED_TARGETS: Final = (
     ),
     Target("armv8-a", ("-march=armv8-a",), "aarch64", _named("asimd fp")),
 )
-"""Of each architecture, a target comes before those whose instruction sets it includes."""
+"""Within an architecture, a target comes before those whose instruction sets it includes."""
 
 
 def cpu_features() -> frozenset[str]:

@@ -93,7 +93,7 @@ class Inference:
     async def check_capacity(self, num_requests: int, n: int) -> None:
         """Check that all requests of one call, with `n` outputs each, could be live at once.
 
-        Raises `InvalidArgumentError` if they could not, in which case a retry is useless.
+        Raises `InvalidArgumentError` if they could not; then a retry is useless.
         """
         with refusals_counted(self.name):
             self._admission.check_capacity(num_requests)

@@ -47,7 +47,7 @@ def free_path(path: Path) -> None:
     """Remove the file of a Unix socket whose process has died.
 
     Raises:
-        OSError: A process listens there, or it cannot be known.
+        OSError: A process listens there, or it is unknown whether one does.
     """
     if not path.is_socket():
         return

@@ -185,7 +185,7 @@ def _check_pool(pool: BlockPool[BlockIdT], holders: Counter[BlockIdT]) -> None:
     _expect(available.isdisjoint(retired), f"blocks {available & retired} are out of use")
     _expect(
         len(available) + len(holders) + len(retired) == pool.num_blocks,
-        "a block is neither held nor available, nor out of use",
+        "a block is neither held nor available nor retired",
     )
     _expect(not any(map(books.hashes.__getitem__, retired)), "a block out of use can be found")
     counted = {block: pool.ref_count(block) for block in (*available, *holders)}

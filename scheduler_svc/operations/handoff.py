@@ -165,7 +165,7 @@ class Handoff:
         return may_move
 
     def _find_target(self, giving: Session, progress: CopyProgress) -> Engine | None:
-        """Of the decode workers with room for a request, find the one with the fewest sequences."""
+        """Find the decode worker with the fewest sequences among those with room for a request."""
         now = time.monotonic()
         found: list[tuple[int, Engine]] = []
         for engine in self._roster.engines:

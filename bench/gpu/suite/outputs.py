@@ -18,8 +18,8 @@ NAMES: Final = (
 _MAX_BYTES: Final = 15 * 2**20
 """A little less than the largest file that can be carried."""
 _TOLD: Final = (".json", ".cubin", ".ptx")
-"""Of a compiled kernel, the files that are kept if all are too large: what runs and what says how
-it was made."""
+"""The files of a compiled kernel that are kept if all together are too large: what runs, and what
+says how it was made."""
 
 
 def pack(work: Path, cache: Path, out: Path) -> None:
