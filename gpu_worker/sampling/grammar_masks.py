@@ -123,7 +123,7 @@ class _Row:
         self.is_stuck = False
         """Whether no token is allowed."""
 
-    def take(self, token_id: int) -> bool:
+    def advance(self, token_id: int) -> bool:
         """Advance by a sampled token; return whether the matcher has advanced, too."""
         self.sampled.append(token_id)
         num_sampled = len(self.sampled)
@@ -260,7 +260,7 @@ class RowGrammars:
             taken = zip(entries, token_ids()[places].tolist(), strict=True)
             # Tokens are consumed here, because waking the executor's thread takes longer than
             # consuming a token.
-            self._look([entry for entry, token_id in taken if entry.take(token_id)])
+            self._look([entry for entry, token_id in taken if entry.advance(token_id)])
 
         # One job advances all rows, because handing over a job costs more than computing a mask.
         self._moves.append(_AtNeed(move) if self._thread is None else self._thread.submit(move))

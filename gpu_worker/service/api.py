@@ -278,7 +278,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise _still_loading()
         newest = self._attachments.newest
         attachment = newest or Attachment(number=0, epoch=0)
-        self._attachments.hear(request.epoch, is_cut_off=request.is_cut_off)
+        self._attachments.on_heartbeat(request.epoch, is_cut_off=request.is_cut_off)
         return worker_pb2.DescribeDeviceResponse(
             worker=None if self._info is None else worker_info_to_proto(self._info),
             epoch=attachment.epoch,

@@ -51,7 +51,7 @@ class Attachments:
         self.is_cut_off = False
         return self.newest
 
-    def hear(self, epoch: int, *, is_cut_off: bool) -> None:
+    def on_heartbeat(self, epoch: int, *, is_cut_off: bool) -> None:
         """Count a heartbeat, if it comes from the attached scheduler."""
         if self.newest is not None and epoch == self.newest.epoch:
             self.num_heartbeats += 1

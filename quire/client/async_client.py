@@ -105,7 +105,7 @@ class AsyncClient:
                 try:
                     with calling():
                         async for response in call:
-                            if (event := attempts.take(response)) is not None:
+                            if (event := attempts.receive(response)) is not None:
                                 yield event
                     attempts.check_complete()
                 except QuireError as error:

@@ -88,12 +88,12 @@ class Attempts:
         self._router = self._routers.current
         self._started_s = time.monotonic()
 
-    def take(self, response: inference_pb2.GenerateResponse) -> Event | None:
+    def receive(self, response: inference_pb2.GenerateResponse) -> Event | None:
         """Process the next message of a stream; return its new part, if any.
 
-        Raises as `Continuation.take`.
+        Raises as `Continuation.receive`.
         """
-        return self._continuation.take(event_from_proto(response))
+        return self._continuation.receive(event_from_proto(response))
 
     def check_complete(self) -> None:
         """Check that a stream that ended without an error is complete."""

@@ -126,7 +126,7 @@ class Continuation:
             has_prompt_scores=self._has_prompt_scores,
         )
 
-    def take(self, event: Event) -> Event | None:
+    def receive(self, event: Event) -> Event | None:
         """Process the next event of the current call; return its new part, if any.
 
         Raises QuireError if the event leaves a gap or contradicts the received tokens.

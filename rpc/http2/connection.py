@@ -122,7 +122,7 @@ class Connection(asyncio.Protocol):
         h2.initiate_connection()
         h2.increment_flow_control_window(_RECEIVE_WINDOW_BYTES - h2.inbound_flow_control_window)
         self.outbox = Outbox(h2, self._write)
-        self.outbox.take()
+        self.outbox.send_frames()
 
     def connection_lost(self, _exc: Exception | None) -> None:
         """End all calls."""
@@ -197,13 +197,13 @@ class Connection(asyncio.Protocol):
             log.debug("an HTTP/2 client broke the protocol", peer=self.peer, reason=str(error))
             self.close()
             return
-        self.outbox.take()  # settings must be acknowledged before they take effect
+        self.outbox.send_frames()  # settings must be acknowledged before they take effect
         self._spend(self._h2.num_idle_frames)
         for event in happened:
             if self._is_closed:
                 return
             self._on_event(event)
-        self.outbox.take()
+        self.outbox.send_frames()
 
     def _on_event(self, event: events.Event) -> None:
         match event:
@@ -266,7 +266,7 @@ class Connection(asyncio.Protocol):
         def allow(num_bytes: int) -> None:
             if not self._is_closed and h2_stream.open:
                 self._h2.increment_flow_control_window(num_bytes, stream_id)
-                self.outbox.take()
+                self.outbox.send_frames()
 
         inbox = Inbox(self.limits.max_received_bytes, request.encoding, allow, self._room)
         self._calls[stream_id] = call = Call(self, stream, inbox, request)
@@ -299,7 +299,7 @@ class Connection(asyncio.Protocol):
             if not stream.h2.closed:  # tells the client to send no more
                 self._reset(stream.num, ErrorCodes.NO_ERROR)
             self._h2.forget(stream.num)
-        self.outbox.take()
+        self.outbox.send_frames()
 
     def _reset(self, stream_id: int, code: ErrorCodes) -> None:
         self._h2.reset_stream(stream_id, code)
@@ -323,7 +323,7 @@ class Connection(asyncio.Protocol):
                 del self._calls[stream_id]
                 call.leave()
             self._waiting.clear()
-            self.outbox.take()
+            self.outbox.send_frames()
             # h2's own GOAWAY would end all streams.
             frame = GoAwayFrame(0, last_stream_id=self._h2.highest_inbound_stream_id)
             self.outbox.add(frame.serialize())
@@ -337,7 +337,7 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Cancel all calls, and close the connection after the remaining bytes have been sent."""
         if not self._is_closed:
-            self.outbox.take()
+            self.outbox.send_frames()
             self.outbox.flush()
             self._close()
             self._transport.close()
@@ -384,7 +384,7 @@ class Connection(asyncio.Protocol):
         if wait_ms <= 0:
             self._is_pinged = True
             self._h2.ping(bytes(8))
-            self.outbox.take()
+            self.outbox.send_frames()
             wait_ms = pings.timeout_ms
         self._timer = self._loop.call_later(wait_ms / 1e3, self._keep_alive)
 

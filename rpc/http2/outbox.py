@@ -132,13 +132,13 @@ class Outbox:
         self._is_paused = False
         self._advance()
 
-    def take(self) -> None:
+    def send_frames(self) -> None:
         """Send the frames that h2 has made. Call this after each h2 method that makes frames."""
         if data := self._h2.data_to_send():
             self.add(data)
 
     def close(self) -> None:
-        """Send nothing more, and refer to nobody who would."""
+        """Send nothing more, and drop the reference to the transport."""
         self._write = _drop
 
     def add(self, frames: bytes) -> None:

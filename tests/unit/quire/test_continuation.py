@@ -54,8 +54,8 @@ def test_a_resumable_request_has_an_id_and_a_seed_so_that_it_can_be_sent_again()
 def test_a_stream_that_broke_is_resumed_behind_what_came():
     continuation = make(request_id="r")
     for event in (PromptScores(()), delta(0, [1, 2], "é"), delta(0, [9], "x", index=1)):
-        assert continuation.take(event) == event
-    continuation.take(OutputFinished(1, FinishReason.STOP))
+        assert continuation.receive(event) == event
+    continuation.receive(OutputFinished(1, FinishReason.STOP))
     assert 0 < continuation.failed(LOST, 0.0) <= 0.05
     assert continuation.next_request() == inference_pb2.ResumeRequest(
         request_id="r",
@@ -67,21 +67,21 @@ def test_a_stream_that_broke_is_resumed_behind_what_came():
         ],
         has_prompt_scores=True,
     )
-    assert continuation.take(delta(2, [3])) == delta(2, [3])
-    assert continuation.take(END) is END
+    assert continuation.receive(delta(2, [3])) == delta(2, [3])
+    assert continuation.receive(END) is END
     assert not continuation.is_complete
-    assert continuation.take(USAGE) is USAGE
+    assert continuation.receive(USAGE) is USAGE
     assert continuation.is_complete
 
 
 def test_the_parts_of_a_prompts_scores_become_one_event_though_the_stream_breaks_between_them():
     first, second = TokenLogprob(-1.0, ()), TokenLogprob(-2.0, ())
     continuation = make()
-    assert continuation.take(PromptScores((first,), has_more=True)) is None
+    assert continuation.receive(PromptScores((first,), has_more=True)) is None
     continuation.failed(LOST, 0.0)
     assert not continuation.next_request().has_prompt_scores
-    assert continuation.take(PromptScores((first,), has_more=True)) is None
-    assert continuation.take(PromptScores((second,))) == PromptScores((first, second))
+    assert continuation.receive(PromptScores((first,), has_more=True)) is None
+    assert continuation.receive(PromptScores((second,))) == PromptScores((first, second))
     continuation.failed(LOST, 0.1)
     assert continuation.next_request().has_prompt_scores
 
@@ -89,27 +89,27 @@ def test_the_parts_of_a_prompts_scores_become_one_event_though_the_stream_breaks
 @pytest.mark.parametrize("error", [NotFoundError("gone"), FailedPreconditionError("logprobs lost")])
 def test_a_request_that_cannot_be_resumed_is_sent_again_and_what_came_before_is_skipped(error):
     continuation = make()
-    continuation.take(PromptScores(()))
-    continuation.take(delta(0, [1, 2, 3], "abc"))
+    continuation.receive(PromptScores(()))
+    continuation.receive(delta(0, [1, 2, 3], "abc"))
     continuation.failed(LOST, 0.0)
     continuation.next_request()
     continuation.failed(error, 0.1)
     assert isinstance(continuation.next_request(), inference_pb2.GenerateRequest)
-    assert continuation.take(PromptScores(())) is None
-    assert continuation.take(delta(0, [1, 2], "a")) is None
-    assert continuation.take(delta(2, [3, 4], "bcd")) == delta(3, [4], "d")
-    assert continuation.take(delta(4, [5], "e")) == delta(4, [5], "e")
+    assert continuation.receive(PromptScores(())) is None
+    assert continuation.receive(delta(0, [1, 2], "a")) is None
+    assert continuation.receive(delta(2, [3, 4], "bcd")) == delta(3, [4], "d")
+    assert continuation.receive(delta(4, [5], "e")) == delta(4, [5], "e")
 
 
 def test_one_that_breaks_while_it_repeats_is_resumed_behind_what_it_has_repeated():
     continuation = make(request_id="r")
-    continuation.take(delta(0, [1, 2, 3], "aéc"))
-    continuation.take(delta(0, [9], "x", index=1))
-    continuation.take(OutputFinished(1, FinishReason.STOP))
+    continuation.receive(delta(0, [1, 2, 3], "aéc"))
+    continuation.receive(delta(0, [9], "x", index=1))
+    continuation.receive(OutputFinished(1, FinishReason.STOP))
     for error in (LOST, NotFoundError("gone")):
         continuation.failed(error, 0.0)
         continuation.next_request()
-    assert continuation.take(delta(0, [1, 2], "aé")) is None
+    assert continuation.receive(delta(0, [1, 2], "aé")) is None
     continuation.failed(LOST, 0.1)
     assert continuation.next_request() == inference_pb2.ResumeRequest(
         request_id="r",
@@ -118,37 +118,37 @@ def test_one_that_breaks_while_it_repeats_is_resumed_behind_what_it_has_repeated
             inference_pb2.OutputReceived(output_index=1),
         ],
     )
-    assert continuation.take(delta(2, [3, 4], "cd")) == delta(3, [4], "d")
-    assert continuation.take(delta(0, [9], "x", index=1)) is None
-    assert continuation.take(OutputFinished(1, FinishReason.STOP)) is None
+    assert continuation.receive(delta(2, [3, 4], "cd")) == delta(3, [4], "d")
+    assert continuation.receive(delta(0, [9], "x", index=1)) is None
+    assert continuation.receive(OutputFinished(1, FinishReason.STOP)) is None
 
 
 @pytest.mark.parametrize("other", [delta(0, [1, 7], "ab"), delta(0, [1, 2], "ax")])
 def test_a_different_output_the_second_time_is_an_error(other):
     continuation = make()
-    continuation.take(delta(0, [1, 2, 3], "abc"))
+    continuation.receive(delta(0, [1, 2, 3], "abc"))
     for error in (LOST, NotFoundError("gone")):
         continuation.failed(error, 0.0)
         continuation.next_request()
     with pytest.raises(QuireError, match="differs from the tokens received before"):
-        continuation.take(other)
+        continuation.receive(other)
 
 
 def test_a_gap_is_an_error():
     continuation = make()
-    continuation.take(delta(0, [1]))
+    continuation.receive(delta(0, [1]))
     with pytest.raises(QuireError, match="continues at token 2; it should continue at 1"):
-        continuation.take(delta(2, [1]))
+        continuation.receive(delta(2, [1]))
 
 
 def test_it_gives_up_when_nothing_has_come_for_long_enough():
     continuation = make(policy=Retry(resume_within_s=5))
-    continuation.take(delta(0, [1]))
+    continuation.receive(delta(0, [1]))
     continuation.failed(LOST, 100.0)
     continuation.failed(LOST, 104.0)
     with pytest.raises(UnavailableError):
         continuation.failed(LOST, 105.0)
-    continuation.take(delta(1, [1]))
+    continuation.receive(delta(1, [1]))
     continuation.failed(LOST, 200.0)
 
 
@@ -179,7 +179,7 @@ def test_the_service_says_when_to_retry():
 
 def test_the_id_of_a_call_that_has_not_been_seen_to_end_is_resumed():
     continuation = make()
-    continuation.take(delta(0, [1]))
+    continuation.receive(delta(0, [1]))
     for error in (LOST, NotFoundError("gone"), AlreadyExistsError("is live")):
         continuation.failed(error, 0.0)
     assert isinstance(continuation.next_request(), inference_pb2.ResumeRequest)
@@ -189,7 +189,7 @@ def test_the_id_of_a_call_that_has_not_been_seen_to_end_is_resumed():
 
 def test_other_errors_are_final():
     continuation = make()
-    continuation.take(delta(0, [1]))
+    continuation.receive(delta(0, [1]))
     with pytest.raises(InvalidArgumentError):
         continuation.failed(InvalidArgumentError("n", "is 0"), 0.0)
 
@@ -204,7 +204,7 @@ def test_without_resumable_only_a_refusal_is_tried_again_and_only_if_asked_for()
     with pytest.raises(TooBusyError):
         continuation.failed(TooBusyError("full"), 0.0)
     continuation = make(resumable=False, policy=Retry())
-    continuation.take(delta(0, [1]))
+    continuation.receive(delta(0, [1]))
     with pytest.raises(UnavailableError):
         continuation.failed(LOST, 0.0)
 

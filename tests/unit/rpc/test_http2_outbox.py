@@ -55,12 +55,12 @@ class Peers:
                 self.unread[event.stream_id] += event.flow_controlled_length
 
     def to_client(self):
-        self.outbox.take()
+        self.outbox.send_frames()
         self.outbox.flush()
 
     def to_server(self):
         happened = self.server.receive_data(self.client.data_to_send())
-        self.outbox.take()
+        self.outbox.send_frames()
         for event in happened:
             if isinstance(event, h2.events.WindowUpdated):
                 self.outbox.widen(self.streams[event.stream_id] if event.stream_id else None)
@@ -163,7 +163,7 @@ async def test_messages_of_one_turn_are_one_write_in_the_order_of_h2_s_frames():
     for stream, message in ((one, b"a"), (three, b"b"), (one, b"c")):
         peers.outbox.put(stream, message)
     peers.server.send_headers(1, [("grpc-status", "0")], end_stream=True)
-    peers.outbox.take()
+    peers.outbox.send_frames()
     assert not writes
     await asyncio.sleep(0)
     assert [num_frames for _, num_frames in writes] == [3]
