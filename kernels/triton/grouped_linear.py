@@ -3,7 +3,7 @@
 Symbols: `R` rows that are mapped, `G` maps, `K` input features, `N` output features.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
+# ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
 
 from dataclasses import dataclass
 from typing import Final

@@ -4,7 +4,7 @@ Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of inpu
 runs of 32 input features.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
+# ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
 
 from dataclasses import dataclass
 from typing import Final
