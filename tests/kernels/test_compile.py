@@ -30,7 +30,9 @@ OTHERS = {
     "_grouped_quantized_linear_kernel",
     "_tile_maxima_kernel",
     "_row_maxima_kernel",
-    "_scale_kernel",
+    "_count_kernel",
+    "_choose_kernel",
+    "_gather_kernel",
     "_sample_kernel",
 }
 PRODUCTS = {

@@ -11,7 +11,7 @@ from kernels import reference
 from kernels.reference.sample import uniforms as twin_uniforms
 from kernels.triton.sample import _TOKENS, sample
 
-VOCABULARY = 5003  # two tiles, the second not whole
+VOCABULARY = 5003  # three tiles, the last not whole
 
 
 def parameters(num_seqs, vocab_size, device):
@@ -73,6 +73,30 @@ def test_the_kernel_draws_the_twin_s_tokens(kind, vocab_size, device):
     before = logits.clone()
     assert torch.equal(sample(logits, *given), reference.sample(logits, *given))
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [(50, 1.0), (VOCABULARY, 0.9), (VOCABULARY, 0.999), (300, 1.0), (VOCABULARY, 1e-9)],
+)
+def test_only_tokens_that_may_be_kept_are_gathered(monkeypatch, top_k, top_p, device):
+    made, empty = [], torch.empty
+
+    def minus_one(*args, **kwargs):
+        made.append(empty(*args, **kwargs).fill_(-1))
+        return made[-1]
+
+    logits = make_logits("plain", 5, VOCABULARY, device)
+    temperature, cut, share, min_p, seeds, positions = parameters(5, VOCABULARY, device)
+    given = temperature.fill_(1), cut.fill_(top_k), share.fill_(top_p), min_p, seeds, positions
+    monkeypatch.setattr(torch, "empty", minus_one)
+    sample(logits, *given)
+    (keys,) = [each for each in made if each.shape == (5, 3 * _TOKENS)]
+    num_gathered = (keys >= 0).sum(1)
+    by_weight = logits.double().softmax(1).sort(1, descending=True).values
+    num_kept = ((by_weight.cumsum(1) < top_p).sum(1) + 1).clamp(max=top_k)
+    assert (num_kept <= num_gathered).all()
+    assert (num_gathered < 1.5 * num_kept + 20).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
