@@ -4,9 +4,7 @@ Symbols: `S` sequences, `V` vocabulary, `C` tiles of a row.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
-# ruff: noqa: PLR2004  kernels cannot read the module's constants, here the limits of int32 and fp32
 
-from functools import partial
 from typing import Final
 
 import torch
@@ -14,144 +12,9 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_tensor
+from kernels.triton.candidates import BINS, TOKENS, bin_of, gather_candidates, keys_of, weight_of
 
-_TOKENS: Final = 2048  # tokens per tile; with more, the sums of lanes would not fit into registers
-_BINS: Final = 256  # of gaps up to 32; weights beyond are below 2e-14
-_NUM_WARPS: Final = 16  # many, because one program reads a whole row several times
-
-
-@triton.jit
-def _keys_of(logits, maxima, temperature, seq, token, logits_stride, V):
-    """Return the key of each token: the bits of `(max - logits[s, v]) / temperature`.
-
-    The likeliest token has the key 0. Bits of floats that are not negative are in the order of the
-    floats, so keys can be compared. Past V, keys are the largest int32.
-    """
-    logit = tl.load(logits + seq * logits_stride + token, mask=token < V, other=0.0)
-    largest = tl.maximum(tl.load(maxima + seq), -3.4028234663852886e38)
-    gap = tl.div_rn(largest - logit, tl.load(temperature + seq) + tl.zeros_like(logit))
-    # A logit is above the maximum only in a row with NaN, whose token does not matter.
-    return tl.where(token < V, tl.abs(gap).to(tl.int32, bitcast=True), 0x7FFFFFFF)
-
-
-@triton.jit
-def _bin_of(key, BINS: tl.constexpr):
-    """Return the bin of each key: its gap in eighths, at most BINS - 1. Bins ascend with keys."""
-    is_finite = key < 0x7F800000
-    gap = tl.where(is_finite, key, 0).to(tl.float32, bitcast=True)
-    return tl.where(is_finite, tl.minimum(gap * 8.0, BINS - 1.0).to(tl.int32), BINS - 1)
-
-
-@triton.jit(
-    do_not_specialize=["num_tiles"],
-    do_not_specialize_on_alignment=["maxima", "temperature", "top_k", "top_p", "min_p"],
-)
-def _count_kernel(
-    logits,  # fp32 [S, V]
-    maxima,  # fp32 [S]
-    temperature,  # fp32 [S]
-    top_k,  # int64[S]
-    top_p,  # fp64[S]
-    min_p,  # fp32[S]
-    counts,  # int32 [S, C, BINS]
-    sums,  # fp64 [S, C]
-    logits_stride,
-    V,
-    num_tiles,  # C
-    TOKENS: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    """Sum the weights of each tile; count its tokens by bin, in rows with top_k or top_p.
-
-    In other rows, weights that min_p drops do not count. Tokens past V are in the last bin. One
-    program for each row and TOKENS tokens.
-    """
-    seq = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    token = tile * TOKENS + tl.arange(0, TOKENS)
-    key = _keys_of(logits, maxima, temperature, seq, token, logits_stride, V)
-    weight = _weight_of(key)
-    place = seq * num_tiles + tile
-    if (tl.load(top_k + seq) < V) | (tl.load(top_p + seq) < 1):
-        count = tl.histogram(_bin_of(key, BINS), BINS)
-        tl.store(counts + place * BINS + tl.arange(0, BINS), count)
-    else:
-        weight = tl.where(weight >= tl.load(min_p + seq), weight, 0.0)
-    tl.store(sums + place, tl.sum(weight.to(tl.float64), axis=0))
-
-
-@triton.jit(
-    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["top_k", "top_p", "lasts"]
-)
-def _choose_kernel(
-    counts,  # int32 [S, C, BINS], by `_count_kernel`
-    sums,  # fp64 [S, C], by `_count_kernel`
-    top_k,  # int64[S]
-    top_p,  # fp64[S]
-    lasts,  # int32[S]
-    ends,  # int32 [S, C]
-    V,
-    num_tiles,  # C
-    BINS: tl.constexpr,
-    TILES: tl.constexpr,  # a power of two, at least C
-):
-    """Choose the last bin of each row's candidates, and count these up to the end of each tile.
-
-    Candidates are all tokens that top_k keeps; without top_k, all that top_p keeps: the bins after
-    the last one surely weigh no more than the share that top_p drops. One program for each row.
-    """
-    seq = tl.program_id(0).to(tl.int64)
-    k = tl.load(top_k + seq)
-    p = tl.load(top_p + seq)
-    if (k < V) | (p < 1):
-        tile = tl.arange(0, TILES)
-        nth = tl.arange(0, BINS)
-        is_tile = tile < num_tiles
-        place = (seq * num_tiles + tile)[:, None] * BINS + nth[None, :]
-        count = tl.load(counts + place, mask=is_tile[:, None], other=0)
-        in_bin = tl.sum(count, axis=0)
-        total = tl.sum(tl.load(sums + seq * num_tiles + tile, mask=is_tile, other=0.0), axis=0)
-        most = in_bin.to(tl.float64) * tl.exp(nth.to(tl.float32) * -0.125).to(tl.float64)
-        rest = tl.sum(most, axis=0) - tl.cumsum(most, axis=0)
-        # Rounding is far below these margins.
-        is_enough = rest * 1.00001 + total * 1e-12 <= (1 - p) * total
-        if k < V:
-            is_enough = tl.cumsum(in_bin, axis=0) >= k
-        last = tl.min(tl.where(is_enough, nth, BINS - 1), axis=0)
-        in_tile = tl.sum(tl.where(nth[None, :] <= last, count, 0), axis=1)
-        tl.store(ends + seq * num_tiles + tile, tl.cumsum(in_tile, axis=0), mask=is_tile)
-        tl.store(lasts + seq, last)
-
-
-@triton.jit(
-    do_not_specialize=["num_tiles"],
-    do_not_specialize_on_alignment=["maxima", "temperature", "top_k", "top_p", "lasts"],
-)
-def _gather_kernel(
-    logits,  # fp32 [S, V]
-    maxima,  # fp32 [S]
-    temperature,  # fp32 [S]
-    top_k,  # int64[S]
-    top_p,  # fp64[S]
-    lasts,  # int32[S], by `_choose_kernel`
-    ends,  # int32 [S, C], by `_choose_kernel`
-    keys,  # int32 [S, C * TOKENS]
-    logits_stride,
-    V,
-    num_tiles,  # C
-    TOKENS: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    """Store the keys of each row's candidates, in the order of tokens. One program per tile."""
-    seq = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    if (tl.load(top_k + seq) < V) | (tl.load(top_p + seq) < 1):
-        token = tile * TOKENS + tl.arange(0, TOKENS)
-        key = _keys_of(logits, maxima, temperature, seq, token, logits_stride, V)
-        is_in = (_bin_of(key, BINS) <= tl.load(lasts + seq)).to(tl.int32)
-        first = tl.load(ends + seq * num_tiles + tile) - tl.sum(is_in, axis=0)
-        place = first + tl.cumsum(is_in, axis=0) - 1
-        tl.store(keys + seq * num_tiles * TOKENS + place, key, mask=is_in > 0)
+_NUM_WARPS: Final = 16  # many, because one program may read a whole row several times
 
 
 @triton.jit
@@ -159,14 +22,6 @@ def _load_keys(row, first, V, TOKENS: tl.constexpr):
     """Return the keys of a tile; past the vocabulary they are above any threshold."""
     token = first + tl.arange(0, TOKENS)
     return tl.load(row + token, mask=token < V, other=0x7FFFFFFF)
-
-
-@triton.jit
-def _weight_of(key):
-    """Return fp32 exp(-gap); 0 for logits of minus infinity and past the vocabulary."""
-    finite = key < 0x7F800000
-    weight = tl.exp(-tl.where(finite, key, 0).to(tl.float32, bitcast=True))
-    return tl.where(finite, weight, 0.0)
 
 
 @triton.jit
@@ -199,7 +54,7 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
             key = _load_keys(row, first, V, TOKENS)
             amount = tl.full([TOKENS], 1, AMOUNT)
             if IS_WEIGHT:
-                amount = _weight_of(key).to(tl.float64)
+                amount = weight_of(key).to(tl.float64)
             sums_1 += tl.where(key <= pivot_1, amount, 0)
             sums_2 += tl.where(key <= pivot_2, amount, 0)
             sums_3 += tl.where(key <= pivot_3, amount, 0)
@@ -254,7 +109,7 @@ def _kept(row, first, threshold, equals_end, floor, V, TOKENS: tl.constexpr):
     """Return a tile's fp64 weights; 0 for dropped tokens."""
     key = _load_keys(row, first, V, TOKENS)
     token = first + tl.arange(0, TOKENS)
-    weight = _weight_of(key)
+    weight = weight_of(key)
     is_kept = (key < threshold) | ((key == threshold) & (token < equals_end))
     return tl.where(is_kept & (weight >= floor), weight, 0.0).to(tl.float64)
 
@@ -291,7 +146,7 @@ def _draw_cut(row, size, total, k, is_top_k, p, floor, uniform, TOKENS: tl.const
             total = tl.sum(sums, axis=0)
         goal = p * total
         least, below = _threshold(row, goal, threshold, size, True, TOKENS)
-        each = _weight_of(least).to(tl.float64)
+        each = weight_of(least).to(tl.float64)
         needed = tl.where(each > 0, tl.ceil((goal - below) / tl.where(each > 0, each, 1.0)), 1.0)
         most = tl.where(least == threshold, num_equal, 0x7FFFFFFF)
         needed = tl.minimum(tl.maximum(needed, 1.0), 1073741824.0).to(tl.int32)
@@ -341,10 +196,10 @@ def _sample_kernel(
     logits,  # fp32 [S, V]
     maxima,  # fp32 [S]
     temperature,  # fp32 [S]
-    keys,  # int32 [S, C * TOKENS], by `_gather_kernel`
-    sums,  # fp64 [S, C], by `_count_kernel`
-    lasts,  # int32[S], by `_choose_kernel`
-    ends,  # int32 [S, C], by `_choose_kernel`
+    keys,  # int32 [S, C * TOKENS], these four by `gather_candidates`
+    sums,  # fp64 [S, C]
+    lasts,  # int32[S]
+    ends,  # int32 [S, C]
     top_k,  # int64[S]
     top_p,  # fp64[S]
     min_p,  # fp32[S]
@@ -383,8 +238,8 @@ def _sample_kernel(
         end = tl.load(ends + seq * num_tiles + tile, mask=is_tile, other=0x7FFFFFFF)
         num_before = tl.max(tl.where(end <= nth, end, 0), axis=0)
         token = tl.sum((end <= nth).to(tl.int32), axis=0) * TOKENS + tl.arange(0, TOKENS)
-        key = _keys_of(logits, maxima, temperature, seq, token, logits_stride, V)
-        is_in = (_bin_of(key, BINS) <= tl.load(lasts + seq)).to(tl.int32)
+        key = keys_of(logits, maxima, temperature, seq, token, logits_stride, V)
+        is_in = (bin_of(key, BINS) <= tl.load(lasts + seq)).to(tl.int32)
         is_nth = (is_in > 0) & (num_before + tl.cumsum(is_in, axis=0) == nth + 1)
         chosen = tl.max(tl.where(is_nth & (token < V), token, 0), axis=0)
     else:
@@ -392,8 +247,8 @@ def _sample_kernel(
         own = _first_past(in_tile, tile, 0.0, target)
         before = tl.sum(tl.where(tile < own, in_tile, 0.0), axis=0)
         token = own * TOKENS + tl.arange(0, TOKENS)
-        key = _keys_of(logits, maxima, temperature, seq, token, logits_stride, V)
-        weight = _weight_of(key)
+        key = keys_of(logits, maxima, temperature, seq, token, logits_stride, V)
+        weight = weight_of(key)
         weight = tl.where(weight >= floor, weight, 0.0).to(tl.float64)
         chosen = _first_past(weight, token, before, target)
     tl.store(out + seq, chosen.to(tl.int64))
@@ -415,11 +270,10 @@ def sample(
     So a token may differ from the twin's if a uniform number, or p, is within about 1e-7 of the
     border between two tokens.
 
-    No row is sorted. Tokens are counted by their gap to the likeliest, with one program per tile.
-    The counts bound which tokens top_k or top_p can keep, and these candidates are gathered. Their
-    thresholds are found in about ten passes over them. So a row is read twice, unless it is so flat
-    that most tokens are candidates. Needs int32 scratch of S * V. The host reads nothing from the
-    device, and a row does not depend on other rows.
+    No row is sorted. The tokens that top_k or top_p may keep are gathered, with one program per
+    tile. Their thresholds are found in about ten passes over these candidates. So a row is read
+    twice, unless it is so flat that most tokens are candidates. Needs int32 scratch of S * V. The
+    host reads nothing from the device, and a row does not depend on other rows.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -435,32 +289,16 @@ def sample(
         ("positions", positions, torch.int64),
     ):
         check_tensor(name, tensor, (num_seqs,), dtype, logits)
-    num_tiles = triton.cdiv(num_tokens, _TOKENS)
-    int32 = partial(torch.empty, dtype=torch.int32, device=logits.device)
-    counts, ends = int32((num_seqs, num_tiles, _BINS)), int32((num_seqs, num_tiles))
-    lasts, keys = int32(num_seqs), int32((num_seqs, num_tiles * _TOKENS))
-    sums = torch.empty((num_seqs, num_tiles), dtype=torch.float64, device=logits.device)
     out = torch.empty(num_seqs, dtype=torch.int64, device=logits.device)
+    num_tiles = triton.cdiv(num_tokens, TOKENS)
     given = logits, logits.amax(1), temperature
-    shape = logits.stride(0), num_tokens, num_tiles
-    tiles = triton.next_power_of_2(num_tiles)
-    _count_kernel[(num_seqs, num_tiles)](
-        *(*given, top_k, top_p, min_p, counts, sums, *shape), TOKENS=_TOKENS, BINS=_BINS
-    )
-    _choose_kernel[(num_seqs,)](
-        *(counts, sums, top_k, top_p, lasts, ends, num_tokens, num_tiles),
-        BINS=_BINS,
-        TILES=tiles,
-        num_warps=_NUM_WARPS,
-    )
-    _gather_kernel[(num_seqs, num_tiles)](
-        *(*given, top_k, top_p, lasts, ends, keys, *shape), TOKENS=_TOKENS, BINS=_BINS
-    )
+    candidates = gather_candidates(*given, top_k, top_p, min_p)
     _sample_kernel[(num_seqs,)](
-        *(*given, keys, sums, lasts, ends, top_k, top_p, min_p, seeds, positions, out, *shape),
-        TOKENS=_TOKENS,
-        BINS=_BINS,
-        TILES=tiles,
+        *(*given, *candidates, top_k, top_p, min_p, seeds, positions, out),
+        *(logits.stride(0), num_tokens, num_tiles),
+        TOKENS=TOKENS,
+        BINS=BINS,
+        TILES=triton.next_power_of_2(num_tiles),
         num_warps=_NUM_WARPS,
     )
     return out
