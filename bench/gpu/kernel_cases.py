@@ -307,6 +307,7 @@ def _row_cases(size: Size) -> list[Case]:
             _rows("rotary_store_kv", f"{num_tokens} tokens 32/8x128", rotate),
         ]
     cases += [*_quantized_linear_cases(size), *_grouped_linear_cases(size)]
+    cases += _quantized_experts_cases(size)
     vocabulary = min(151_936, 4 * size.max_width)
     for num_seqs, text, k, p in (
         (1, "top_p 0.9", None, 0.9),
@@ -410,6 +411,28 @@ def _quantized_linear_cases(size: Size) -> list[Case]:
                 return given, (), read + x.nbytes + 2 * len(x) * num_out
 
             cases.append(_rows("quantized_linear", f"{num_rows}x4096x14336 {kind}", multiply))
+    return cases
+
+
+def _quantized_experts_cases(size: Size) -> list[Case]:
+    """Return cases of int4 experts with equally many rows."""
+    num_in, num_out = min(4096, size.max_width), min(28_672, 2 * size.max_width)
+    cases = []
+    for rows_of_each in (1, 16, 512):
+
+        def multiply(device, rows_of_each=rows_of_each):  # noqa: ANN001, ANN202
+            rows_of_each = min(rows_of_each, size.max_tokens)
+            x = torch.randn(8 * rows_of_each, num_in, device=device).to(size.dtype)
+            values = torch.randint(0, 256, (8, num_in // 2, num_out), device=device)
+            values = values.to(torch.uint8)
+            scales = torch.rand(8, num_in // 32, num_out, device=device).half() / 64
+            ends = torch.arange(1, 9, device=device, dtype=torch.int32) * rows_of_each
+            given, rest = (x, values, scales, -8 * scales, ends), (None, None, len(x))
+            read = values.nbytes + 2 * scales.nbytes + x.nbytes
+            return given, rest, read + len(x) * num_out * x.itemsize
+
+        text = f"8 experts int4, {8 * rows_of_each} rows"
+        cases.append(_rows("grouped_quantized_linear", text, multiply))
     return cases
 
 

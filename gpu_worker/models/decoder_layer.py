@@ -6,15 +6,15 @@ intermediate size, `X` experts, `N` experts per token.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeGuard
+from typing import Protocol, TypeAlias
 
 import torch
 
 from gpu_worker.weights import gpu_linear
-from gpu_worker.weights.linear import Linear, PlainLinear
+from gpu_worker.weights.grouped_linear import GroupedLinear, group
+from gpu_worker.weights.linear import Linear
 from kernels import ops
 from kernels.cpu.program.low_rank import RowAdapters
-from kernels.grouped_maps import GroupedMaps
 
 FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
@@ -123,8 +123,8 @@ class GroupedExperts:
     """
 
     route: Route
-    gate_up: GroupedMaps
-    down: GroupedMaps
+    gate_up: GroupedLinear
+    down: GroupedLinear
     numbers: torch.Tensor
     """int64[X]: the numbers of the experts, from 0."""
 
@@ -142,37 +142,35 @@ class GroupedExperts:
         self, x: torch.Tensor, ends: torch.Tensor, sources: torch.Tensor, places: torch.Tensor
     ) -> torch.Tensor:
         num_rows = len(sources)
-        wide = ops.grouped_linear(x, self.gate_up, ends, sources, None, num_rows, None)
-        gated = ops.silu_mul(wide)
-        return ops.grouped_linear(gated, self.down, ends, None, places, num_rows, None)
+        gated = ops.silu_mul(self.gate_up(x, ends, sources, None, num_rows))
+        return self.down(gated, ends, None, places, num_rows)
 
-    def compile(self) -> None:
-        """Launch each variant of the kernel once, so that none is compiled while serving."""
-        from kernels.triton.grouped_linear import fewest_rows  # noqa: PLC0415  needs Triton
+    def compile(self, row: torch.Tensor) -> None:
+        """Launch each variant of the kernels once, so that none is compiled while serving."""
+        from kernels.triton import grouped_linear, grouped_quantized_linear  # noqa: PLC0415
 
-        weight = self.gate_up.weights[0]
-        assert weight is not None, "every expert has a weight"
-        for num_rows in fewest_rows(len(self.numbers)):
+        modules, num_experts = (grouped_linear, grouped_quantized_linear), len(self.numbers)
+        for num_rows in {n for module in modules for n in module.fewest_rows(num_experts)}:
             places = self.numbers.new_zeros(num_rows)
-            self._products(weight[:1], torch.zeros_like(self.gate_up.sizes), places, places)
+            self._products(row, torch.zeros_like(self.numbers, dtype=torch.int32), places, places)
 
 
-def make_experts(route: Route, experts: Sequence[GatedMlp]) -> Experts | GroupedExperts:
-    """Return the device's fastest form: `GroupedExperts` on a GPU, unless they are quantized."""
-    gate_up = [each.gate_up.weight for each in experts if _is_plain(each.gate_up)]
-    down = [each.down.weight for each in experts if _is_plain(each.down)]
-    device = gate_up[0].device if gate_up else None
-    num_plain = len(gate_up), len(down)
-    if device is None or num_plain != (len(experts),) * 2 or not gpu_linear.is_here(device):
-        return Experts(route, tuple(experts))
-    numbers = torch.arange(len(experts), device=device)
-    grouped = GroupedExperts(route, GroupedMaps.of(gate_up), GroupedMaps.of(down), numbers)
-    grouped.compile()
-    return grouped
+def make_experts(
+    route: Route, experts: Sequence[GatedMlp], row: torch.Tensor
+) -> Experts | GroupedExperts:
+    """Return the device's fastest form: `GroupedExperts` on a GPU, if its kernels take the maps.
 
-
-def _is_plain(linear: Linear) -> TypeGuard[PlainLinear]:
-    return isinstance(linear, PlainLinear) and linear.bias is None
+    `row` is `[1, E]`, of any values, with the dtype and on the device of activations.
+    """
+    if gpu_linear.is_here(row.device):
+        gate_up = group([each.gate_up for each in experts])
+        down = group([each.down for each in experts])
+        if gate_up is not None and down is not None:
+            numbers = torch.arange(len(experts), device=row.device)
+            grouped = GroupedExperts(route, gate_up, down, numbers)
+            grouped.compile(row)
+            return grouped
+    return Experts(route, tuple(experts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import structlog
 
 from contract.arrays import ints
 from contract.sampling import SamplingParams, StructuredOutput
@@ -17,6 +18,8 @@ from contract.step import NewSequence, Plan, StepId
 from contract.worker_limits import Limits
 from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.step.executor import Executor
+
+_log = structlog.get_logger()
 
 # One kind of sampling for each set of kernels.
 _GREEDY = SamplingParams(seed=0, temperature=0.0, ignore_eos=True)
@@ -69,25 +72,43 @@ def warm_up(
     if has_structured_output:
         kinds.append(_IN_A_FORM)
     executor.reset()
+    num_failed = 0
     with executor.rehearsal():
-        for adapter in range(len(limits.adapters) + 1):
-            for kind in kinds:
-                _run(executor, _one_then_two(limits, most_tokens, kind, kind, adapter))
-                _run(executor, _one_then_two(limits, most_tokens, _GREEDY, kind, adapter))
-        _run(executor, _moves(limits))
-        _run(executor, _behind_many(limits, num_draft_tokens))
-        num_seqs = _SEQS_OF_ONE_VARIANT
-        while num_seqs < limits.max_num_seqs:
-            num_seqs *= 2
-            _run(executor, _many(limits, min(num_seqs, limits.max_num_seqs)))
+        for plans in _rehearsals(limits, most_tokens, kinds, num_draft_tokens):
+            num_failed += _run(executor, plans)
+    if num_failed:
+        _log.warning(
+            "rows of the warm-up ended early, because their logits were not finite: kernels that"
+            " they did not launch are compiled while serving",
+            num_rows=num_failed,
+        )
 
 
-def _run(executor: Executor, plans: Iterator[Plan]) -> None:
+def _rehearsals(
+    limits: Limits, most_tokens: int, kinds: Sequence[SamplingParams], num_draft_tokens: int
+) -> Iterator[Iterator[Plan]]:
+    """Yield the plans of each kind of steps; each begins with free rows."""
+    for adapter in range(len(limits.adapters) + 1):
+        for kind in kinds:
+            yield _one_then_two(limits, most_tokens, kind, kind, adapter)
+            yield _one_then_two(limits, most_tokens, _GREEDY, kind, adapter)
+    yield _moves(limits)
+    yield _behind_many(limits, num_draft_tokens)
+    num_seqs = _SEQS_OF_ONE_VARIANT
+    while num_seqs < limits.max_num_seqs:
+        num_seqs *= 2
+        yield _many(limits, min(num_seqs, limits.max_num_seqs))
+
+
+def _run(executor: Executor, plans: Iterator[Plan]) -> int:
+    """Execute the plans and free all rows; returns how many rows had no finite logits."""
+    num_failed = 0
     for plan in plans:
         # A row may have ended: by an end token, or by logits that are not finite.
         num_decodes = int(executor.rows.is_decoding.sum())
-        executor.step(replace(plan, num_decodes=num_decodes))
+        num_failed += len(executor.step(replace(plan, num_decodes=num_decodes)).failed_rows)
     executor.reset()
+    return num_failed
 
 
 def _one_then_two(

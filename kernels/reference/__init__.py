@@ -9,6 +9,7 @@ from kernels.reference.attention.prefill import paged_attention_prefill
 from kernels.reference.copy import copy_blocks, gather_blocks, scatter_blocks
 from kernels.reference.greedy import greedy
 from kernels.reference.grouped_linear import grouped_linear
+from kernels.reference.grouped_quantized_linear import grouped_quantized_linear
 from kernels.reference.linear import linear
 from kernels.reference.norm import add_rms_norm, rms_norm
 from kernels.reference.quantized_linear import quantized_linear
@@ -24,6 +25,7 @@ __all__ = [
     "gather_blocks",
     "greedy",
     "grouped_linear",
+    "grouped_quantized_linear",
     "linear",
     "paged_attention_decode",
     "paged_attention_prefill",

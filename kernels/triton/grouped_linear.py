@@ -3,7 +3,7 @@
 Symbols: `R` rows that are mapped, `G` maps, `K` input features, `N` output features.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
+# ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
 
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +30,26 @@ class Tile:
 _TILES: Final = (Tile(16, 64, 128, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3))
 _FLOAT32_TILES: Final = (Tile(16, 64, 64, 4, 4), _TILES[1], Tile(128, 128, 32, 8, 3))
 """As `_TILES`, but with fewer input features, to fit 99 KiB of shared memory without spills."""
+
+
+@triton.jit
+def rows_of_tile(ends, num_groups, nth, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the group of the n-th tile, and its rows [first, last of the group).
+
+    The tiles of all groups are numbered, group by group. Each has up to ROWS rows. After the last
+    tile, there are no rows.
+    """
+    group = tl.arange(0, GROUPS)
+    is_group = group < num_groups
+    end = tl.load(ends + group, mask=is_group, other=0)
+    start = tl.load(ends + group - 1, mask=is_group & (group > 0), other=0)
+    num_tiles = tl.where(is_group, (end - start + ROWS - 1) // ROWS, 0)
+    first_tile = tl.cumsum(num_tiles, axis=0) - num_tiles
+    is_own = (nth >= first_tile) & (nth < first_tile + num_tiles)
+    own = tl.sum(tl.where(is_own, group, 0), axis=0)
+    first = tl.sum(tl.where(is_own, start + (nth - first_tile) * ROWS, 0), axis=0)
+    last = tl.sum(tl.where(is_own, end, 0), axis=0)
+    return own, first, last
 
 
 @triton.jit(
@@ -59,21 +79,10 @@ def _grouped_linear_kernel(
 ):
     """`out[places[i]] += x[sources[i]] @ w.T`, with fp32 sums; w is the weight of the group of i.
 
-    Each program computes COLUMNS outputs for up to ROWS rows of one group. The tiles of all groups
-    are numbered, group by group, and a program finds its group and rows from the ends. There are
-    more programs than tiles; the rest end at once.
+    Each program computes COLUMNS outputs for up to ROWS rows of one group. There are more programs
+    than tiles; the rest end at once.
     """
-    nth = tl.program_id(1)
-    group = tl.arange(0, GROUPS)
-    is_group = group < num_groups
-    end = tl.load(ends + group, mask=is_group, other=0)
-    start = tl.load(ends + group - 1, mask=is_group & (group > 0), other=0)
-    num_tiles = tl.where(is_group, (end - start + ROWS - 1) // ROWS, 0)
-    first_tile = tl.cumsum(num_tiles, axis=0) - num_tiles
-    is_own = (nth >= first_tile) & (nth < first_tile + num_tiles)
-    own = tl.sum(tl.where(is_own, group, 0), axis=0)
-    first = tl.sum(tl.where(is_own, start + (nth - first_tile) * ROWS, 0), axis=0)
-    last = tl.sum(tl.where(is_own, end, 0), axis=0)
+    own, first, last = rows_of_tile(ends, num_groups, tl.program_id(1), GROUPS, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if last > first:
         size = tl.load(sizes + own)

@@ -4,7 +4,7 @@ Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of inpu
 runs of 32 input features.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
+# ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
 
 from dataclasses import dataclass
 from typing import Final
@@ -66,27 +66,77 @@ def _quantized_linear_kernel(
 ):
     """`out = x @ (values * scale + offset) + bias`, with weights and sums computed in fp32.
 
-    One program for each pair of a tile of `out` and a split of K. A weight is rounded to the dtype
-    of `x` before its product. Each byte of a 4-bit tile holds two features that are 16 apart. So
-    the low nibbles are the weights of one product and the high nibbles those of another, and need
-    no interleaving.
+    One program for each pair of a tile of `out` and a split of K.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
     inside = column < N
+    num_tiles = tl.cdiv(K, RUNS * 32)
+    acc = dequantized_product(
+        x + row.to(tl.int64)[:, None] * x_stride,
+        row < num_rows,
+        values,
+        scales,
+        offsets,
+        column,
+        num_tiles * split // num_splits,
+        num_tiles * (split + 1) // num_splits,
+        N,
+        K,
+        GROUP,
+        IS_FP8,
+        IS_INT4,
+        ROWS,
+        COLUMNS,
+        RUNS,
+        NUM_STAGES,
+    )
+    is_out = (row < num_rows)[:, None] & inside[None, :]
+    out_row = split.to(tl.int64) * num_rows + row
+    out_place = out_row[:, None] * N + column[None, :]
+    if IS_PARTIAL:
+        tl.store(out + out_place, acc, mask=is_out)
+    else:
+        _store(out + out_place, acc, bias, column, inside, is_out)
+
+
+@triton.jit
+def dequantized_product(
+    x_row,  # pointers [ROWS, 1] to rows [K]
+    is_row,  # [ROWS]
+    values,  # as in `_quantized_linear_kernel`
+    scales,
+    offsets,
+    column,  # [COLUMNS]
+    first,
+    last,
+    N,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    IS_INT4: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RUNS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Return the sums of `x @ (values * scale + offset)`, fp32 [ROWS, COLUMNS].
+
+    They are sums over tiles [`first`, `last`) of RUNS * 32 input features. A weight is computed in
+    fp32, and rounded to the dtype of `x` before its product. Each byte of a 4-bit tile holds two
+    features that are 16 apart. So the low nibbles are the weights of one product and the high
+    nibbles those of another, and need no interleaving.
+    """
+    dtype: tl.constexpr = x_row.dtype.element_ty
+    inside = column < N
     BYTES: tl.constexpr = 16 if IS_INT4 else 32  # rows of `values` in a run
-    TILE: tl.constexpr = RUNS * 32
-    num_tiles = tl.cdiv(K, TILE)
-    first = num_tiles * split // num_splits
-    last = num_tiles * (split + 1) // num_splits
     run = tl.arange(0, RUNS)
     part = tl.arange(0, BYTES)
     flat = tl.arange(0, RUNS * BYTES)
-    x_row = x + row.to(tl.int64)[:, None] * x_stride
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for nth in tl.range(first, last, num_stages=NUM_STAGES):
-        start = nth * TILE
+        start = nth * RUNS * 32
         feature = start + run * 32  # the first feature of each run
         byte_row = (feature // 32 * BYTES)[:, None] + part[None, :]  # [R, BYTES]
         is_weight = ((feature[:, None] + part[None, :]) < K)[:, :, None] & inside[None, None, :]
@@ -99,11 +149,11 @@ def _quantized_linear_kernel(
         if offsets is not None:
             offset = tl.load(offsets + scale_place, mask=inside[None, None, :], other=0.0)
         x_column = start + flat // BYTES * 32 + flat % BYTES
-        is_x = (row < num_rows)[:, None] & (x_column < K)[None, :]
+        is_x = is_row[:, None] & (x_column < K)[None, :]
         some_x = tl.load(x_row + x_column[None, :], mask=is_x, other=0.0)
         if IS_INT4:
-            low = _weight((stored & 15).to(tl.float32), scale, offset, x.dtype.element_ty)
-            high = _weight((stored >> 4).to(tl.float32), scale, offset, x.dtype.element_ty)
+            low = _weight((stored & 15).to(tl.float32), scale, offset, dtype)
+            high = _weight((stored >> 4).to(tl.float32), scale, offset, dtype)
             other_x = tl.load(x_row + x_column[None, :] + 16, mask=is_x, other=0.0)
             low = tl.reshape(low, [RUNS * BYTES, COLUMNS])
             high = tl.reshape(high, [RUNS * BYTES, COLUMNS])
@@ -112,17 +162,10 @@ def _quantized_linear_kernel(
         else:
             # `plain_numbers` returns fp8 numbers in units of 2^8.
             numbers = plain_numbers(stored, tl.float32) * (256.0 if IS_FP8 else 1.0)
-            weight = _weight(numbers, scale, offset, x.dtype.element_ty)
+            weight = _weight(numbers, scale, offset, dtype)
             weight = tl.reshape(weight, [RUNS * BYTES, COLUMNS])
             acc = tl.dot(some_x, weight, acc, input_precision="ieee")
-
-    is_out = (row < num_rows)[:, None] & inside[None, :]
-    out_row = split.to(tl.int64) * num_rows + row
-    out_place = out_row[:, None] * N + column[None, :]
-    if IS_PARTIAL:
-        tl.store(out + out_place, acc, mask=is_out)
-    else:
-        _store(out + out_place, acc, bias, column, inside, is_out)
+    return acc
 
 
 @triton.jit
@@ -181,25 +224,8 @@ def quantized_linear(
     """
     check_float("x", x, 2)
     num_rows, num_in = x.shape
-    is_int4 = values.dtype is torch.uint8
-    if values.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn):
-        raise ValueError(f"values has dtype {values.dtype}; it must be uint8, int8 or e4m3")
+    group = check_weight(x, values, scales, offsets)
     num_out = values.shape[1]
-    check_tensor("values", values, (num_in // 2 if is_int4 else num_in, num_out), values.dtype, x)
-    num_groups = scales.shape[0]
-    check_float("scales", scales, 2)
-    check_tensor("scales", scales, (num_groups, num_out), scales.dtype, x)
-    group = num_in // num_groups
-    if num_in % num_groups or (num_groups > 1 and group % _RUN) or (is_int4 and num_in % _RUN):
-        raise ValueError(
-            f"scales has {num_groups} groups for {num_in} input features, required are groups of a"
-            f" multiple of {_RUN}"
-        )
-    for name, tensor in (("values", values), ("scales", scales), ("offsets", offsets)):
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name} is not contiguous; it must be")
-    if offsets is not None:
-        check_tensor("offsets", offsets, (num_groups, num_out), offsets.dtype, x)
     if bias is not None:
         check_tensor("bias", bias, (num_out,), x.dtype, x)
     out = x.new_empty((num_rows, num_out))
@@ -231,7 +257,7 @@ def quantized_linear(
         K=num_in,
         GROUP=group,
         IS_FP8=values.dtype is torch.float8_e4m3fn,
-        IS_INT4=is_int4,
+        IS_INT4=values.dtype is torch.uint8,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         RUNS=tile.runs,
@@ -246,3 +272,37 @@ def quantized_linear(
             partial, bias, out, num_rows, splits, num_out, COLUMNS=columns
         )
     return out
+
+
+def check_weight(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None
+) -> int:
+    """Require a weight, or a stack of weights, that the kernels take for `x` [*, K].
+
+    Returns:
+        The number of input features of a group.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit.
+    """
+    *stack, _, num_out = values.shape
+    num_in, num_groups = x.shape[1], scales.shape[-2]
+    is_int4 = values.dtype is torch.uint8
+    if values.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"values has dtype {values.dtype}; it must be uint8, int8 or e4m3")
+    value_rows = num_in // 2 if is_int4 else num_in
+    check_tensor("values", values, (*stack, value_rows, num_out), values.dtype, x)
+    check_float("scales", scales, values.dim())
+    check_tensor("scales", scales, (*stack, num_groups, num_out), scales.dtype, x)
+    group = num_in // num_groups
+    if num_in % num_groups or (num_groups > 1 and group % _RUN) or (is_int4 and num_in % _RUN):
+        raise ValueError(
+            f"scales has {num_groups} groups for {num_in} input features, required are groups of a"
+            f" multiple of {_RUN}"
+        )
+    if offsets is not None:
+        check_tensor("offsets", offsets, tuple(scales.shape), offsets.dtype, x)
+    for name, tensor in (("values", values), ("scales", scales), ("offsets", offsets)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} is not contiguous; it must be")
+    return group

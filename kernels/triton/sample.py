@@ -4,7 +4,6 @@ Symbols: `S` sequences, `V` vocabulary, `C` tiles of a row.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
-# ruff: noqa: PLR2004  kernels cannot read the module's constants, here the limits of int32 and fp32
 
 from typing import Final
 
@@ -13,56 +12,9 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_tensor
+from kernels.triton.candidates import BINS, TOKENS, bin_of, gather_candidates, keys_of, weight_of
 
-_TOKENS: Final = 2048  # tokens per tile; with more, the sums of lanes would not fit into registers
-_NUM_WARPS: Final = 16  # many, because one program reads a whole row several times
-
-
-@triton.jit
-def _keys_of(logits, maxima, temperature, seq, token, logits_stride, V):
-    """Return the keys of tokens, as `_scale_kernel` defines them; the largest int32 past V."""
-    logit = tl.load(logits + seq * logits_stride + token, mask=token < V, other=0.0)
-    largest = tl.maximum(tl.load(maxima + seq), -3.4028234663852886e38)
-    gap = tl.div_rn(largest - logit, tl.load(temperature + seq) + tl.zeros_like(logit))
-    # A logit is above the maximum only in a row with NaN, whose token does not matter.
-    return tl.where(token < V, tl.abs(gap).to(tl.int32, bitcast=True), 0x7FFFFFFF)
-
-
-@triton.jit(
-    do_not_specialize=["num_tiles"],
-    do_not_specialize_on_alignment=["maxima", "temperature", "top_k", "top_p", "min_p"],
-)
-def _scale_kernel(
-    logits,  # fp32 [S, V]
-    maxima,  # fp32 [S]
-    temperature,  # fp32 [S]
-    top_k,  # int64[S]
-    top_p,  # fp64[S]
-    min_p,  # fp32[S]
-    keys,  # int32 [S, V], contiguous
-    sums,  # fp64 [S, C]
-    logits_stride,
-    V,
-    num_tiles,  # C
-    TOKENS: tl.constexpr,
-):
-    """Compute the key of each token: the bits of `(max - logits[s, v]) / temperature`.
-
-    The likeliest token has the key 0. Bits of floats that are not negative are in the order of the
-    floats, so keys can be compared. A row without top_k and top_p needs no keys; for each of its
-    tiles, `sums` gets the sum of the weights that min_p keeps. One program for each row and TOKENS
-    tokens.
-    """
-    seq = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    token = tile * TOKENS + tl.arange(0, TOKENS)
-    key = _keys_of(logits, maxima, temperature, seq, token, logits_stride, V)
-    if (tl.load(top_k + seq) < V) | (tl.load(top_p + seq) < 1):
-        tl.store(keys + seq * V + token, key, mask=token < V)
-    else:
-        weight = _weight_of(key)
-        weight = tl.where(weight >= tl.load(min_p + seq), weight, 0.0).to(tl.float64)
-        tl.store(sums + seq * num_tiles + tile, tl.sum(weight, axis=0))
+_NUM_WARPS: Final = 16  # many, because one program may read a whole row several times
 
 
 @triton.jit
@@ -70,14 +22,6 @@ def _load_keys(row, first, V, TOKENS: tl.constexpr):
     """Return the keys of a tile; past the vocabulary they are above any threshold."""
     token = first + tl.arange(0, TOKENS)
     return tl.load(row + token, mask=token < V, other=0x7FFFFFFF)
-
-
-@triton.jit
-def _weight_of(key):
-    """Return fp32 exp(-gap); 0 for logits of minus infinity and past the vocabulary."""
-    finite = key < 0x7F800000
-    weight = tl.exp(-tl.where(finite, key, 0).to(tl.float32, bitcast=True))
-    return tl.where(finite, weight, 0.0)
 
 
 @triton.jit
@@ -110,7 +54,7 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
             key = _load_keys(row, first, V, TOKENS)
             amount = tl.full([TOKENS], 1, AMOUNT)
             if IS_WEIGHT:
-                amount = _weight_of(key).to(tl.float64)
+                amount = weight_of(key).to(tl.float64)
             sums_1 += tl.where(key <= pivot_1, amount, 0)
             sums_2 += tl.where(key <= pivot_2, amount, 0)
             sums_3 += tl.where(key <= pivot_3, amount, 0)
@@ -165,7 +109,7 @@ def _kept(row, first, threshold, equals_end, floor, V, TOKENS: tl.constexpr):
     """Return a tile's fp64 weights; 0 for dropped tokens."""
     key = _load_keys(row, first, V, TOKENS)
     token = first + tl.arange(0, TOKENS)
-    weight = _weight_of(key)
+    weight = weight_of(key)
     is_kept = (key < threshold) | ((key == threshold) & (token < equals_end))
     return tl.where(is_kept & (weight >= floor), weight, 0.0).to(tl.float64)
 
@@ -182,32 +126,37 @@ def _uniform(seed, position):
 
 
 @triton.jit
-def _draw_cut(row, k, p, floor, uniform, V, TOKENS: tl.constexpr):
-    """Draw the token of a row with top_k or top_p, as `_sample_kernel` says."""
+def _draw_cut(row, size, total, k, is_top_k, p, floor, uniform, TOKENS: tl.constexpr):
+    """Draw from a row with top_k or top_p, as `_sample_kernel` says; returns the candidate's place.
+
+    `row` has the keys of `size` candidates; `total` is the sum of all weights of the row.
+    """
     threshold = tl.full([], 0x7F800000, tl.int32)  # the key of minus infinity
     num_equal = tl.full([], 0x7FFFFFFF, tl.int32)
-    equals_end = V + tl.full([], 0, tl.int32)
-    if k < V:
-        threshold, num_below = _threshold(row, k.to(tl.int32), threshold, V, False, TOKENS)
+    equals_end = size + tl.full([], 0, tl.int32)
+    if is_top_k:
+        threshold, num_below = _threshold(row, k.to(tl.int32), threshold, size, False, TOKENS)
         num_equal = k.to(tl.int32) - num_below
-        equals_end = _end_of_equals(row, threshold, num_equal, V, TOKENS)
+        equals_end = _end_of_equals(row, threshold, num_equal, size, TOKENS)
     if p < 1:
-        sums = tl.full([TOKENS], 0.0, tl.float64)
-        for first in range(0, V, TOKENS):
-            sums += _kept(row, first, threshold, equals_end, 0.0, V, TOKENS)
-        goal = p * tl.sum(sums, axis=0)
-        least, below = _threshold(row, goal, threshold, V, True, TOKENS)
-        each = _weight_of(least).to(tl.float64)
+        if is_top_k:
+            sums = tl.full([TOKENS], 0.0, tl.float64)
+            for first in range(0, size, TOKENS):
+                sums += _kept(row, first, threshold, equals_end, 0.0, size, TOKENS)
+            total = tl.sum(sums, axis=0)
+        goal = p * total
+        least, below = _threshold(row, goal, threshold, size, True, TOKENS)
+        each = weight_of(least).to(tl.float64)
         needed = tl.where(each > 0, tl.ceil((goal - below) / tl.where(each > 0, each, 1.0)), 1.0)
         most = tl.where(least == threshold, num_equal, 0x7FFFFFFF)
         needed = tl.minimum(tl.maximum(needed, 1.0), 1073741824.0).to(tl.int32)
         threshold = least
-        equals_end = _end_of_equals(row, threshold, tl.minimum(needed, most), V, TOKENS)
+        equals_end = _end_of_equals(row, threshold, tl.minimum(needed, most), size, TOKENS)
 
     sums = tl.full([TOKENS], 0.0, tl.float64)
     lasts = tl.full([TOKENS], 0, tl.int32)
-    for first in range(0, V, TOKENS):
-        weight = _kept(row, first, threshold, equals_end, floor, V, TOKENS)
+    for first in range(0, size, TOKENS):
+        weight = _kept(row, first, threshold, equals_end, floor, size, TOKENS)
         sums += weight
         lasts = tl.maximum(lasts, tl.where(weight > 0, first + tl.arange(0, TOKENS), 0))
     target = uniform * tl.sum(sums, axis=0)
@@ -215,12 +164,12 @@ def _draw_cut(row, k, p, floor, uniform, V, TOKENS: tl.constexpr):
 
     running = tl.full([], 0.0, tl.float64)
     first = tl.full([], 0, tl.int32)
-    while first < V:
-        weight = _kept(row, first, threshold, equals_end, floor, V, TOKENS)
+    while first < size:
+        weight = _kept(row, first, threshold, equals_end, floor, size, TOKENS)
         after = running + tl.sum(weight, axis=0)
         if after > target:
             chosen = _first_past(weight, first + tl.arange(0, TOKENS), running, target)
-            first = V + tl.full([], 0, tl.int32)
+            first = size + tl.full([], 0, tl.int32)
         running = after
         first += TOKENS
     return chosen
@@ -240,15 +189,17 @@ def _first_past(weight, token, before, target):
 @triton.jit(
     do_not_specialize=["V", "num_tiles"],
     do_not_specialize_on_alignment=[
-        *("maxima", "temperature", "top_k", "top_p", "min_p", "seeds", "positions", "out")
+        *("maxima", "temperature", "top_k", "top_p", "min_p", "seeds", "positions", "lasts", "out")
     ],
 )
 def _sample_kernel(
     logits,  # fp32 [S, V]
     maxima,  # fp32 [S]
     temperature,  # fp32 [S]
-    keys,  # int32 [S, V], contiguous, by `_scale_kernel`
-    sums,  # fp64 [S, C], by `_scale_kernel`
+    keys,  # int32 [S, C * TOKENS], these four by `gather_candidates`
+    sums,  # fp64 [S, C]
+    lasts,  # int32[S]
+    ends,  # int32 [S, C]
     top_k,  # int64[S]
     top_p,  # fp64[S]
     min_p,  # fp32[S]
@@ -259,33 +210,45 @@ def _sample_kernel(
     V,
     num_tiles,  # C
     TOKENS: tl.constexpr,
+    BINS: tl.constexpr,
     TILES: tl.constexpr,  # a power of two, at least C
 ):
     """`out[s]` is the first token at which the running sum of kept weights exceeds u * their sum.
 
     u is the row's uniform number. A row keeps the tokens whose keys are below a threshold, and the
     tokens before `equals_end` whose keys equal it. The threshold is found for top_k by counting,
-    then for top_p by weight; min_p drops weights below a floor. For a row with neither top_k nor
+    then for top_p by weight; min_p drops weights below a floor. Only candidates are read for it,
+    and one tile, in which the token of a candidate is found. For a row with neither top_k nor
     top_p, one tile is read, which the sums of all tiles determine. One program for each row; sums
     are fp64, in a fixed order.
     """
     seq = tl.program_id(0).to(tl.int64)
-    row = keys + seq * V
     k = tl.load(top_k + seq)
     p = tl.load(top_p + seq)
     floor = tl.load(min_p + seq)
     uniform = _uniform(tl.load(seeds + seq), tl.load(positions + seq))
+    tile = tl.arange(0, TILES)
+    is_tile = tile < num_tiles
+    in_tile = tl.load(sums + seq * num_tiles + tile, mask=is_tile, other=0.0)
+    total = tl.sum(in_tile, axis=0)
     if (k < V) | (p < 1):
-        chosen = _draw_cut(row, k, p, floor, uniform, V, TOKENS)
+        row = keys + seq * num_tiles * TOKENS
+        size = tl.load(ends + seq * num_tiles + num_tiles - 1)
+        nth = _draw_cut(row, size, total, k, k < V, p, floor, uniform, TOKENS)
+        end = tl.load(ends + seq * num_tiles + tile, mask=is_tile, other=0x7FFFFFFF)
+        num_before = tl.max(tl.where(end <= nth, end, 0), axis=0)
+        token = tl.sum((end <= nth).to(tl.int32), axis=0) * TOKENS + tl.arange(0, TOKENS)
+        key = keys_of(logits, maxima, temperature, seq, token, logits_stride, V)
+        is_in = (bin_of(key, BINS) <= tl.load(lasts + seq)).to(tl.int32)
+        is_nth = (is_in > 0) & (num_before + tl.cumsum(is_in, axis=0) == nth + 1)
+        chosen = tl.max(tl.where(is_nth & (token < V), token, 0), axis=0)
     else:
-        tile = tl.arange(0, TILES)
-        in_tile = tl.load(sums + seq * num_tiles + tile, mask=tile < num_tiles, other=0.0)
-        target = uniform * tl.sum(in_tile, axis=0)
+        target = uniform * total
         own = _first_past(in_tile, tile, 0.0, target)
         before = tl.sum(tl.where(tile < own, in_tile, 0.0), axis=0)
         token = own * TOKENS + tl.arange(0, TOKENS)
-        key = _keys_of(logits, maxima, temperature, seq, token, logits_stride, V)
-        weight = _weight_of(key)
+        key = keys_of(logits, maxima, temperature, seq, token, logits_stride, V)
+        weight = weight_of(key)
         weight = tl.where(weight >= floor, weight, 0.0).to(tl.float64)
         chosen = _first_past(weight, token, before, target)
     tl.store(out + seq, chosen.to(tl.int64))
@@ -307,10 +270,10 @@ def sample(
     So a token may differ from the twin's if a uniform number, or p, is within about 1e-7 of the
     border between two tokens.
 
-    No row is sorted: thresholds of top_k and top_p are found in about ten passes over a row, which
-    a program reads from cache. Rows without top_k and top_p are read twice, with one program per
-    tile. Needs int32 scratch of S * V. The host reads nothing from the device, and a row does not
-    depend on other rows.
+    No row is sorted. The tokens that top_k or top_p may keep are gathered, with one program per
+    tile. Their thresholds are found in about ten passes over these candidates. So a row is read
+    twice, unless it is so flat that most tokens are candidates. Needs int32 scratch of S * V. The
+    host reads nothing from the device, and a row does not depend on other rows.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -326,20 +289,15 @@ def sample(
         ("positions", positions, torch.int64),
     ):
         check_tensor(name, tensor, (num_seqs,), dtype, logits)
-    keys = torch.empty((num_seqs, num_tokens), dtype=torch.int32, device=logits.device)
     out = torch.empty(num_seqs, dtype=torch.int64, device=logits.device)
-    num_tiles = triton.cdiv(num_tokens, _TOKENS)
-    sums = torch.empty((num_seqs, num_tiles), dtype=torch.float64, device=logits.device)
-    maxima = logits.amax(1)
-    cuts = top_k, top_p, min_p
-    _scale_kernel[(num_seqs, num_tiles)](
-        *(logits, maxima, temperature, *cuts, keys, sums, logits.stride(0), num_tokens, num_tiles),
-        TOKENS=_TOKENS,
-    )
+    num_tiles = triton.cdiv(num_tokens, TOKENS)
+    given = logits, logits.amax(1), temperature
+    candidates = gather_candidates(*given, top_k, top_p, min_p)
     _sample_kernel[(num_seqs,)](
-        *(logits, maxima, temperature, keys, sums, *cuts, seeds, positions, out),
+        *(*given, *candidates, top_k, top_p, min_p, seeds, positions, out),
         *(logits.stride(0), num_tokens, num_tiles),
-        TOKENS=_TOKENS,
+        TOKENS=TOKENS,
+        BINS=BINS,
         TILES=triton.next_power_of_2(num_tiles),
         num_warps=_NUM_WARPS,
     )

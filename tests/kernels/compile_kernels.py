@@ -32,6 +32,7 @@ from kernels.sequences import MAX_SHARED, Sequences, SharedPrefixes
 from kernels.triton import configs as tuned
 from kernels.triton.attention import decode, prefill
 from kernels.triton.grouped_linear import tiles_of
+from kernels.triton.grouped_quantized_linear import fewest_rows
 from kernels.triton.quantized_linear import FEWEST_ROWS
 from tests.kernels.tensors import make_paged, make_quantized
 
@@ -200,6 +201,23 @@ def launch_grouped_linear(dtype):
         launchers.grouped_linear(x[:, :64], maps, ends, None, rows, num_rows, x)
 
 
+def launch_grouped_quantized_linear(dtype):
+    """Quantized experts of each kind, as both maps of an expert, in each tile."""
+    dtype = dtype if dtype.itemsize == 2 else torch.float16
+    ends = torch.zeros(8, dtype=torch.int32)
+    scales = torch.zeros(8, 128, 64, dtype=torch.float16)
+    nibbles = torch.zeros(8, 2048, 64, dtype=torch.uint8)
+    for num_rows in fewest_rows(8):
+        x, rows = torch.zeros(num_rows, 4096, dtype=dtype), torch.zeros(num_rows, dtype=torch.int64)
+        weights = [(nibbles, scales, scales)]
+        for stored in (torch.int8, torch.float8_e4m3fn):
+            values = torch.zeros(8, 4096, 64, dtype=torch.int8).to(stored)
+            weights.append((values, scales[:, :1].float().contiguous(), None))
+        for weight in weights:
+            launchers.grouped_quantized_linear(x, *weight, ends, rows, None, num_rows)
+            launchers.grouped_quantized_linear(x, *weight, ends, None, rows, num_rows)
+
+
 def main():
     dtype, (num_heads, num_kv_heads, head_dim, block_size) = sys.argv[2], map(int, sys.argv[3:7])
     dtype = getattr(torch, dtype)
@@ -208,6 +226,7 @@ def main():
             launch_others(dtype, num_heads, num_kv_heads, head_dim)
             launch_quantized_linear(dtype)
             launch_grouped_linear(dtype)
+            launch_grouped_quantized_linear(dtype)
         elif kind.startswith("latent"):
             launch_latent(kind.removeprefix("latent").strip(), dtype, num_heads, block_size)
         elif kind == "wide":

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
         ("mistral", ("graphs",)),
         ("qwen3", ("weights=int4",)),
         ("mixtral", ("kv=fp8",)),
+        ("mixtral", ("graphs", "weights=stored")),
+        ("deepseek_v3", ("graphs", "weights=int8")),
         ("deepseek_v3", ("graphs", "kv=int8")),
         ("llama", ("graphs", "adapter=a", "ranks")),
         ("llama", ("late=a", "ngram", "kv=int8")),
@@ -54,11 +56,16 @@ def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(
     found = json.loads(done.stdout)
     assert found["new"] == []
     assert found["num_known"] >= 10
-    assert ("_quantized_linear_kernel" in found["kernels"]) == any("weights" in x for x in has)
+    is_quantized = any("weights" in x for x in has)
+    assert ("_quantized_linear_kernel" in found["kernels"]) == is_quantized
     assert "_reduce_splits_kernel" in found["kernels"]
     assert "_suppress_kernel" in found["kernels"]
     if family == "llama":  # the others' windows may be too short for splits
         assert "_merge_chunks_kernel" in found["kernels"]
-    has_groups = family == "mixtral" or "adapter=a" in has
+    has_experts = family in {"mixtral", "deepseek_v3"}
+    assert ("_grouped_quantized_linear_kernel" in found["kernels"]) == (
+        has_experts and is_quantized
+    )
+    has_groups = (family == "mixtral" and not is_quantized) or "adapter=a" in has
     assert ("_grouped_linear_kernel" in found["kernels"]) == has_groups
     assert all(found["seen"].values()), found["seen"]

@@ -9,9 +9,10 @@ from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.sampling.truncation import truncate
 from kernels import reference
 from kernels.reference.sample import uniforms as twin_uniforms
-from kernels.triton.sample import _TOKENS, sample
+from kernels.triton.candidates import TOKENS, gather_candidates
+from kernels.triton.sample import sample
 
-VOCABULARY = 5003  # two tiles, the second not whole
+VOCABULARY = 5003  # three tiles, the last not whole
 
 
 def parameters(num_seqs, vocab_size, device):
@@ -73,6 +74,22 @@ def test_the_kernel_draws_the_twin_s_tokens(kind, vocab_size, device):
     before = logits.clone()
     assert torch.equal(sample(logits, *given), reference.sample(logits, *given))
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [(50, 1.0), (VOCABULARY, 0.9), (VOCABULARY, 0.999), (300, 1.0), (VOCABULARY, 1e-9)],
+)
+def test_only_tokens_that_may_be_kept_are_gathered(top_k, top_p, device):
+    logits = make_logits("plain", 5, VOCABULARY, device)
+    temperature, cut, share, min_p, _, _ = parameters(5, VOCABULARY, device)
+    cuts = cut.fill_(top_k), share.fill_(top_p), min_p
+    candidates = gather_candidates(logits, logits.amax(1), temperature.fill_(1), *cuts)
+    num_gathered = candidates.ends[:, -1]
+    by_weight = logits.double().softmax(1).sort(1, descending=True).values
+    num_kept = ((by_weight.cumsum(1) < top_p).sum(1) + 1).clamp(max=top_k)
+    assert (num_kept <= num_gathered).all()
+    assert (num_gathered < 1.5 * num_kept + 20).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,7 +172,7 @@ def test_threads_wait_for_each_other_once_a_pass_and_not_for_each_tile(monkeypat
 
     monkeypatch.setattr(interpreter.ReduceOps, "apply", count)
     num_tiles = 20
-    logits = make_logits("plain", 1, num_tiles * _TOKENS, "cpu")
+    logits = make_logits("plain", 1, num_tiles * TOKENS, "cpu")
     _, _, _, min_p, seeds, positions = parameters(1, logits.shape[1], "cpu")
     ones = torch.ones(1)
     sample(logits, ones, torch.tensor([1000]), ones.double() * 0.9, min_p, seeds, positions)

@@ -15,8 +15,9 @@ MOST_S: Final = 530.0
 """The seconds of a call, so that it ends within nine minutes with the packing of its files."""
 
 _KERNELS: Final = ("activation", "batch_invariant", "copy", "decode", "greedy", "grouped_linear",
-                   "linear", "norm", "ops", "prefill", "quantized", "quantized_linear", "rotary",
-                   "rotary_store", "sample", "shared_prefixes", "store", "suppress")  # fmt: skip
+                   "grouped_quantized_linear", "linear", "norm", "ops", "prefill", "quantized",
+                   "quantized_linear", "rotary", "rotary_store", "sample", "shared_prefixes",
+                   "store", "suppress")  # fmt: skip
 _KERNEL_TESTS: Final = tuple(f"tests/kernels/test_{kernel}.py" for kernel in _KERNELS)
 _DEVICE_TESTS: Final = (
     "tests/unit/gpu_worker/step/test_piecewise_graphs.py",

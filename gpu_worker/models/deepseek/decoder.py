@@ -163,6 +163,7 @@ def _experts(
                 _gated_mlp(hidden, size, f"{module}.experts.{index}", weights)
                 for index in range(experts.num_experts)
             ),
+            router[:1].to(weights.dtype),
         ),
         shared=_gated_mlp(hidden, experts.num_shared * size, f"{module}.shared_experts", weights),
     )

@@ -288,6 +288,7 @@ def _experts(
             _gated_mlp(config, f"{module}.experts.{index}", names, weights)
             for index in range(experts.num_experts)
         ),
+        router[:1],
     )
 
 

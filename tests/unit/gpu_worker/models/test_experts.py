@@ -1,5 +1,7 @@
 """Grouped experts, as on a GPU, give the results of experts that run one by one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,10 @@ from gpu_worker.models.decoder_layer import (
     make_experts,
 )
 from gpu_worker.weights import gpu_linear
+from gpu_worker.weights.gpu_linear import PackedLinear, ScaledLinear
 from gpu_worker.weights.linear import PlainLinear
+from gpu_worker.weights.packed_maps import Fp8Weight
+from gpu_worker.weights.quantized_linear import Quantization, make_quantized_linear, quantize
 
 HIDDEN, SIZE, NUM_EXPERTS = 24, 20, 5
 
@@ -28,15 +33,29 @@ def make_parts(*, has_bias=False):
         GatedMlp(plain(2 * SIZE, HIDDEN), plain(HIDDEN, SIZE, has_bias=has_bias))
         for _ in range(NUM_EXPERTS)
     ]
-    return route, experts
+    return route, experts, route.router.weight[:1]
+
+
+def quantized(kind, weight):
+    """A map as the loader makes it on a GPU, and the same map dequantized."""
+    if kind == "fp8":
+        fp8 = Fp8Weight(weight.to(torch.float8_e4m3fn), torch.rand(len(weight), 1) + 0.5)
+        linear = ScaledLinear(fp8.values, fp8.scales.t().contiguous(), None)
+        return linear, PlainLinear(fp8.dequantized().half(), None)
+    integers = quantize(weight, Quantization(kind.split()[0]))
+    if kind == "int8 with some offsets" and torch.rand(()) < 0.5:
+        integers = replace(integers, offsets=torch.rand(len(weight), 1).half().float())
+    linear = make_quantized_linear(integers, None, torch.float16)
+    assert isinstance(linear, PackedLinear)
+    return linear, PlainLinear(integers.dequantized().half(), None)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 def test_grouped_experts_equal_experts_one_by_one(monkeypatch, num_tokens):
-    route, experts = make_parts()
-    one_by_one = make_experts(route, experts)
+    parts = make_parts()
+    one_by_one = make_experts(*parts)
     monkeypatch.setattr(gpu_linear, "is_here", lambda _: True)
-    grouped = make_experts(route, experts)
+    grouped = make_experts(*parts)
     assert isinstance(one_by_one, Experts)
     assert isinstance(grouped, GroupedExperts)
     x = torch.randn(num_tokens, HIDDEN)
@@ -44,9 +63,39 @@ def test_grouped_experts_equal_experts_one_by_one(monkeypatch, num_tokens):
     torch.testing.assert_close(grouped(x)[:1], grouped(x[:1]), msg="a row depends on no other")
 
 
+@pytest.mark.parametrize("kind", ["int8", "int8 with some offsets", "int4", "fp8"])
+def test_quantized_experts_are_grouped(monkeypatch, kind):
+    monkeypatch.setattr(gpu_linear, "is_here", lambda _: True)
+    monkeypatch.setattr(PackedLinear, "compile", lambda *_: None)
+    torch.manual_seed(0)
+    router = torch.randn(NUM_EXPERTS, 64)
+    route = LikeliestExperts(PlainLinear(router.half(), None), 2)
+    maps = [
+        (*quantized(kind, torch.randn(64, 64) / 8), *quantized(kind, torch.randn(64, 32) / 8))
+        for _ in range(NUM_EXPERTS)
+    ]
+    grouped = make_experts(
+        route, [GatedMlp(gate_up, down) for gate_up, _, down, _ in maps], router[:1].half()
+    )
+    assert isinstance(grouped, GroupedExperts)
+    one_by_one = Experts(route, tuple(GatedMlp(gate_up, down) for _, gate_up, _, down in maps))
+    x = torch.randn(7, 64).half()
+    torch.testing.assert_close(grouped(x), one_by_one(x), rtol=1e-2, atol=1e-2)
+
+
 def test_experts_with_other_maps_run_one_by_one(monkeypatch):
     monkeypatch.setattr(gpu_linear, "is_here", lambda _: True)
+    monkeypatch.setattr(PackedLinear, "compile", lambda *_: None)
     assert isinstance(make_experts(*make_parts(has_bias=True)), Experts)
-    route, experts = make_parts()
-    quantized = GatedMlp(experts[0].gate_up, lambda x: x)
-    assert isinstance(make_experts(route, [*experts[1:], quantized]), Experts)
+    route, experts, row = make_parts()
+    other = GatedMlp(experts[0].gate_up, lambda x: x)
+    assert isinstance(make_experts(route, [*experts[1:], other], row), Experts)
+    gate_up, _ = quantized("int8", torch.randn(2 * SIZE, HIDDEN))
+    assert isinstance(
+        make_experts(route, [*experts[1:], GatedMlp(gate_up, experts[0].down)], row), Experts
+    )
+    packed = [
+        GatedMlp(quantized(kind, torch.randn(64, 64))[0], experts[0].down)
+        for kind in ("int8", "int4", "int8", "int8", "int8")
+    ]
+    assert isinstance(make_experts(route, packed, row), Experts)

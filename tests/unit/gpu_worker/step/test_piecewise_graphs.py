@@ -22,6 +22,7 @@ from gpu_worker.step.graphs import piecewise_graphs
 from gpu_worker.step.graphs.cuda_graphs import CudaGraphs, PiecesError
 from gpu_worker.step.graphs.piecewise_graphs import piece_sizes
 from gpu_worker.weights import gpu_linear
+from gpu_worker.weights.quantized_linear import Quantization
 from kernels.cpu import linear as native
 from tests.models_fixture import ModelDirs
 
@@ -53,14 +54,14 @@ def few_sizes(monkeypatch):
     monkeypatch.setattr(piecewise_graphs, "_MAX_TOKENS", 24)
 
 
-def make_executor(source, graphs, *, has_groups=False, device=CPU):
-    model = source.load(torch.float32, device, lambda _: None)
+def make_executor(source, graphs, *, has_groups=False, device=CPU, dtype=torch.float32):
+    model = source.load(dtype, device, lambda _: None)
     config, groups, limits = source.config, None, LIMITS
     limits = replace(limits, vocab_size=config.vocab_size)
     if has_groups:
         groups = group_layers(config.windows, limits.max_model_len)
         limits = replace(limits, kv_windows=groups.windows)
-    pool = KvPool(config, LIMITS.num_blocks, 4, torch.float32, device, None, groups)
+    pool = KvPool(config, LIMITS.num_blocks, 4, dtype, device, None, groups)
     executor = Executor(model, pool, limits, (), device)
     if graphs is not None:
         executor.capture_pieces(graphs, lambda _: None)
@@ -139,6 +140,18 @@ def test_random_steps_give_the_same_tokens_as_without_graphs(monkeypatch, model_
         replayed = run_randomly(make_executor(source, graphs), seed)
         assert replayed == eager
         assert 10 < graphs.num_replays < 25, "the largest steps are eager"
+
+
+@pytest.mark.parametrize("quantization", Quantization)
+def test_steps_with_quantized_experts_are_captured(monkeypatch, model_dirs, quantization):
+    monkeypatch.setattr(gpu_linear, "is_here", lambda device: device.type == "cpu")
+    monkeypatch.setattr(gpu_linear.PackedLinear, "compile", lambda *_: None)
+    monkeypatch.setattr(native, "can_pack", lambda _: False)
+    source = open_model(model_dirs.get("mixtral", intermediate_size=64), quantization=quantization)
+    graphs, dtype = FakePieces(monkeypatch), torch.bfloat16
+    eager = run_randomly(make_executor(source, None, dtype=dtype), 1)
+    assert run_randomly(make_executor(source, graphs, dtype=dtype), 1) == eager
+    assert graphs.num_replays > 10
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import structlog
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool
 
@@ -67,9 +68,9 @@ class AlwaysGuesses(NgramDrafter):
         return np.zeros(most, np.int32)
 
 
-def executor_of(drafter=None, **parts):
+def executor_of(drafter=None, model=None, **parts):
     return Executor(
-        FakeModel(checks_context=False),
+        model or FakeModel(checks_context=False),
         FakePool(LIMITS.num_blocks, LIMITS.block_size),
         LIMITS,
         (13,),
@@ -131,3 +132,12 @@ def test_a_rank_without_grammars_makes_the_steps_of_rank_0(has_grammars):
     warm_up(executor, LIMITS, has_structured_output=False, ranks=executor._sampler._ranks)
     new = [each for plan in plans for each in plan.new_sequences]
     assert any(each.params.grammar is not None for each in new) == has_grammars
+
+
+@pytest.mark.parametrize(("nan_after", "num_rows"), [(None, 0), (0, 17)])
+def test_rows_that_end_early_are_reported_once(nan_after, num_rows):
+    model = FakeModel(nan_after, checks_context=False)  # prompts are of token 0
+    with structlog.testing.capture_logs() as logs:
+        warm_up(executor_of(model=model), LIMITS, has_structured_output=False)
+    assert [each["num_rows"] for each in logs] == [num_rows] * bool(num_rows)
+    assert all("compiled while serving" in each["event"] for each in logs)

@@ -1,0 +1,91 @@
+"""The maps of a layer's experts on a GPU, multiplied by one kernel.
+
+Symbols: `R` rows that are mapped, `X` maps, `K` input features, `N` output features, `G` groups of
+input features.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from gpu_worker.weights.gpu_linear import QuantizedLinear, ScaledLinear
+from gpu_worker.weights.linear import Linear, PlainLinear
+from kernels import ops
+from kernels.grouped_maps import GroupedMaps
+
+GroupedLinear: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int], torch.Tensor
+]
+"""Maps rows of `[*, K]` to `[R, N]`; takes x, ends, sources, places and R, as `ops.grouped_linear`
+does. The host never waits for the device."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainGroup:
+    """Maps with 16- or 32-bit weights."""
+
+    maps: GroupedMaps
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ends: torch.Tensor,
+        sources: torch.Tensor | None,
+        places: torch.Tensor | None,
+        num_rows: int,
+    ) -> torch.Tensor:
+        """See `GroupedLinear`."""
+        return ops.grouped_linear(x, self.maps, ends, sources, places, num_rows, None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedGroup:
+    """Maps with weights of 8 or 4 bits; see `ops.grouped_quantized_linear`."""
+
+    values: torch.Tensor
+    """`[X, K, N]`, or `[X, K / 2, N]` at 4 bits."""
+    scales: torch.Tensor
+    """`[X, G, N]`"""
+    offsets: torch.Tensor | None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ends: torch.Tensor,
+        sources: torch.Tensor | None,
+        places: torch.Tensor | None,
+        num_rows: int,
+    ) -> torch.Tensor:
+        """See `GroupedLinear`."""
+        return ops.grouped_quantized_linear(
+            x, self.values, self.scales, self.offsets, ends, sources, places, num_rows
+        )
+
+
+def group(linears: Sequence[Linear]) -> GroupedLinear | None:
+    """Return the maps as one, or None if no kernel takes them together.
+
+    Plain weights stay where they are, and packed ones are copied. Fp8 weights are multiplied as
+    16-bit numbers; activations are not rounded.
+    """
+    plain = [each.weight for each in linears if isinstance(each, PlainLinear) and each.bias is None]
+    if len(plain) == len(linears):
+        return PlainGroup(GroupedMaps.of(plain))
+    packed = [each for each in map(_as_packed, linears) if each is not None and each.bias is None]
+    kinds = {(each.values.shape, each.values.dtype, each.scales.dtype) for each in packed}
+    if len(packed) < len(linears) or len(kinds) > 1 or len({x.scales.shape for x in packed}) > 1:
+        return None
+    offsets = None
+    if any(each.offsets is not None for each in packed):
+        found = (torch.zeros_like(x.scales) if x.offsets is None else x.offsets for x in packed)
+        offsets = torch.stack(tuple(found))
+    values = torch.stack([each.values for each in packed])
+    return PackedGroup(values, torch.stack([each.scales for each in packed]), offsets)
+
+
+def _as_packed(linear: Linear) -> QuantizedLinear | None:
+    if isinstance(linear, ScaledLinear):
+        return QuantizedLinear(linear.weight.t(), linear.scales, None, linear.bias)
+    return linear if isinstance(linear, QuantizedLinear) else None

@@ -1,0 +1,40 @@
+"""Linear maps with weights of 8 or 4 bits for groups of rows, in plain torch.
+
+Symbols: `R` rows that are mapped, `X` maps, `K` input features, `N` output features, `G` groups of
+input features.
+"""
+
+import torch
+
+from kernels.reference.quantized_linear import quantized_linear
+
+
+def grouped_quantized_linear(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    ends: torch.Tensor,
+    sources: torch.Tensor | None,
+    places: torch.Tensor | None,
+    num_rows: int,
+) -> torch.Tensor:
+    """Compute `out[places[i]] = x[sources[i]] @ w`, with the weight w of the map of row i.
+
+    `ends`, `sources`, `places` and `num_rows` are those of `grouped_linear`. `values`, `scales` and
+    `offsets` are X weights of `quantized_linear`, one after another: int8 or float8_e4m3fn
+    [X, K, N] or uint8 [X, K / 2, N]; floats [X, G, N].
+
+    Returns:
+        A new tensor `[R, N]`. Elements that no map writes are undefined.
+    """
+    out = x.new_zeros(num_rows, values.shape[2])
+    start = 0
+    for nth, end in enumerate(ends.tolist()):
+        index = torch.arange(start, end, device=x.device)
+        read = x[index if sources is None else sources[index]]
+        where = index if places is None else places[index]
+        nth_offsets = None if offsets is None else offsets[nth]
+        out[where] = quantized_linear(read, values[nth], scales[nth], nth_offsets, None)
+        start = end
+    return out

@@ -1,0 +1,154 @@
+"""Linear maps with weights of 8 or 4 bits for groups of rows: each row uses an expert's map.
+
+Symbols: `R` rows that are mapped, `X` maps, `K` input features, `N` output features, `G` groups of
+input features.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import check_float, check_tensor
+from kernels.triton.grouped_linear import rows_of_tile
+from kernels.triton.quantized_kv import as_bits
+from kernels.triton.quantized_linear import TILES, Tile, check_weight, dequantized_product
+
+
+@triton.jit(
+    do_not_specialize=["num_maps"],
+    do_not_specialize_on_alignment=["ends", "sources", "places"],
+)
+def _grouped_quantized_linear_kernel(
+    x,  # [*, K]
+    values,  # int8 or the bits of e4m3 [X, K, N]; or uint8[X, K / 2, N], two numbers in each
+    scales,  # floats [X, G, N]
+    offsets,  # as scales, or None
+    ends,  # int32[X]
+    sources,  # int64[R], or None
+    places,  # int64[R], or None
+    out,  # [R, N], contiguous
+    num_maps,  # X
+    x_stride,
+    N,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,  # input features of a group; K if there is one group
+    IS_FP8: tl.constexpr,
+    IS_INT4: tl.constexpr,
+    MAPS: tl.constexpr,  # a power of two, at least X
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RUNS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """`out[places[i]] = x[sources[i]] @ (values * scale + offset)`, by the map of i.
+
+    Tiles are those of `_grouped_linear_kernel`, and products those of `_quantized_linear_kernel`.
+    """
+    own, first, last = rows_of_tile(ends, num_maps, tl.program_id(1), MAPS, ROWS)
+    if last > first:
+        row = first + tl.arange(0, ROWS)
+        is_row = row < last
+        source = row.to(tl.int64)
+        place = row.to(tl.int64)
+        if sources is not None:
+            source = tl.load(sources + row, mask=is_row, other=0)
+        if places is not None:
+            place = tl.load(places + row, mask=is_row, other=0)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        own_scales = own.to(tl.int64) * (K // GROUP) * N
+        own_offsets = None
+        if offsets is not None:
+            own_offsets = offsets + own_scales
+        sums = dequantized_product(
+            x + source[:, None] * x_stride,
+            is_row,
+            values + own.to(tl.int64) * (K // 2 if IS_INT4 else K) * N,
+            scales + own_scales,
+            own_offsets,
+            column,
+            0,
+            tl.cdiv(K, RUNS * 32),
+            N,
+            K,
+            GROUP,
+            IS_FP8,
+            IS_INT4,
+            ROWS,
+            COLUMNS,
+            RUNS,
+            NUM_STAGES,
+        )
+        is_out = is_row[:, None] & (column < N)[None, :]
+        to = out + place[:, None] * N + column[None, :]
+        tl.store(to, sums.to(out.dtype.element_ty), mask=is_out)
+
+
+def grouped_quantized_linear(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    ends: torch.Tensor,
+    sources: torch.Tensor | None,
+    places: torch.Tensor | None,
+    num_rows: int,
+) -> torch.Tensor:
+    """Compute `kernels.reference.grouped_quantized_linear`; weights are contiguous.
+
+    The host reads nothing from the device, so one captured graph works however the rows are divided
+    among the maps. Other rows affect a row's result only through R, which decides the tile.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit.
+    """
+    check_float("x", x, 2)
+    if values.dim() != 3:  # noqa: PLR2004
+        raise ValueError(f"values has {values.dim()} dimensions, required are 3")
+    group = check_weight(x, values, scales, offsets)
+    num_maps, _, num_out = values.shape
+    check_tensor("ends", ends, (num_maps,), torch.int32, x)
+    for name, index in (("sources", sources), ("places", places)):
+        if index is not None:
+            check_tensor(name, index, (num_rows,), torch.int64, x)
+    out = x.new_empty(num_rows, num_out)
+    if num_rows == 0:
+        return out
+    tile = tile_of(num_rows, num_maps)
+    most_tiles = num_rows // tile.rows + min(num_maps, num_rows)
+    _grouped_quantized_linear_kernel[(triton.cdiv(num_out, tile.columns), most_tiles)](
+        x,
+        as_bits(values),
+        scales,
+        offsets,
+        ends,
+        sources,
+        places,
+        out,
+        num_maps,
+        x.stride(0),
+        num_out,
+        K=x.shape[1],
+        GROUP=group,
+        IS_FP8=values.dtype is torch.float8_e4m3fn,
+        IS_INT4=values.dtype is torch.uint8,
+        MAPS=triton.next_power_of_2(num_maps),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        RUNS=tile.runs,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def tile_of(num_rows: int, num_maps: int) -> Tile:
+    """Return the first tile with room for the rows of an average map, else the last tile."""
+    return next((tile for tile in TILES if num_rows <= tile.rows * num_maps), TILES[-1])
+
+
+def fewest_rows(num_maps: int) -> tuple[int, ...]:
+    """Return for each tile the least number of rows that chooses it."""
+    return (1, *(tile.rows * num_maps + 1 for tile in TILES[:-1]))
