@@ -13,7 +13,7 @@ from gpu_worker.models.decoder_layer import (
     make_experts,
 )
 from gpu_worker.weights import gpu_linear
-from gpu_worker.weights.gpu_linear import PackedLinear, ScaledLinear
+from gpu_worker.weights.gpu_linear import QuantizedLinear, ScaledLinear
 from gpu_worker.weights.linear import PlainLinear
 from gpu_worker.weights.packed_maps import Fp8Weight
 from gpu_worker.weights.quantized_linear import Quantization, make_quantized_linear, quantize
@@ -46,7 +46,7 @@ def quantized(kind, weight):
     if kind == "int8 with some offsets" and torch.rand(()) < 0.5:
         integers = replace(integers, offsets=torch.rand(len(weight), 1).half().float())
     linear = make_quantized_linear(integers, None, torch.float16)
-    assert isinstance(linear, PackedLinear)
+    assert isinstance(linear, QuantizedLinear)
     return linear, PlainLinear(integers.dequantized().half(), None)
 
 
@@ -66,7 +66,7 @@ def test_grouped_experts_equal_experts_one_by_one(monkeypatch, num_tokens):
 @pytest.mark.parametrize("kind", ["int8", "int8 with some offsets", "int4", "fp8"])
 def test_quantized_experts_are_grouped(monkeypatch, kind):
     monkeypatch.setattr(gpu_linear, "is_here", lambda _: True)
-    monkeypatch.setattr(PackedLinear, "compile", lambda *_: None)
+    monkeypatch.setattr(QuantizedLinear, "compile", lambda *_: None)
     torch.manual_seed(0)
     router = torch.randn(NUM_EXPERTS, 64)
     route = LikeliestExperts(PlainLinear(router.half(), None), 2)
@@ -85,7 +85,7 @@ def test_quantized_experts_are_grouped(monkeypatch, kind):
 
 def test_experts_with_other_maps_run_one_by_one(monkeypatch):
     monkeypatch.setattr(gpu_linear, "is_here", lambda _: True)
-    monkeypatch.setattr(PackedLinear, "compile", lambda *_: None)
+    monkeypatch.setattr(QuantizedLinear, "compile", lambda *_: None)
     assert isinstance(make_experts(*make_parts(has_bias=True)), Experts)
     route, experts, row = make_parts()
     other = GatedMlp(experts[0].gate_up, lambda x: x)

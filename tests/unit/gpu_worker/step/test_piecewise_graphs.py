@@ -145,7 +145,7 @@ def test_random_steps_give_the_same_tokens_as_without_graphs(monkeypatch, model_
 @pytest.mark.parametrize("quantization", Quantization)
 def test_steps_with_quantized_experts_are_captured(monkeypatch, model_dirs, quantization):
     monkeypatch.setattr(gpu_linear, "is_here", lambda device: device.type == "cpu")
-    monkeypatch.setattr(gpu_linear.PackedLinear, "compile", lambda *_: None)
+    monkeypatch.setattr(gpu_linear.QuantizedLinear, "compile", lambda *_: None)
     monkeypatch.setattr(native, "can_pack", lambda _: False)
     source = open_model(model_dirs.get("mixtral", intermediate_size=64), quantization=quantization)
     graphs, dtype = FakePieces(monkeypatch), torch.bfloat16
