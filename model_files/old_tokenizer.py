@@ -19,7 +19,9 @@ from model_files.errors import ModelError
 
 TOKENIZER: Final = "tokenizer.json"
 _PROTOBUFS: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-OLD_TOKENIZERS: Final = (*_PROTOBUFS, "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt")
+OLD_TOKENIZERS: Final = (
+    *(*_PROTOBUFS, "tiktoken.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt"),
+)
 """Files of which a model without `TOKENIZER` has one or two."""
 _READ_TOO: Final = (
     *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

@@ -47,6 +47,28 @@ def write_ranks(directory):
     return {"model_type": "llama"}, {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
+def write_tekken(directory):
+    parts = [bytes([byte]) for byte in range(256)] + [b"qu", b"re", b"he", b" t", b" the"]
+    specials = ["<unk>", "<s>", "</s>", "[INST]"]
+    contents = {
+        "config": {
+            "pattern": r"\s?\p{L}+|\p{N}|[^\p{L}\p{N}]+",
+            "default_vocab_size": len(parts) + 8,
+            "default_num_special_tokens": 8,
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(part).decode()}
+            for rank, part in enumerate(parts)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": name, "is_control": True}
+            for rank, name in enumerate(specials)
+        ],
+    }
+    (directory / "tekken.json").write_text(json.dumps(contents))
+    return {"model_type": "mistral"}, {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
 def write_pieces(directory):
     model = import_protobuf().ModelProto()
     pieces = [
@@ -80,7 +102,9 @@ def model(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("write", [write_bytes_and_merges, write_words, write_ranks, write_pieces])
+@pytest.mark.parametrize(
+    "write", [write_bytes_and_merges, write_words, write_ranks, write_pieces, write_tekken]
+)
 def test_a_tokenizer_in_older_files_is_that_of_transformers(model, tmp_path, write):
     if write is write_pieces:
         pytest.importorskip("sentencepiece")
@@ -138,3 +162,9 @@ def test_what_cannot_be_read_or_started_is_no_fault_of_the_cache(model, tmp_path
     monkeypatch.setattr(old_tokenizer, "_old_files", lambda _: [gone])
     with pytest.raises(ModelError, match=rf"has no tokenizer\.json; .* {gone} is needed: No such"):
         find_model(str(directory), tmp_path / "cache")
+
+
+def test_ids_of_a_tekken_file_start_with_its_special_tokens(model, tmp_path):
+    tokenizer = load_tokenizer(find_model(str(model(write_tekken)), tmp_path / "cache"))
+    the, first_byte = 8 + 256 + 4, 8
+    assert tokenizer.encode("[INST]a the") == [3, first_byte + ord("a"), the]
