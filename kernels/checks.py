@@ -40,6 +40,23 @@ def check_float(name: str, tensor: torch.Tensor, num_dims: int) -> None:
     check_tensor(name, tensor, tuple(tensor.shape), tensor.dtype, tensor)
 
 
+def check_cos_sin(cos_sin: torch.Tensor, head_dim: int, like: torch.Tensor) -> None:
+    """Require `cos_sin` to be fp32 [max_pos, R], R and `head_dim` even, and R at most `head_dim`.
+
+    Raises:
+        ValueError: naming the tensor, its value and the required value.
+    """
+    if head_dim % 2 != 0:
+        raise ValueError(f"query has head dim {head_dim}; it must be a multiple of 2")
+    check_tensor("cos_sin", cos_sin, tuple(cos_sin.shape), torch.float32, like)
+    rotated = cos_sin.shape[-1]
+    if cos_sin.dim() != 2 or rotated % 2 != 0 or rotated > head_dim:  # noqa: PLR2004
+        raise ValueError(
+            f"cos_sin has shape {tuple(cos_sin.shape)}; it must be (max_pos, R), R even and at most"
+            f" {head_dim}"
+        )
+
+
 def check_caches(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor | None,

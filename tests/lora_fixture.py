@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("qkv_proj", "gate_up_proj"),
+)
+"""The maps of a layer; a model lacks some of them."""
 _PREFIX = "base_model.model."
 
 
@@ -33,10 +37,11 @@ def make_adapter(
     def draw(*shape: int) -> torch.Tensor:
         return 0.3 * torch.randn(shape, generator=generator)
 
-    tensors = {}
+    tensors, used = {}, set()
     for name, weight in load_file(model / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in targets:
+        if (target := module.rpartition(".")[2]) in targets:
+            used.add(target)
             num_out, num_in = weight.shape
             tensors[f"{_PREFIX}{module}.lora_A.weight"] = draw(rank, num_in)
             tensors[f"{_PREFIX}{module}.lora_B.weight"] = draw(num_out, rank)
@@ -56,7 +61,7 @@ def make_adapter(
         "modules_to_save": None,
         "r": rank,
         "rank_pattern": {},
-        "target_modules": list(targets),
+        "target_modules": [target for target in targets if target in used],
         "use_dora": False,
         "use_rslora": False,
     }

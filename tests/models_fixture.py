@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """The families with which every test of the whole service runs."""
-NATIVE_FAMILIES = (*FAMILIES, "mixtral", "gpt_neox")
+NATIVE_FAMILIES = (*FAMILIES, "mixtral", "phi3", "gpt_neox")
 
 BOS_TOKEN, EOS_TOKEN = "<s>", "</s>"
 BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1
@@ -114,6 +114,7 @@ def make_model(
         # A window shorter than most prompts.
         "mistral": {"sliding_window": 20, "num_attention_heads": 8},
         "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+        "phi3": {"pad_token_id": 0, "partial_rotary_factor": 0.75},
         "qwen2": {"num_hidden_layers": 3},
         "qwen3": {"head_dim": 24},
         "youtu": _LATENT,

@@ -39,22 +39,22 @@ def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
     hidden, intermediate = config.hidden_size, config.intermediate_size
     query_size = config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
-    yield AdaptedMap(
-        QKV,
-        hidden,
-        (
-            (f"{attention}.q_proj", query_size),
-            (f"{attention}.k_proj", kv_size),
-            (f"{attention}.v_proj", kv_size),
-        ),
+    qkv: tuple[tuple[str, int], ...] = (
+        (f"{attention}.q_proj", query_size),
+        (f"{attention}.k_proj", kv_size),
+        (f"{attention}.v_proj", kv_size),
     )
+    gate_up: tuple[tuple[str, int], ...] = (
+        (f"{mlp}.gate_proj", intermediate),
+        (f"{mlp}.up_proj", intermediate),
+    )
+    if config.has_fused_maps:
+        qkv = ((f"{attention}.qkv_proj", query_size + 2 * kv_size),)
+        gate_up = ((f"{mlp}.gate_up_proj", 2 * intermediate),)
+    yield AdaptedMap(QKV, hidden, qkv)
     yield AdaptedMap(ATTENTION_OUTPUT, query_size, ((f"{attention}.o_proj", hidden),))
     if config.experts is None:
-        yield AdaptedMap(
-            GATE_UP,
-            hidden,
-            ((f"{mlp}.gate_proj", intermediate), (f"{mlp}.up_proj", intermediate)),
-        )
+        yield AdaptedMap(GATE_UP, hidden, gate_up)
         yield AdaptedMap(DOWN, intermediate, ((f"{mlp}.down_proj", hidden),))
 
 

@@ -128,6 +128,22 @@ def rope_from_fields(
     return RopeConfig(theta, scaling, rotated_share)
 
 
+def rotary_dim(fields: JsonFields, name: str, rope: RopeConfig, head_dim: int) -> int:
+    """Return how many of a head's dimensions are rotated; `name` is the share's name in errors.
+
+    Raises:
+        ModelError: They are not an even number, or more than the head has.
+    """
+    rotated = int(head_dim * rope.rotated_share)
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise fields.error(
+            name,
+            f"is {rope.rotated_share}; it must rotate an even number of a head's {head_dim}"
+            " dimensions",
+        )
+    return rotated
+
+
 def with_long_factors(fields: JsonFields, max_model_len: int | None) -> JsonFields:
     """Give all positions LongRoPE's long factors if `max_model_len` is beyond the original length.
 

@@ -132,6 +132,28 @@ class Weights:
             shares.append((name, (num_groups * size, num_in), (rows,)))
         return self._linear(shares, bias=bias)
 
+    def split_fused(
+        self, num_in: int, name: str, *parts: tuple[int, int], bias: bool = False
+    ) -> Linear:
+        """Do as `split_outputs` does, for maps that the checkpoint has as one.
+
+        Args:
+            num_in: K.
+            name: The fused map's name.
+            parts: For each map: the number of groups of its outputs, and the size of a group.
+            bias: Whether the fused map has a bias.
+        """
+        shape = (sum(num_groups * size for num_groups, size in parts), num_in)
+        if self.place.tensor_size == 1:
+            return self._linear([(name, shape, ())], bias=bias)
+        shares, start = [], 0
+        for num_groups, size in parts:
+            groups = self.place.groups(num_groups)
+            rows = slice(start + groups.start * size, start + groups.stop * size)
+            shares.append((name, shape, (rows,)))
+            start += num_groups * size
+        return self._linear(shares, bias=bias)
+
     def split_inputs(
         self, num_groups: int, size: int, part: tuple[str, int], *, bias: bool = False
     ) -> Linear:

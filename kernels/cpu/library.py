@@ -79,7 +79,7 @@ class Library:
         )
         self.rotary = kernel(
             "rotary",
-            "type num_tokens num_heads num_kv_heads half"
+            "type num_tokens num_heads num_kv_heads head_dim half"
             " *query *key *cos_sin *positions *query_out *key_out"
             " query_stride_t query_stride_h key_stride_t key_stride_h cos_sin_stride",
         )

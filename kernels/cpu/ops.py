@@ -16,6 +16,7 @@ import torch
 from kernels.checks import (
     attention_out,
     check_caches,
+    check_cos_sin,
     check_options,
     check_paged,
     check_rows,
@@ -86,19 +87,18 @@ def rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate `query` [T, H, D] and `key` [T, HKV, D], of any strides over tokens and heads.
 
-    No position is checked against the length of `cos_sin`.
+    `cos_sin` is float32 [max_pos, R]; the dims of a head after R are copied. No position is checked
+    against the length of `cos_sin`.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    if head_dim % 2 != 0:
-        raise ValueError(f"query has head dim {head_dim}; it must be a multiple of 2")
     check_tensor("query", query, (num_tokens, num_heads, head_dim), query.dtype, cos_sin)
     check_tensor("key", key, (num_tokens, num_kv_heads, head_dim), query.dtype, query)
-    check_tensor("cos_sin", cos_sin, (cos_sin.shape[0], head_dim), torch.float32, query)
+    check_cos_sin(cos_sin, head_dim, query)
     check_tensor("positions", positions, (num_tokens,), torch.int64, query)
     query_out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
     library.rotary(
-        DTYPES[query.dtype], num_tokens, num_heads, num_kv_heads, head_dim // 2,
+        DTYPES[query.dtype], num_tokens, num_heads, num_kv_heads, head_dim, cos_sin.shape[1] // 2,
         query.data_ptr(), key.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(),
         query_out.data_ptr(), key_out.data_ptr(),
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), cos_sin.stride(0),

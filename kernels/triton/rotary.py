@@ -1,6 +1,6 @@
 """Rotary position embedding (NeoX half rotation) of queries and keys.
 
-Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
+Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `R` rotated dims of a head.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
@@ -9,7 +9,20 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_float, check_tensor
+from kernels.checks import check_cos_sin, check_float, check_tensor
+
+
+@triton.jit
+def pair_dims(HALF: tl.constexpr, ROTATED: tl.constexpr, DIMS: tl.constexpr):
+    """Return the two dims of each of a head's D / 2 pairs, [1, DIMS].
+
+    The first R / 2 pairs are rotated: dim i and R / 2 + i. The dims after R are paired, too.
+    """
+    dim = tl.arange(0, DIMS)[None, :]
+    if ROTATED == HALF:
+        return dim, HALF + dim
+    is_rotated = dim < ROTATED
+    return dim + tl.where(is_rotated, 0, ROTATED), dim + tl.where(is_rotated, ROTATED, HALF)
 
 
 @triton.jit
@@ -20,24 +33,31 @@ def load_rotated(
     sin,  # fp32 [1, DIMS]
     NUM_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
+    ROTATED: tl.constexpr,  # R / 2
     HEADS: tl.constexpr,  # power of two, at least NUM_HEADS
     DIMS: tl.constexpr,  # power of two, at least HALF
 ):
-    """Return the halves of one token's rotated heads, fp32 [HEADS, DIMS], and the mask of both."""
+    """Return both dims of the pairs of one token's rotated heads, and the mask of both.
+
+    All are [HEADS, DIMS], the dims in fp32, in the order of `pair_dims`.
+    """
     head = tl.arange(0, HEADS).to(tl.int64)[:, None]
-    dim = tl.arange(0, DIMS)[None, :]
-    inside = (head < NUM_HEADS) & (dim < HALF)
-    x1 = tl.load(x + head * stride_h + dim, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x + head * stride_h + HALF + dim, mask=inside, other=0.0).to(tl.float32)
+    first, second = pair_dims(HALF, ROTATED, DIMS)
+    inside = (head < NUM_HEADS) & (tl.arange(0, DIMS)[None, :] < HALF)
+    x1 = tl.load(x + head * stride_h + first, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x + head * stride_h + second, mask=inside, other=0.0).to(tl.float32)
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin, inside
 
 
 @triton.jit
-def load_cos_sin(row, dtype: tl.constexpr, HALF: tl.constexpr, DIMS: tl.constexpr):
-    """Return cos and sin of a table's row [D], rounded to `dtype` like the twin; fp32 [1, DIMS]."""
+def load_cos_sin(row, dtype: tl.constexpr, ROTATED: tl.constexpr, DIMS: tl.constexpr):
+    """Return cos and sin of a table's row [R], rounded to `dtype` like the twin; fp32 [1, DIMS].
+
+    Those of pairs that are not rotated are 1 and 0.
+    """
     dim = tl.arange(0, DIMS)
-    cos = tl.load(row + dim, mask=dim < HALF, other=0.0).to(dtype).to(tl.float32)
-    sin = tl.load(row + HALF + dim, mask=dim < HALF, other=0.0).to(dtype).to(tl.float32)
+    cos = tl.load(row + dim, mask=dim < ROTATED, other=1.0).to(dtype).to(tl.float32)
+    sin = tl.load(row + ROTATED + dim, mask=dim < ROTATED, other=0.0).to(dtype).to(tl.float32)
     return cos[None, :], sin[None, :]
 
 
@@ -51,16 +71,17 @@ def rotate_heads(
     sin,  # fp32 [1, DIMS]
     NUM_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
+    ROTATED: tl.constexpr,  # R / 2
     HEADS: tl.constexpr,  # power of two, at least NUM_HEADS
     DIMS: tl.constexpr,  # power of two, at least HALF
 ):
     """Rotate one token's heads from `x` to `out`."""
-    y1, y2, inside = load_rotated(x, stride_h, cos, sin, NUM_HEADS, HALF, HEADS, DIMS)
+    y1, y2, inside = load_rotated(x, stride_h, cos, sin, NUM_HEADS, HALF, ROTATED, HEADS, DIMS)
     head = tl.arange(0, HEADS).to(tl.int64)[:, None]
-    dim = tl.arange(0, DIMS)[None, :]
-    out_ptr = out + head * out_stride_h + dim
-    tl.store(out_ptr, y1.to(out.dtype.element_ty), mask=inside)
-    tl.store(out_ptr + HALF, y2.to(out.dtype.element_ty), mask=inside)
+    first, second = pair_dims(HALF, ROTATED, DIMS)
+    out_ptr = out + head * out_stride_h
+    tl.store(out_ptr + first, y1.to(out.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + second, y2.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
@@ -69,7 +90,7 @@ def rotate_heads(
 def _rotary_kernel(
     query,  # [T, H, D]
     key,  # [T, HKV, D]
-    cos_sin,  # fp32 [max_pos, D]
+    cos_sin,  # fp32 [max_pos, R]
     positions,  # int64[T]
     query_out,  # [T, H, D], contiguous
     key_out,  # [T, HKV, D], contiguous
@@ -81,18 +102,20 @@ def _rotary_kernel(
     H: tl.constexpr,
     HKV: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
+    ROTATED: tl.constexpr,  # R / 2
     QUERY_HEADS: tl.constexpr,  # powers of two, at least H, HKV and D / 2
     KEY_HEADS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """`(x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin)` for the halves of each head.
+    """Rotate the halves of each head's first R dims; copy the others.
 
-    cos and sin are rounded to the dtype of the query, as in the twin. Products and sums are fp32
-    and the result is rounded once, while the twin rounds each product. One program per token.
+    `(x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin)`. cos and sin are
+    rounded to the dtype of the query, as in the twin. Products and sums are fp32 and the result is
+    rounded once, while the twin rounds each product. One program per token.
     """
     token = tl.program_id(0).to(tl.int64)
     row = cos_sin + tl.load(positions + token) * cos_sin_stride
-    cos, sin = load_cos_sin(row, query.dtype.element_ty, HALF, DIMS)
+    cos, sin = load_cos_sin(row, query.dtype.element_ty, ROTATED, DIMS)
     rotate_heads(
         query + token * query_stride_t,
         query_out + token * H * 2 * HALF,
@@ -102,6 +125,7 @@ def _rotary_kernel(
         sin,
         H,
         HALF,
+        ROTATED,
         QUERY_HEADS,
         DIMS,
     )
@@ -114,6 +138,7 @@ def _rotary_kernel(
         sin,
         HKV,
         HALF,
+        ROTATED,
         KEY_HEADS,
         DIMS,
     )
@@ -124,21 +149,20 @@ def rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate each head of `query` [T, H, D] and `key` [T, HKV, D] to its token's position.
 
-    `cos_sin` is fp32 [max_pos, D], cos in the first half of a row and sin in the second.
-    `positions` is int64[T], each below max_pos, which is not checked because the host does not read
-    them. The inputs, of any stride over T and heads, are not changed; the results are contiguous.
+    `cos_sin` is fp32 [max_pos, R], cos in the first half of a row and sin in the second; the dims
+    of a head after R are copied. `positions` is int64[T], each below max_pos, which is not checked
+    because the host does not read them. The inputs, of any stride over T and heads, are not
+    changed; the results are contiguous.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, or D is odd.
+        ValueError: shapes, dtypes, devices or strides do not fit, or D or R is odd.
     """
     check_float("query", query, 3)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     check_tensor("key", key, (num_tokens, num_kv_heads, head_dim), query.dtype, query)
-    check_tensor("cos_sin", cos_sin, (cos_sin.shape[0], head_dim), torch.float32, query)
+    check_cos_sin(cos_sin, head_dim, query)
     check_tensor("positions", positions, (num_tokens,), torch.int64, query)
-    if head_dim % 2 != 0:
-        raise ValueError(f"query has head dim {head_dim}; it must be a multiple of 2")
     query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     key_out = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     _rotary_kernel[(num_tokens,)](
@@ -154,6 +178,7 @@ def rotary(
         H=num_heads,
         HKV=num_kv_heads,
         HALF=head_dim // 2,
+        ROTATED=cos_sin.shape[1] // 2,
         QUERY_HEADS=triton.next_power_of_2(num_heads),
         KEY_HEADS=triton.next_power_of_2(num_kv_heads),
         DIMS=triton.next_power_of_2(head_dim // 2),

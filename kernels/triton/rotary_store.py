@@ -1,6 +1,7 @@
 """Rotates queries and keys, and stores keys and values in the paged cache, in one launch.
 
-Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P` block size.
+Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `R` rotated dims of a head,
+`B` blocks, `P` block size.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
@@ -9,15 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_caches, check_float, check_tensor
+from kernels.checks import check_caches, check_cos_sin, check_float, check_tensor
 from kernels.kv_formats import LARGEST
 from kernels.triton.attention.tile import scale_strides
 from kernels.triton.quantized_kv import as_bits, largest_of, quantize, scale_of
-from kernels.triton.rotary import load_cos_sin, load_rotated, rotate_heads
+from kernels.triton.rotary import load_cos_sin, load_rotated, pair_dims, rotate_heads
 
 
 @triton.jit
-def _store_halves(
+def _store_pairs(
     x1,  # fp32 [HEADS, DIMS], already rounded to the model's dtype
     x2,  # as x1
     inside,  # bool [HEADS, DIMS]
@@ -26,22 +27,24 @@ def _store_halves(
     stride_h,
     HKV: tl.constexpr,
     HALF: tl.constexpr,
+    ROTATED: tl.constexpr,
     HEADS: tl.constexpr,
     DIMS: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Store one token's heads, given as two halves; with `scales`, quantize them first."""
+    """Store one token's heads, given as `pair_dims`; with `scales`, quantize them first."""
     head = tl.arange(0, HEADS).to(tl.int64)
-    pointer = row + head[:, None] * stride_h + tl.arange(0, DIMS)[None, :]
+    pointer = row + head[:, None] * stride_h
+    first, second = pair_dims(HALF, ROTATED, DIMS)
     if scales is None:
-        tl.store(pointer, x1.to(row.dtype.element_ty), mask=inside)
-        tl.store(pointer + HALF, x2.to(row.dtype.element_ty), mask=inside)
+        tl.store(pointer + first, x1.to(row.dtype.element_ty), mask=inside)
+        tl.store(pointer + second, x2.to(row.dtype.element_ty), mask=inside)
     else:
         scale = scale_of(tl.maximum(largest_of(x1, 1), largest_of(x2, 1)), LARGEST)
         tl.store(scales + head, scale.to(scales.dtype.element_ty), mask=head < HKV)
-        tl.store(pointer, quantize(x1, scale[:, None], IS_FP8), mask=inside)
-        tl.store(pointer + HALF, quantize(x2, scale[:, None], IS_FP8), mask=inside)
+        tl.store(pointer + first, quantize(x1, scale[:, None], IS_FP8), mask=inside)
+        tl.store(pointer + second, quantize(x2, scale[:, None], IS_FP8), mask=inside)
 
 
 @triton.jit(
@@ -51,7 +54,7 @@ def _rotary_store_kernel(
     query,  # [T, H, D]
     key,  # [T, HKV, D]
     value,  # [T, HKV, D]
-    cos_sin,  # fp32 [max_pos, D]
+    cos_sin,  # fp32 [max_pos, R]
     positions,  # int64[T]
     key_cache,  # [B, P, HKV, D]
     value_cache,  # [B, P, HKV, D]
@@ -79,6 +82,7 @@ def _rotary_store_kernel(
     H: tl.constexpr,
     HKV: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
+    ROTATED: tl.constexpr,  # R / 2
     P: tl.constexpr,
     QUERY_HEADS: tl.constexpr,  # powers of two, at least H, HKV and D / 2
     KEY_HEADS: tl.constexpr,
@@ -88,14 +92,15 @@ def _rotary_store_kernel(
 ):
     """Rotate queries and keys as `_rotary_kernel` does, and store keys and values.
 
-    `(x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin)` for the halves of each head; then
+    `(x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin)` for the halves of each head's
+    first R dims; then
     `cache[slot // P, slot % P, h, d] = new[t, h, d]` where slot = slot_mapping[t] >= 0. Rotated
     keys are rounded to the dtype before they are stored or quantized. One program for each token.
     """
     token = tl.program_id(0).to(tl.int64)
     dtype = query.dtype.element_ty
     row = cos_sin + tl.load(positions + token) * cos_sin_stride
-    cos, sin = load_cos_sin(row, dtype, HALF, DIMS)
+    cos, sin = load_cos_sin(row, dtype, ROTATED, DIMS)
     rotate_heads(
         query + token * query_stride_t,
         query_out + token * H * 2 * HALF,
@@ -105,6 +110,7 @@ def _rotary_store_kernel(
         sin,
         H,
         HALF,
+        ROTATED,
         QUERY_HEADS,
         DIMS,
     )
@@ -114,7 +120,7 @@ def _rotary_store_kernel(
     block = slot // P
     offset = slot % P
     y1, y2, inside = load_rotated(
-        key + token * key_stride_t, key_stride_h, cos, sin, HKV, HALF, KEY_HEADS, DIMS
+        key + token * key_stride_t, key_stride_h, cos, sin, HKV, HALF, ROTATED, KEY_HEADS, DIMS
     )
     key_scale_row, value_scale_row = None, None
     if key_scales is not None:
@@ -122,7 +128,7 @@ def _rotary_store_kernel(
         value_scale_row = (
             value_scales + block * value_scale_stride_b + offset * value_scale_stride_p
         )
-    _store_halves(
+    _store_pairs(
         y1.to(dtype).to(tl.float32),
         y2.to(dtype).to(tl.float32),
         inside,
@@ -131,6 +137,7 @@ def _rotary_store_kernel(
         key_cache_stride_h,
         HKV,
         HALF,
+        ROTATED,
         KEY_HEADS,
         DIMS,
         LARGEST,
@@ -140,17 +147,18 @@ def _rotary_store_kernel(
         value
         + token * value_stride_t
         + tl.arange(0, KEY_HEADS).to(tl.int64)[:, None] * value_stride_h
-        + tl.arange(0, DIMS)[None, :]
     )
-    _store_halves(
-        tl.load(value_ptr, mask=inside, other=0.0).to(tl.float32),
-        tl.load(value_ptr + HALF, mask=inside, other=0.0).to(tl.float32),
+    first, second = pair_dims(HALF, ROTATED, DIMS)
+    _store_pairs(
+        tl.load(value_ptr + first, mask=inside, other=0.0).to(tl.float32),
+        tl.load(value_ptr + second, mask=inside, other=0.0).to(tl.float32),
         inside,
         value_cache + block * value_cache_stride_b + offset * value_cache_stride_p,
         value_scale_row,
         value_cache_stride_h,
         HKV,
         HALF,
+        ROTATED,
         KEY_HEADS,
         DIMS,
         LARGEST,
@@ -173,18 +181,19 @@ def rotary_store_kv(
 ) -> torch.Tensor:
     """Rotate `query` [T, H, D] and `key` [T, HKV, D]; store the keys and `value` [T, HKV, D].
 
-    This is `rotary`, then `store_kv` with the rotated keys. Returns the rotated queries, [T, H, D]
-    and contiguous. Both caches are quantized to the same dtype, or neither is.
+    This is `rotary`, then `store_kv` with the rotated keys. `cos_sin` is fp32 [max_pos, R]. Returns
+    the rotated queries, [T, H, D] and contiguous. Both caches are quantized to the same dtype, or
+    neither is.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, or D is odd.
+        ValueError: shapes, dtypes, devices or strides do not fit, or D or R is odd.
     """
     check_float("query", query, 3)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     for name, new in (("key", key), ("value", value)):
         check_tensor(name, new, (num_tokens, num_kv_heads, head_dim), query.dtype, query)
-    check_tensor("cos_sin", cos_sin, (cos_sin.shape[0], head_dim), torch.float32, query)
+    check_cos_sin(cos_sin, head_dim, query)
     check_tensor("positions", positions, (num_tokens,), torch.int64, query)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, query)
     num_blocks, block_size = key_cache.shape[:2]
@@ -192,8 +201,6 @@ def rotary_store_kv(
     check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, query)
     if value_cache.dtype != key_cache.dtype:
         raise ValueError(f"value_cache has dtype {value_cache.dtype}; it must be {key_cache.dtype}")
-    if head_dim % 2 != 0:
-        raise ValueError(f"query has head dim {head_dim}; it must be a multiple of 2")
     query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _rotary_store_kernel[(num_tokens,)](
         query,
@@ -218,6 +225,7 @@ def rotary_store_kv(
         H=num_heads,
         HKV=num_kv_heads,
         HALF=head_dim // 2,
+        ROTATED=cos_sin.shape[1] // 2,
         P=block_size,
         QUERY_HEADS=triton.next_power_of_2(num_heads),
         KEY_HEADS=triton.next_power_of_2(num_kv_heads),

@@ -111,8 +111,9 @@ def launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size)
         launch_shared(query, paged)
         return
     launchers.store_kv(key, key, *caches, ids, **paged.scales)
-    cos_sin = torch.zeros(8, head_dim)
-    launchers.rotary_store_kv(query, key, key, cos_sin, ids, *caches, ids, **paged.scales)
+    for rotated in {head_dim, head_dim * 3 // 8 * 2}:  # all dims, and three quarters
+        cos_sin = torch.zeros(8, rotated)
+        launchers.rotary_store_kv(query, key, key, cos_sin, ids, *caches, ids, **paged.scales)
     attend(query, paged, options | paged.scales)
     if kind == "plain":  # as it is for any batch
         out = torch.zeros_like(query)
@@ -165,7 +166,8 @@ def launch_others(dtype, num_heads, num_kv_heads, head_dim):
     launchers.rms_norm(x, weight, 1e-5)
     launchers.rms_norm(query, weight[:head_dim], 1e-5)
     launchers.add_rms_norm(x, x, weight, 1e-5)
-    launchers.rotary(query, key, torch.zeros(8, head_dim), ids)
+    for rotated in {head_dim, head_dim * 3 // 8 * 2}:  # all dims, and three quarters
+        launchers.rotary(query, key, torch.zeros(8, rotated), ids)
     launchers.silu_mul(x)
     launchers.linear(x, torch.zeros(64, hidden, dtype=dtype), weight[:64])
     launchers.suppress(torch.zeros(4, 4096), ids, torch.zeros(4, 128, dtype=torch.int32))

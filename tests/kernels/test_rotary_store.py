@@ -9,7 +9,12 @@ from tests.kernels.tensors import make_paged, make_quantized, strided
 from tests.kernels.test_rotary import table
 from tests.kernels.tolerance import assert_close, every_dtype
 
-SHAPES = [(1, 1, 2, 3), (6, 2, 40, 5), (5, 5, 96, 16)]  # H, HKV, D, P
+SHAPES = [
+    (1, 1, 2, 2, 3),
+    (6, 2, 40, 40, 5),
+    (5, 5, 96, 96, 16),
+    (6, 2, 40, 30, 5),
+]  # H, HKV, D, R, P
 
 
 def make(stored, num_kv_heads, head_dim, block_size, dtype, device):
@@ -31,15 +36,15 @@ def contents(paged):
 
 @every_dtype
 @pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim", "block_size"), SHAPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim", "rotated", "block_size"), SHAPES)
 def test_it_is_rotary_and_then_store(
-    num_heads, num_kv_heads, head_dim, block_size, stored, dtype, device
+    num_heads, num_kv_heads, head_dim, rotated, block_size, stored, dtype, device
 ):
     paged = make(stored, num_kv_heads, head_dim, block_size, dtype, device)
     apart, twin = copy_of(paged), copy_of(paged)
     query = strided((7, num_heads, head_dim), dtype, device)
     key, value = (strided((7, num_kv_heads, head_dim), dtype, device) for _ in range(2))
-    rows = table(300, head_dim, device), torch.randint(0, 300, (7,), device=device)
+    rows = table(300, rotated, device), torch.randint(0, 300, (7,), device=device)
     slots = torch.randperm(30)[:7].to(device)
     slots[2] = PAD_SLOT
 

@@ -1,8 +1,8 @@
-"""The configs of Llama-shaped models: Llama, Mistral, Mixtral, Qwen2, Qwen3."""
+"""The configs of Llama-shaped models: Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3."""
 
 from dataclasses import dataclass, replace
 
-from gpu_worker.models.rope import RopeConfig, rope_from_fields
+from gpu_worker.models.rope import RopeConfig, rope_from_fields, rotary_dim
 from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import JsonFields
 from gpu_worker.weights.model_config import ModelConfig, read_architecture, read_model_config
@@ -19,6 +19,8 @@ class LlamaConfig(ModelConfig):
     """Size of the MLP, or of each expert."""
     rms_norm_eps: float
     rope: RopeConfig
+    rotary_dim: int
+    """Rotated dimensions of a head, from the first; even."""
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
@@ -26,6 +28,8 @@ class LlamaConfig(ModelConfig):
     mlp_bias: bool
     qk_norm: bool
     """Whether queries and keys are normalized per head before rotation."""
+    has_fused_maps: bool
+    """Whether the checkpoint has queries, keys and values as one map, and gate and up, too."""
     windows: tuple[int | None, ...]
     """By layer: tokens that a token sees, itself included; None: all before it."""
     experts: "ExpertsConfig | None"
@@ -53,7 +57,10 @@ class _Family:
     head_dim: int | None = None
     """None: hidden size divided by query heads."""
     rope_theta: float = 10000.0
+    has_rotary_share: bool = False
+    """Whether only a share of a head's dimensions may be rotated."""
     rms_norm_eps: float = 1e-6
+    has_fused_maps: bool = False
     has_window: bool = False
     """Whether `sliding_window` is read at all."""
     windows_by_layer: bool = False
@@ -68,6 +75,9 @@ _FAMILIES = {
     "MistralForCausalLM": _Family(has_window=True, sliding_window=4096),
     "MixtralForCausalLM": _Family(
         has_window=True, rope_theta=1e6, rms_norm_eps=1e-5, has_experts=True
+    ),
+    "Phi3ForCausalLM": _Family(
+        rms_norm_eps=1e-5, has_rotary_share=True, has_fused_maps=True, has_window=True
     ),
     "Qwen2ForCausalLM": _Family(
         qkv_bias=True, has_window=True, windows_by_layer=True, sliding_window=4096
@@ -99,7 +109,7 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
     if head_dim % 2:
         raise fields.unsupported("head_dim", f"is {head_dim}; it must be even for rotary embedding")
     attention_bias = family.reads_attention_bias and fields.boolean("attention_bias", default=False)
-    rope = _rope(fields, family)
+    rope = rope_from_fields(fields, default_theta=family.rope_theta)
     return LlamaConfig(
         architecture=common.architecture,
         vocab_size=common.vocab_size,
@@ -114,11 +124,13 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         intermediate_size=fields.positive_int("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", default=family.rms_norm_eps),
         rope=rope,
+        rotary_dim=_rotary_dim(fields, family, rope, head_dim),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
         mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", default=False),
         qk_norm=family.qk_norm,
+        has_fused_maps=family.has_fused_maps,
         windows=_windows(fields, family, common.num_layers),
         experts=_experts(fields) if family.has_experts else None,
     )
@@ -141,13 +153,12 @@ def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
     )
 
 
-def _rope(fields: JsonFields, family: _Family) -> RopeConfig:
-    rope = rope_from_fields(fields, default_theta=family.rope_theta)
-    if rope.rotated_share != 1.0:
+def _rotary_dim(fields: JsonFields, family: _Family, rope: RopeConfig, head_dim: int) -> int:
+    if not family.has_rotary_share and rope.rotated_share != 1.0:
         raise fields.unsupported(
             "partial_rotary_factor", f"is {rope.rotated_share}; only 1.0 is supported"
         )
-    return rope
+    return rotary_dim(fields, "partial_rotary_factor", rope, head_dim)
 
 
 def _windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int | None, ...]:

@@ -1,7 +1,8 @@
-"""The decoder of the Llama-shaped families: Llama, Mistral, Mixtral, Qwen2, Qwen3.
+"""The decoder of the Llama-shaped families: Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3.
 
 Symbols: `T` tokens, `N` tokens whose final hidden states are wanted, `S` sequences, `H` query
-heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `V` vocabulary.
+heads, `HKV` kv heads, `D` head dim, `R` rotated dimensions of a head, `E` hidden size, `I`
+intermediate size, `V` vocabulary.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class LlamaDecoder:
     lm_head: Linear | None
     """E to V; None if a later stage has it."""
     cos_sin: torch.Tensor
-    """float32 `[max_model_len, D]`, from `rotary_table`."""
+    """float32 `[max_model_len, R]`, from `rotary_table`."""
     ranks: Ranks | None = None
     """The other devices, if any."""
 
@@ -206,7 +207,7 @@ def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
     if config.tie_word_embeddings:
         weights.ignore(r"lm_head\.weight")  # a copy of the embedding, in some checkpoints
     layers = place.layers(config.num_layers)
-    cos_sin = rotary_table(config.rope, config.head_dim, config.max_model_len)
+    cos_sin = rotary_table(config.rope, config.rotary_dim, config.max_model_len)
     embedding = final_norm = lm_head = None
     if place.is_first_stage:
         embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
@@ -246,13 +247,7 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
         )
     return DecoderLayer(
         input_norm=weights.tensor(f"{layer}.input_layernorm.weight", hidden),
-        qkv=weights.split_outputs(
-            hidden,
-            (f"{attention}.q_proj", config.num_heads, head_dim),
-            (f"{attention}.k_proj", config.num_kv_heads, head_dim),
-            (f"{attention}.v_proj", config.num_kv_heads, head_dim),
-            bias=config.qkv_bias,
-        ),
+        qkv=_qkv(config, attention, weights),
         qk_norm=qk_norm,
         window=config.windows[index],
         attention_output=weights.summed(
@@ -268,10 +263,27 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
     )
 
 
+def _qkv(config: LlamaConfig, attention: str, weights: Weights) -> Linear:
+    hidden, head_dim, bias = config.hidden_size, config.head_dim, config.qkv_bias
+    query, key_value = (config.num_heads, head_dim), (config.num_kv_heads, head_dim)
+    if config.has_fused_maps:
+        name = f"{attention}.qkv_proj"
+        return weights.split_fused(hidden, name, query, key_value, key_value, bias=bias)
+    return weights.split_outputs(
+        hidden,
+        (f"{attention}.q_proj", *query),
+        (f"{attention}.k_proj", *key_value),
+        (f"{attention}.v_proj", *key_value),
+        bias=bias,
+    )
+
+
 def _feed_forward(config: LlamaConfig, layer: str, weights: Weights) -> FeedForward:
     """Build this rank's part, whose result is summed with those of other ranks."""
     if config.experts is None:
         names = "gate_proj", "up_proj", "down_proj"
+        if config.has_fused_maps:
+            return _fused_mlp(config, f"{layer}.mlp", weights)
         return _gated_mlp(config, f"{layer}.mlp", names, weights)
     return _experts(config, config.experts, f"{layer}.block_sparse_moe", weights)
 
@@ -302,4 +314,13 @@ def _gated_mlp(
             hidden, (gate, intermediate, 1), (up, intermediate, 1), bias=config.mlp_bias
         ),
         down=weights.split_inputs(intermediate, 1, (down, hidden), bias=config.mlp_bias),
+    )
+
+
+def _fused_mlp(config: LlamaConfig, module: str, weights: Weights) -> GatedMlp:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    part, bias = (intermediate, 1), config.mlp_bias
+    return GatedMlp(
+        gate_up=weights.split_fused(hidden, f"{module}.gate_up_proj", part, part, bias=bias),
+        down=weights.split_inputs(intermediate, 1, (f"{module}.down_proj", hidden), bias=bias),
     )

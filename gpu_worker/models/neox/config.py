@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpu_worker.models.rope import RopeConfig, rope_from_fields
+from gpu_worker.models.rope import RopeConfig, rope_from_fields, rotary_dim
 from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import JsonFields
 from gpu_worker.weights.model_config import ModelConfig, read_model_config
@@ -52,13 +52,6 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
         default_theta=fields.number("rotary_emb_base", default=10000.0),
         default_share=fields.number("rotary_pct", default=0.25),
     )
-    rotary_dim = int(common.head_dim * rope.rotated_share)
-    if rotary_dim % 2 or not 0 < rotary_dim <= common.head_dim:
-        raise fields.error(
-            "rotary_pct",
-            f"is {rope.rotated_share}; it must rotate an even number of a head's"
-            f" {common.head_dim} dimensions",
-        )
     return NeoxConfig(
         architecture=common.architecture,
         vocab_size=common.vocab_size,
@@ -73,7 +66,7 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
         layer_norm_eps=fields.number("layer_norm_eps", default=1e-5),
         activation=activation,
         rope=rope,
-        rotary_dim=rotary_dim,
+        rotary_dim=rotary_dim(fields, "rotary_pct", rope, common.head_dim),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
         attention_bias=fields.boolean("attention_bias", default=True),
         is_parallel=fields.boolean("use_parallel_residual", default=True),

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.activations import ACTIVATIONS, Activation
-from gpu_worker.models.attention import AttentionMetadata, attend, store_kv
+from gpu_worker.models.attention import AttentionMetadata, attend
 from gpu_worker.models.neox.config import NeoxConfig, split_neox_config
 from gpu_worker.models.rope_table import rotary_table
 from gpu_worker.ranks.collectives import Ranks
@@ -142,15 +142,18 @@ class NeoxDecoder:
         config = self.config
         heads = layer.qkv(layer.attention_norm(x)).view(-1, config.num_kv_heads, 3, config.head_dim)
         query, key, value = heads.unbind(2)  # [T, H, D] each
-        rotated = config.rotary_dim
-        query_part, key_part = ops.rotary(
-            query[..., :rotated], key[..., :rotated], self.cos_sin, positions
+        return ops.rotary_store_kv(
+            query,
+            key,
+            value,
+            self.cos_sin,
+            positions,
+            pool.key_cache(index),
+            pool.value_cache(index),
+            metadata.in_layer(pool, index).slot_mapping,
+            key_scales=pool.key_scales(index),
+            value_scales=pool.value_scales(index),
         )
-        if rotated < config.head_dim:
-            query_part = torch.cat((query_part, query[..., rotated:]), dim=-1)
-            key_part = torch.cat((key_part, key[..., rotated:]), dim=-1)
-        store_kv(key_part, value, pool, index, metadata)
-        return query_part
 
 
 def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:

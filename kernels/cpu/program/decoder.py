@@ -67,7 +67,7 @@ class NativeDecoder:
         """Prepare to run the layers.
 
         `caches` has one entry per layer, quantized or bfloat16. `final_norm` is `[E]`, and
-        `cos_sin` is float32 `[max_model_len, D]`.
+        `cos_sin` is float32 `[max_model_len, R]`, R the rotated dims of a head.
         """
         library = native()
         assert library is not None, "packed linears exist only where native code does"

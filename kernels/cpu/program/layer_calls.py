@@ -64,7 +64,7 @@ class LayerCalls:
     _library: Library
     _shape: NativeShape
     _cos_sin: torch.Tensor
-    """float32[max_model_len, D]."""
+    """float32[max_model_len, R], R the rotated dims of a head."""
 
     def of(
         self,
@@ -211,7 +211,8 @@ class LayerCalls:
                 joins = True
             query, key = normed
         yield Call(library.rotary, (
-            _DTYPE, StepField.NUM_TOKENS, num_heads, num_kv_heads, head_dim // 2,
+            _DTYPE, StepField.NUM_TOKENS, num_heads, num_kv_heads, head_dim,
+            self._cos_sin.shape[1] // 2,
             query.data_ptr(), key.data_ptr(), self._cos_sin.data_ptr(), StepField.POSITIONS,
             work.query.data_ptr(), work.key.data_ptr(),
             *query.stride()[:2], *key.stride()[:2], self._cos_sin.stride(0),

@@ -1,7 +1,8 @@
 /* Norms, rotation, gating and gathering of rows.
  *
- * Symbols: T tokens, H heads, HKV kv heads, N width of a norm, D head dim, I intermediate size. A share
- * is some tokens or rows, and each is computed alone. Strides are in elements. */
+ * Symbols: T tokens, H heads, HKV kv heads, N width of a norm, D head dim, R rotated dims of a head,
+ * I intermediate size. A share is some tokens or rows, and each is computed alone. Strides are in
+ * elements. */
 #include "simd.h"
 #include "threads.h"
 
@@ -93,20 +94,20 @@ void quire_rms_norm(const struct rms_norm *a)
     run_call(rms_norm_elems(a) > ROWS_WORTH_IT, quire_rms_norm_share, quire_rms_norm_count, a);
 }
 
-/* (x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin) for the halves of each head; cos and sin
- * are rounded to the dtype, the results once. */
+/* (x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin) for the halves of each head's first R dims;
+ * the others are copied. cos and sin are rounded to the dtype, the results once. */
 struct rotary {
     int64_t type;
-    int64_t num_tokens, num_heads, num_kv_heads, half;
+    int64_t num_tokens, num_heads, num_kv_heads, head_dim, half; /* R / 2 */
     const void *query, *key;   /* [T, H, D], [T, HKV, D] */
-    const float *cos_sin;      /* [max_pos, D] */
+    const float *cos_sin;      /* [max_pos, R] */
     const int64_t *positions;  /* [T] */
     void *query_out, *key_out; /* contiguous */
     int64_t query_stride_t, query_stride_h, key_stride_t, key_stride_h, cos_sin_stride;
 };
 
 INLINE void rotate_head(dtype type, const void *x, int64_t at, void *out, int64_t out_at,
-                        const float *cos, const float *sin, int64_t half)
+                        const float *cos, const float *sin, int64_t half, int64_t dim)
 {
     for (int64_t i = 0; i < half; i += LANES) {
         int64_t n = min64(LANES, half - i);
@@ -123,19 +124,23 @@ INLINE void rotate_head(dtype type, const void *x, int64_t at, void *out, int64_
             store_part(type, out, out_at + half + i, n, x2 * c + x1 * s);
         }
     }
+    for (int64_t i = 2 * half; i < dim; i += LANES) {
+        int64_t n = min64(LANES, dim - i);
+        store_part(type, out, out_at + i, n, load_part(type, x, at + i, n));
+    }
 }
 
 INLINE void rotate_tokens(dtype type, const struct rotary *a, int64_t start, int64_t end)
 {
-    int64_t dim = 2 * a->half;
+    int64_t dim = a->head_dim;
     for (int64_t t = start; t < end; t++) {
         const float *cos = a->cos_sin + a->positions[t] * a->cos_sin_stride, *sin = cos + a->half;
         for (int64_t h = 0; h < a->num_heads; h++)
             rotate_head(type, a->query, t * a->query_stride_t + h * a->query_stride_h,
-                        a->query_out, (t * a->num_heads + h) * dim, cos, sin, a->half);
+                        a->query_out, (t * a->num_heads + h) * dim, cos, sin, a->half, dim);
         for (int64_t h = 0; h < a->num_kv_heads; h++)
             rotate_head(type, a->key, t * a->key_stride_t + h * a->key_stride_h, a->key_out,
-                        (t * a->num_kv_heads + h) * dim, cos, sin, a->half);
+                        (t * a->num_kv_heads + h) * dim, cos, sin, a->half, dim);
     }
 }
 
@@ -148,7 +153,7 @@ void quire_rotary_share(const void *args, int64_t share, int64_t num_shares)
 
 static int64_t rotary_elems(const struct rotary *a)
 {
-    return a->num_tokens * (a->num_heads + a->num_kv_heads) * 2 * a->half;
+    return a->num_tokens * (a->num_heads + a->num_kv_heads) * a->head_dim;
 }
 
 int64_t quire_rotary_count(const void *args)

@@ -35,7 +35,7 @@ def model_dirs(tmp_path_factory):
     return ModelDirs(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "phi3", "qwen2", "qwen3"])
 def case(request, model_dirs, tmp_path_factory):
     return make_case(model_dirs.get(request.param), tmp_path_factory.mktemp("adapters"))
 

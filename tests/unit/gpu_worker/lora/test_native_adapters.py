@@ -72,6 +72,7 @@ def assert_same_op_by_op(case, monkeypatch, **options):
         ("llama", {}),
         ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
         ("mistral", {"num_key_value_heads": 1, "sliding_window": 9}),
+        ("phi3", {}),
         ("qwen2", ODD_WIDTHS),
         ("qwen2", {}),
         ("qwen3", {}),

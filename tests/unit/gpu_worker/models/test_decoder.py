@@ -18,6 +18,20 @@ VARIANTS = [
     ("mistral", {"num_key_value_heads": 1, "sliding_window": None}),
     ("mixtral", {"sliding_window": 33, "num_experts_per_tok": 3}),
     ("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
+    ("phi3", {"sliding_window": 20, "partial_rotary_factor": 1.0, "num_key_value_heads": 4}),
+    (
+        "phi3",
+        {
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0 + 0.3 * pair for pair in range(4)],
+                "long_factor": [9.0] * 4,
+            },
+        },
+    ),
     (
         "gpt_neox",
         {

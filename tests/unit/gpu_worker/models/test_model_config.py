@@ -53,6 +53,8 @@ def test_every_field_of_a_small_config(tmp_path):
         intermediate_size=128,
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=10000.0),
+        rotary_dim=16,
+        has_fused_maps=False,
         max_model_len=2048,
         tie_word_embeddings=False,
         qkv_bias=False,
@@ -287,6 +289,10 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor is 0.5; only 1.0 is supported",
+        ),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.1},
+            "partial_rotary_factor is 0.1; it must rotate an even number of a head's 16",
         ),
         (
             {

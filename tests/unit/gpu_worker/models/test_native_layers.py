@@ -51,6 +51,7 @@ def assert_same_op_by_op(model, prompts, monkeypatch, num_tokens=24, **loop_args
         ("llama", {}),
         ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
         ("mistral", {"num_key_value_heads": 1, "sliding_window": 9}),
+        ("phi3", {"head_dim": 40}),
         ("qwen2", ODD_WIDTHS),
         ("qwen2", {}),
         ("qwen3", {}),

@@ -176,20 +176,21 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
-        "short_factor": [1.5] * 8,
-        "long_factor": [4.0] * 8,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.5] * 6,
+        "long_factor": [4.0] * 6,
         "original_max_position_embeddings": 64,
     }
     directory = model_dirs.get(
         "phi3", rope_parameters=rope, original_max_position_embeddings=64, pad_token_id=0
     )
-    source = open_model(directory)
+    source = open_model(directory, "transformers")
     assert source.config.max_model_len == 64
     sequence = Sequence(random_prompt(30, seed=1))
     model = source.load(torch.float32, CPU, lambda _: None)
     PagedLoop(model, block_size=8, config=source.config).generate([sequence], 34)
     assert_equals_transformers(directory, sequence)
-    source = open_model(directory, max_model_len=65)
+    source = open_model(directory, "transformers", max_model_len=65)
     assert source.config.max_model_len == 512
     sequence = Sequence(random_prompt(70, seed=1))  # longer, so that transformers chooses the same
     model = source.load(torch.float32, CPU, lambda _: None)

@@ -12,6 +12,7 @@ FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"num_key_value_heads": 1},
     "mixtral": {},
+    "phi3": {},
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True, "vocab_size": 501},
     "gpt_neox": {},
