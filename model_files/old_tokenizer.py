@@ -1,4 +1,4 @@
-"""Makes a directory with a tokenizer.json for a model that has its tokenizer in older files.
+"""Makes a directory with a tokenizer.json for a model that has its tokenizer in other files.
 
 The directory has the tokenizer.json, and links to the model's files. `transformers` does the
 conversion, in a process of its own, because its import takes seconds and much memory.
@@ -19,13 +19,16 @@ from model_files.errors import ModelError
 
 TOKENIZER: Final = "tokenizer.json"
 _PROTOBUFS: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_TEKKEN: Final = "tekken.json"
+"""Mistral's own form, in which newer checkpoints may have their tokenizer alone."""
 OLD_TOKENIZERS: Final = (
-    *(*_PROTOBUFS, "tiktoken.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *(*_PROTOBUFS, "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt", _TEKKEN),
 )
 """Files of which a model without `TOKENIZER` has one or two."""
-_READ_TOO: Final = (
-    *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-)
+_SPECIAL: Final = "special_tokens_map.json"
+_READ_TOO: Final = (*("config.json", "tokenizer_config.json", _SPECIAL, "added_tokens.json"),)
+_SPECIAL_OF_TEKKEN: Final = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+"""Their names in every `_TEKKEN`, which chat templates use."""
 _FORM: Final = "1"
 """Version of the files made here; changed whenever they change."""
 _PROGRAM: Final = """
@@ -34,7 +37,7 @@ from transformers import AutoTokenizer
 
 try:
     tokenizer = AutoTokenizer.from_pretrained(
-        sys.argv[1], local_files_only=True, trust_remote_code=False
+        sys.argv[1], local_files_only=True, trust_remote_code=False, mistral_format=False
     )
     tokenizer.backend_tokenizer.save(sys.argv[2])
 except Exception as error:
@@ -126,6 +129,10 @@ def _convert(directory: Path, sources: list[Path], target: Path, cache_dir: Path
             reason = next((line for line in lines if "Could not extract" in line), lines[-1])
             raise ModelError(f"{directory}: {names} cannot be converted to {TOKENIZER}: {reason}")
         with _writing(cache_dir):
+            if (directory / _TEKKEN) in sources and not (directory / _SPECIAL).exists():
+                special = made.with_name(_SPECIAL)
+                special.write_text(json.dumps(_SPECIAL_OF_TEKKEN))
+                special.replace(target.with_name(_SPECIAL))
             made.replace(target)
 
 

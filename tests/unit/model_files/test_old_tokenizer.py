@@ -66,7 +66,8 @@ def write_tekken(directory):
         ],
     }
     (directory / "tekken.json").write_text(json.dumps(contents))
-    return {"model_type": "mistral"}, {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "chat_template.jinja").write_text("{{ bos_token }}[INST]")
+    return {"model_type": "mistral"}, None
 
 
 def write_pieces(directory):
@@ -96,7 +97,8 @@ def model(tmp_path):
         directory.mkdir()
         config, tokenizer_config = write(directory)
         (directory / "config.json").write_text(json.dumps(config))
-        (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+        if tokenizer_config is not None:
+            (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
         return directory
 
     return make
@@ -115,6 +117,25 @@ def test_a_tokenizer_in_older_files_is_that_of_transformers(model, tmp_path, wri
         assert ours.encode(text) == theirs.encode(text)
         assert len(ours.encode(text)) > 3
     assert (found / "config.json").read_text() == (directory / "config.json").read_text()
+
+
+def test_templates_know_the_special_tokens_of_tekken(model, tmp_path):
+    directory = model(write_tekken)
+    tokenizer = load_tokenizer(find_model(str(directory), tmp_path / "cache"))
+    assert tokenizer.chat_template.render([]) == "<s>[INST]"
+    assert tokenizer.encode("<s>[INST]") == [1, 3]
+    assert tokenizer.is_special("[INST]")
+    assert not (directory / "special_tokens_map.json").exists()
+
+
+def test_a_tekken_without_its_special_tokens_is_refused(model, tmp_path):
+    directory = model(write_tekken)
+    tekken = json.loads((directory / "tekken.json").read_text())
+    del tekken["special_tokens"]
+    (directory / "tekken.json").write_text(json.dumps(tekken))
+    problem = r"tekken\.json cannot be converted to tokenizer\.json: .*mistral-common"
+    with pytest.raises(ModelError, match=problem):
+        find_model(str(directory), tmp_path / "cache")
 
 
 def test_it_is_converted_once_and_later_files_are_there(model, tmp_path, monkeypatch):
