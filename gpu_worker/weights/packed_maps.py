@@ -39,6 +39,8 @@ _AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 _MOST_GROUP: Final = 128
 _LEAST_GROUP: Final = 32
 """Packed maps take group sizes that are powers of two in this range."""
+_LEAST_PLAIN_GROUP: Final = 16
+"""The least group of 8-bit integers without offsets, as in Q6_K; only a CPU takes it."""
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype."""
@@ -105,10 +107,12 @@ def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> Quantize
     start, stop, _ = columns.indices(num_in)
     group_size = num_in // weight.scales.shape[1]
     size = math.gcd(group_size, start, stop, _MOST_GROUP)
-    if weight.quantization is Quantization.INT8 and group_size == num_in:
+    is_int8 = weight.quantization is Quantization.INT8
+    is_plain = is_int8 and weight.offsets is None
+    if is_int8 and group_size == num_in:
         size = stop - start
         groups = slice(0, 1)
-    elif size < _LEAST_GROUP:
+    elif size < (_LEAST_PLAIN_GROUP if is_plain else _LEAST_GROUP):
         return None
     else:
         groups = slice(start // size, stop // size)

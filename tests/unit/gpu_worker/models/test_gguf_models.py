@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from kernels.cpu.linear import can_pack_integers
 from model_files.locate import find_model
-from tests.gguf_fixture import KINDS, SIZES, SMALL_KINDS, write_gguf
+from tests.gguf_fixture import K_KINDS, KINDS, SIZES, SMALL_KINDS, write_gguf
 from tests.unit.gpu_worker.models.against_transformers import NUM_TOKENS, assert_equals_transformers
 from tests.unit.gpu_worker.models.paged_loop import PagedLoop, Sequence, load, random_prompt
 
@@ -72,7 +72,7 @@ def test_experts_that_a_file_joins_are_taken_apart(as_directory, model_dirs):
     assert_equals_transformers(model_dirs.get("mixtral", **SIZES, **overrides), sequence)
 
 
-@pytest.mark.parametrize("kind", [*SMALL_KINDS, "Q4_K", "Q5_K"])
+@pytest.mark.parametrize("kind", [*SMALL_KINDS, *K_KINDS])
 def test_bits_stay_packed_where_our_kernel_multiplies(as_directory, kind):
     if not can_pack_integers(torch.zeros(8, 256, dtype=torch.int8), torch.bfloat16):
         pytest.skip("this CPU has no kernel of ours")
