@@ -194,6 +194,8 @@ CONFIG = LlamaConfig(
     intermediate_size=32,
     rms_norm_eps=1e-6,
     rope=RopeConfig(theta=10000.0),
+    rotary_dim=8,
+    has_fused_maps=False,
     tie_word_embeddings=True,
     qkv_bias=False,
     output_bias=False,

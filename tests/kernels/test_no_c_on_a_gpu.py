@@ -32,6 +32,8 @@ CONFIG = LlamaConfig(
     intermediate_size=64,
     rms_norm_eps=1e-6,
     rope=RopeConfig(theta=10000.0),
+    rotary_dim=16,
+    has_fused_maps=False,
     tie_word_embeddings=False,
     qkv_bias=False,
     output_bias=False,
