@@ -7,9 +7,11 @@ For each format of weights and KV, a service of one router, one scheduler and tw
 streams at a time from pools that hold a sixth of them: greedy and sampled outputs, several per
 prompt, penalties, grammars, beams, and LoRA adapters; the workers guess tokens by n-grams. So
 sequences are preempted, swapped to the host, spilled to the disk, and recomputed. In addition, the
-disk tier's file system is repeatedly filled up and freed, so that moves to the disk fail; the
-scheduler is killed, and the next one takes over; and workers are killed, so that the other one
-recomputes their sequences. Each stream is compared, token for token, with its output alone.
+disk tier's file system is repeatedly filled up and freed, so that moves to the disk fail; live
+requests move from one worker to the other with their KV, one by one or all because their worker
+drains; the scheduler is killed, and the next one takes over; and workers are killed, so that the
+other one recomputes their sequences. Each stream is compared, token for token, with its output
+alone.
 
 The disk tier needs a separate small file system, so this mounts a tmpfs; without the right to
 mount, moves to the disk do not fail, and the table leaves their number out.
@@ -20,6 +22,7 @@ Exits with 1 if a token differs, or if one of these disturbances did not happen.
 import argparse
 import asyncio
 import contextlib
+import itertools
 import random
 import subprocess
 import sys
@@ -30,14 +33,20 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import grpc
+import grpc.aio
 from adapters import write_adapter
 from faults.service import ChaosService, Fault, What, chaos_service
 from faults.streams import Case, Streams, make_cases
 from harness.case import SHIPPED_MODEL, BenchError, Results, Table, arguments, main, progress
 
+from contract.errors import QuireError
 from contract.sampling import BeamSearch, SamplingParams
 from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.models.registry import open_model
+from quire.client import AsyncClient
+from quire.v1 import kv_pb2, scheduler_pb2
+from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
 
 FORMATS = ("float32", "bfloat16", "bfloat16+int8", "bfloat16+fp8")
 """The dtype of the weights, and the format of the KV if it differs."""
@@ -48,6 +57,8 @@ _DISK_GB = 0.02
 _DISK_MB = 48
 """The size of the file system of both disk tiers, and of the file that fills it."""
 _FULL_S = 1.0
+_MOVE_EVERY_S = 0.2
+_MOVE_TIMEOUT_S = 30.0
 _PROGRESS_S = 10.0
 _NUM_QUICK = 150
 _ADAPTER = "exact-adapter"
@@ -57,10 +68,13 @@ _DISTURBANCES = (
     ("swapped out", "scheduler", "quire_kv_swapped_out_blocks_total"),
     ("stored on disk", "scheduler", "quire_kv_stored_blocks_total"),
     ("failed disk moves", "scheduler", "quire_kv_failed_disk_moves_total"),
+    ("moved requests", "scheduler", 'quire_migrations_total{end="arrived"}'),
     ("adopted tokens", "scheduler", "quire_adopted_tokens_total"),
     ("right guesses", "worker-0", "quire_worker_spec_decode_num_accepted_tokens_total"),
 )
 """The disturbances that each format's streams must experience: title, process and counter."""
+_ORPHANED = "orphaned"
+"""The title of one more: sequences whose worker was killed."""
 
 
 @dataclass(slots=True)
@@ -69,6 +83,7 @@ class Counts:
 
     totals: Counter[str] = field(default_factory=Counter)
     num_kills: int = 0
+    num_drains: int = 0
     may_fill: bool = True
     """Whether this user may mount the file system that is filled up."""
 
@@ -117,22 +132,64 @@ async def fill_and_free(directory: Path, has_space: asyncio.Lock) -> None:
         await asyncio.sleep(_FULL_S)
 
 
-async def kill_often(
+async def end_often(
     service: ChaosService, counts: Counts, every_s: float, has_space: asyncio.Lock
 ) -> None:
-    """Until cancelled, kill the scheduler, and each fourth time a worker."""
-    number = 0
-    while True:
-        await asyncio.sleep(every_s)
-        number += 1
-        name = "scheduler" if number % 4 else f"worker-{number // 4 % 2}"
-        await counts.add(service, name)
-        counts.num_kills += 1
-        async with contextlib.AsyncExitStack() as stack:
-            if name != "scheduler":  # a worker does not start where its tier has no space
-                await stack.enter_async_context(has_space)
-            await service.befall(Fault(What.KILLED, name))
-            await service.wait_until_ready()
+    """Until cancelled, end a process at a time: kill a worker, the scheduler, or drain a worker."""
+    ends = itertools.cycle(
+        (
+            *(("worker-0", False), ("scheduler", False), ("worker-1", True), ("scheduler", False)),
+            *(("worker-1", False), ("scheduler", False), ("worker-0", True), ("scheduler", False)),
+        )
+    )
+    async with AsyncClient(service.targets) as client:
+        for name, drains in ends:
+            await asyncio.sleep(every_s)
+            await counts.add(service, name)
+            async with contextlib.AsyncExitStack() as stack:
+                if name != "scheduler":  # a worker does not start where its tier has no space
+                    await stack.enter_async_context(has_space)
+                if drains:
+                    counts.num_drains += 1
+                    await service.drain(name)
+                else:
+                    counts.num_kills += 1
+                    counts.totals[_ORPHANED] += sum(
+                        each.num_sequences
+                        for each in await workers_kv(client)
+                        if each.worker.endswith(f"to-{name}.sock")
+                    )
+                    await service.befall(Fault(What.KILLED, name))
+                await service.wait_until_ready()
+
+
+async def workers_kv(client: AsyncClient) -> Sequence[kv_pb2.WorkerKv]:
+    return await client.describe_kv(max_blocks=0, timeout_s=_MOVE_TIMEOUT_S)
+
+
+async def move_often(service: ChaosService, chance: random.Random) -> None:
+    """Until cancelled, move one live request after another to the other worker.
+
+    Beam searches cannot move, and a worker without room for a request refuses it.
+    """
+    async with (
+        AsyncClient(service.targets) as client,
+        grpc.aio.insecure_channel(service.scheduler_target) as channel,
+    ):
+        stub = SchedulerServiceStub(channel)
+        while True:
+            await asyncio.sleep(_MOVE_EVERY_S)
+            with contextlib.suppress(QuireError, grpc.aio.AioRpcError):
+                at = {
+                    sequence.request_id: each.worker
+                    for each in await workers_kv(client)
+                    for sequence in each.sequences
+                }
+                if len({*at.values()}) == 2:
+                    request_id, worker = chance.choice([*at.items()])
+                    (other,) = {*at.values()} - {worker}
+                    moved = scheduler_pb2.MigrateRequest(request_id=request_id, worker=other)
+                    await stub.Migrate(moved, timeout=_MOVE_TIMEOUT_S)
 
 
 @contextlib.asynccontextmanager
@@ -176,7 +233,10 @@ async def run_format(given: argparse.Namespace, name: str) -> tuple[Streams, Cou
                     cases += more_cases(chance, given.cases // 3)
                     await streams.prepare(cases)
                     has_space = asyncio.Lock()
-                    tasks = [kill_often(service, counts, given.every, has_space)]
+                    tasks = [
+                        end_often(service, counts, given.every, has_space),
+                        move_often(service, random.Random(given.seed)),
+                    ]
                     tasks += [fill_and_free(disk, has_space)] if counts.may_fill else []
                     async with (
                         running(*map(asyncio.ensure_future, tasks)),
@@ -212,9 +272,10 @@ async def run(given: argparse.Namespace) -> Results:
     unknown = set(given.formats) - set(FORMATS)
     if unknown:
         raise BenchError(f"--formats has {', '.join(unknown)}; it may have {', '.join(FORMATS)}")
-    titles = [title for title, _, _ in _DISTURBANCES]
+    titles = [*(title for title, _, _ in _DISTURBANCES), _ORPHANED]
     table = Table(
         *("format:<14", "streams:d", "tokens:d", "wrong outputs:d", "wrong tokens:d", "kills:d"),
+        "drains:d",
         *(f"{title}:d" for title in titles),
     )
     results = dict.fromkeys(("streams", "wrong_outputs", "wrong_tokens", "undisturbed"), 0)
@@ -227,7 +288,7 @@ async def run(given: argparse.Namespace) -> Results:
             del totals["failed disk moves"]
         table.row(
             *(name, verdict.num_streams, verdict.num_tokens, len(verdict.errors), num_wrong),
-            *(counts.num_kills, *map(totals.get, titles)),
+            *(counts.num_kills, counts.num_drains, *map(totals.get, titles)),
         )
         for problem in verdict.errors[:20]:
             print(f"  wrong: {problem}")
@@ -251,7 +312,7 @@ def _parse() -> argparse.Namespace:
     add("--streams", type=int, default=2500, help="streams to compare in each format")
     add("--live", type=int, default=64, help="streams at a time")
     add("--cases", type=int, default=48, help="different requests")
-    add("--every", type=float, default=4.0, metavar="S", help="seconds between kills")
+    add("--every", type=float, default=4.0, metavar="S", help="seconds between kills and drains")
     add("--seed", type=int, default=0, help="seed of the requests")
     add("--model", type=Path, default=SHIPPED_MODEL)
     add("--logs", type=Path, metavar="DIR", help="also keep the processes' logs here")

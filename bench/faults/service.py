@@ -155,9 +155,9 @@ class ChaosService:
         process, link = self._processes[name], self._links[name]
         match fault.what:
             case What.KILLED:
-                await process.kill()
-                await asyncio.sleep(fault.seconds)
-                process.start()
+                async with _started_again(process):
+                    await process.kill()
+                    await asyncio.sleep(fault.seconds)
             case What.STOPPED:
                 process.signal(signal.SIGSTOP)
                 await asyncio.sleep(fault.seconds)
@@ -166,6 +166,12 @@ class ChaosService:
                 link.cut()
             case What.SILENT:
                 await link.silence(fault.seconds)
+
+    async def drain(self, name: str) -> None:
+        """Drain a process, and start it again when it has ended."""
+        process = self._processes[await self._resolve(name)]
+        async with _started_again(process):
+            await process.stop(_STOP_S)
 
     async def kill_all(self) -> None:
         """Kill all processes at the same time, and start them again."""
@@ -176,17 +182,27 @@ class ChaosService:
             process.start()
 
     @property
+    def scheduler_target(self) -> str:
+        """Where operators find the first scheduler."""
+        return self._targets(self._schedulers[:1])
+
+    @property
     def urls(self) -> list[str]:
         """Where clients find the routers' HTTP."""
         return [self._processes[router].base_url for router in self.routers]
 
     async def metrics(self, name: str) -> Mapping[str, float]:
-        """Map each metric's name to the sum of its samples."""
+        """Map each metric's name to the sum of its samples.
+
+        With a label, `quire_migrations_total{end="arrived"}`, to the sum of those that have it.
+        """
         body = await self._processes[await self._resolve(name)].get("/metrics")
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(body or ""):
             for sample in family.samples:
-                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+                labelled = (f'{sample.name}{{{key}="{at}"}}' for key, at in sample.labels.items())
+                for key in (sample.name, *labelled):
+                    sums[key] = sums.get(key, 0.0) + sample.value
         return sums
 
     async def start(self) -> None:
@@ -252,6 +268,16 @@ class ChaosService:
 
     async def _is_ready(self, name: str) -> bool:
         return await self._processes[name].get("/ready") is not None
+
+
+@contextlib.asynccontextmanager
+async def _started_again(process: Process) -> AsyncIterator[None]:
+    """Start a process again after the block that ends it, even if the block is cancelled."""
+    try:
+        yield
+    finally:
+        await process.kill()
+        process.start()
 
 
 @contextlib.asynccontextmanager

@@ -58,5 +58,6 @@ def test_streams_are_exact_in_each_kv_format(kv_format: str, tmp_path: Path):
     assert numbers["streams"] >= 100
     # A long run must meet every kind of disturbance; a run as short as this need not.
     key = kv_format.replace("+", "_")
-    for disturbance in ("preempted", "recomputed_tokens", "swapped_out"):
+    met = ("preempted", "recomputed_tokens", "swapped_out", "moved_requests", "orphaned")
+    for disturbance in met:
         assert numbers[f"{key}_{disturbance}"] > 0, output

@@ -184,6 +184,7 @@ class CountBody(CacheMarked):
             form=None if config.format is None else config.format.form(),
             thinking_budget=budget,
             effort=effort,
+            tool_path="tools[{}]".format,
             continued=messages[-1].text if is_continued else "",
             template_kwargs=switched | (continued if is_continued else {}),
         )

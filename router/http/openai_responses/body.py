@@ -176,6 +176,7 @@ class ResponseBody(ResponseTools):
             form=self.text.format.form(),
             thinking_budget=self.reasoning.max_tokens,
             effort=self.reasoning.effort,
+            tool_path=self.function_paths.__getitem__,
         )
 
     def request(self, prompt: str, request_id: str) -> GenerateRequest:

@@ -155,6 +155,11 @@ class ResponseTools(Schema):
             if group is not None
         }
 
+    @property
+    def function_paths(self) -> Sequence[str]:
+        """The field that has each function of `tool_fields`."""
+        return [path for path, _, _ in self._functions()]
+
     def tool_fields(self) -> ToolFields:
         """Return the tools of the chat."""
         functions = []

@@ -1,6 +1,6 @@
 """A chat in the form that all APIs share, which makes the prompt and plans the outputs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,6 +40,8 @@ class Conversation:
     """How much to think, if the chat template supports it."""
     continued: str = ""
     """The assistant's last message, if outputs continue it."""
+    tool_path: Callable[[int], str] = "tools[{}].function".format
+    """Returns the field of the client's JSON that has a function."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     """Replaces the model's template, if the service trusts requests' templates."""
@@ -51,7 +53,7 @@ class Conversation:
         """
         template = inference.text.chat_template(self.model, self.chat_template)
         parsers = inference.text.parsers(template)
-        tools = self.tools.tool_use(template, parsers)
+        tools = self.tools.tool_use(template, parsers, self.tool_path)
         prompt = await inference.text.render_chat(
             self.model,
             self.messages,
@@ -65,7 +67,7 @@ class Conversation:
         """Return the output plan of a chat whose prompt was prepared before."""
         template = inference.text.chat_template(self.model, self.chat_template)
         parsers = inference.text.parsers(template)
-        tools = self.tools.tool_use(template, parsers)
+        tools = self.tools.tool_use(template, parsers, self.tool_path)
         return await self._plan(inference, parsers, tools, prompt)
 
     async def _plan(
@@ -79,6 +81,7 @@ class Conversation:
                 prompt=prompt,
                 continued=self.continued,
                 thinking_budget=self.thinking_budget,
+                tool_path=self.tool_path,
             )
         )
 

@@ -66,10 +66,12 @@ def plan_outputs(
     prompt: str,
     continued: str,
     thinking_budget: int | None,
+    tool_path: Callable[[int], str],
 ) -> OutputPlan:
     """Plan the outputs of a chat whose template has made `prompt`.
 
-    `continued` is the assistant's message at the prompt's end, if outputs continue it.
+    `continued` is the assistant's message at the prompt's end, if outputs continue it. `tool_path`
+    returns the field of the client's JSON that has a function.
 
     Raises:
         InvalidArgumentError: A schema is not JSON.
@@ -102,7 +104,7 @@ def plan_outputs(
         parsers.new_reader, has_begun=has_begun, prompt_end=prompt[-_PROMPT_END_CHARS:]
     )
     if tools is not None and tools.wants_calls:
-        plan = _plan_calls(parsers, tools, form, thought, new_reader)
+        plan = _plan_calls(parsers, tools, form, thought, new_reader, tool_path)
     else:
         plan = _plan_text(parsers, form, thought, new_reader)
     return replace(plan, thinking=parsers.markers(has_begun=has_begun))
@@ -133,6 +135,7 @@ def _plan_calls(
     form: StructuredOutput | None,
     thought: Thought | None,
     new_reader: Callable[..., Reader],
+    tool_path: Callable[[int], str],
 ) -> OutputPlan:
     """Plan outputs that may call functions. A form has no effect on a forced call."""
     written = None if parsers.family is None else parsers.family.written
@@ -183,7 +186,7 @@ def _plan_calls(
         return _formed(plan, in_text, before)
     if strict:
         raise UnimplementedError(
-            f"tools[{strict[0]}].function.strict is true; with this model it is supported only if"
+            f"{tool_path(strict[0])}.strict is true; with this model it is supported only if"
             ' tool_choice is "required" or names a function'
         )
     raise UnimplementedError(

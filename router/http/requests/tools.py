@@ -1,6 +1,6 @@
 """A chat's fields for tools: the functions that it offers, and which of them to call."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -92,7 +92,9 @@ class ToolFields(Schema):
     parallel_tool_calls: bool = True
     """Whether an output may have several calls; a named function is called only once."""
 
-    def tool_use(self, template: ChatTemplate, parsers: OutputParsers) -> ToolUse | None:
+    def tool_use(
+        self, template: ChatTemplate, parsers: OutputParsers, tool_path: Callable[[int], str]
+    ) -> ToolUse | None:
         """Return how the chat uses tools; None: not at all.
 
         Raises:
@@ -107,9 +109,9 @@ class ToolFields(Schema):
                 )
             return None
         if self.tool_choice == "none" and not template.takes_tools:
-            check_names(self.tools)
+            check_names(self.tools, tool_path)
             return None
-        shown = show_tools(self.tools, template)
+        shown = show_tools(self.tools, template, tool_path)
         offered = [tool.function for tool in self.tools]
         is_alone = not self.parallel_tool_calls
         match self.tool_choice:
@@ -143,14 +145,18 @@ class ToolFields(Schema):
         return choice.model_dump() if isinstance(choice, NamedChoice) else choice
 
 
-def show_tools(tools: Sequence[Tool], template: ChatTemplate) -> list[dict[str, Any]]:
+def show_tools(
+    tools: Sequence[Tool],
+    template: ChatTemplate,
+    tool_path: Callable[[int], str] = "tools[{}].function".format,
+) -> list[dict[str, Any]]:
     """Return a chat's tools for its template.
 
     Raises:
         InvalidArgumentError: Two tools have the same name.
         UnimplementedError: The template does not take tools.
     """
-    check_names(tools)
+    check_names(tools, tool_path)
     if not template.takes_tools:
         raise UnimplementedError(
             f"tools has {len(tools)} entries; it must be empty or absent: the model's chat template"
@@ -159,11 +165,11 @@ def show_tools(tools: Sequence[Tool], template: ChatTemplate) -> list[dict[str, 
     return [tool.for_template() for tool in tools]
 
 
-def check_names(tools: Sequence[Tool]) -> None:
+def check_names(tools: Sequence[Tool], tool_path: Callable[[int], str]) -> None:
     """Check that no two tools have the same name; raises InvalidArgumentError."""
     names = [tool.function.name for tool in tools]
     for i, name in enumerate(names):
         if name in names[:i]:
             raise InvalidArgumentError(
-                f"tools[{i}].function.name", f"is {excerpt(name)}; another tool has this name"
+                f"{tool_path(i)}.name", f"is {excerpt(name)}; another tool has this name"
             )

@@ -544,3 +544,17 @@ async def test_a_stream_that_breaks_ends_with_an_error(client, inference):
     with pytest.raises(anthropic.APIError, match="the worker is lost"):
         async with client.messages.stream(**ASK) as stream:
             await stream.get_final_message()
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([NOW, {**ADD, "strict": True}], r"tools\[1\]\.strict is true"),
+        ([NOW, NOW], r"tools\[1\]\.name is \"now\"; another tool"),
+    ],
+)
+async def test_a_refused_tool_has_the_name_of_this_api(client, inference, tools, message):
+    inference.text.template = ChatTemplate("{{ tools }}<tool_call>", {})
+    with pytest.raises(anthropic.BadRequestError, match=message):
+        await client.messages.create(**ASK, tools=tools)
+    assert not inference.requests

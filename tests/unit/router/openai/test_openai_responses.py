@@ -11,6 +11,7 @@ from openai_fakes import delta, play, spell
 
 from contract.errors import TooBusyError, UnavailableError
 from contract.outputs import FinishReason, OutputDelta, OutputError, OutputFinished, Usage
+from router.text.chat_template import ChatTemplate
 
 TOOL = MappingProxyType(
     {
@@ -489,3 +490,23 @@ async def test_what_is_not_supported_is_refused_by_name(http, body, named):
     async with http.post("/v1/responses", json=body) as response:
         assert response.status == 400
         assert named in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "path"),
+    [
+        ([TOOL, {**TOOL, "name": "strict", "strict": True}], r"tools\[1\]"),
+        (
+            [
+                {"type": "web_search"},
+                {"type": "namespace", "name": "group", "tools": [{**TOOL, "strict": True}]},
+            ],
+            r"tools\[1\]\.tools\[0\]",
+        ),
+    ],
+)
+async def test_a_refused_tool_has_the_name_of_this_api(client, inference, tools, path):
+    inference.text.template = ChatTemplate("{{ tools }}<tool_call>", {})
+    with pytest.raises(openai.BadRequestError, match=rf"\b{path}\.strict is true"):
+        await client.responses.create(model="org/tiny", input="Hello", tools=tools)
+    assert not inference.requests
