@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
 from contract.worker_limits import Limits
+from gpu_worker.kv.layer_groups import MAX_GROUPS
 from gpu_worker.loading.worker_model import load
 from gpu_worker.loop import StepLoop
 from gpu_worker.settings import WorkerSettings
@@ -74,6 +75,8 @@ def windows(
 ) -> Iterator[list[int]]:
     """Yield token ids to score: texts, cut after `max_tokens`, about `budget` tokens in all."""
     begin = tokenizer.encode("").ids[:1]
+    if tokenizer.encode("a").ids[:1] != begin:
+        begin = []  # it is an end token
     length = max_tokens - len(begin)
     num_tokens = 0
     for text in texts:
@@ -103,7 +106,8 @@ async def perplexity(
     defaults = {
         "device": "cpu",
         "block_size": _BLOCK_SIZE,
-        "num_blocks": -(-(_MAX_WINDOW + 1) // _BLOCK_SIZE),
+        # a block for each KV group; memory that is not written takes no room
+        "num_blocks": -(-(_MAX_WINDOW + 1) // _BLOCK_SIZE) * MAX_GROUPS,
     }
     settings = WorkerSettings(model=model, **(defaults | flags))
     loop = asyncio.get_running_loop()
@@ -130,13 +134,14 @@ async def _score(
     steps: StepLoop, limits: Limits, prompt: list[int], step_id: int
 ) -> tuple[list[float], int]:
     """Return the log-probabilities of all tokens but the first, and the next step's number."""
+    num_blocks = -(-len(prompt) // limits.block_size) * len(limits.kv_windows)
     row = NewSequence(
         seq_id=step_id,
         row=0,
         token_ids=np.array(prompt, np.int32),
         num_prompt_tokens=len(prompt),
         num_computed_tokens=0,
-        block_ids=np.arange(-(-len(prompt) // limits.block_size), dtype=np.int32),
+        block_ids=np.arange(num_blocks, dtype=np.int32),
         sampling=SamplingParams(seed=0, temperature=0, ignore_eos=True, prompt_logprobs=0),
         max_total_tokens=len(prompt) + 1,
     )
@@ -163,7 +168,7 @@ async def _score(
 async def measure(given: argparse.Namespace) -> Results:
     logs.configure("warning", "console", "quality")
     budget = _QUICK_TOKENS if given.quick else math.inf
-    text = None if given.text is None else given.text.read_text()
+    text = None if given.text is None else given.text.read_text(encoding="utf-8")
     found: dict[str, float] = {}
     num_tokens = 0
 

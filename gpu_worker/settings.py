@@ -165,8 +165,8 @@ class WorkerSettings(ProcessSettings):
     """Whether each thread of the kernels in C stays on a physical core of its own, and each part of
     the weights in the memory beside the core that reads it. on: on the first cores that this
     process may use; give other workers other cores, for example with taskset or a container's set
-    of CPUs, because threads that share a pinned core wait for each other. auto: off, because the
-    effect was never measured, and would matter on several sockets. Linux only."""
+    of CPUs, because threads that share a pinned core wait for each other. auto is off:
+    the effect was never measured. It should matter on several sockets. Linux only."""
     amx: Literal["auto", "on", "off"] = "auto"
     """Whether linear maps and attention in bfloat16 use Intel's AMX, on a CPU that has it. auto: if
     its results are right, for each weight format, and for attention, if it is faster there; the

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from model_files.errors import ModelError
 from model_files.hub import POOLING
-from model_files.old_tokenizer import OLD_TOKENIZERS, TOKENIZER
+from model_files.old_tokenizer import OTHER_TOKENIZERS, TOKENIZER
 
 _SMALL_FILES: Final = (".json", ".jinja")
 _WEIGHTS: Final = (".safetensors", ".bin", ".gguf")
@@ -99,7 +99,7 @@ def _sources(system: Any, root: str, *, with_weights: bool) -> Sequence[_Source]
     files = [_source(entry) for entry in system.ls(root, detail=True) if entry["type"] == "file"]
     found = [source for source in files if source.path.endswith(ends)]
     if not any(source.name == TOKENIZER for source in found):
-        found += [file for file in files if file.name in OLD_TOKENIZERS and file not in found]
+        found += [file for file in files if file.name in OTHER_TOKENIZERS and file not in found]
     if any(source.path.endswith(".safetensors") for source in found):
         found = [source for source in found if not source.path.endswith(".bin")]
     if not found:

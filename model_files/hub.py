@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from model_files.errors import ModelError
-from model_files.old_tokenizer import OLD_TOKENIZERS, TOKENIZER
+from model_files.old_tokenizer import OTHER_TOKENIZERS, TOKENIZER
 
 _SMALL_FILES: Final = ("*.json", "*.jinja")
 _SAFETENSORS: Final = "model*.safetensors"
@@ -69,7 +69,7 @@ def _with_old_tokenizer(
 ) -> Path:
     """Download the tokenizer in its older form if there is no other."""
     if not (directory / TOKENIZER).exists():
-        _download(name, report, *OLD_TOKENIZERS)
+        _download(name, report, *OTHER_TOKENIZERS)
     return directory
 
 

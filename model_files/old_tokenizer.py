@@ -21,8 +21,13 @@ TOKENIZER: Final = "tokenizer.json"
 _PROTOBUFS: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _TEKKEN: Final = "tekken.json"
 """Mistral's own form, in which newer checkpoints may have their tokenizer alone."""
-OLD_TOKENIZERS: Final = (
-    *(*_PROTOBUFS, "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt", _TEKKEN),
+OTHER_TOKENIZERS: Final = (
+    *_PROTOBUFS,
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    _TEKKEN,
 )
 """Files of which a model without `TOKENIZER` has one or two."""
 _SPECIAL: Final = "special_tokens_map.json"
@@ -57,7 +62,7 @@ def has_old_tokenizer(directory: Path) -> bool:
 
 
 def _old_files(directory: Path) -> list[Path]:
-    return [path for name in OLD_TOKENIZERS if (path := directory / name).is_file()]
+    return [path for name in OTHER_TOKENIZERS if (path := directory / name).is_file()]
 
 
 def convert_tokenizer(directory: Path, cache_dir: Path) -> Path:

@@ -47,6 +47,9 @@ def pin_threads(wanted: str, device: torch.device, num_threads: int, number: int
     if device.type != "cpu":
         _log.warning("the setting pin_threads is on, but has no effect", device=device.type)
         return
+    if num_threads == 1:
+        _log.warning("the setting pin_threads is on, but has no effect on one thread")
+        return
     cores = usable_cores()
     own = cores[number * num_threads : (number + 1) * num_threads]
     if len(own) < num_threads:

@@ -41,7 +41,7 @@ class PlainGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedGroup:
+class QuantizedGroup:
     """Maps with weights of 8 or 4 bits; see `ops.grouped_quantized_linear`."""
 
     values: torch.Tensor
@@ -67,25 +67,33 @@ class PackedGroup:
 def group(linears: Sequence[Linear]) -> GroupedLinear | None:
     """Return the maps as one, or None if no kernel takes them together.
 
-    Plain weights stay where they are, and packed ones are copied. Fp8 weights are multiplied as
+    Plain weights stay where they are, and quantized ones are copied. Fp8 weights are multiplied as
     16-bit numbers; activations are not rounded.
     """
     plain = [each.weight for each in linears if isinstance(each, PlainLinear) and each.bias is None]
     if len(plain) == len(linears):
         return PlainGroup(GroupedMaps.of(plain))
-    packed = [each for each in map(_as_packed, linears) if each is not None and each.bias is None]
-    kinds = {(each.values.shape, each.values.dtype, each.scales.dtype) for each in packed}
-    if len(packed) < len(linears) or len(kinds) > 1 or len({x.scales.shape for x in packed}) > 1:
+    found = map(_as_quantized, linears)
+    quantized = [each for each in found if each is not None and each.bias is None]
+    kinds = {(each.values.shape, each.values.dtype, each.scales.dtype) for each in quantized}
+    if (
+        len(quantized) < len(linears)
+        or len(kinds) > 1
+        or len({x.scales.shape for x in quantized}) > 1
+    ):
         return None
     offsets = None
-    if any(each.offsets is not None for each in packed):
-        found = (torch.zeros_like(x.scales) if x.offsets is None else x.offsets for x in packed)
-        offsets = torch.stack(tuple(found))
-    values = torch.stack([each.values for each in packed])
-    return PackedGroup(values, torch.stack([each.scales for each in packed]), offsets)
+    if any(each.offsets is not None for each in quantized):
+        offsets = torch.stack(
+            [torch.zeros_like(x.scales) if x.offsets is None else x.offsets for x in quantized]
+        )
+    values = torch.stack([each.values for each in quantized])
+    return QuantizedGroup(values, torch.stack([each.scales for each in quantized]), offsets)
 
 
-def _as_packed(linear: Linear) -> QuantizedLinear | None:
+def _as_quantized(linear: Linear) -> QuantizedLinear | None:
     if isinstance(linear, ScaledLinear):
         return QuantizedLinear(linear.weight.t(), linear.scales, None, linear.bias)
-    return linear if isinstance(linear, QuantizedLinear) else None
+    if isinstance(linear, QuantizedLinear) and not linear.has_one_tile:
+        return linear
+    return None

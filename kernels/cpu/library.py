@@ -163,7 +163,8 @@ class Library:
         """Run the i-th thread of a kernel on the i-th CPU from now on; no kernel may run meanwhile.
 
         The calling thread is the first, and is there only while a kernel runs. Kernels of more
-        threads than CPUs are not pinned. Returns whether the system can pin so many.
+        threads than CPUs pin none; a thread that is pinned stays so. Returns whether the system can
+        pin so many.
         """
         return self._pin_threads(struct.pack(f"@{len(cpus)}q", *cpus), len(cpus))
 

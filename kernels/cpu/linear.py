@@ -46,7 +46,8 @@ def pack(
     else:  # C multiplies pairs of input features, the last one with a zero if their number is odd
         padded = functional.pad(_padded(weight), (0, weight.shape[1] % 2))
         panels = padded.view(-1, PANEL, padded.shape[1] // 2, 2).transpose(1, 2)
-    packed = _packed(weight, panels, None, None, bias, weight.dtype)
+    # The factors of an adapter may be packed while the model computes on the pinned threads.
+    packed = _packed(weight, panels, None, None, bias, weight.dtype, touches=not is_low_rank)
     return replace(packed, _is_low_rank=is_low_rank)
 
 
@@ -118,7 +119,10 @@ def _packed(
     offsets: torch.Tensor | None,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
+    touches: bool = True,
 ) -> "PackedLinear":
+    """Pack panels, in memory that the threads which read it have touched first if `touches`."""
     library = native()
     assert library is not None, "can_pack was not asked"
     num_out, num_in = weight.shape
@@ -132,7 +136,7 @@ def _packed(
         dtype=dtype,
         num_out=num_out,
         num_in=num_in,
-        panels=WEIGHT_MEMORY.hold(panels, touch),
+        panels=WEIGHT_MEMORY.hold(panels, touch if touches else None),
         _scales=None if scales is None else _by_panel(scales),
         _offsets=None if offsets is None else _by_panel(offsets),
         _bias=None if bias is None else bias.contiguous(),

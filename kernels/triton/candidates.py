@@ -15,7 +15,8 @@ import triton.language as tl
 
 TOKENS: Final = 2048  # tokens per tile; with more, the sums of lanes would not fit into registers
 BINS: Final = 256  # of gaps up to 32; weights beyond are below 2e-14
-_NUM_WARPS: Final = 16  # of the program that reads all counts of a row
+_CHUNK: Final = 64  # tiles whose counts the program of a row reads at once; more would not fit
+_NUM_WARPS: Final = 16  # of that program
 
 
 @triton.jit
@@ -99,6 +100,7 @@ def _choose_kernel(
     V,
     num_tiles,  # C
     BINS: tl.constexpr,
+    CHUNK: tl.constexpr,  # tiles whose counts are read at once
     TILES: tl.constexpr,  # a power of two, at least C
 ):
     """Choose the last bin of each row's candidates, and count these up to the end of each tile.
@@ -110,12 +112,13 @@ def _choose_kernel(
     k = tl.load(top_k + seq)
     p = tl.load(top_p + seq)
     if (k < V) | (p < 1):
-        tile = tl.arange(0, TILES)
         nth = tl.arange(0, BINS)
+        row = counts + seq * num_tiles * BINS
+        in_bin = tl.zeros([BINS], tl.int32)
+        for first in range(0, num_tiles, CHUNK):
+            in_bin += tl.sum(_counts_of(row, first, num_tiles, CHUNK, BINS), axis=0)
+        tile = tl.arange(0, TILES)
         is_tile = tile < num_tiles
-        place = (seq * num_tiles + tile)[:, None] * BINS + nth[None, :]
-        count = tl.load(counts + place, mask=is_tile[:, None], other=0)
-        in_bin = tl.sum(count, axis=0)
         total = tl.sum(tl.load(sums + seq * num_tiles + tile, mask=is_tile, other=0.0), axis=0)
         most = in_bin.to(tl.float64) * tl.exp(nth.to(tl.float32) * -0.125).to(tl.float64)
         rest = tl.sum(most, axis=0) - tl.cumsum(most, axis=0)
@@ -124,9 +127,23 @@ def _choose_kernel(
         if k < V:
             is_enough = tl.cumsum(in_bin, axis=0) >= k
         last = tl.min(tl.where(is_enough, nth, BINS - 1), axis=0)
-        in_tile = tl.sum(tl.where(nth[None, :] <= last, count, 0), axis=1)
-        tl.store(ends + seq * num_tiles + tile, tl.cumsum(in_tile, axis=0), mask=is_tile)
         tl.store(lasts + seq, last)
+        num_before = 0
+        for first in range(0, num_tiles, CHUNK):
+            count = _counts_of(row, first, num_tiles, CHUNK, BINS)
+            in_tile = tl.sum(tl.where(nth[None, :] <= last, count, 0), axis=1)
+            end = num_before + tl.cumsum(in_tile, axis=0)
+            tile = first + tl.arange(0, CHUNK)
+            tl.store(ends + seq * num_tiles + tile, end, mask=tile < num_tiles)
+            num_before += tl.sum(in_tile, axis=0)
+
+
+@triton.jit
+def _counts_of(row, first, num_tiles, CHUNK: tl.constexpr, BINS: tl.constexpr):
+    """Return int32 [CHUNK, BINS]: a row's counts in the tiles from `first` on; 0 past the last."""
+    tile = first + tl.arange(0, CHUNK)
+    place = tile[:, None] * BINS + tl.arange(0, BINS)[None, :]
+    return tl.load(row + place, mask=(tile < num_tiles)[:, None], other=0)
 
 
 @triton.jit(
@@ -200,6 +217,7 @@ def gather_candidates(
     _choose_kernel[(num_seqs,)](
         *(counts, sums, top_k, top_p, lasts, ends, num_tokens, num_tiles),
         BINS=BINS,
+        CHUNK=_CHUNK,
         TILES=triton.next_power_of_2(num_tiles),
         num_warps=_NUM_WARPS,
     )

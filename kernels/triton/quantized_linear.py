@@ -223,6 +223,8 @@ def quantized_linear(
         ValueError: shapes, dtypes, devices or strides do not fit.
     """
     check_float("x", x, 2)
+    if values.dim() != 2:  # noqa: PLR2004
+        raise ValueError(f"values has {values.dim()} dimensions, required are 2")
     num_rows, num_in = x.shape
     group = check_weight(x, values, scales, offsets)
     num_out = values.shape[1]
@@ -285,6 +287,7 @@ def check_weight(
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
     """
+    check_float("scales", scales, values.dim())
     *stack, _, num_out = values.shape
     num_in, num_groups = x.shape[1], scales.shape[-2]
     is_int4 = values.dtype is torch.uint8
@@ -292,7 +295,6 @@ def check_weight(
         raise ValueError(f"values has dtype {values.dtype}; it must be uint8, int8 or e4m3")
     value_rows = num_in // 2 if is_int4 else num_in
     check_tensor("values", values, (*stack, value_rows, num_out), values.dtype, x)
-    check_float("scales", scales, values.dim())
     check_tensor("scales", scales, (*stack, num_groups, num_out), scales.dtype, x)
     group = num_in // num_groups
     if num_in % num_groups or (num_groups > 1 and group % _RUN) or (is_int4 and num_in % _RUN):

@@ -272,8 +272,9 @@ def sample(
 
     No row is sorted. The tokens that top_k or top_p may keep are gathered, with one program per
     tile. Their thresholds are found in about ten passes over these candidates. So a row is read
-    twice, unless it is so flat that most tokens are candidates. Needs int32 scratch of S * V. The
-    host reads nothing from the device, and a row does not depend on other rows.
+    three times, unless it is so flat that most tokens are candidates; a row with neither is read
+    twice. Needs int32 scratch of about S * V * 9 / 8. The host reads nothing from the device, and a
+    row does not depend on other rows.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

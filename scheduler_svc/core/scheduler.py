@@ -17,7 +17,7 @@ router has submitted again. The states of sequences are in `sequence.py`, the st
 `space/blocks.py`.
 
 `Scheduler` consists of parts, each with one duty. Callers may read from the parts, and take what a
-part has to report. All other calls that change the core are the methods of `Scheduler` marked
+part has to report. The calls that decide what the core does are the methods of `Scheduler` marked
 `core_input`, so that a recording of these calls is complete.
 """
 

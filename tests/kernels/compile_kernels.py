@@ -173,7 +173,9 @@ def launch_others(dtype, num_heads, num_kv_heads, head_dim):
     launchers.suppress(torch.zeros(4, 4096), ids, torch.zeros(4, 128, dtype=torch.int32))
     launchers.greedy(torch.zeros(4, 150_000, dtype=dtype))
     numbers = torch.ones(4)
-    launchers.sample(torch.zeros(4, 150_000), numbers, ids, numbers.double(), numbers, ids, ids)
+    for num_tokens in (150_000, 262_208):  # the last is that of Gemma 3
+        logits = torch.zeros(4, num_tokens)
+        launchers.sample(logits, numbers, ids, numbers.double(), numbers, ids, ids)
 
 
 def launch_quantized_linear(dtype):

@@ -108,6 +108,8 @@ def test_what_does_not_fit_is_named(device):
     values, scales, offsets = make_weight("int4", 64, 40, 2, device)
     for args, message in (
         ((x, values.int(), scales, offsets, None), "values has dtype torch.int32"),
+        ((x, values[None], scales[None], offsets[None], None), "values has 3 dimensions"),
+        ((x, values, scales[0], offsets, None), "scales"),
         ((x, values[1:], scales, offsets, None), r"values has shape \(31, 40\)"),
         ((x, values, scales[:, 1:], offsets, None), r"scales has shape \(2, 39\)"),
         ((x, values, scales.repeat(2, 1), None, None), "scales has 4 groups for 64"),

@@ -176,5 +176,5 @@ def test_threads_wait_for_each_other_once_a_pass_and_not_for_each_tile(monkeypat
     _, _, _, min_p, seeds, positions = parameters(1, logits.shape[1], "cpu")
     ones = torch.ones(1)
     sample(logits, ones, torch.tensor([1000]), ones.double() * 0.9, min_p, seeds, positions)
-    # after twenty passes there is a search for the token
-    assert 0 < len(reductions) < 200 + 2 * num_tiles
+    # candidates are gathered; after twenty passes over them there is a search for the token
+    assert 0 < len(reductions) < 220 + 2 * num_tiles

@@ -43,15 +43,14 @@ void pin_worker(int worker, int num_workers)
     if (num_workers > num_pinned) return;
     const int cpu = pinned_cpus[worker];
     if (worker == 0)
-        is_away = sched_getaffinity(0, sizeof allowed, &allowed) == 0 && move_to(cpu);
+        is_away = (is_away || sched_getaffinity(0, sizeof allowed, &allowed) == 0) && move_to(cpu);
     else if (own_cpu != cpu && move_to(cpu))
         own_cpu = cpu;
 }
 
 void unpin_caller(void)
 {
-    if (is_away) sched_setaffinity(0, sizeof allowed, &allowed);
-    is_away = false;
+    if (is_away && sched_setaffinity(0, sizeof allowed, &allowed) == 0) is_away = false;
 }
 
 #else

@@ -9,8 +9,9 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Names the CPUs from now on, for programs of up to `count` workers; those of more are not pinned. Returns
- * whether the system can do it, for so many. No kernel may run meanwhile. */
+/* Names the CPUs from now on, for programs of up to `count` workers. Programs of more pin no thread, but
+ * threads of the pool that are pinned stay where they are. Returns whether the system can do it, for so
+ * many. No kernel may run meanwhile. */
 bool quire_pin_threads(const int64_t *cpus, int64_t count);
 
 /* Moves the calling thread, which is this worker, to its CPU, if there is one. */

@@ -73,17 +73,31 @@ async def test_another_model_scores_another_text_as_transformers_does(
     assert "÷ bf16" in out
 
 
+async def test_a_model_with_two_kv_groups_is_scored(text, monkeypatch, tmp_path):
+    import quality  # noqa: PLC0415
+
+    model = make_model(tmp_path / "windows", "gpt_oss")
+    given = parse(monkeypatch, "--model", model, "--text", text, "--variants", "fp32")
+    results = await quality.measure(given)
+    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXT).ids
+    with torch.inference_mode():
+        tokens = torch.tensor([ids])
+        loss = AutoModelForCausalLM.from_pretrained(model)(tokens, labels=tokens).loss
+    assert results["ppl_fp32"] == pytest.approx(math.exp(loss), rel=1e-4)
+
+
 async def test_a_quantized_checkpoint_is_scored_as_it_is(text, monkeypatch, tmp_path, capsys):
     import quality  # noqa: PLC0415
     from quantize import FORMS, write  # noqa: PLC0415
 
-    plain = make_model(tmp_path / "plain", "llama", intermediate_size=128)
+    plain = make_model(tmp_path / "plain", "llama", intermediate_size=128, dtype="bfloat16")
     model = write(plain, tmp_path / "gptq", FORMS["gptq_32"])
     assert parse(monkeypatch, "--model", model).variants == ("as_is", *quality._VARIANTS)
-    given = parse(monkeypatch, "--model", model, "--text", text, "--variants", "as_is,fp32")
+    given = parse(monkeypatch, "--model", model, "--text", text, "--variants", "as_is,fp32,bf16")
     results = await quality.measure(given)
-    assert results["ppl_as_is"] == results["ppl_fp32"], "the checkpoint's dtype is float32"
-    assert "÷ as_is" in capsys.readouterr().out
+    assert results["ppl_as_is"] == results["ppl_bf16"], "the checkpoint's dtype is bfloat16"
+    assert results["ppl_as_is"] != results["ppl_fp32"]
+    assert "÷ bf16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
