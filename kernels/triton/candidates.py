@@ -133,8 +133,8 @@ def _choose_kernel(
             count = _counts_of(row, first, num_tiles, CHUNK, BINS)
             in_tile = tl.sum(tl.where(nth[None, :] <= last, count, 0), axis=1)
             end = num_before + tl.cumsum(in_tile, axis=0)
-            tile = first + tl.arange(0, CHUNK)
-            tl.store(ends + seq * num_tiles + tile, end, mask=tile < num_tiles)
+            nth_tile = first + tl.arange(0, CHUNK)
+            tl.store(ends + seq * num_tiles + nth_tile, end, mask=nth_tile < num_tiles)
             num_before += tl.sum(in_tile, axis=0)
 
 
