@@ -161,12 +161,12 @@ class WorkerSettings(ProcessSettings):
     """Number of threads that compute on a CPU, shared by the ranks on this machine; unset: one per
     physical core that this process may use, and at most the CPU limit of its control group (a
     container's), rounded up."""
-    pin_threads: Literal["auto", "on", "off"] = "auto"
+    pin_threads: Literal["on", "off"] = "off"
     """Whether each thread of the kernels in C stays on a physical core of its own, and each part of
     the weights in the memory beside the core that reads it. on: on the first cores that this
     process may use; give other workers other cores, for example with taskset or a container's set
-    of CPUs, because threads that share a pinned core wait for each other. auto is off:
-    the effect was never measured. It should matter on several sockets. Linux only."""
+    of CPUs, because threads that share a pinned core wait for each other. Off by
+    default: the effect was never measured. It should matter on several sockets. Linux only."""
     amx: Literal["auto", "on", "off"] = "auto"
     """Whether linear maps and attention in bfloat16 use Intel's AMX, on a CPU that has it. auto: if
     its results are right, for each weight format, and for attention, if it is faster there; the

@@ -33,7 +33,7 @@ def pin_threads(wanted: str, device: torch.device, num_threads: int, number: int
     thread is not pinned.
 
     Args:
-        wanted: The setting. "auto" is "off": no machine has shown yet that pinning helps.
+        wanted: The setting, "on" or "off".
         device: Where the model runs.
         num_threads: The number of threads.
         number: This process's number among those that share the cores. It gets the cores after

@@ -104,7 +104,6 @@ def test_threads_are_pinned_only_if_asked_and_ranks_have_their_own_cores(monkeyp
     library = FakeLibrary()
     monkeypatch.setattr(threads, "native", lambda: library)
     threads.pin_threads("off", CPU, 2, 0)
-    threads.pin_threads("auto", CPU, 2, 0)
     threads.pin_threads("on", torch.device("cuda"), 2, 0)
     assert library.pinned == []
     for number in range(3):
