@@ -115,7 +115,7 @@ class AdapterSlots:
 
     def compile(self, dtype: torch.dtype) -> None:
         """Launch each variant of the kernel once, so that none is compiled while serving."""
-        from kernels.triton.grouped_linear import fewest_rows  # noqa: PLC0415  needs Triton
+        from kernels.triton.linear.grouped import fewest_rows  # noqa: PLC0415  needs Triton
 
         ends = torch.zeros(NUM_SLOTS, dtype=torch.int32, device=self._device)
         for num_rows in fewest_rows(NUM_SLOTS):

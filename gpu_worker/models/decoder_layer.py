@@ -147,9 +147,9 @@ class GroupedExperts:
 
     def compile(self, row: torch.Tensor) -> None:
         """Launch each variant of the kernels once, so that none is compiled while serving."""
-        from kernels.triton import grouped_linear, grouped_quantized_linear  # noqa: PLC0415
+        from kernels.triton.linear import grouped, grouped_quantized  # noqa: PLC0415
 
-        modules, num_experts = (grouped_linear, grouped_quantized_linear), len(self.numbers)
+        modules, num_experts = (grouped, grouped_quantized), len(self.numbers)
         for num_rows in {n for module in modules for n in module.fewest_rows(num_experts)}:
             places = self.numbers.new_zeros(num_rows)
             self._products(row, torch.zeros_like(self.numbers, dtype=torch.int32), places, places)

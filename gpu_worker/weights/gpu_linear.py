@@ -12,7 +12,7 @@ import torch
 
 from gpu_worker.weights.linear import Linear, PlainLinear
 from kernels import ops
-from kernels.reference.quantized_linear import pack_nibbles
+from kernels.reference.linear.quantized import pack_nibbles
 
 _RUN: Final = 32
 """The number of features in a group is a multiple of this, or the whole row."""
@@ -147,7 +147,7 @@ class QuantizedLinear:
         """Launch each variant of the kernel once, so that none is compiled while serving."""
         if not is_here(self.values.device):
             return
-        from kernels.triton.quantized_linear import FEWEST_ROWS  # noqa: PLC0415  needs Triton
+        from kernels.triton.linear.quantized import FEWEST_ROWS  # noqa: PLC0415  needs Triton
 
         num_in = self.values.shape[0] * (2 if self.values.dtype is torch.uint8 else 1)
         for num_rows in FEWEST_ROWS:

@@ -8,11 +8,11 @@ from kernels.reference.attention.decode import paged_attention_decode
 from kernels.reference.attention.prefill import paged_attention_prefill
 from kernels.reference.copy import copy_blocks, gather_blocks, scatter_blocks
 from kernels.reference.greedy import greedy
-from kernels.reference.grouped_linear import grouped_linear
-from kernels.reference.grouped_quantized_linear import grouped_quantized_linear
-from kernels.reference.linear import linear
+from kernels.reference.linear.grouped import grouped_linear
+from kernels.reference.linear.grouped_quantized import grouped_quantized_linear
+from kernels.reference.linear.plain import linear
+from kernels.reference.linear.quantized import quantized_linear
 from kernels.reference.norm import add_rms_norm, rms_norm
-from kernels.reference.quantized_linear import quantized_linear
 from kernels.reference.rotary import rotary
 from kernels.reference.rotary_store import rotary_store_kv
 from kernels.reference.sample import sample

@@ -31,9 +31,9 @@ from kernels.grouped_maps import GroupedMaps
 from kernels.sequences import MAX_SHARED, Sequences, SharedPrefixes
 from kernels.triton import configs as tuned
 from kernels.triton.attention import decode, prefill
-from kernels.triton.grouped_linear import tiles_of
-from kernels.triton.grouped_quantized_linear import fewest_rows
-from kernels.triton.quantized_linear import FEWEST_ROWS
+from kernels.triton.linear.grouped import tiles_of
+from kernels.triton.linear.grouped_quantized import fewest_rows
+from kernels.triton.linear.quantized import FEWEST_ROWS
 from tests.kernels.tensors import make_paged, make_quantized
 
 launchers = SimpleNamespace(

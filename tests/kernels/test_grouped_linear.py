@@ -3,7 +3,7 @@ import torch
 
 from kernels import reference
 from kernels.grouped_maps import GroupedMaps
-from kernels.triton.grouped_linear import fewest_rows, grouped_linear, tile_of, tiles_of
+from kernels.triton.linear.grouped import fewest_rows, grouped_linear, tile_of, tiles_of
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype
 

@@ -2,12 +2,12 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.triton.grouped_quantized_linear import (
+from kernels.triton.linear.grouped_quantized import (
     fewest_rows,
     grouped_quantized_linear,
     tile_of,
 )
-from kernels.triton.quantized_linear import TILES
+from kernels.triton.linear.quantized import TILES
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.test_grouped_linear import ends_of
 from tests.kernels.test_quantized_linear import KINDS, make_weight

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.triton.linear import linear
+from kernels.triton.linear.plain import linear
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.reference.quantized_linear import pack_nibbles, unpack_nibbles
-from kernels.triton.quantized_linear import FEWEST_ROWS, TILES, quantized_linear
+from kernels.reference.linear.quantized import pack_nibbles, unpack_nibbles
+from kernels.triton.linear.quantized import FEWEST_ROWS, TILES, quantized_linear
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype
 

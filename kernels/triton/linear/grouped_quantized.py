@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_float, check_tensor
-from kernels.triton.grouped_linear import rows_of_tile
+from kernels.triton.linear.grouped import rows_of_tile
+from kernels.triton.linear.quantized import TILES, Tile, check_weight, dequantized_product
 from kernels.triton.quantized_kv import as_bits
-from kernels.triton.quantized_linear import TILES, Tile, check_weight, dequantized_product
 
 
 @triton.jit(

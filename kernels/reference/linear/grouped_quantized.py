@@ -6,7 +6,7 @@ input features.
 
 import torch
 
-from kernels.reference.quantized_linear import quantized_linear
+from kernels.reference.linear.quantized import quantized_linear
 
 
 def grouped_quantized_linear(
