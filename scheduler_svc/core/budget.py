@@ -1,7 +1,7 @@
 """Divides the tokens of a step among the sequences.
 
 A step computes one token for each sequence that decodes. The rest of `max_num_batched_tokens` goes
-to sequences with known tokens to compute; most of these tokens are prompts. `begin_step` limits the
+to sequences with known tokens to compute, which are mostly prompt tokens. `begin_step` limits the
 prompt tokens of a step to what the pacer (`pacing.py`) and memory pressure allow.
 `grant` decides how many tokens each sequence computes.
 """
@@ -14,8 +14,9 @@ from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.sequence import Sequence
 
 _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
-"""Maps a memory level to the divisor of a step's prompt tokens, because prompts need work space.
-Chosen, not measured: half when no more sequences may run, a quarter when fewer must run."""
+"""By memory level: the token budget divided by this number limits a step's prompt tokens, because
+prompts need work space. Chosen, not measured: half when no more sequences may run, a quarter when
+fewer must run."""
 
 _BACKGROUND_SHARE = 8
 """Beside other requests, requests of the lowest priority get 1 / 8 of a step's prompt tokens.

@@ -116,8 +116,9 @@ class DraftedDecodes:
     """Sequences that gain one or more tokens in every step.
 
     A worker that drafts verifies up to `K = num_draft_tokens` draft tokens beside each sequence's
-    next token, and keeps the right ones: a step brings 1 to K + 1 tokens. The number is known only
-    from the step's result, so sequences get blocks for all tokens that steps in flight may bring.
+    next token, and keeps the right ones. So a step yields 1 to K + 1 tokens. The number is known
+    only from the step's result, so sequences get blocks for all tokens that steps in flight may
+    yield.
     With `n` known tokens and `f` steps in flight, a block table needs room for::
 
         min(n + f * (K + 1) + K, length - 1)

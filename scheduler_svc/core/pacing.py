@@ -3,10 +3,10 @@
 A step has one result, so a prompt in it delays every decoding sequence of the step. The limit is
 the number of prompt tokens that fit in the allowed time. The pacer learns three durations from the
 steps: the time of a step that only decodes, by number of sequences; the time per prompt token, from
-steps with many; and the fixed cost of having any prompt tokens, from steps with few. The fixed cost
-includes reading the KV of all earlier tokens. The limit is never so low that a prompt spends most
-of its time on the fixed cost, nor so low that prompts queue up (`least_tokens`). Nor is it lower
-than the number of tokens that the worker's device computes almost for free
+steps with many of them; and the fixed cost of having any prompt tokens, from steps with few. The
+fixed cost includes reading the KV of all earlier tokens. The limit has three lower bounds: a prompt
+must not spend most of its time on the fixed cost; prompts must not queue up (`least_tokens`); and
+the tokens that the worker's device computes almost for free are always allowed
 (`SchedulerConfig.min_prompt_tokens`).
 
 The same numbers determine when to send the next step, and when a step is so late that its worker
@@ -30,13 +30,14 @@ _MIN_TOKENS = 4
 """Lower bound of `least_tokens`. Measured: beside eight decodes four are almost free, and
 sixteen cost nine tenths of a step ("Long prompts beside streams")."""
 _FULL_SLOWDOWN = 1.4
-"""With at least this slowdown, the default, the worker's `min_prompt_tokens` hold; with less they
-shrink in proportion, so that an operator can have shorter steps. Chosen."""
+"""If the allowed slowdown is at least this, which is the default, the worker's `min_prompt_tokens`
+apply in full. Below it they shrink in proportion, so that an operator can have shorter steps.
+Chosen."""
 _WORTH_TOKENS = 128
 """Lower bound of `max_prompt_tokens`, on any device. Derived: reading the weights takes as
 long as computing some 16 tokens, so a step of this size loses an eighth of its time."""
 _MAX_PAYING = 2.0
-"""A step may exceed the spare time up to this multiple of it, to make the fixed cost of prompts
+"""The prompts of a step may take up to this multiple of the spare time, to make their fixed cost
 worthwhile. Measured: a long prompt raises the p99 of the time between tokens to 1.41 times; it was
 2.28 times when the fixed cost did not count towards this limit ("Long prompts beside streams")."""
 _LONG_STEPS = 256
@@ -198,7 +199,7 @@ class StepPacer:
             if (many := self._many.means()) is not None:
                 slope = (many.seconds - few.seconds) / (many.num_tokens - few.num_tokens)
                 token_s = max(slope, _MIN_SLOPE * many.seconds / many.num_tokens)
-            fixed_s = few.seconds - few.num_tokens * token_s  # negative if the first are cheap
+            fixed_s = few.seconds - few.num_tokens * token_s  # negative if first tokens are cheap
         spare_s = (self._pace.max_decode_slowdown - 1) * decode_s
         paying_s = min(_MAX_PAYING * spare_s - fixed_s, fixed_s)
         num_in_time = max(spare_s - fixed_s, paying_s) / token_s
@@ -217,8 +218,8 @@ class StepPacer:
     def next_due_s(self) -> float:
         """When to send the next step, on the clock of `on_sent` and `on_result`; -inf: at once.
 
-        This is shortly before the step can begin. So requests that arrive before that time become
-        part of the next step, not of the one after it.
+        The time is shortly before the next step can begin. So requests that arrive until then
+        become part of that step, not of the one after it.
         """
         expected_s = self._expected_s()
         if not self._in_flight or expected_s is None:

@@ -44,7 +44,7 @@ class PlanBuilder:
     trace_events: tuple[Started | Preempted, ...] = ()
 
     def copy(self, src: DeviceBlockId, dst: DeviceBlockId) -> None:
-        """Copy a block before the step computes; the step reads all copied blocks, then writes."""
+        """Copy a block before the step computes; all copies are read before any is written."""
         self.copy_src.append(src)
         self.copy_dst.append(dst)
 

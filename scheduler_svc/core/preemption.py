@@ -3,16 +3,17 @@
 When and which: at the start of each step, `make_room` preempts running sequences, the last in order
 first, while more run than the worker's memory allows (`limits/memory_pressure.py`) or the decoding
 sequences need more blocks than are available. If only one sequence runs, or if evicted blocks go to
-the host, pins give up blocks first; sequences are preempted when no pins are left. A failed swap-in
+the host, pins give up blocks first; sequences are preempted once no pins are left. A failed swap-in
 preempts the sequences that depend on it, and a move to another core preempts the sequences of its
 request.
 
 How: a *swap* copies the sequence's computed blocks to the host and keeps them until it runs again;
-a *recompute* drops them. `preemption_mode` decides, or the estimated time (`tiers/costs.py`); a
-swap also needs room on the host (`tiers/host_room.py`). If the blocks are still being swapped in,
-the sequence keeps its host blocks and nothing is copied. With recurrent layers, the copy ends at
-the last full block with a state (a *checkpoint*), and the tokens after it are computed again.
-Tokens of steps in flight are dropped; when they are drawn again they are the same.
+a *recompute* drops them. `preemption_mode` names one, or lets the estimated time decide
+(`tiers/costs.py`); a swap also needs room on the host (`tiers/host_room.py`). If the blocks are
+still being swapped in, the sequence keeps its host blocks and nothing is copied. With recurrent
+layers, the copy ends at the last full block with a state (a *checkpoint*), and the tokens after it
+are computed again. Tokens of steps in flight are dropped; when they are drawn again they are the
+same.
 """
 
 from collections.abc import Callable
@@ -76,7 +77,7 @@ class Preemption:
     def make_room(self, step: StepId) -> bool:
         """Preempt until every decoding sequence can get the block that it needs at `step`.
 
-        If the worker's memory is short, first preempt until its bound on running sequences holds.
+        If the worker's memory is short, first preempt until the bound on running sequences holds.
         While the pool shrinks, fewer blocks are available: see `BlockPool.num_available`.
 
         Returns:
@@ -125,14 +126,14 @@ class Preemption:
 
         Args:
             seq: The sequence, or a beam of the search.
-            can_swap: Whether its KV may go to the host; else it is recomputed.
+            can_swap: Whether its KV may go to the host; otherwise its tokens are recomputed.
             must_swap: Swap regardless of the cost; the caller has checked that the host has room.
         """
         self.num_preemptions += 1
         self.take_out(seq, can_swap=can_swap, must_swap=must_swap)
 
     def take_out(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
-        """As `preempt`, but for a sequence that moves to another core; it is not counted."""
+        """As `preempt`, for a sequence that moves to another core; not counted as a preemption."""
         done = None if self.observer is None else self.observer(seq, can_swap)
         if seq.group is not None:
             self._queue.push(self._beams.preempt(seq.group))

@@ -32,8 +32,8 @@ class FoundKv:
     num_tokens: int
     """Tokens with KV in these blocks; the last sources may be partly filled."""
     places: list[int] | None = None
-    """The places of `ready`, `loading` and `sources` in the block table, one after the other; None:
-    they are its first blocks."""
+    """The places of the blocks in the block table: of `ready`, then `loading`, then `sources`;
+    None: they are the table's first blocks."""
     num_indices: int = 0
     """With `places`: the number of block indices that have KV or are behind a window."""
 
@@ -57,7 +57,7 @@ class KvLookup:
     def find(self, seq: Sequence) -> FoundKv:
         """Look up the KV that a queued sequence can reuse.
 
-        At least one token is left to compute, because sampling needs its logits.
+        The result leaves at least one token to compute, because sampling needs its logits.
         """
         is_swapped = seq.status is SeqStatus.SWAPPED
         num_known = seq.num_computed_tokens if is_swapped else len(seq.token_ids) - 1
@@ -79,7 +79,7 @@ class KvLookup:
         Args:
             seq: The sequence.
             hashes: The hashes of its full blocks.
-            num_swapped: Tokens with KV in `seq.host_block_ids`; None: it waits without KV.
+            num_swapped: Tokens with KV in `seq.host_block_ids`; None: the sequence has no such KV.
         """
         if num_swapped is None:
             num_indices = self._groups.longest_prefix(hashes, self._has)
@@ -127,7 +127,7 @@ class KvLookup:
         return [name for name in names if not self._pool.find([name])]
 
     def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:
-        """Return the hashes of the full blocks of the first tokens; empty without a cache."""
+        """Return the hashes of the first tokens' full blocks; empty if it may not find any."""
         may_find = seq.status is SeqStatus.SWAPPED or seq.request.reads_prefix_cache
         if not (self._is_enabled and may_find):
             return []
@@ -136,7 +136,7 @@ class KvLookup:
         return seq.block_hashes[: num_tokens // self._block_size]
 
     def find_beyond(self, seq: Sequence, shared: list[DeviceBlockId]) -> FoundKv:
-        """Look up KV after the full blocks `shared`, which a sequence already shares."""
+        """As `find`, for a sequence that can share at least its first full blocks, `shared`."""
         found = self.find(seq)
         if not self._groups.is_plain:
             return self._beyond_places(found, shared)
@@ -198,10 +198,11 @@ class Publisher:
         """Publish the last block of each table, which is full.
 
         Blocks of groups with a window are published when the sequence stops (`publish_windows`):
-        earlier ones could serve only a sequence that branches off exactly there. Recurrent states
-        are published, because a sequence can resume only at a full block. The block's last token is
-        the input of the step before the one being planned, so its value is known. This call is most
-        of the cost of a steady step, so it reads and publishes the blocks of all sequences at once.
+        earlier, they could serve only a sequence that branches off exactly there. Recurrent states
+        are published here, because a sequence can resume only at a full block. The block's last
+        token is the input of the step before the one being planned, so its value is known. This
+        call is most of the cost of a steady step, so it reads and publishes the blocks of all
+        sequences at once.
 
         Args:
             seqs: Sequences that decode.
@@ -212,7 +213,7 @@ class Publisher:
         blocks: list[DeviceBlockId] = []
         names: list[BlockHash] = []
         num_groups, is_watched = self._groups.num, self.watch is not None
-        is_first_only = self._groups.published == [0]  # so the hash is that of the tokens
+        is_first_only = self._groups.published == [0]  # its hashes are those of the tokens
         lasts = [len(seq.block_ids) // num_groups - 1 for seq in seqs]
         for seq, last, tokens in zip(seqs, lasts, self._rows.read_blocks(rows, lasts), strict=True):
             hashes = seq.block_hashes

@@ -18,21 +18,21 @@ class WaitingQueue:
     """Has two lanes: short sequences can overtake long ones that may not start yet."""
 
     def __init__(self, policy: Policy, long_prefill_threshold: int) -> None:
-        """A sequence with more than `long_prefill_threshold` tokens to compute is long; 0: none."""
+        """More than `long_prefill_threshold` tokens to compute make a sequence long; 0: none is."""
         self._policy = policy
         self._threshold = long_prefill_threshold
         self._short = _Lane(policy)
         self._long = _Lane(policy)
         self._seq_id_to_lane: dict[SeqId, _Lane] = {}
         self.num_swapped = 0
-        """SWAPPED sequences in the queue."""
+        """Number of SWAPPED sequences in the queue."""
         self._seq_id_to_tokens: dict[SeqId, int] = {}
         self.num_tokens = 0
         """Tokens that the queued sequences must compute, less those passed to `discount_cached`."""
         self.num_short_tokens = 0
         """The part of `num_tokens` that belongs to short sequences."""
         self.num_short = 0
-        """Short sequences."""
+        """Number of short sequences in the queue."""
         self._num_waiting: dict[str, int] = {}  # by account
         self._deadlines: MarkedHeap[Sequence] = MarkedHeap()
 

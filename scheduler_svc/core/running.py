@@ -28,7 +28,7 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 
 class RunningSet:
-    """Starts, advances and stops sequences. Besides it, only the defragmenter changes tables."""
+    """Starts, advances and stops sequences. Only it and the defragmenter change block tables."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class RunningSet:
         self._policy = policy
         self.publisher = Publisher(config, groups, pool, rows)
         self._seqs: dict[SeqId, Sequence] = {}
-        self._loading: dict[SeqId, Sequence] = {}  # those with `loading_block_ids`
+        self._loading: dict[SeqId, Sequence] = {}  # sequences with `loading_block_ids`
         self._prefilling: list[Sequence] = []  # sorted by `Sequence.order`
         self._decodes: Decodes = (
             DraftedDecodes(config, rows, steps)
             if config.num_draft_tokens
             else SteadyDecodes(config, steps)
         )
-        self._begun: list[Sequence] = []  # with states, and decoding since the last step
+        self._begun: list[Sequence] = []  # with states; began to decode in the last step
         self._released_rows: list[int] = []  # for the next plan
         self._trace_events: list[Started | Preempted] = []  # for the next plan
 
@@ -144,8 +144,8 @@ class RunningSet:
 
         Args:
             seq: A sequence without device blocks.
-            found: The first blocks of its table; it becomes a holder of the shared ones. Besides
-                these, `num_new_blocks` must be available.
+            found: The first blocks of its table; the sequence becomes a holder of the shared ones.
+                Besides the blocks of `found`, `num_new_blocks` must be available.
         """
         seq.set_status(SeqStatus.PREFILL)
         shared = found.ready + found.loading
@@ -191,8 +191,8 @@ class RunningSet:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start `child` with the blocks of `parent`, which has computed all tokens but the last.
 
-        The child writes the slot of that token and the slots after it. So if the block with this
-        slot has tokens before it, the child's first step copies the block, in each KV group.
+        The child writes the slot of the last token and the slots after it. If that slot is not the
+        first of its block, the child's first step copies the block, in each KV group.
         """
         num_groups = self._groups.num
         num_computed = len(child.token_ids) - 1
@@ -216,7 +216,8 @@ class RunningSet:
 
         Args:
             beam: A running beam that no step in flight names.
-            token_ids: Its tokens and one more. If it needs another block, one must be available.
+            token_ids: The beam's tokens and one more. If the new token needs another block in each
+                KV group, these blocks must be available.
         """
         assert beam.row is not None
         beam.set_status(SeqStatus.PREFILL)
@@ -243,7 +244,7 @@ class RunningSet:
         May be called several times for one step.
 
         Returns:
-            Whether these were its last known tokens. Then the step samples a token, and the
+            Whether the chunk has the last known token. If so, the step samples a token, and the
             sequence decodes from now on.
         """
         assert seq.row is not None
@@ -295,8 +296,8 @@ class RunningSet:
     def evict_ahead(self, step: StepId) -> None:
         """Evict cached blocks early, as many as decodes will lack in the two steps after `step`.
 
-        A step that swaps in cannot demote, so a block evicted in it is lost, and with it all blocks
-        that continue its prefix. This method demotes the blocks to the host instead.
+        A step that swaps in cannot demote. So a block that such a step evicts is lost, and with it
+        all blocks that continue its prefix. Evicted early, the blocks are demoted to the host.
         """
         num_due = self._decodes.num_due_soon(step) * self._groups.num
         num_lacking = num_due - self._pool.num_free
@@ -440,7 +441,7 @@ class RunningSet:
         """Remove the hashes of a running sequence's blocks, because its KV is wrong."""
         places = range(len(seq.block_hashes) * self._groups.num)
         names = self._groups.names(seq.block_hashes, places)
-        for name in names:  # including freed blocks
+        for name in names:  # they name freed blocks, too
             self._pool.forget(self._pool.find([name]))
         self._pool.forget(self._groups.held(seq.block_ids))
         self._tier.forget(names)
@@ -456,7 +457,7 @@ class RunningSet:
         return self._groups.ahead(found.num_indices, found.num_tokens, self._num_indices(seq))
 
     def _missing(self, seq: Sequence) -> list[int]:
-        if seq.loading_block_ids:  # it computes nothing then
+        if seq.loading_block_ids:  # the sequence computes nothing yet
             return []
         return self._groups.missing(seq.block_ids, seq.num_computed_tokens)
 

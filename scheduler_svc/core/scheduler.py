@@ -1,9 +1,9 @@
 """Decides what each step of one worker computes, and allocates the blocks for it.
 
-The caller is one task. It requests plans (`schedule`) while fewer than `MAX_STEPS_IN_FLIGHT` steps
+The caller is one task. It asks for plans (`schedule`) while fewer than `MAX_STEPS_IN_FLIGHT` steps
 have no result, executes them in order, and applies each result (`update`) in that order. A plan can
-be made before the previous result is known, because a decode step needs only *that* there is a next
-token, not which.
+be made before the previous result is known, because planning a decode does not depend on which
+token the previous step samples.
 
 The cost of a step grows with its changes, not with the number of sequences. A decoding sequence
 needs work when it starts, when it crosses a block boundary and when it ends; in between it is one
@@ -18,7 +18,7 @@ router has submitted again. The states of sequences are in `sequence.py`, the st
 
 `Scheduler` consists of parts, each with one duty. Callers may read from the parts, and take what a
 part has to report. The calls that decide what the core does are the methods of `Scheduler` marked
-`core_input`, so that a recording of these calls is complete.
+`core_input`, so that a recording of these calls is enough for a replay.
 """
 
 from collections.abc import Collection, Iterable
@@ -82,7 +82,7 @@ class Scheduler:
     """The sequences and blocks of one worker."""
 
     def __init__(self, config: SchedulerConfig, recorder: Recorder | None = None) -> None:
-        """`recorder` makes the calls of the inputs; None: nobody records them."""
+        """`recorder` makes and records the calls of the inputs; None: they are not recorded."""
         self.config: Final = config
         self.recorder: Final = recorder
         # Blocks of each tier, and lookup of KV in them.
@@ -182,14 +182,14 @@ class Scheduler:
         )
         self._expired: list[Finished] = []  # not reported to the sources yet
         self.num_recomputed_tokens = 0
-        """Tokens that were computed once more, because no tier had their KV any longer."""
+        """Tokens that were computed again, because no tier had their KV any longer."""
         self.prefix_cache_queries = 0
-        """Tokens that admission looked up."""
+        """Tokens that admission looked up in the prefix cache."""
         self.prefix_cache_hits = 0
-        """Tokens that admission found."""
+        """Tokens that admission found in the prefix cache."""
 
     def watch_cache(self, watch: CacheWatch) -> None:
-        """Let `watch` follow which blocks can be found by hash; called before all other methods."""
+        """Let `watch` follow which blocks can be found by hash; call before all other methods."""
         self.pool.find_in(watch.table(CacheTier.DEVICE))
         self.tier.pool.find_in(watch.table(CacheTier.HOST))
         self.tier.disk.pool.find_in(watch.table(CacheTier.DISK))
@@ -207,9 +207,9 @@ class Scheduler:
         """Queue the sequences of a request, or continue them from KV that the worker still holds.
 
         Raises:
-            RequestTooLongError: Its sequences could never finish.
-            TooManySequencesError: It has more sequences than may ever wait.
-            QueueFullError: Too many sequences wait. Resubmitted requests are never refused for it.
+            RequestTooLongError: The request's sequences could never finish.
+            TooManySequencesError: The request has more sequences than may ever wait.
+            QueueFullError: Too many sequences wait; not raised for a resubmitted request.
         """
         request = self.takeover.with_separate_outputs(request)
         check_length(request, self.pool.num_usable, self.config)
@@ -224,7 +224,7 @@ class Scheduler:
 
     @core_input
     def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
-        """Cancel sequences; keys that are not live are ignored. A search ends as a whole.
+        """Cancel sequences, and searches as a whole; ignore keys that are not live.
 
         Returns:
             The last event of each live sequence. No later `StepEvents` names these sequences.
@@ -254,8 +254,8 @@ class Scheduler:
     def drain(self) -> tuple[Request, ...]:
         """Return every live request in a form that another core can take, after a worker's loss.
 
-        Its `outputs` are the tokens that its sequences have produced so far. This core must not
-        be used afterwards.
+        The `outputs` of each request are the tokens that its sequences have produced so far. This
+        core must not be used afterwards.
         """
         return self.live.requests(self.rows.known_tokens)
 
@@ -284,7 +284,7 @@ class Scheduler:
         sequence, sequences are admitted from the queue in the policy's order, as long as tokens,
         rows and blocks are left. (5) Long prefills (`TokenBudget.is_long`), which get at most
         half of the tokens in (3) and (4), get what is left. (6) Blocks that the next steps need are
-        evicted ahead. (7) The defragmenter adds its block copies, when all others are known.
+        evicted ahead. (7) The defragmenter adds its block copies, after all other copies are known.
 
         Args:
             now: The time, in the caller's seconds.
@@ -367,7 +367,7 @@ class Scheduler:
 
     @core_input
     def shrink(self, num_blocks: int) -> None:
-        """Start to take blocks out of use; see `Resizing.shrink`."""
+        """Start to shrink the device pool to `num_blocks` blocks; see `Resizing.shrink`."""
         self.resizing.shrink(num_blocks)
 
     @core_input
@@ -416,7 +416,7 @@ class Scheduler:
 
     @core_input
     def receive(self, room_id: RoomId, num_arrived: int) -> None:
-        """Let blocks that have arrived be found; see `Copies.receive`."""
+        """Publish the blocks that have arrived; see `Copies.receive`."""
         self.copies.receive(room_id, num_arrived)
 
     @core_input
@@ -443,7 +443,7 @@ class Scheduler:
         return max_request_len(self.pool.num_usable, self.config)
 
     def owner(self, row: int) -> tuple[SourceId, SeqKey] | None:
-        """Return source and key of the sequence that has a row; None if the sequence is gone."""
+        """Return the source and key of a row's sequence; None if the sequence is gone."""
         seq = self.rows.owner(row)
         return None if seq is None else (seq.request.source, seq.seq_key)
 
@@ -473,7 +473,7 @@ class Scheduler:
             if not budget.num_tokens:
                 break
             self._compute(seq, builder)
-        # A preemption would mean that blocks or memory are short
+        # A preemption means that blocks or memory are short
         if self.preemption.num_preemptions == num_preemptions:
             self._admit(builder)
         for seq in budget.long_prefills:  # long prefills get the tokens that are left
@@ -500,9 +500,9 @@ class Scheduler:
         """Start waiting sequences in order, as long as there are tokens, rows and blocks.
 
         Short prompts may overtake a long one that may not start yet. The table shows where a
-        sequence's KV comes from, block by block. Ranges are half-open, `[start, end)`. A `FoundKv`
-        has the first two columns (`ready`; `loading` and `sources`), and the blocks of the third
-        that are on the host. `step` is the end of this step's chunk:
+        sequence's KV comes from, block by block. Ranges are half-open, `[start, end)`; `step` is
+        the end of this step's chunk. A `FoundKv` has the blocks of the first two columns (`ready`;
+        `loading` and `sources`), and those of the third that have been loaded to the host.
 
         start  0              ready           found            disk            step
         end    ready          found           disk             step            all known
@@ -576,7 +576,7 @@ class Scheduler:
         self._compute(seq, builder)
 
     def _compute(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Compute a chunk of a sequence's known tokens; after the last one, start its siblings."""
+        """Compute a chunk of a sequence's known tokens; after the last chunk, fork its siblings."""
         if seq.loading_block_ids and not (self.groups.is_plain and self.running.is_loaded(seq)):
             return
         if self.running.compute_chunk(seq, builder):
@@ -586,7 +586,7 @@ class Scheduler:
         """Whether a sequence or search may take this many blocks and rows to start.
 
         While sequences run, an admission must leave `_reserve` blocks available and keep the bound
-        of memory pressure. If nothing runs, neither applies.
+        of memory pressure. If nothing runs, neither limit applies.
         """
         if self.running:
             num_blocks += self._reserve
@@ -609,7 +609,7 @@ class Scheduler:
         return len(self.running) + self.rows.num_reserved
 
     def _fork_siblings(self, leader: Sequence, now: float) -> None:
-        """Fork the siblings of a leader; those without a free row or blocks are queued."""
+        """Fork the siblings of a leader; queue the siblings that cannot be forked now."""
         self.pins.on_prompt_computed(leader, now)
         for seq in self.live.take_siblings(leader):
             if self._has_room(self.groups.num) and self.running.can_fork(leader, seq):
@@ -636,7 +636,7 @@ class Scheduler:
         stop_token_id: int | None = None,
         error: str | None = None,
     ) -> list[Finished]:
-        """End a sequence in any state, or the whole search of a beam."""
+        """End a sequence in any state; if it is a beam, end its whole search."""
         leader = seq if seq.group is None else seq.group.leader
         if leader.status in QUEUED:
             self.queue.remove(leader)

@@ -35,8 +35,8 @@ class SeqStatus(Enum):
     """Running: has a row, and computes its known tokens chunk by chunk. It has blocks for all known
     tokens; in a KV group with a window, only for the next chunk."""
     DECODE = "decode"
-    """Running: gains a token in every step, and accepted draft tokens. A beam gains none: when all
-    beams have been computed, the search chooses the next beams."""
+    """Running: every step adds a token, and any draft tokens that are accepted. A beam gains none:
+    when all beams have been computed, the search chooses the next beams."""
     MIGRATING = "migrating"
     """Moving to another core, with its KV in host blocks or without KV; not in the queue."""
     FINISHED = "finished"
@@ -139,17 +139,18 @@ class Sequence:
     """In each KV group, the block that the worker will copy to the sequence's last block; empty
     once the sequence is announced. The sequence holds a reference to these blocks."""
     host_block_ids: tuple[HostBlockId, ...] = ()
-    """Host blocks with its KV, or loading it from the disk; from its swap-out until the result that
-    confirms its swap-in. The blocks of `KvGroups.kept`, in that order."""
+    """Host blocks that have its KV, or to which the KV is being loaded from the disk, in the order
+    of `KvGroups.kept`. It holds them from its swap-out until a result confirms its swap-in."""
     disk_block_ids: tuple[DiskBlockId, ...] = ()
     """In SWAPPED: disk blocks with the KV that follows `host_block_ids`. In FETCHING: the disk
     copies of blocks that are being loaded."""
     fetched_block_ids: tuple[HostBlockId, ...] = ()
-    """In FETCHING and WAITING: host blocks that it holds so that its prefix lookup finds them; some
-    were loaded from the disk for it. In no particular order. Another sequence that needs the room
+    """In FETCHING and WAITING: host blocks that it holds so that its prefix lookup finds them, in
+    no particular order. Some were loaded from the disk for it. Another sequence that needs the room
     may take them."""
     loading_block_ids: tuple[DeviceBlockId, ...] = ()
-    """Blocks of its table whose swap-in is not confirmed yet. Until then it publishes no blocks."""
+    """Blocks of its table whose swap-in is not confirmed yet. While there are any, the sequence
+    publishes no blocks."""
     last_step: StepId | None = None
     """In DECODE: the step that samples its last token unless a stop token comes first. None: it
     depends on draft tokens."""

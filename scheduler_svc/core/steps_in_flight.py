@@ -1,7 +1,7 @@
 """The steps without a result, and the blocks and rows that they may still touch.
 
 When a sequence stops, steps that were sent before may still write its blocks and name its row. So
-the last of those steps takes over the sequence's references, until its result arrives.
+the last of those steps takes over the sequence's references, until the step's result arrives.
 """
 
 from collections import deque
@@ -54,7 +54,7 @@ class StepsInFlight:
     def hold(self, blocks: Sequence[DeviceBlockId], row: int | None = None) -> None:
         """Take over one reference to each of `blocks`, and the abandoned `row`.
 
-        They are dropped when no step in flight can touch them, which may be at once.
+        Blocks and row are released when no step in flight can touch them, which may be at once.
         """
         self._held.append((self.last, blocks, row))
         if not self._unanswered:

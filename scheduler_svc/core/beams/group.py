@@ -49,7 +49,7 @@ class BeamGroup:
     def state_with(self, seq: Sequence) -> SearchState | None:
         """Return the search state that the worker keeps with `seq`.
 
-        None unless `seq` is the best beam.
+        None if `seq` is not the best beam, or the beams have no output tokens yet.
         """
         has_begun = self.search.num_tokens > len(self.leader.request.prompt_token_ids)
         return self.search.state if has_begun and seq is self.places[0] else None
@@ -93,7 +93,7 @@ class BeamGroup:
         return max(0, len(self.parents) - len(self.places))
 
     def demand(self, block_size: int) -> tuple[int, int]:
-        """Return how many rows it needs, and blocks per KV group in addition to its leader's."""
+        """Return how many rows it needs, and how many blocks per KV group besides its leader's."""
         width, num_tokens, request = len(self.seqs), self.search.num_tokens, self.leader.request
         if len(self.search.beams) > 1:
             return width, self._num_blocks_of_others(block_size)

@@ -16,7 +16,7 @@ never decodes, and no step in flight refers to it while its next step is prepare
 A search runs as a whole or waits as a whole. A preempted search keeps its beams' tokens but no KV;
 most of the KV is in shared blocks, which the prefix cache may still have. It resumes like a new
 search: the leader, with the tokens of the best beam, computes the tokens that are not cached; then
-the other beams start from the blocks that they have in common with it.
+the other beams start from the blocks that they have in common with the leader.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ class BeamGroups:
         self._policy = policy
         self._groups: dict[SeqId, BeamGroup] = {}  # by leader
         self.num_recomputed_tokens = 0
-        """Tokens that resumed searches computed again for their beams, except the best beam."""
+        """Tokens that resumed searches computed again for beams other than the best one."""
 
     def __iter__(self) -> Iterator[BeamGroup]:
         return iter(self._groups.values())

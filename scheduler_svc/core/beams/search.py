@@ -1,10 +1,10 @@
 """The algorithm of beam search: which continuations it keeps, and when it ends.
 
-It follows `transformers`' `generate(num_beams=width, do_sample=False)` step by step, in float32 as
-well, so that the outputs are equal token for token. Each step considers the `num_kept` likeliest
-continuations of all beams, best first. A continuation ends by an end token or by its length. Those
-among the first `width` that end become hypotheses, and the best `width` hypotheses are kept. The
-first `width` of those that do not end become the next beams.
+The algorithm follows `transformers`' `generate(num_beams=width, do_sample=False)` step by step, and
+in float32, so that the outputs are equal token for token. Each step considers the `num_kept`
+likeliest continuations of all beams, best first. A continuation ends by an end token or by its
+length. Of the first `width` continuations, the ones that end become hypotheses; the best `width`
+hypotheses are kept. The first `width` continuations that do not end become the next beams.
 
 Equally likely continuations are ordered by beam, the better one first; within a beam, in the order
 of the worker's report.
@@ -81,7 +81,7 @@ class BeamSearcher:
 
     @property
     def state(self) -> SearchState:
-        """The state to pass to `resume` later; only while the search has beams."""
+        """The state to pass to `resume` later; read it only while the search has beams."""
         best, start = self.beams[0].token_ids, self._num_prompt_tokens
         return SearchState(
             tuple(_beside(best, 0, beam.token_ids, beam.logprob) for beam in self.beams),
@@ -192,6 +192,6 @@ def num_common(one: Int32Array, other: Int32Array) -> int:
 def _beside(
     best: Int32Array, start: int, token_ids: Int32Array, logprob: np.float32
 ) -> OutputState:
-    """Describe an output as a difference to `best`; `token_ids` begin at position `start`."""
+    """Describe an output by its difference from `best`; `token_ids` begin at position `start`."""
     num_common_tokens = num_common(best[start:], token_ids)
     return OutputState(start + num_common_tokens, token_ids[num_common_tokens:], logprob)

@@ -13,9 +13,9 @@ first, with copies in its plan. Sequences keep running, so the lists are checked
               ones. If all listed blocks have been allocated, any free block below the source is
               used.
 
-While the pool shrinks, passes of another kind run first, repeatedly until none is needed: they
-*evacuate* the blocks beyond the pool's new end to any available blocks below it, evicting cached
-ones.
+While the pool shrinks, passes of another kind run first, until none is needed. They *evacuate* the
+blocks beyond the pool's new end: they move them to any available blocks below the end, and evict
+cached blocks for that.
 
 Beginning a pass takes time in proportion to the pool and the tables. A step in a pass takes time in
 proportion to its moves; a step without a pass takes one comparison.
@@ -97,7 +97,7 @@ class _Pass:
     sources: list[DeviceBlockId]
     """Ascending; taken from the end."""
     free_targets: list[DeviceBlockId]
-    """Blocks without a holder, descending; taken from the end, and used only if cached by then."""
+    """Blocks without a holder, descending; taken from the end, and used only if still cached."""
     owners: _Owners
     evacuates: bool = False
     """Whether the pass only empties the blocks beyond the border; such a pass has no report."""
@@ -138,7 +138,7 @@ class Defragmenter:
         self.due = _NOW
 
     def evacuate(self) -> None:
-        """Move the held blocks that the shrinking pool takes out of use."""
+        """Begin to move the held blocks that the shrinking pool takes out of use."""
         self.due = _NOW
 
     def on_resized(self) -> None:

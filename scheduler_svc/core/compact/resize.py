@@ -2,13 +2,13 @@
 
 To grow, the worker allocates memory first; then the core calls `resize`. To shrink:
 
-    shrink takes the blocks from the new end on out of use. Free ones are retired at once, and
-                cached ones are demoted as far as a step has room. The defragmenter moves held ones
-                below the end; if there is no room, sequences are preempted first.
+    shrink      takes the blocks from the new end on out of use. Free blocks are retired at once.
+                Cached blocks are demoted, as many as one step can take. The defragmenter moves held
+                blocks below the end; if there is no room, sequences are preempted first.
     is_shrunk   no block beyond the end is held, the worker knows which rows were released, and all
                 steps that may have touched these blocks have results. Now the worker may free them.
-    resize      sets the new size if the worker has freed the blocks, or the old size if it has not;
-                then they are in use again.
+    resize      sets the new size if the worker has freed the blocks. If it has not, `resize` sets
+                the old size, and the blocks are in use again.
 """
 
 from itertools import chain
@@ -89,7 +89,9 @@ class Resizing:
                 ) from None
 
     def shrink(self, num_blocks: int) -> None:
-        """Begin to retire the blocks numbered `num_blocks` and above; done when `is_shrunk`.
+        """Start to shrink the device pool to `num_blocks` blocks; it ends when `is_shrunk`.
+
+        The blocks numbered `num_blocks` and above are retired.
 
         Raises:
             ResizeRefusedError: As in `check`; nothing has changed.
@@ -112,7 +114,7 @@ class Resizing:
         return self._pool.num_leaving
 
     def resize(self, num_blocks: int) -> None:
-        """Set the number of device blocks that the worker has; fewer only after `is_shrunk`.
+        """Set the number of device blocks that the worker has; lower it only after `is_shrunk`.
 
         Blocks below `num_blocks` that `shrink` took out of use are in use again.
         """
@@ -123,7 +125,7 @@ class Resizing:
     def on_planned(self) -> None:
         """Record the last step once no leaving block is held; call after each plan.
 
-        The plans sent so far include all changes that name these blocks.
+        The plans sent so far include all changes that name leaving blocks.
         """
         if self._last_step is None and not self._pool.num_leaving:
             self._labels.forget({*range(self._pool.num_usable, self._pool.num_blocks)})

@@ -83,9 +83,9 @@ class Copies:
     def lend(self, hashes: Sequence[BlockHash]) -> Loan:
         """Hold blocks on the host; copy blocks that only the device has to the host first.
 
-        Stops at the first block that is in neither pool, for which the host has no room, or that
-        would be one copy more than `max_swap_blocks`. Copies nothing while swap-ins are pending: a
-        step cannot do both, and sequences wait for swap-ins.
+        Stops at the first block that neither pool has, that the host has no room for, or that would
+        be one copy more than `max_swap_blocks`. Copies nothing while swap-ins are pending: a step
+        cannot copy in both directions, and sequences wait for the swap-ins.
         """
         num_left = 0 if self._tier.has_unsent_swap_ins else self._max_copied
         held: list[HostBlockId] = []
@@ -121,7 +121,7 @@ class Copies:
         return self._tier.pool.num_available // 2
 
     def expect(self, hashes: Sequence[BlockHash]) -> Room:
-        """Reserve host blocks for the first of `hashes`, which are missing."""
+        """Reserve host blocks for the first `num_expectable` of `hashes`, which must be missing."""
         taken = tuple(hashes[: self.num_expectable])
         blocks = tuple(self._tier.take_free() for _ in taken)
         room = Room(RoomId(self._begin()), taken, blocks, self._step_of_last_move)
@@ -129,7 +129,7 @@ class Copies:
         return room
 
     def receive(self, room_id: RoomId, num_arrived: int) -> None:
-        """Let the first blocks of a reservation be found, and free the others."""
+        """Publish the first `num_arrived` blocks of a reservation, and free the others."""
         room = self._rooms.pop(room_id)
         blocks, hashes = room.host_block_ids[:num_arrived], room.hashes[:num_arrived]
         self._tier.pool.publish(blocks, hashes)
@@ -147,7 +147,7 @@ class Copies:
 
     @property
     def _step_of_last_move(self) -> StepId:
-        """See `Moves`."""
+        """As in `Moves`."""
         last = self._steps.last
         return StepId(last + 1) if self._tier.has_moves else last
 

@@ -44,7 +44,7 @@ class CopyProgress:
     hashes: tuple[BlockHash, ...]
     """The hashes of its full blocks, including blocks that steps in flight compute."""
     decodes: bool
-    """Whether some of its sequences run, each of these has gained a token, and it can leave."""
+    """Whether some of its sequences run, each running one has gained a token, and it can leave."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ class Moves:
     ) -> Export:
         """Preempt a live request, swap its KV to the host, and take it out of the queue.
 
-        Without `keeps_kv` a running request drops its KV, which the target core has (`Copies`).
+        Without `keeps_kv` a running request drops its KV; the target core has a copy (`Copies`).
 
         Raises:
             MigrationRefusedError: The request cannot leave now; nothing has changed.

@@ -1,13 +1,13 @@
 """Continues the sequences of an earlier scheduler from the KV that the worker still holds.
 
-The core's use of each part of the worker's report:
+The core uses each part of the worker's report as follows:
 
     a row            the tokens and block table of a sequence. A row is *unclaimed* until a request
                      with its identity is submitted again. Then the sequence continues in the same
                      blocks, and computes nothing again. If no block is available for its next
                      token, it is treated as preempted: it waits with its KV on the host; or it
-                     computes its tokens again, if the host has no room or that is faster.
-    a search         the state of the search, which continues as after a preemption.
+                     computes its tokens again, if the host has no room or computing is faster.
+    a search         from its state the search continues as after a preemption.
     swapped blocks   labels of host and disk blocks, including a partial last block. The tokens of
                      the resubmitted request lead to the same hashes, and the sequence is SWAPPED
                      again. Without a prefix cache the hashes are unique to the sequence. A block
@@ -17,12 +17,12 @@ The core's use of each part of the worker's report:
     pins             stay for the rest of their time.
 
 Unclaimed blocks and rows stay reserved until `claim_s` have passed, or, after `REUNION_S`, until
-nothing else could run without them. They are not freed sooner because requests are submitted one by
-one, and the first could take the blocks of the second. When a row is freed, its labelled blocks
-stay cached and the others become free.
+nothing else could run without them. If they were freed sooner, the first resubmitted request could
+take the blocks of the second, because requests are submitted one by one. When a row is freed, its
+labelled blocks stay cached and the others become free.
 
-The worker may have sampled tokens that the router has not received. The core reports these with
-their log-probabilities, so that they are not computed again. If the worker has not kept all of
+The worker may have sampled tokens that the router has not received. The core reports these tokens
+with their log-probabilities, so that they are not computed again. If the worker has not kept all of
 their log-probabilities, the tokens are drawn again; they are the same.
 """
 
@@ -59,8 +59,8 @@ from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 REUNION_S = 2.0
-"""Grace period in which unclaimed blocks are not reused, even under pressure. Routers usually
-resubmit their live requests within it. Chosen, not measured."""
+"""Seconds in which no other sequence gets unclaimed blocks, even if blocks are short. Routers
+usually resubmit their live requests within this time. Chosen, not measured."""
 
 
 class Takeover:
@@ -262,8 +262,8 @@ class Takeover:
         """Start a sequence in the blocks of its row; the sequence owns the blocks from now on.
 
         If the last block is shared, the sequence gets a copy of it. Blocks without computed tokens
-        are dropped, and missing ones allocated. If too few are available, the sequence waits with
-        its KV on the host.
+        are dropped, and missing blocks are allocated. If too few are available, the sequence waits
+        with its KV on the host.
 
         Returns:
             False if the KV cannot be used, or the host has no room for it; the row is freed then.

@@ -83,7 +83,7 @@ class SchedulerConfig:
     host_is_device_memory: bool = False
     """Whether host and device blocks share one memory, as on a CPU; then a swap frees no memory."""
     bytes_per_block: int = 0
-    """Size of a block, in either tier."""
+    """Size of a block, in every tier."""
     swap_bytes_per_s: float = 0.0
     """Measured rate of copies between device and host; 0: unknown."""
     prefill_tokens_per_s: float = 0.0
@@ -93,8 +93,9 @@ class SchedulerConfig:
     disk_bytes_per_s: float = 0.0
     """Measured rate of loads from the disk; 0: unknown."""
     max_disk_moves: int = 256
-    """The limit on loads in progress, and on stores; beyond it, evicted blocks are lost. Spills of
-    preempted sequences are not limited, because their room is needed at once."""
+    """The limit on disk loads in progress, and on disk stores; when as many stores are in progress,
+    evicted blocks are lost. Spills of preempted sequences are not limited, because their room is
+    needed at once."""
     preemption_mode: PreemptionMode = PreemptionMode.COST
     """How to preempt sequences if there is a host tier."""
     max_swap_blocks: int = 256
@@ -107,8 +108,8 @@ class SchedulerConfig:
     max_long_prefills: int = 1
     """At most this many long sequences compute their known tokens at the same time."""
     claim_s: float = 10.0
-    """How long a new scheduler reserves the sequences that the worker held, for requests that are
-    submitted again."""
+    """How long a new scheduler reserves the rows and blocks that the worker still holds, for
+    requests that routers submit again."""
     takes_whole_prompts: bool = False
     """Whether a prompt must be computed in one step; needs a token budget of at least
     `max_model_len` - 1."""
@@ -233,9 +234,9 @@ class SchedulerLoad:
     block_size: int
     num_preemptions: int
     prefix_cache_queries: int
-    """Tokens that admission looked up."""
+    """Tokens that admission looked up in the prefix cache."""
     prefix_cache_hits: int
-    """Tokens that admission found."""
+    """Tokens that admission found in the prefix cache."""
     num_steps: int
     """Steps scheduled."""
     num_recomputed_tokens: int

@@ -70,23 +70,23 @@ class Request:
     min_tokens: int = 0
     """The least number of tokens that each sequence produces, unless it is cancelled."""
     priority: int = 0
-    """Higher goes first, if the policy uses priorities. Other policies put only the lowest last."""
+    """Higher goes first, if the policy uses priorities. Other policies only put the lowest last."""
     tenant: str = ""
     deadline: float | None = None
     """When the request expires, in the caller's seconds; None: never."""
     reads_prefix_cache: bool = True
-    """Whether it may reuse cached KV; otherwise its whole prompt is computed."""
+    """Whether it may use cached KV; otherwise its whole prompt is computed."""
     pools: bool = False
-    """Whether the worker makes a vector of the prompt instead of drawing tokens. To the core this
-    is a request for one token. Its sequence starts over when it loses its row or its scheduler,
-    because the worker keeps parts of the vector in the row."""
+    """Whether the worker computes an embedding or a score of the prompt instead of drawing tokens.
+    To the core this is a request for one token. Its sequence starts over when it loses its row or
+    its scheduler, because the worker keeps the unfinished result with the row."""
     cache_pin_s: float | None = None
     """How long the prompt's full blocks are pinned after they are computed; None: no pin."""
     beam: BeamParams | None = None
     """If set, search for the `n` likeliest outputs instead of sampling. `sampling` then asks the
     worker for candidates and has no end tokens."""
     outputs: tuple[OutputSoFar, ...] = ()
-    """For a resubmitted request: one entry per sequence; in a search these have no tokens."""
+    """For a resubmitted request: one entry per sequence; the entries of a search have no tokens."""
 
     @property
     def is_background(self) -> bool:

@@ -2,7 +2,7 @@
 
 Three places refuse requests under overload. `router/request/admission.py` limits the requests of
 one router. `router/schedulers/pool.py` refuses when every scheduler has reported a full queue.
-`check_queue` here limits the waiting sequences of one worker; it has the exact count.
+`check_queue` here limits the waiting sequences of one worker, and knows their exact number.
 """
 
 from bisect import bisect_right
@@ -110,7 +110,7 @@ def check_deadline(
             only if the result depends on it.
 
     Raises:
-        DeadlineError: The request could not meet it; the message has the numbers.
+        DeadlineError: The request could not meet its deadline; the message has the numbers.
     """
     if request.deadline is None:
         return

@@ -1,1 +1,1 @@
-"""Scheduling policies: which waiting sequence goes first, and which running one is preempted."""
+"""Scheduling policies: which waiting sequence starts first, which running one is preempted."""

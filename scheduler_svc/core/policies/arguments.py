@@ -28,7 +28,7 @@ def check_positive(name: str, value: float) -> float:
     """Return `value` if it is finite and positive.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is not finite or not positive.
     """
     if not (isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value}; it must be a number above 0")

@@ -2,9 +2,9 @@
 
 Follows "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Each tenant has a
 counter of the tokens that it was served, weighted by their cost. The tenant with the lowest counter
-goes first. So if two tenants always have waiting work, neither gets ahead of the other by more than
-one batch. A tenant without waiting work gains no credit: when it returns, its counter is raised to
-the lowest counter of the waiting tenants.
+goes first. So if two tenants always have waiting requests, neither gets ahead of the other by more
+than the tokens that run at once. A tenant without waiting requests gains no credit: when it
+returns, its counter is raised to the lowest counter of the waiting tenants.
 """
 
 from collections.abc import Mapping

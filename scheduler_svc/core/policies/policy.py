@@ -86,10 +86,10 @@ class Policy(ABC):
 
 
 def background(request: Request) -> Key:
-    """Return a level: requests of the lowest priority come after all others.
+    """Return a level that puts requests of the lowest priority after all others.
 
-    With a policy that uses it, batches only fill gaps and are preempted first. `priority` and
-    its combinations do not use it: there a waiting batch rises like any other request.
+    Under a policy with this level, batches only fill gaps and are preempted first. `priority` and
+    its combinations have other levels: there a waiting batch rises like any other request.
     """
     return (float(request.is_background),)
 

@@ -89,7 +89,7 @@ class SequenceDescription:
     num_host_blocks: int
     num_disk_blocks: int
     num_shared_blocks: int
-    """Its device blocks that it shares with other sequences."""
+    """Device blocks that it shares with other sequences."""
     device_block_ids: Int32Array
     """Its block table; empty unless queried."""
     host_block_ids: Int32Array
@@ -153,7 +153,7 @@ def _describe_pool(
     tier: Tier, pool: BlockPool[BlockIdT], pinned: Seq[int], query: Query, num_null: int = 0
 ) -> TierDescription:
     ref_counts = pool.ref_counts.copy()
-    ref_counts[pinned] -= 1  # pins do not count as users
+    ref_counts[pinned] -= 1  # pins do not count as holders here
     ref_counts[:num_null] = 0  # the core holds the null block only to keep it from use
     has_hash = np.array([block_hash is not None for block_hash in pool.books.hashes], np.bool_)
     states = np.full(pool.num_blocks, BlockState.FREE, np.uint8)

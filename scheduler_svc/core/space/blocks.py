@@ -92,8 +92,8 @@ class BlockPool(Generic[BlockIdT]):
     def num_available(self) -> int:
         """Number of blocks that can be allocated: the free and the cached ones.
 
-        While the pool shrinks, each held block beyond the new end still needs a block below the
-        end, to move to; these are subtracted. The result is negative if there are too few.
+        While the pool shrinks, each held block beyond the new end needs a block below the end to
+        move to. The result does not include these, and is negative if there are too few of them.
         """
         num_available = len(self._free) + len(self._free_beyond) + len(self._cached)
         return num_available if self._end == self.num_blocks else num_available - self.num_leaving
@@ -166,7 +166,7 @@ class BlockPool(Generic[BlockIdT]):
             self._ref_counts[block] += 1
 
     def drop(self, blocks: Sequence[BlockIdT]) -> None:
-        """Remove a holder from each block of a block table, or of its end.
+        """Remove a holder from each block of a block table, or of the end of a table.
 
         The last blocks of the table become available first, so they are evicted first: a block
         cannot be found without the blocks that precede it.
@@ -315,7 +315,7 @@ class BlockPool(Generic[BlockIdT]):
         self._free = [block for block in self._free if block < end]
         self._free_beyond = sorted(block for block in self._free_beyond if block < end)
         cached = [(block_hash, self._hash_to_block[block_hash]) for block_hash in self._cached]
-        # The host may have room for few of them, so the last in eviction order go there first.
+        # The host may have room for only a few, so the last ones in eviction order go there first.
         for block_hash, block in reversed(cached):
             if block >= end:
                 self._cached.remove(block_hash)
@@ -383,5 +383,5 @@ class BlockPool(Generic[BlockIdT]):
         self._free = [b for b in self._free if self._ref_counts[b] == 0 and not self._hashes[b]]
 
     def is_writable(self, block: BlockIdT) -> bool:
-        """Whether the only holder of a held block may write to it: the block has no hash."""
+        """Whether the holder of a block may write to it: it has one holder and no hash."""
         return self._ref_counts[block] == 1 and self._hashes[block] is None

@@ -86,7 +86,7 @@ class Lru(OrderedDict[BlockHash, None]):
 
 
 class _Ranked:
-    """Ordered by a rank of each block; among equals by when they became cached."""
+    """Ordered by a rank of each block; blocks of equal rank by when they became cached."""
 
     def __init__(self) -> None:
         self._order: MarkedHeap[BlockHash] = MarkedHeap()

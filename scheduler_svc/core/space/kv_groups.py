@@ -3,7 +3,7 @@
 A model's layers form groups of equal size; a block holds the KV of `block_size` tokens in the
 layers of one group. A block table has one entry per group for every `block_size` tokens, all groups
 of the first tokens first: entry `index * num + group` is a *place*. The layers of a group see all
-earlier tokens, a *window* of the last ones, or the tokens of the same chunk. A chunk is a window
+earlier tokens, a *window* of the last tokens, or the tokens of the same chunk. A chunk is a window
 that begins again at each multiple of its length. A group with a window holds these blocks::
 
     [0, first)      no later token sees them: the sequence gave them back

@@ -46,7 +46,7 @@ class Pins:
         # The tenant for which each block is pinned, for requests that have a tenant.
         self._tenants: dict[DeviceBlockId, str] = {}
         self._num_of: Counter[str] = Counter()
-        # The request that set each block's end, and its blocks; unknown for restored pins.
+        # The owner of a block is the request that set its end; unknown for restored pins.
         self._owners: dict[DeviceBlockId, Owner] = {}
         self._owned: dict[Owner, set[DeviceBlockId]] = {}
         # The latest end that a request other than the owner asked for, and that request.
@@ -54,7 +54,7 @@ class Pins:
         # By block: the end, and the negative index of the block in its prompt, to order equal ends.
         self._ends: dict[DeviceBlockId, tuple[float, int]] = {}
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
-        self._loading: list[tuple[Seq, float]] = []  # prompts to pin after their swap-ins, and ends
+        self._loading: list[tuple[Seq, float]] = []  # prompts to pin after swap-ins, with ends
         self._pinned: tuple[Pinned, ...] = ()  # not reported to the sources yet
         self._unsent: list[tuple[BlockHash, float]] = []  # not sent to the worker yet
         self._next_end = float("inf")  # no pin ends before this time
@@ -134,8 +134,8 @@ class Pins:
     def on_completed(self, seq: Seq) -> None:
         """Pin the published blocks of the only output of a request that asks for it.
 
-        The next turn's prompt begins with this one's prompt and output. The time of all these
-        pins starts again now.
+        The next turn's prompt begins with this prompt and output. The time of all their pins
+        starts again now.
         """
         if seq.request.cache_pin_s is not None and seq.request.n == 1 and seq.group is None:
             hashes = seq.block_hashes[: seq.num_published_blocks]
@@ -148,7 +148,7 @@ class Pins:
         return pinned
 
     def take_unsent(self, now: float) -> tuple[tuple[BlockHash, float], ...]:
-        """Return the hashes pinned since the last call, with seconds from now."""
+        """Return the hashes pinned since the last call, each with its remaining seconds."""
         if not self._unsent:  # true in almost every step
             return ()
         unsent, self._unsent = self._unsent, []
@@ -158,7 +158,7 @@ class Pins:
         """Restore an earlier scheduler's pins whose blocks are cached, up to the share.
 
         Args:
-            pins: Hashes and seconds from now; blocks of one prompt in their order.
+            pins: Hashes with their remaining seconds; the blocks of one prompt in their order.
             now: The time.
         """
         for place, (name, left_s) in enumerate(pins):
@@ -191,7 +191,7 @@ class Pins:
     def unpin(self, tenant: str, request_id: str) -> None:
         """Drop the pins of a request.
 
-        A pin that another request asked for stays until its own end.
+        A pin that another request asked for, too, stays until the end that the other request set.
         """
         owner = tenant, request_id
         self._loading = [
@@ -236,7 +236,7 @@ class Pins:
     def _pin_prefix(self, chain: Sequence[BlockHash], until: float, owner: Owner) -> int:
         """Pin the blocks of a prompt; return how many of its block indices are pinned.
 
-        With several KV groups or windows: all blocks that later tokens see, or none.
+        With several KV groups or windows, pin all blocks that later tokens see, or none.
         """
         if self._groups.is_plain:
             return self._pin(chain, until, owner)
@@ -254,7 +254,7 @@ class Pins:
         return len(chain)
 
     def _pin(self, hashes: Sequence[BlockHash], until: float, owner: Owner) -> int:
-        """Pin the blocks of a prefix of `hashes`, or extend their pins; return how many."""
+        """Pin the blocks of a prefix of `hashes`, or extend their pins; return the block count."""
         tenant, _ = owner
         blocks = self._pool.find(hashes)
         for index, block in enumerate(blocks):

@@ -1,12 +1,12 @@
 """The disk tier: its blocks, and moves between disk blocks and host blocks.
 
 A plan starts a move, and the result of some later step reports its end. The next plan starts all
-requested stores, because it may reuse their host blocks. Loads start in the order of request, at
+pending stores, because it may overwrite their host blocks. Pending loads start oldest first, at
 most `max_disk_moves` at a time, and never wait for stores.
 
-Disk blocks are held by spilled sequences, and by:
+Spilled sequences hold disk blocks, and so do moves:
 
-    a store   holds its disk block from the request to the end. The disk block can be found only
+    a store   holds its disk block from the call to the end. The disk block can be found only
               after the end, since it has no valid content before.
     a load    holds its disk block and its host block in the same way. The host block can be found
               after the end.
@@ -70,7 +70,7 @@ class DiskTier:
     def is_busy(self) -> bool:
         """Whether moves are in progress.
 
-        The worker delays the result of an empty step until one ends.
+        The worker delays the result of an empty step until a move ends.
         """
         return bool(self._stores or self._loads)
 
@@ -147,7 +147,7 @@ class DiskTier:
     # --- stores ---------------------------------------------------------------------------------
 
     def demote(self, block: HostBlockId, block_hash: BlockHash) -> None:
-        """Store a cached host block that the next plan reuses.
+        """Store a cached host block that the next plan overwrites.
 
         Its content is lost if too many stores are in progress, or no disk block is available.
         """
@@ -158,7 +158,7 @@ class DiskTier:
             self.pool.drop([self._store(block, block_hash)])
 
     def keep(self, block: HostBlockId, block_hash: BlockHash | None) -> DiskBlockId:
-        """Store a host block, unless the disk has its content; the next plan may reuse the block.
+        """Store a host block if the disk lacks its content; the next plan may overwrite the block.
 
         Args:
             block: The host block, filled by plans sent before. A disk block must be available.

@@ -2,9 +2,9 @@
 
 Two kinds of sequences wait for the disk. A swapped sequence that has spilled needs all its KV back.
 A new sequence may find a part of its prompt on the disk, beyond the part on the device. It computes
-the tokens of blocks that do not fit on the host or cannot be loaded. Both are FETCHING, out of the
-queue so that others can run, until their last load has ended. Then they return to their place in
-the queue.
+the tokens of blocks that do not fit on the host or cannot be loaded. Sequences of both kinds are
+FETCHING, out of the queue so that others can run, until their last load has ended. Then they return
+to their place in the queue.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 _Known = tuple[DiskBlockId, BlockHash | None]
-"""A disk block, and the hash of its content; None: the prefix cache must not offer it."""
+"""A disk block, and the hash of its content; None: the prefix cache must not find the content."""
 
 
 class FetchStatus(Enum):
@@ -93,8 +93,8 @@ class Fetching:
 
         Args:
             seq: The first sequence in the queue.
-            has_room: Whether the device has room for it; then other sequences give up host blocks
-                for it.
+            has_room: Whether the device has room for it. If so, other sequences give up host
+                blocks for it.
         """
         if not self._is_enabled:
             return FetchStatus.READY
@@ -105,7 +105,7 @@ class Fetching:
         return FetchStatus.READY
 
     def _fetch_prefix(self, seq: Sequence, room: int, *, may_be_part: bool) -> bool:
-        """Hold the host blocks of a prefix beyond the device's part, and load the rest.
+        """Hold the host blocks of a prefix beyond the device's part, and load the rest from disk.
 
         Args:
             seq: A waiting sequence, in the queue or not.

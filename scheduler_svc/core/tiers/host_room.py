@@ -2,7 +2,7 @@
 
 First it drops blocks that were fetched for waiting sequences; the prefix cache may keep them. Then
 swapped sequences spill their last blocks to the disk, the last sequence in order first. If the disk
-is full, too, swapped sequences lose their KV, again the last in order first.
+is full, too, swapped sequences lose their KV, again the last sequence in order first.
 """
 
 from collections.abc import Iterator

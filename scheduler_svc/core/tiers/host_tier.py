@@ -1,12 +1,12 @@
 """The host tier: its blocks, and moves between host blocks and device blocks.
 
-Moves are requested at any time and sent with a plan. A step swaps out or swaps in, never both. The
-next plan has all requested swap-outs, because it may reuse their device blocks. Swap-ins wait for a
-plan without swap-outs. While swap-ins wait, no block is demoted, so that such a plan comes soon:
+Callers add moves at any time, and a plan sends them. A step swaps out or swaps in, never both. The
+next plan has all pending swap-outs, because it may overwrite their device blocks. Swap-ins wait for
+a plan without swap-outs. While swap-ins wait, no block is demoted, so that such a plan comes soon:
 then only preemption swaps out, and only running sequences can be preempted.
 
-A swap-in holds a reference to its host block from its request to the result of its step. The
-sequences that wait for it hold the device block.
+A swap-in holds a reference to its host block from the call to the result of its step. The
+sequences that wait for the swap-in hold the device block.
 """
 
 from collections import deque
@@ -52,9 +52,9 @@ class HostTier:
         self.num_swapped_in = 0
         self.num_demoted = 0
         self.num_promoted = 0
-        # By host block: if a block is evicted and used again, the later swap-out counts.
+        # By host block: if a block is evicted and allocated again, the later swap-out counts.
         self._swap_outs: dict[HostBlockId, DeviceBlockId] = {}
-        self._swap_ins: dict[DeviceBlockId, HostBlockId] = {}  # not sent yet, in order of request
+        self._swap_ins: dict[DeviceBlockId, HostBlockId] = {}  # not sent yet, oldest first
         self._in_flight: deque[tuple[StepId, dict[DeviceBlockId, HostBlockId]]] = deque()
         self._targets: dict[HostBlockId, DeviceBlockId] = {}  # of swap-ins without a result
         self.loses_evicted = False
@@ -76,7 +76,7 @@ class HostTier:
 
     @property
     def is_moving(self) -> bool:
-        """Whether moves between host and device are requested or in progress."""
+        """Whether moves between host and device are pending or in progress."""
         return bool(self._swap_outs or self._swap_ins or self._in_flight)
 
     def begin_step(self) -> None:
@@ -160,7 +160,7 @@ class HostTier:
         return target in self._swap_ins
 
     def is_loading(self, target: DeviceBlockId) -> bool:
-        """Whether the swap-in to `target` is requested or in progress."""
+        """Whether the swap-in to `target` is pending or in progress."""
         return target in self._swap_ins or any(target in moves for _, moves in self._in_flight)
 
     def is_leaving_device(self, block: HostBlockId) -> bool:
@@ -168,7 +168,7 @@ class HostTier:
         return block in self._swap_outs
 
     def take_free(self) -> HostBlockId:
-        """Allocate a host block, and cancel a swap-out to it if one was requested."""
+        """Allocate a host block, and cancel the pending swap-out to it, if any."""
         (block,) = self.pool.allocate(1)
         self._swap_outs.pop(block, None)
         return block
@@ -189,7 +189,7 @@ class HostTier:
         return min(self._num_demotions_left, self.pool.num_available)
 
     def demote(self, block: DeviceBlockId, block_hash: BlockHash) -> None:
-        """Copy a cached device block to the host before the next plan reuses or retires the block.
+        """Copy a cached device block to the host before the next plan overwrites or retires it.
 
         Between two steps, the limit of the last step's demotions still applies.
         """
@@ -206,7 +206,7 @@ class HostTier:
             self.pool.drop(targets)
 
     def _evict(self, block: HostBlockId, block_hash: BlockHash) -> None:
-        """Demote a host block that is being reused, unless it has not been filled yet."""
+        """Demote a host block that is evicted, if a plan has filled it already."""
         if not self.is_leaving_device(block):
             self.disk.demote(block, block_hash)
 
@@ -214,8 +214,8 @@ class HostTier:
         """Look up the longest prefix of `hashes` on the host; changes nothing.
 
         Returns:
-            Device blocks that are being swapped in for another sequence, then host blocks after
-            them.
+            Device blocks that are being swapped in for another sequence, and the host blocks that
+            follow them.
         """
         loading: list[DeviceBlockId] = []
         sources: list[HostBlockId] = []
