@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 EXIT_STALE_EPOCH = 3
 """Exit code if a newer scheduler has taken over. A restarted scheduler would take the workers back,
-so supervisors must not restart after this code."""
+so supervisors must not restart a process that ends with this code."""
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
 """A Kubernetes Lease that names the serving scheduler, as a hint for its standbys.
 
 The serving scheduler renews the Lease and gives it up when it ends; each standby watches it. The
-Lease changes two things: a standby claims the Lease before it takes over, so only one of several
-does; and while the Lease is free, a standby waits less before it believes that the workers have no
-scheduler. Safety does not rest on it, because workers obey the newest epoch. While the Lease cannot
-be read or written, schedulers behave as without it.
+Lease changes two things. A standby claims the Lease before it takes over, so only one of several
+standbys does. And while the Lease is free, a standby waits less before it believes that the workers
+have no scheduler. Safety does not depend on the Lease, because workers obey the newest epoch. While
+the Lease cannot be read or written, schedulers behave as without it.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ _RENEW_S: Final = 2.0
 _RETRY_S: Final = 2.0
 """Pause after a failed watch, and the least time between the beginnings of two watches."""
 _HEAD_START_S: Final = 2.0
-"""How long a scheduler that has claimed the Lease has to take over, before another may claim it."""
+"""How long no other scheduler may claim a Lease after a claim, so that the claimer takes over."""
 _WRITE_S: Final = 1.0
 """How long a takeover, or the end of a scheduler, may wait for the API server."""
 _READ_S: Final = 2.0
 _WATCH_S: Final = 60
 _QUIET_S: Final = 4.0
-"""After this long without a change, the object is read again, because its watch may be dead. With
-`_READ_S` this is at most `DURATION_S`, so a dead watch or API server does not look like an expired
-Lease."""
+"""After this long without a change, the object is read again, because its watch may be dead. This
+time and `_READ_S` together are at most `DURATION_S`, so a dead watch or API server does not look
+like an expired Lease."""
 
 log = structlog.get_logger()
 
@@ -56,7 +56,7 @@ class LeaseError(Exception):
 
 
 class Lease:
-    """The Lease, as an `async with` block; at its end this scheduler gives up a Lease it holds."""
+    """The Lease, for an `async with`; at the block's end, this scheduler gives up what it holds."""
 
     def __init__(self, name: str, holder: str, cluster: Cluster | None = None) -> None:
         """`holder` names this scheduler; a random part distinguishes it from its earlier runs."""
@@ -110,7 +110,7 @@ class Lease:
     async def claim(self) -> bool:
         """Write this scheduler into the Lease, and return whether it may take over.
 
-        False: another one has just claimed the Lease.
+        False: another scheduler has just claimed the Lease.
         """
         if self._found is None:
             return True
@@ -135,7 +135,7 @@ class Lease:
     async def _write(self, holder: str) -> bool:
         """Write the holder; return False if the object has changed since it was read.
 
-        Then the object is read again.
+        In that case the object is read again.
         """
         assert self._found is not None, "the object was read"
         spec = dict(_spec_of(self._found))

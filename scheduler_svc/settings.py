@@ -57,9 +57,9 @@ class SchedulerSettings(ProcessSettings):
     port must not be that of the scheduler that serves. Needs --standby."""
     lease: str = ""
     """Name of a Kubernetes Lease in the pod's namespace, in which the serving scheduler writes its
-    --scheduler-id. Of several standbys only one takes over then, and sooner after a scheduler that
-    drains. If the Lease cannot be read or written, a log line says so, and nothing else changes.
-    Empty: none."""
+    --scheduler-id. With a Lease only one of several standbys takes over, and does so sooner when a
+    scheduler drains. If the Lease cannot be read or written, a log line says so, and nothing else
+    changes. Empty: none."""
     worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
     """How long a worker may be silent before it counts as lost, in seconds; a healthy worker sends
     a message four times per second. Other workers recompute its requests; without other workers,
@@ -89,13 +89,13 @@ class SchedulerSettings(ProcessSettings):
     max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of a worker's device blocks that requests of all tenants together may pin in the prefix
     cache (cache_pin_s). If a prompt does not fit, only its beginning is pinned; if the model has
-    windows or recurrent layers, nothing is."""
+    windows or recurrent layers, no part of the prompt is pinned."""
     max_tenant_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.125
-    """The share for the requests of one tenant; requests without a tenant have no separate
-    limit."""
+    """Share of a worker's device blocks that the requests of one tenant may pin; requests without a
+    tenant have no separate limit."""
     defragment_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    """Seconds between inspections of a busy worker's free blocks, for a warning if they are
-    scattered and for --defragment-threshold; 0: never."""
+    """Seconds between two measurements of how scattered a busy worker's free blocks are, for a log
+    warning and for --defragment-threshold; 0: never."""
     defragment_threshold: Annotated[float, Field(ge=0, le=1)] = 1.0
     """The fragmentation rate, 1 - longest free run / free blocks, at which held blocks are moved
     together; 0: at any rate above 0. Default: never, because allocation needs no adjacent blocks,
@@ -122,9 +122,9 @@ class SchedulerSettings(ProcessSettings):
     max_prompt_step_s: Annotated[float, Field(gt=0)] = 2.0
     """How long a step with prompts may take, in seconds. During a step no request starts, streams a
     token, or is cancelled. The scheduler learns the number of tokens for this time mostly from the
-    fastest steps; far into a long context a step takes longer. A step may always have 128 tokens,
-    because reading the weights takes as long as computing about 16, which would dominate smaller
-    steps. inf: no limit."""
+    fastest steps, so a step far into a long context takes longer. A step may always have 128
+    tokens, because reading the weights takes as long as computing about 16, which would dominate
+    smaller steps. inf: no limit."""
     policy: str = "fcfs"
     """Which request is served first: fcfs, priority, fair (between tenants), deadline, a
     combination such as priority+fair+deadline, or the dotted path of a class (docs/policies.md)."""

@@ -113,7 +113,7 @@ def encode_entry(
 def describe_plan(plan: Plan) -> dict[str, Any]:
     """Return the plan's fields as plain values, which can be compared and read by people.
 
-    The tokens of a new sequence are replaced by number and checksum, since its request has them.
+    A new sequence's tokens are replaced by their number and checksum, as its request has them.
     """
     described: dict[str, Any] = {"num_scheduled_tokens": plan.num_scheduled_tokens}
     for each in fields(plan):
@@ -170,11 +170,11 @@ _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_encode_value)
 
 
 def read_recording(file: BinaryIO) -> Recording:
-    """Read the origin; the iterator reads the entries one by one.
+    """Read the origin of a recording; `Recording.entries` reads the entries one by one.
 
     Raises:
         RecordingError: The file is not a recording, is damaged, or has another format. The iterator
-            may raise it, too.
+            `entries` may raise it, too.
     """
     frames = _read_frames(file)
     first = next(frames, None)

@@ -2,7 +2,8 @@
 
 For each call, the event loop only appends a tuple. A thread encodes and writes the pending calls a
 few times per second, which is safe because plans, results and requests are immutable. A killed
-process loses the last quarter of a second; a process that fails or ends normally loses nothing.
+process loses the calls of the last quarter of a second; a process that fails or ends normally loses
+none.
 """
 
 import asyncio

@@ -97,7 +97,7 @@ class Replay:
     queue_times_s: list[float] = field(default_factory=list)
     preemptions: list[ReplayedPreemption] = field(default_factory=list)
     kept_plan: dict[str, Any] | None = None
-    """The plan of the requested step."""
+    """The plan of the step to keep; None: it was not replayed."""
     load: SchedulerLoad | None = None
     """The load of the core after the last call."""
     difference: Difference | None = None
@@ -216,7 +216,7 @@ class _Replayer:
 
 
 class _PreemptionWatch:
-    """Describes each preemption of a core by its states before and after."""
+    """Describes each preemption by the core's state before and after it."""
 
     def __init__(self, core: Scheduler, preemptions: list[ReplayedPreemption]) -> None:
         self._core = core

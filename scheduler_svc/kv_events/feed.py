@@ -20,7 +20,7 @@ from scheduler_svc.kv_events.wire import blocks_to_proto, changes_to_proto
 from scheduler_svc.workers.engine import OpenCore
 
 MAX_UNREAD_CHANGES: Final = 65_536
-"""At most this many changes wait for one reader; one further behind gets a snapshot instead."""
+"""At most this many changes wait for one reader; a slower reader gets a snapshot instead."""
 _MESSAGE_BLOCKS: Final = 256
 """A message has about this many blocks: to make it and to convert it to vLLM's format takes less
 than a millisecond of the event loop (`bench/kv_events.py`)."""

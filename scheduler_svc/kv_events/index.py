@@ -1,8 +1,8 @@
 """Tracks the blocks in one worker's prefix cache, by tier, with their tokens.
 
 `KvIndex` is the `CacheWatch` of one attachment of a worker. It has an entry for each hash that is
-found in some tier. Entries are kept in order of arrival, so parents are before children. They are
-in *drawers* of bounded size: a snapshot can be made drawer by drawer while entries come and go.
+found in some tier. Entries are kept in order of arrival, so parents are before children, and in
+*drawers* of bounded size: a snapshot can be made drawer by drawer while entries come and go.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,7 +72,7 @@ class KvIndex:
     def on_named(self, seq: Sequence, first: int, end: int, token_ids: Int32Array) -> None:
         """Record the tokens of blocks that are about to be published.
 
-        If an earlier scheduler published the blocks before them, report those again, with tokens.
+        If an earlier scheduler published the blocks before `first`, report them again, with tokens.
         """
         hashes, salt = seq.block_hashes, seq.request.cache_salt
         begin = first
@@ -121,7 +121,7 @@ class KvIndex:
     def drawers(self) -> Iterator[list[KvBlock]]:
         """Yield all blocks that exist at the call, drawer by drawer.
 
-        The index may change between two drawers; `take_changes` returns later blocks.
+        The index may change between two drawers; `take_changes` returns blocks that arrive later.
         """
         for number in list(self._drawers):
             if (drawer := self._drawers.get(number)) is not None:

@@ -62,7 +62,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def encode(events: list[Event]) -> bytes:
-    """Write a batch."""
+    """Return the message of a batch, with the current time."""
     return msgspec.msgpack.encode(KVEventBatch(time.time(), events, 0))
 
 
@@ -75,8 +75,8 @@ class AsOneEngine:
     def apply(self, message: kv_pb2.WatchKvResponse) -> Iterator[list[Event]]:
         """Apply the events of one worker; yield the changes of the engine, in parts.
 
-        A part may be empty. It takes a second to forget a million blocks of a lost worker: let
-        others run between two parts.
+        A part may be empty. Forgetting a million blocks of a lost worker takes a second, so the
+        caller should let other tasks run between two parts.
         """
         worker = message.worker
         events: list[Event] = []

@@ -30,7 +30,7 @@ def _kind(change: Change) -> tuple[CacheTier, bool, str, bool]:
 
 
 def blocks_to_proto(blocks: Iterable[KvBlock]) -> Iterator[kv_pb2.KvEvent]:
-    """Make `stored` events for blocks, one per tier, salt, and whether the tokens are known."""
+    """Make `stored` events; one has blocks of a tier and a salt, all with tokens or all without."""
     alike: dict[tuple[CacheTier, str, bool], list[KvBlock]] = {}
     for block in blocks:
         for tier in block.tiers:

@@ -49,9 +49,9 @@ class ZmqOutlet:
         self._topic = topic.encode()
         self._context = zmq.asyncio.Context()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=num_kept)
-        # Above the numbers of an earlier scheduler, so that its subscribers notice a gap: without
-        # --epoch, an epoch is at least the time of the start in nanoseconds, and a batch takes over
-        # a microsecond.
+        # The numbers are above those of an earlier scheduler, so that its subscribers notice a gap:
+        # without --epoch, an epoch is at least the time of the start in nanoseconds, and a batch
+        # takes more than a microsecond.
         self._first = self._next = events.epoch // 1000
         try:
             self._publisher = self._context.socket(zmq.PUB)
@@ -98,7 +98,7 @@ class ZmqOutlet:
                 for number, batch in list(self._kept):
                     if number >= first:
                         await self._answer(peer, number, batch)
-                        await asyncio.sleep(0)  # a message that can be queued does not wait
+                        await asyncio.sleep(0)  # sending alone lets no other task run
             else:
                 # The batches after this one may repeat changes that the snapshot includes.
                 last = self._next - 1
@@ -126,7 +126,7 @@ class ZmqOutlet:
 
 
 async def _batches(engine: AsOneEngine, message: WatchKvResponse) -> AsyncIterator[bytes]:
-    """Convert the events of one worker; after each part, others run."""
+    """Convert the events of one worker; after each part, let other tasks run."""
     for events in engine.apply(message):
         if events:
             yield encode(events)

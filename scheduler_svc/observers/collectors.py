@@ -24,7 +24,7 @@ class LoadCollector(Collector):
         loads: Callable[[], Mapping[str, SchedulerLoad | None]],
         unloaded: Callable[[], Collection[str]],
     ) -> None:
-        """Read these at each scrape.
+        """Make a collector that calls the functions at each scrape.
 
         Args:
             loads: Returns the load of each worker; None: not attached.
@@ -57,7 +57,7 @@ class LoadCollector(Collector):
 
 
 class SpaceCollector(Collector):
-    """Collects how well each attached worker uses its blocks; takes time in proportion to them."""
+    """Collects how well each attached worker uses its blocks; takes time per block."""
 
     def __init__(self, spaces: Callable[[], Mapping[str, SpaceReport]]) -> None:
         """`spaces` returns a report for each attached worker."""
@@ -90,12 +90,12 @@ class QueueCollector(Collector):
         oldest_step_ages_s: Callable[[], Mapping[str, float]],
         num_unplaced: Callable[[], int],
     ) -> None:
-        """Read these at each scrape.
+        """Make a collector that calls the functions at each scrape.
 
         Args:
-            queued_by_tenant: Waiting sequences at all workers.
-            oldest_step_ages_s: By attached worker.
-            num_unplaced: Sequences that wait for a worker.
+            queued_by_tenant: Returns how many sequences of each tenant wait, at all workers.
+            oldest_step_ages_s: Returns the age of each attached worker's oldest step in flight.
+            num_unplaced: Returns how many sequences wait for a worker.
         """
         self._queued_by_tenant = queued_by_tenant
         self._oldest_step_ages_s = oldest_step_ages_s

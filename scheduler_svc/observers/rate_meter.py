@@ -11,7 +11,7 @@ _FORGETTING = 0.99
 
 
 class RateMeter:
-    """Keeps the best rates of the last few hundred steps, to refuse no request wrongly.
+    """Keeps the best rates of the last few hundred steps, so that no request is refused wrongly.
 
     Only full steps show how fast prompts are computed: steps that keep the device at least half
     busy, or that have as many tokens as the pacer allows. A smaller step takes about the same time

@@ -1,5 +1,7 @@
 """Records spans of traced sequences at the scheduler, in the traces of their requests.
 
+A sequence has these spans:
+
     queue        from its arrival until it first leaves the queue
     admission    planning, encoding and sending the step that announces it to a worker
     preempted    from losing its device blocks until it gets blocks again, or ends
@@ -7,8 +9,8 @@
                  in, from getting its device blocks until the step in which it computes again
     finish       applying the result that ends it, and sending the end to its router
 
-The worker adds the steps that it computes (`gpu_worker/step/spans.py`); `quire.step_id` joins
-the two.
+The worker adds spans of the steps that it computes (`gpu_worker/step/spans.py`). The attribute
+`quire.step_id` joins the spans of scheduler and worker.
 """
 
 import time
@@ -27,7 +29,7 @@ from scheduler_svc.observers.steps import AnsweredStep, SentStep
 Attributes = Mapping[str, AttributeValue]
 
 _NAMES = {"preempted": "preempted", "swap_in": "kv_transfer", "swap_out": "kv_transfer"}
-"""Names of the spans that last for several steps; a sequence has at most one open of each kind."""
+"""Names of spans that last for several steps; a sequence has at most one open span of a kind."""
 
 
 @dataclass(frozen=True, slots=True)

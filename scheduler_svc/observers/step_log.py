@@ -50,7 +50,7 @@ class StepLog:
         self.attached_at_s = time.time()
         self.totals = StepTotals()
         self._in_flight: deque[tuple[SentStep, int]] = deque()
-        """The steps, each with the number of its preemptions."""
+        """The steps in flight, each with the number of preemptions that planning it made."""
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._num_preemptions = 0
 
