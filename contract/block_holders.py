@@ -13,7 +13,7 @@ HolderT = TypeVar("HolderT", bound=Hashable)
 
 _NUM_TABLES: Final = 1024
 _PART_BLOCKS: Final = 512
-"""`clear` looks at about this many blocks at a time; this takes half a millisecond
+"""`clear` looks at about this many blocks at a time, which takes half a millisecond
 (`bench/kv_events.py`)."""
 
 
@@ -32,7 +32,7 @@ class BlockHolders(Generic[HolderT]):
                 table[block_hash] = (*holders, holder)
 
     def remove(self, hashes: Iterable[BlockHash], holder: HolderT) -> list[BlockHash]:
-        """Record that `holder` does not hold these blocks; return those that no one holds now.
+        """Record that `holder` does not hold these blocks; return those without a holder now.
 
         Blocks that it did not hold are ignored.
         """
@@ -50,7 +50,7 @@ class BlockHolders(Generic[HolderT]):
     def clear(self, holder: HolderT) -> Iterator[list[BlockHash]]:
         """Record in parts that `holder` holds nothing; yield the blocks that no one holds now.
 
-        Let others run between two parts, but change nothing here.
+        The caller should let other tasks run between two parts, but must change no holders then.
         """
         num_seen, held = 0, list[BlockHash]()
         for table in self._tables:

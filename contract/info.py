@@ -128,7 +128,7 @@ class WorkerInfo:
     """Size of one host block as packed by `host_codec`; 0: as on the device."""
     host_codec: str = "none"
     is_batch_invariant: bool = False
-    """Whether no bit of its KV depends on other requests."""
+    """Whether every bit of a request's KV is independent of other requests."""
 
     @property
     def model(self) -> ModelInfo:

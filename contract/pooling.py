@@ -1,4 +1,4 @@
-"""Pooling: how a prompt becomes a vector; and the tasks that a model can do."""
+"""Pooling: how a prompt becomes a vector, an embedding or a score; and the tasks of a model."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,16 +17,16 @@ class Task(StrEnum):
 
 
 class PoolingKind(StrEnum):
-    """Which hidden states are made into the vector."""
+    """Which hidden states become the vector."""
 
     LAST = "last"
-    """The last token's."""
+    """The last token's hidden state."""
     MEAN = "mean"
-    """The mean over all tokens."""
+    """The mean of all tokens' hidden states."""
     CLS = "cls"
-    """The first token's."""
+    """The first token's hidden state."""
     SCORE = "score"
-    """The score that the model's classification head computes from the first token's."""
+    """The score that the model's classification head computes from the first token's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class Abilities:
 
     @property
     def generates(self) -> bool:
-        """Whether it generates tokens. Otherwise it is an encoder, which keeps no KV."""
+        """Whether the model generates tokens. Otherwise it is an encoder, which keeps no KV."""
         return Task.GENERATE in self.tasks
 
     def check(self, pooling: Pooling | None, model_id: str) -> None:
         """Check that the model can pool as a request asks, or generate if `pooling` is None.
 
         Raises:
-            UnimplementedError: It cannot.
+            UnimplementedError: The model cannot do this task.
             InvalidArgumentError: The model's vectors have fewer dimensions.
         """
         task = Task.GENERATE

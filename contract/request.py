@@ -13,7 +13,7 @@ MAX_CACHE_SALT_CHARS: Final = 128
 MAX_CACHE_PIN_S: Final = 86400
 MAX_TENANT_CHARS: Final = 128
 MAX_PRIORITY: Final = 100
-"""Largest absolute value."""
+"""The largest absolute value of a priority."""
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024
 MAX_N: Final = 64
@@ -48,7 +48,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt and how to continue it. Every API of the router turns its calls into this."""
+    """One prompt and how to continue it. Every API of the router makes such requests of calls."""
 
     prompt: str | tuple[int, ...]
     """Text or token ids."""
@@ -80,8 +80,8 @@ class GenerateRequest:
     tenant: str = ""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`. A
-    request for a vector keeps the first tokens instead; with a pair of texts, the second text is
-    cut."""
+    request for an embedding or a score keeps the first tokens instead; with a pair of texts, the
+    second text is cut."""
     cuts_max_tokens: bool = False
     """Whether `max_tokens` is lowered if it does not fit the context."""
     bad_words: tuple[str, ...] = ()

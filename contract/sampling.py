@@ -111,8 +111,8 @@ class SamplingParams:
     adapter: LoraAdapter | None = None
     """Set by the router from the request's model, never by a client."""
     pooling: Pooling | None = None
-    """If set, the worker makes a vector of the prompt and draws no tokens. Set by the router, never
-    by a client."""
+    """If set, the worker computes an embedding or a score of the prompt and draws no tokens. Set by
+    the router, never by a client."""
 
     @property
     def grammar(self) -> str | None:

@@ -175,12 +175,12 @@ class PromptLogprobs:
     position: int
     """The first token's index in the prompt."""
     logprobs: tuple[StepLogprob, ...]
-    """The entries of the first token and of those after it."""
+    """The entries of the token at `position` and of the tokens after it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PooledRow:
-    """The vector of a row whose prompt is computed."""
+    """The vector of a row whose prompt is computed: an embedding or a score."""
 
     row: int
     vector: bytes
@@ -221,8 +221,8 @@ class Result:
     # Set only at the worker; the scheduler forwards vectors and log-probabilities without parsing
     # them.
     pooled: tuple[PooledRow, ...] = ()
-    """The vectors of rows that pool. Each such row is in `sampled_rows` with a meaningless token:
-    the scheduler treats it as a sequence that draws one token."""
+    """The vectors of rows that pool. Each such row is in `sampled_rows` with a meaningless token,
+    because the scheduler treats it as a sequence that draws one token."""
     logprobs: tuple[StepLogprob, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     num_computed_tokens: int = 0

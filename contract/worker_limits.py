@@ -12,8 +12,8 @@ from contract.lora import LoraAdapter
 
 STATE_WINDOW = 2
 """The window of a KV group of recurrent layers, in tokens: the token itself and the one before,
-because they need only the state after the previous token. The state after a token is in the block
-of that token's position."""
+because these layers need only the state after the previous token. The state after a token is in the
+block of that token's position."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class BlockLedger:
         self._slots[arriving] = 0
 
     def _own(self, rows: Int32Array | Int64Array, blocks: Int32Array) -> None:
-        """Add blocks to rows' tables; each is in no other table, and the row may write it."""
+        """Add blocks, which must be in no table, to rows' tables; the row may write the block."""
         if not len(blocks):
             return
         np.add.at(self._num_holders, blocks, 1)

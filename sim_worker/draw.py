@@ -53,8 +53,8 @@ class TokenSource:
 class Script:
     """Returns given outputs token by token; a prompt with N end tokens gets output N.
 
-    With a chat template that writes an end token after each tool result, this plays an agent's
-    model.
+    With a chat template that writes an end token after each tool result, the script plays the model
+    of an agent.
     """
 
     def __init__(self, outputs: Sequence[Sequence[int]], eos_token_ids: Sequence[int]) -> None:

@@ -66,7 +66,7 @@ class SimulatedSteps:
         self._idle: list[_Pending] = []
         """Steps without tokens that wait for the disk."""
         self._computing_step_id = 0
-        """The last step that computes."""
+        """The last step that has tokens to compute."""
         self._spans = SequenceSpans()
         self._event_loop = asyncio.get_running_loop()
         self._attachment: int | None = None
@@ -82,7 +82,7 @@ class SimulatedSteps:
         """Forget all rows; accept only steps of `attachment` from now on.
 
         Returns:
-            The worker's holdings before; disk moves in progress are lost.
+            What the worker held before; disk moves in progress are lost.
         """
         holdings = self._labels.holdings(self._rows)
         self._forget()

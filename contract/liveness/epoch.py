@@ -32,7 +32,7 @@ def check_epoch(epoch: int) -> None:
     """Check that a scheduler may have this epoch, by the clock of the caller.
 
     Raises:
-        InvalidArgumentError: It is 0, or too far ahead.
+        InvalidArgumentError: The epoch is 0, or too far ahead of the clock.
     """
     most = clock_epoch() + MAX_LEAD_NS
     if not 1 <= epoch <= most:

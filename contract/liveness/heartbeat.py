@@ -20,7 +20,7 @@ class Heartbeat:
     """Measures how long one peer has been silent, in ticks of the listener, not in clock time.
 
     While the listener itself is stopped, it makes no ticks, and messages from the peer stay unread.
-    So that time does not count as silence.
+    This time does not count as silence.
     """
 
     def __init__(self, lost_after_s: float | None = None) -> None:

@@ -33,7 +33,7 @@ from scheduler_svc.workers.session import Session
 _LOOK_S: Final = 0.25
 """How often to look for prefill workers that have been attached."""
 _PAUSE_S: Final = 5.0
-"""How long two workers exchange nothing after a failure, while both are attached."""
+"""How long two attached workers exchange no KV after a failure."""
 _MAX_FOLLOWED: Final = 64
 """The blocks of at most this many requests of one worker are copied at a time."""
 _MAX_LEFT_BLOCKS: Final = 2
@@ -47,7 +47,7 @@ _Name = tuple[SourceId, SeqKey]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ahead:
-    """The worker to which a request will move, and the blocks that it already has."""
+    """The worker to which a request will move, and the blocks that this worker already has."""
 
     engine: Engine
     copy: KvCopy
@@ -84,7 +84,7 @@ class Handoff:
                 await asyncio.sleep(_LOOK_S)
 
     def stop(self) -> None:
-        """Cancel the moves in progress, when the sessions end."""
+        """Cancel the moves in progress; called when the sessions end."""
         self._tasks.stop()
 
     async def _watch(self, source: Engine, giving: Session) -> None:
@@ -192,7 +192,7 @@ class Handoff:
 
 
 def _keeps_states(session: Session) -> bool:
-    """Whether requests have recurrent states.
+    """Whether the worker's model has recurrent states.
 
     Only checkpoints can be copied, so a move would compute up to a block of tokens again.
     """

@@ -92,7 +92,7 @@ class StateFile:
             raise StateFileError(f"--state-file {path} cannot be read: {error!r}") from error
 
     async def written(self) -> None:
-        """Return when the file has all changes before this call, or cannot be written."""
+        """Return when the file has all changes made before this call, or cannot be written."""
         if self._path is not None and not self._has_ended:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
@@ -111,7 +111,7 @@ class StateFile:
         await self.written()
 
     def num_blocks(self, info: WorkerInfo) -> int | None:
-        """Return the size to which a worker's pool was resized for its model; None: never."""
+        """Return the size to which a worker's pool was resized for its model; None: it was not."""
         pool = self._pools.get(info.worker_id, {})
         if {**pool, **_pool_of(info)} != pool:
             return None
@@ -135,9 +135,9 @@ class StateFile:
     ) -> None:
         """Write changes until cancelled; a full disk delays them.
 
-        The accounts change all the time, so `accounts_now` is called every few seconds; it returns
-        them by worker. With 10,000 tenants this takes a millisecond for each worker, so the event
-        loop runs in between, and the work on all of them runs in a thread.
+        The accounts change all the time, so `accounts_now` is called every few seconds. It returns,
+        by worker, a function that reads the accounts. With 10,000 tenants this read takes a
+        millisecond, so the event loop runs between two workers. A thread does the other work.
         """
         try:
             while True:

@@ -1,8 +1,8 @@
 """Operators' calls that the scheduler forwards to workers: unload, load, drain.
 
-Before a worker unloads its model, the scheduler empties it so that no request is lost: the worker
+Before a worker unloads its model, the scheduler empties the worker so that no request is lost: it
 gets no new requests, live requests move with their KV if they can, and no more steps are sent. The
-remaining requests continue elsewhere as after a loss, or wait until a worker is attached.
+remaining requests continue as after the loss of a worker, or wait until a worker is attached.
 """
 
 import asyncio
@@ -132,8 +132,8 @@ class Loading:
     async def load(self, worker: str, directory: str) -> AsyncGenerator[loading_pb2.LoadResponse]:
         """Load the model of one worker or of all; yield their progress.
 
-        The workers continue if the caller is cancelled. In a worker's last progress `is_done` is
-        set; then the worker is attached. A worker that is unloading its model loads it afterwards.
+        The workers continue if the caller is cancelled. A worker is attached before its last
+        message, which has `is_done` set. A worker that is unloading its model loads it afterwards.
 
         Raises:
             NotFoundError: There is no such worker.
@@ -151,7 +151,7 @@ class Loading:
                 yield progress
 
     def drain_worker(self, worker: str) -> AsyncIterator[int]:
-        """Drain a worker, as its own `AdminService.Drain` does; yields its live sequences.
+        """Drain a worker as its own `AdminService.Drain` does; yield its live sequences' number.
 
         Raises:
             NotFoundError: There is no such worker.
@@ -160,7 +160,7 @@ class Loading:
         return self._calls.drain(self._roster.engine(worker).target)
 
     def stop(self) -> None:
-        """Cancel calls in progress, when the sessions end."""
+        """Cancel the calls in progress; called when the sessions end."""
         for task in self._unloads.values():
             task.cancel()
 

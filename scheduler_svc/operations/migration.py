@@ -38,8 +38,8 @@ _REBALANCE_S: Final = 0.25
 _PAUSE_S: Final = 5.0
 """How long rebalancing pauses after a failed move."""
 _MAX_MOVES: Final = 4
-"""Concurrent moves from a draining worker; each copies over the network and needs room in two host
-tiers."""
+"""Number of concurrent moves from a draining worker; each copies over the network and needs room in
+two host tiers."""
 
 log = structlog.get_logger()
 
@@ -108,7 +108,7 @@ class Migrator:
                     await asyncio.sleep(_PAUSE_S)
 
     def stop(self) -> None:
-        """Cancel moves in progress, when the sessions end."""
+        """Cancel the moves in progress; called when the sessions end."""
         self._moves.stop()
 
     # --- one move -------------------------------------------------------------------------------
@@ -213,8 +213,8 @@ class Migrator:
 class Drainer:
     """Empties workers that are about to end or to unload their model.
 
-    Requests move with their KV. Some cannot move, because a worker has no host memory for KV or too
-    little. Those requests stay until the others have moved. Then other workers compute their
+    Requests move with their KV. Some requests cannot move, because a worker has too little host
+    memory for KV, or none. These stay until the others have moved. Then other workers compute their
     tokens again, as after the loss of a worker.
     """
 
@@ -283,7 +283,7 @@ class Drainer:
 
 
 def _has_same_part(session: Session, other: Engine) -> bool:
-    """Whether `other` decodes if the session's worker does, or else prefills."""
+    """Whether `other` decodes, if the session's worker does; if not, whether it prefills."""
     if other.session is None:
         return False
     role = other.session.role

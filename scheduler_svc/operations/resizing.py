@@ -31,7 +31,7 @@ class OngoingResize:
         num_blocks: int,
         on_resized: Callable[[WorkerInfo, int], Awaitable[None]],
     ) -> None:
-        """Start a resize, which ends with `on_resized`.
+        """Start a resize; call `on_resized` when it has succeeded.
 
         Raises:
             FailedPreconditionError: The pool cannot have this size.
@@ -123,7 +123,7 @@ class Resizer:
         return resize
 
     def stop(self) -> None:
-        """Cancel resizes in progress, when the sessions end."""
+        """Cancel the resizes in progress; called when the sessions end."""
         for resize in self._resizes.values():
             resize.task.cancel()
 

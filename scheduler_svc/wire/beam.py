@@ -48,7 +48,7 @@ def beam_params_from_proto(message: scheduler_pb2.Submit, model: ModelInfo) -> B
 def beam_sampling(
     params: BeamParams, sampling: common_pb2.SamplingParams
 ) -> common_pb2.SamplingParams:
-    """Make the worker's parameters: it reports candidates and does not end sequences itself."""
+    """Make the parameters with which a worker reports candidates and ends no sequences."""
     num_excluded = len(params.end_token_ids) if sampling.min_tokens else 0
     return common_pb2.SamplingParams(
         temperature=0,

@@ -100,7 +100,7 @@ def activity_to_proto(
 
 
 def check_activity_query(query: common_pb2.ActivityQuery) -> None:
-    """Raise InvalidArgumentError if a field exceeds its limit or needs another one."""
+    """Raise InvalidArgumentError if a field exceeds its limit or needs another field."""
     if query.max_steps > MAX_STEPS:
         raise InvalidArgumentError(
             "query.max_steps", f"is {query.max_steps}; it must be in [0, {MAX_STEPS}]"

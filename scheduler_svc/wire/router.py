@@ -23,7 +23,7 @@ from scheduler_svc.core.interface.events import Finished, StepEvents
 from scheduler_svc.core.interface.request import SeqKey, SourceId
 
 OwnedVector: TypeAlias = tuple[SourceId, SeqKey, bytes]
-"""The vector of a sequence: float32, little-endian."""
+"""A sequence's vector, which is an embedding or a score: float32, little-endian."""
 
 
 def welcome_to_proto(
@@ -166,7 +166,7 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
 def renamed_part(
     output: scheduler_pb2.StepOutput, names: Mapping[int, int]
 ) -> scheduler_pb2.StepOutput | None:
-    """Copy the parts of `output` about some sequences, under other keys; None: there are none.
+    """Copy the parts of `output` about some sequences, under other keys; None: it has no such.
 
     `names` maps a sequence's key in `output` to its key in the result.
     """
@@ -225,7 +225,7 @@ def held_logprobs_to_proto(events: StepEvents) -> list[worker_pb2.SampledLogprob
 def _logprobs_to_proto(
     logprobs: Iterable[worker_pb2.SampledLogprob], result_index: Int32Array
 ) -> Iterator[scheduler_pb2.IndexedLogprob]:
-    """Change the indexes of log-probabilities from `sampled_rows` to the message's `token_ids`.
+    """Convert indexes into `sampled_rows` to indexes into the message's `token_ids`.
 
     Log-probabilities of tokens without a live sequence are left out.
     """
