@@ -1,4 +1,4 @@
-"""Sends each sequence's outputs to its router's stream, and changes of the service to all."""
+"""Sends each sequence's outputs to its router's stream, and service changes to every router."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ _ROOM_INTERVAL_S: Final = 0.02
 
 
 class RouterStreams:
-    """All open streams by source, and the resumable requests, which may change their stream."""
+    """The routers' open streams, by source; and the requests that another stream may resume."""
 
     def __init__(self, max_backlog_bytes: int, resumables: ResumableRequests | None = None) -> None:
         """Without `resumables`, no request outlives its stream."""

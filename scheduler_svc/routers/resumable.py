@@ -148,7 +148,7 @@ class _Source:
     """Outputs that are not sorted by sequence yet."""
     num_unread_bytes: int = 0
     redirects: dict[RouterStream, dict[int, int]] = field(default_factory=dict)
-    """For each stream that has resumed sequences: their keys here to their keys there."""
+    """For each stream that has resumed sequences: maps their keys here to their keys there."""
 
 
 class ResumableRequests:
@@ -163,17 +163,17 @@ class ResumableRequests:
         """Make an empty collection; with a grace period of 0 no request is resumable.
 
         Beyond `max_bytes`, ended requests and then requests without an owner expire early, oldest
-        first. If the others still use more, new ones are refused.
+        first. If the other requests still use more, new requests are refused.
         """
         self.grace_s = grace_s
         self._max_bytes = max_bytes
         self._requests: dict[tuple[str, str], ResumableRequest] = {}
         """By tenant and id, oldest first."""
         self._num_bytes = 0
-        """Their size at the last `expire`, plus the size of requests added since."""
+        """The requests' size at the last `expire`, plus the size of requests added since."""
         self._sources: dict[SourceId, _Source] = {}
         self._resumed: dict[RouterStream, dict[int, tuple[SourceId, SeqKey]]] = {}
-        """For each stream that has resumed requests: its keys to source and key in the core."""
+        """For each stream that has resumed requests: maps its keys to the core's source and key."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -219,7 +219,7 @@ class ResumableRequests:
         return stale
 
     def resume(self, message: scheduler_pb2.Resume, stream: RouterStream, now: float) -> None:
-        """Make `stream` the owner of a request and send it all outputs; refuse the old owner.
+        """Make `stream` a request's owner and send it all outputs; send the old owner an error.
 
         Raises:
             NotFoundError: The tenant has no such request, or it has expired.

@@ -98,7 +98,7 @@ class Adapters:
         kept: Iterable[LoraAdapter] = (),
         keep: Callable[[Sequence[LoraAdapter]], None] = lambda _: None,
     ) -> None:
-        """`is_used` returns whether requests use an adapter; `on_change` gets the offered ones.
+        """`is_used` tells whether requests use an adapter; `on_change` gets the offered adapters.
 
         `kept` are adapters that operators loaded before; `keep` stores the adapters for the next
         start.
@@ -188,7 +188,7 @@ class Adapters:
         self._publish()
 
     def stop(self) -> None:
-        """Cancel calls in progress, when the sessions end."""
+        """Cancel the calls in progress; called when the sessions end."""
         self._background.stop()
 
     async def _load(self, name: str, directory: str) -> LoadedAdapter:
@@ -261,7 +261,7 @@ class Adapters:
             self._check_same(held)
 
     async def _share(self, target: str, worker: AdapterHolder, adapter: LoraAdapter) -> None:
-        """Load a worker's adapter at all others; if one refuses, unload it at the worker."""
+        """Load a worker's adapter at all other workers; if one refuses, unload the adapter."""
         held = self._held
         try:
             loaded = await self._load_at_all(adapter.name, adapter.directory)

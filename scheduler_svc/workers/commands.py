@@ -49,7 +49,7 @@ class PostedCommands:
         self._commands: deque[Command] = deque()
 
     def post(self, command: Command, num_tokens: int) -> None:
-        """Queue a command; `num_tokens` counts if it is a request."""
+        """Queue a command; `num_tokens` counts only for a `SubmitRequest`."""
         if isinstance(command, SubmitRequest):
             self.num_seqs += num_live_seqs(command.request)
             self.num_tokens += num_tokens

@@ -47,7 +47,7 @@ class EngineOwner(Protocol):
         When it returns, the engine starts a session before any other task runs.
 
         Raises:
-            UnavailableError: The worker cannot hold them.
+            UnavailableError: The worker cannot hold these adapters.
         """
 
     def on_attached(self, engine: "Engine") -> None:
@@ -88,7 +88,7 @@ class Engine:
         self.is_settling = False
         """Whether the worker is loading the adapters of the others, which may take long."""
         self.lost_at_s: float | None = None
-        """When its last session ended, on the monotonic clock; None: it is attached, or was never.
+        """When its last session ended, on the monotonic clock; None: it is attached, or never was.
         """
         self._changed = asyncio.Event()
         self._attach = attach

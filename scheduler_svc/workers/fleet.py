@@ -123,7 +123,7 @@ class Fleet:
         """Place a request; if the worker's core refuses it, the source gets a refusal.
 
         Raises:
-            InvalidArgumentError: It has more sequences than may ever wait.
+            InvalidArgumentError: The request has more sequences than may ever wait.
             TooBusyError: The queues are full.
         """
         if not request.outputs and request.n > self.max_waiting:

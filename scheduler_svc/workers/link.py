@@ -87,7 +87,7 @@ class WorkerLink:
         self.holdings = holdings
         """The worker's rows and blocks at the time of the attachment."""
         self.former_epoch = former_epoch
-        """Epoch of the worker's former scheduler, perhaps of this one; 0: none."""
+        """Epoch of the worker's former scheduler, which may be this one; 0: it had none."""
         self.lost: UnavailableError | None = None
         """Why the worker is lost; None: it is not lost."""
         self.heartbeat = Heartbeat(config.lost_after_s)
@@ -165,7 +165,7 @@ class WorkerLink:
         Args:
             source_target: The other worker's address, as this scheduler knows it.
             source_instance_id: The expected instance, because from this worker the same address
-                may lead to another one.
+                may lead to another worker.
             sources: Host blocks of the other worker.
             targets: As many host blocks of this worker.
 
@@ -187,7 +187,7 @@ class WorkerLink:
         """Make the worker store host blocks in the far tier; see `WorkerService.StoreKv`.
 
         Returns:
-            How many of the first blocks are stored.
+            How many blocks, from the first one on, are stored.
 
         Raises:
             QuireError: The worker refused, or is lost.
@@ -205,10 +205,10 @@ class WorkerLink:
         """Make the worker fetch blocks from the far tier; see `WorkerService.FetchKv`.
 
         Returns:
-            How many of the first blocks have arrived.
+            How many blocks, from the first one on, have arrived.
 
         Raises:
-            QuireError: As `pull_kv`.
+            QuireError: As in `pull_kv`.
         """
         request = worker_pb2.FetchKvRequest(
             epoch=self._config.epoch,

@@ -8,7 +8,7 @@ By default ("prefix") a request goes to the worker with the lowest cost, in toke
 
 The first two terms delay the request's first token. They are the time that Mooncake's Conductor
 estimates (queue + prefill; Qin et al., FAST 2025), in tokens because the workers are alike. The
-third term is the cost of decoding sequences to each other. Without this term, all requests that
+third term is what decoding sequences cost each other. Without this term, all requests that
 share a prefix would crowd one worker as long as its queue is short (the load term of Preble,
 Srivatsa et al., ICLR 2025). If no worker has cached a part or queued a request, the least loaded
 one is chosen.
@@ -302,7 +302,7 @@ def for_prompts(workers: Sequence[_WorkerT]) -> Sequence[_WorkerT]:
 
 
 def _of_role(request: Request, roles: Sequence[Role]) -> list[int]:
-    """Return the workers whose role fits an uncached request, or all if there are none."""
+    """Return the workers whose role fits an uncached request, or all workers if none fits."""
     is_search = request.beam is not None
     own = [i for i, role in enumerate(roles) if (role.decodes if is_search else role.prefills)]
     return own or [*range(len(roles))]

@@ -51,7 +51,7 @@ class Roster:
         raise NotFoundError(f"worker {worker!r} is not one of this scheduler's: {known}")
 
     def chosen(self, worker: str) -> tuple[Engine, ...]:
-        """Return the engine of `worker`, or all engines if that is empty.
+        """Return the engine of `worker`, or all engines if `worker` is empty.
 
         Raises:
             NotFoundError: There is no such worker.
@@ -84,11 +84,11 @@ class Roster:
         }
 
     def attached(self, worker: str) -> Mapping[str, Session]:
-        """Return the session of `worker`, or all sessions if that is empty.
+        """Return the session of `worker`, or all sessions if `worker` is empty.
 
         Raises:
             NotFoundError: There is no such worker.
-            UnavailableError: It is not attached.
+            UnavailableError: The worker is not attached.
         """
         return {worker: self.engine(worker).attached_session()} if worker else self.sessions
 

@@ -77,7 +77,7 @@ class Session:
         self.step_log = StepLog()
         self.crashes = CrashCounter()
         self.paces_prompts = True
-        """Whether `pace` limits how much prompts delay decodes. It need not if decodes move to
+        """Whether `pace` limits how much prompts delay decodes. None is needed if decodes move to
         other workers."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
@@ -201,7 +201,7 @@ class Session:
         return self._core.load()
 
     def space(self) -> SpaceReport:
-        """Measure the use of the core's blocks; takes time in proportion to them."""
+        """Measure the use of the core's blocks; takes time in proportion to their number."""
         return read_space(self._core)
 
     def queued_by_tenant(self) -> Counter[str]:

@@ -42,7 +42,7 @@ async def wait_for_vacancy(
 ) -> int:
     """Wait until some workers answer, and none of them has a live scheduler.
 
-    Without a Lease several standbys may return from this at once. Then the workers obey the standby
+    Without a Lease several standbys may return at once. Then the workers obey the standby
     with the newest epoch and refuse the others.
 
     Args:
@@ -50,7 +50,7 @@ async def wait_for_vacancy(
         absence_s: How long a worker must have had no stream to a scheduler.
         silence_s: How long a scheduler with a stream to a worker must have been silent.
         tls: For calls to workers; None: plaintext.
-        lease: Is claimed before this returns; None: there is none.
+        lease: Claimed before this call returns; None: there is no Lease.
 
     Returns:
         The newest epoch that a worker has seen.

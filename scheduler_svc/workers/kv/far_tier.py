@@ -27,7 +27,7 @@ from scheduler_svc.workers.placement import prompt_hashes
 from scheduler_svc.workers.session import Session
 
 _COMPUTED_S: Final = 60.0
-"""A prompt that takes longer to be computed and stored, from its admission on, is not stored."""
+"""From its admission on, a prompt may take this long to be computed and stored; then it is not."""
 _MAX_STORING: Final = 64
 """At most this many prompts are followed until they are computed and stored."""
 _MAX_QUEUED_TOKENS: Final = 2**23
@@ -35,7 +35,7 @@ _MAX_QUEUED_TOKENS: Final = 2**23
 _MAX_LENDING_TRIES: Final = 16
 """After a core has lent no block this many times in a row, the rest of a prompt is not stored."""
 _MAX_FETCHES: Final = 8
-"""The limit on fetches at a time for one worker."""
+"""The limit on concurrent fetches for one worker."""
 _FETCH_BLOCKS: Final = 64
 """How many blocks are fetched together; the worker's host blocks are reserved for them."""
 _FETCH_S: Final = 10.0
@@ -123,7 +123,7 @@ class FarTier:
             self._tasks.start(self._store(request, new, giving))
 
     def stop(self) -> None:
-        """Cancel all fetches and stores, when the sessions end."""
+        """Cancel all fetches and stores; called when the sessions end."""
         self._tasks.stop()
 
     def _forget(self, name: tuple[SourceId, SeqKey]) -> Request | None:

@@ -35,7 +35,7 @@ _FORGET_S: Final = 60.0
 """When the last measurement is this old, the initial values are used again, because a slow link may
 have recovered."""
 LEAST_TOKENS: Final = 256
-"""Fewer tokens than this are computed, because a copy waits for the steps of both workers."""
+"""Fewer tokens are computed, not copied, because a copy waits for the steps of both workers."""
 
 log = structlog.get_logger()
 
@@ -72,7 +72,7 @@ class CopyTimes:
         return self._fixed_s + num_bytes * self._byte_s
 
     def measure(self, num_bytes: float, took_s: float) -> None:
-        """Learn from a copy; infinity: it failed."""
+        """Learn from a copy; `took_s` is infinite if the copy failed."""
         expected_s = self.seconds(num_bytes)
         self._num_measured += 1
         weight = max(_WEIGHT, 1 / self._num_measured)
@@ -141,7 +141,7 @@ class PrefixPulls:
         self._tasks.start(ends_in_time(copying, pull.compute_s, then))
 
     def stop(self) -> None:
-        """Cancel the copies in progress, when the sessions end."""
+        """Cancel the copies in progress; called when the sessions end."""
         self._tasks.stop()
 
     async def _copy(self, pull: Pull) -> None:
@@ -157,7 +157,7 @@ class PrefixPulls:
             self._times.measure(pull.num_bytes, math.inf)
         else:
             share = 1 - copy.num_missing(pull.hashes) / len(pull.hashes)
-            if share:  # otherwise the source had them only on its disk, or has evicted them
+            if share:  # else the source had the blocks only on disk, or evicted them
                 self._times.measure(share * pull.num_bytes, time.monotonic() - started_s)
 
 
