@@ -1,4 +1,4 @@
-"""Converts errors to gRPC status with `google.rpc` details and back; has the interceptor for it."""
+"""Converts errors to a gRPC status with `google.rpc` details and back; has the interceptor."""
 
 import asyncio
 import contextlib

@@ -14,13 +14,13 @@ from quire.v1 import common_pb2
 
 
 def check_number(field: str, value: float, least: float, most: float) -> None:
-    """Check that a number is in [least, most]; NaN is not."""
+    """Check that a number is in [least, most]; NaN is refused."""
     if not least <= value <= most:  # false for NaN
         raise InvalidArgumentError(field, f"is {value}; it must be in [{least}, {most}]")
 
 
 def check_positive(field: str, value: float, most: float) -> None:
-    """Check that a number is in (0, most]; NaN is not."""
+    """Check that a number is in (0, most]; NaN is refused."""
     if not 0 < value <= most:  # false for NaN
         raise InvalidArgumentError(field, f"is {value}; it must be in (0, {most}]")
 

@@ -40,7 +40,7 @@ def generate_request_from_proto(message: inference_pb2.GenerateRequest) -> Gener
     """Convert a request.
 
     Raises:
-        InvalidArgumentError: It has no prompt, has an unknown enum value, or sets
+        InvalidArgumentError: The request has no prompt, has an unknown enum value, or sets
             `sampling.adapter` or `sampling.pooling`.
     """
     if message.sampling.HasField("adapter"):
@@ -88,7 +88,7 @@ def embed_requests_from_proto(message: inference_pb2.EmbedRequest) -> list[Gener
 
 
 def embedding_kind_from_proto(number: common_pb2.PoolingKind) -> PoolingKind | None:
-    """Convert the kind of vector that an `EmbedRequest` asks for; None: the model's default."""
+    """Convert the kind of embedding that an `EmbedRequest` asks for; None: the model's default."""
     if number == common_pb2.POOLING_KIND_UNSPECIFIED:
         return None
     kind = pooling_kind_from_proto(number, "pooling")

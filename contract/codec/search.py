@@ -46,7 +46,7 @@ def check_search(
     """Check the search of a row with `num_row_tokens` tokens against the limits.
 
     Raises:
-        InvalidArgumentError: It has too many outputs or tokens, or an unknown token id.
+        InvalidArgumentError: The search has too many outputs or tokens, or an unknown token id.
     """
     check_at_most("rows.note.beams", len(state.beams), MAX_BEAM_WIDTH)
     check_at_most("rows.note.hypotheses", len(state.hypotheses), MAX_BEAM_WIDTH)

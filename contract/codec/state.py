@@ -24,7 +24,7 @@ from quire.v1 import worker_pb2
 _TIERS: Final = ("device", "host", "disk")
 _MAX_ROWS_BYTES: Final = 512 * 1024
 _MAX_LABELS: Final = 24 * 1024
-# Both limit one part of the holdings.
+# Both constants limit one message, which has a part of the holdings.
 
 
 def holdings_to_proto(holdings: Holdings) -> worker_pb2.ReadHoldingsResponse:

@@ -23,7 +23,7 @@ _STREAMS_PER_FRAME: Final = 50
 _MOST_TABLE_BYTES: Final = 4096
 """Limit on the table that compresses the headers we send; hpack searches it entry by entry."""
 _MOST_TABLE_CHANGES: Final = 2
-"""Limit in one block of headers, from RFC 7541, 4.2; a change has one byte and takes 1 us."""
+"""Limit on changes in one block of headers (RFC 7541, 4.2); each has one byte and takes 1 us."""
 _USED_SETTINGS: Final = frozenset(
     (
         SettingCodes.HEADER_TABLE_SIZE,
@@ -80,7 +80,7 @@ def _is_use(event: Event) -> bool:
 class BoundedH2(H2Connection):
     """A server's connection, which continues after a client's GOAWAY.
 
-    The caller gives each stream that has closed to `forget`.
+    The caller must pass each stream that has closed to `forget`.
     """
 
     def __init__(self, limits: Limits) -> None:

@@ -36,7 +36,7 @@ _LARGE_AT_ONCE: Final = 64
 _SLICE_BYTES: Final = 4096
 """Received bytes are parsed in slices, so that many small frames do not block the event loop."""
 _CALLS_AT_ONCE: Final = 100
-"""Handlers that are cancelled at once; each holds the event loop for 20 us or more."""
+"""How many handlers are cancelled at once; each holds the event loop for 20 us or more."""
 
 log = structlog.get_logger()
 

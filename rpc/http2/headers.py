@@ -26,7 +26,7 @@ _SAFE: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 _TIMEOUT: Final = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _MOST_DETAILS: Final = 200
-"""Characters of a refusal, which names what the client has sent."""
+"""The limit on characters of a refusal, which names what the client has sent."""
 _FIELD_BYTES: Final = 32
 """Bytes that HTTP/2 adds to the size of each header."""
 _IDENTITY: Final = "identity"

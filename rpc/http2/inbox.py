@@ -45,7 +45,7 @@ class Inbox:
     ) -> None:
         """`allow(n)` lets the client send n bytes more; at first it may send `WINDOW_BYTES`.
 
-        `room` limits how many messages larger than that the inboxes that share it receive at once.
+        `room` limits how many larger messages all inboxes with this `room` receive at once.
         """
         self._max_bytes = max_bytes
         self._encoding = encoding

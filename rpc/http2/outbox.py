@@ -46,7 +46,7 @@ class OutStream:
         self._turn = asyncio.Lock()
 
     async def wait(self) -> None:
-        """Wait until all has been sent, or the stream has ended; of several tasks, each in turn."""
+        """Wait until all has been sent or the stream has ended; several tasks wait in turn."""
         async with self._turn:
             while self.unsent is not None:
                 await self.sent.wait()

@@ -1,4 +1,4 @@
-"""Connections parse what they receive in turn, for a few milliseconds of each event loop's turn."""
+"""Lets connections parse received bytes in turn, some milliseconds per turn of the event loop."""
 
 import asyncio
 import time

@@ -26,7 +26,7 @@ class Stall:
     """A time in which the event loop did not run."""
 
     lasted_s: float
-    """Duration; so far, if the stall is not over."""
+    """Duration of the stall; if it is not over, the duration so far."""
     cpu_s: float
     """CPU time of the loop's thread during the stall: about 0 if the thread waited, the process was
     suspended, or other processes had the CPU."""

@@ -1,6 +1,6 @@
 """Records a timeline of a process for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-It is off unless `configure` is called with a directory; then a span costs only one check. The
+It is off unless `configure` is called with a directory; while off, a span costs one check. The
 processes of a machine share a clock, so `merge` can join their files.
 """
 
