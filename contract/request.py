@@ -48,7 +48,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt and how to continue it. Every API of the router makes such requests of calls."""
+    """One prompt and how to continue it. The router's APIs turn all their calls into this class."""
 
     prompt: str | tuple[int, ...]
     """Text or token ids."""

@@ -30,7 +30,7 @@ _RENEW_S: Final = 2.0
 _RETRY_S: Final = 2.0
 """Pause after a failed watch, and the least time between the beginnings of two watches."""
 _HEAD_START_S: Final = 2.0
-"""How long no other scheduler may claim a Lease after a claim, so that the claimer takes over."""
+"""After a claim, no other scheduler may claim for this long, so that the claimer can take over."""
 _WRITE_S: Final = 1.0
 """How long a takeover, or the end of a scheduler, may wait for the API server."""
 _READ_S: Final = 2.0
@@ -56,7 +56,7 @@ class LeaseError(Exception):
 
 
 class Lease:
-    """The Lease, for an `async with`; at the block's end, this scheduler gives up what it holds."""
+    """The Lease, for an `async with`; at the block's end, a scheduler that holds it gives it up."""
 
     def __init__(self, name: str, holder: str, cluster: Cluster | None = None) -> None:
         """`holder` names this scheduler; a random part distinguishes it from its earlier runs."""

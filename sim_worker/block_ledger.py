@@ -117,7 +117,7 @@ class BlockLedger:
         self._slots[arriving] = 0
 
     def _own(self, rows: Int32Array | Int64Array, blocks: Int32Array) -> None:
-        """Add blocks, which must be in no table, to rows' tables; the row may write the block."""
+        """Add each block to its row's table; the row may write it. No other table may have it."""
         if not len(blocks):
             return
         np.add.at(self._num_holders, blocks, 1)

@@ -31,7 +31,7 @@ class TokenBudget:
         self._takes_whole_prompts = config.takes_whole_prompts
         threshold = 0 if config.takes_whole_prompts else config.long_prefill_threshold
         self.long_threshold = config.busy_step_tokens // 2 if threshold is None else threshold
-        """A sequence with more uncomputed known tokens than this counts as long; 0: none does."""
+        """A sequence with more uncomputed known tokens than this counts as long; 0: none is."""
         self.num_tokens = 0
         """Tokens of any kind left in this step."""
         self.num_prompt_tokens = 0

@@ -39,7 +39,7 @@ class Decodes(Protocol):
         """Return the sequences that `num_due` counts; changes nothing."""
 
     def num_due_soon(self, step: StepId) -> int:
-        """Return the blocks per KV group that the next two steps need; with drafts, an estimate."""
+        """Return how many blocks per KV group the next two steps need; with drafts, an estimate."""
 
     def take_due(self, step: StepId) -> list[Sequence]:
         """Return the sequences that need blocks at `step`; the caller must allocate the blocks."""

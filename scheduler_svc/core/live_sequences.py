@@ -27,7 +27,7 @@ class LiveSequences:
         self._by_source: dict[SourceId, dict[int, Sequence]] = {}
         self._num_created = 0
         self.num_siblings = 0
-        """Sequences that wait for their leader."""
+        """Number of sequences that wait for their leader."""
         self.num_foreground = 0
         """Number of outputs of requests above the lowest priority."""
         self._admitted: list[Admitted] = []  # not reported to the sources yet

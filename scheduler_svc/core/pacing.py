@@ -27,8 +27,8 @@ from scheduler_svc.core.interface.config import SchedulerConfig
 # --- how many prompt tokens a step may have -----------------------------------------------------
 
 _MIN_TOKENS = 4
-"""Lower bound of `least_tokens`. Measured: beside eight decodes four are almost free, and
-sixteen cost nine tenths of a step ("Long prompts beside streams")."""
+"""Lower bound of `least_tokens`. Measured: beside eight decodes, four prompt tokens are almost
+free, and sixteen cost nine tenths of a step ("Long prompts beside streams")."""
 _FULL_SLOWDOWN = 1.4
 """If the allowed slowdown is at least this, which is the default, the worker's `min_prompt_tokens`
 apply in full. Below it they shrink in proportion, so that an operator can have shorter steps.
@@ -86,9 +86,9 @@ The two values themselves were chosen."""
 _LEAD_PART = 4
 """The lead is at least 1 / 4 of the expected time, because long steps are harder to predict."""
 _LATE_FACTOR, _LEAST_LATE_S = 10, 1.5
-"""Steps in flight are late after this multiple of their expected time, but not before this many
-seconds. Chosen, not measured: a busy machine or a very long prompt does not make a step take so
-long."""
+"""Steps in flight are late after `_LATE_FACTOR` times their expected time, but at the earliest
+after `_LEAST_LATE_S` seconds. Chosen, not measured: a busy machine or a very long prompt does not
+make a step take that long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def least_tokens(queue: PromptQueue, config: SchedulerConfig) -> int:
 
     Beside many decodes, short prompts are spread over several steps: each step delays the streams a
     little, and the first prompts stream before the last are computed. Beside few decodes, short
-    prompts are computed in one step, or a burst of them in two.
+    prompts are computed in one step, and a burst of them is computed in two.
     """
     share = -(-queue.num_tokens // _LONG_STEPS)
     num_short = queue.num_short_tokens

@@ -127,7 +127,7 @@ class KvLookup:
         return [name for name in names if not self._pool.find([name])]
 
     def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:
-        """Return the hashes of the first tokens' full blocks; empty if it may not find any."""
+        """Return the hashes of the first tokens' full blocks; empty if no lookup is allowed."""
         may_find = seq.status is SeqStatus.SWAPPED or seq.request.reads_prefix_cache
         if not (self._is_enabled and may_find):
             return []
@@ -154,7 +154,7 @@ class KvLookup:
         return FoundKv(blocks, [], [], num_indices * self._block_size, places, num_indices)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Return how many prompt tokens, without the last, are in the prefix cache."""
+        """Return how many prompt tokens are in the prefix cache; the last one never counts."""
         if not (self._is_enabled and request.reads_prefix_cache):
             return 0
         hashes: list[BlockHash] = []

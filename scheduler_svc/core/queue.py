@@ -18,7 +18,7 @@ class WaitingQueue:
     """Has two lanes: short sequences can overtake long ones that may not start yet."""
 
     def __init__(self, policy: Policy, long_prefill_threshold: int) -> None:
-        """More than `long_prefill_threshold` tokens to compute make a sequence long; 0: none is."""
+        """`long_prefill_threshold`: a sequence with more tokens to compute is long; 0: none is."""
         self._policy = policy
         self._threshold = long_prefill_threshold
         self._short = _Lane(policy)

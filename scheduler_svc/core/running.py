@@ -398,7 +398,7 @@ class RunningSet:
 
         Args:
             seq: The sequence.
-            num_computed: Its tokens with KV.
+            num_computed: The number of its tokens with KV.
 
         Returns:
             The blocks at `KvGroups.kept(n)`, and n, the length of the prefix; n may be 0.
@@ -415,7 +415,7 @@ class RunningSet:
         Args:
             seq: The sequence.
             blocks: Its blocks at `KvGroups.kept(num_computed)`.
-            num_computed: Its tokens with KV.
+            num_computed: The number of its tokens with KV.
 
         A later scheduler finds the partial block by its label. Without a prefix cache the full
         blocks have no hashes yet, so they get labels here, too.
@@ -453,7 +453,7 @@ class RunningSet:
         return -(-len(seq.token_ids) // self._config.block_size)
 
     def _places_ahead(self, seq: Sequence, found: FoundKv) -> list[int]:
-        """With windows: the places of the new blocks that a sequence takes when it starts."""
+        """Return, with windows, the places of the new blocks that a sequence takes at its start."""
         return self._groups.ahead(found.num_indices, found.num_tokens, self._num_indices(seq))
 
     def _missing(self, seq: Sequence) -> list[int]:

@@ -9,12 +9,12 @@ The cost of a step grows with its changes, not with the number of sequences. A d
 needs work when it starts, when it crosses a block boundary and when it ends; in between it is one
 element of an array.
 
-The words: a *source* is the stream of a router. A request with n > 1 has a *leader*, the sequence
-that computes the prompt, and its *siblings*, which fork from it. The beams of one search are a
-*group* (`BeamGroup`); a *KV group* is something else, a set of layers. A sequence's *rank* is its
-place in the policy's order. *Unclaimed* rows belong to sequences of an earlier scheduler that no
-router has submitted again. The states of sequences are in `sequence.py`, the states of blocks in
-`space/blocks.py`.
+The core uses these words: A *source* is the stream of a router. A request with n > 1 has a
+*leader*, the sequence that computes the prompt, and *siblings*, which fork from the leader. The
+beams of one search are a *group* (`BeamGroup`); a *KV group* is something else, a set of layers. A
+sequence's *rank* is its place in the policy's order. *Unclaimed* rows belong to sequences of an
+earlier scheduler that no router has submitted again. The states of sequences are in `sequence.py`;
+the states of blocks are in `space/blocks.py`.
 
 `Scheduler` consists of parts, each with one duty. Callers may read from the parts, and take what a
 part has to report. The calls that decide what the core does are the methods of `Scheduler` marked
@@ -271,19 +271,19 @@ class Scheduler:
         """Plan the next step; end the waiting sequences whose deadline has passed.
 
         One step may have prefills and decodes. A running sequence has known tokens, some of which
-        are computed. It *prefills* until a step has computed all of them: each step
-        computes a chunk, in order, within the token budget. The last of these steps samples the
-        next token. From then on the sequence *decodes*: every step computes the newest token and
-        samples the next. This method does not visit decoding sequences; it counts them, and gives a
-        block to each of the few that need one. This one rule covers whole and chunked prompts,
-        prefixes found in the cache, preempted sequences that compute their tokens again, and beams.
+        are computed. It *prefills* until a step has computed all of them: each step computes a
+        chunk, in order, within the token budget. The last of these steps samples the next token.
+        From then on the sequence *decodes*: every step computes the newest token and samples the
+        next. This method does not visit decoding sequences; it counts them, and gives a block to
+        each of the few that need one. This rule covers whole and chunked prompts, prefixes found in
+        the cache, preempted sequences that compute their tokens again, and beams.
 
         In this order: (1) While decoding sequences lack blocks, or more sequences run than the
         worker's memory allows, the last running sequence in order is preempted. (2) Each decode
         takes one token of the budget. (3) Running prefills get chunks. (4) Unless (1) preempted a
         sequence, sequences are admitted from the queue in the policy's order, as long as tokens,
         rows and blocks are left. (5) Long prefills (`TokenBudget.is_long`), which get at most
-        half of the tokens in (3) and (4), get what is left. (6) Blocks that the next steps need are
+        half of the tokens in (3) and (4), get the rest. (6) Blocks that the next steps need are
         evicted ahead. (7) The defragmenter adds its block copies, after all other copies are known.
 
         Args:

@@ -190,7 +190,7 @@ class Sequence:
     def order(self) -> tuple[Key, Key, SeqId]:
         """Its sort key without the account's part; smaller goes first.
 
-        A preemption does not change it.
+        A preemption does not change this key.
         """
         return (self.rank.level, self.rank.key, self.seq_id)
 

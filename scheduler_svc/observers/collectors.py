@@ -57,7 +57,7 @@ class LoadCollector(Collector):
 
 
 class SpaceCollector(Collector):
-    """Collects how well each attached worker uses its blocks; takes time per block."""
+    """Collects how well each attached worker uses its blocks; the time grows with the blocks."""
 
     def __init__(self, spaces: Callable[[], Mapping[str, SpaceReport]]) -> None:
         """`spaces` returns a report for each attached worker."""

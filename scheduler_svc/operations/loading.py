@@ -132,8 +132,9 @@ class Loading:
     async def load(self, worker: str, directory: str) -> AsyncGenerator[loading_pb2.LoadResponse]:
         """Load the model of one worker or of all; yield their progress.
 
-        The workers continue if the caller is cancelled. A worker is attached before its last
-        message, which has `is_done` set. A worker that is unloading its model loads it afterwards.
+        The workers continue if the caller is cancelled. The last message of a worker has `is_done`
+        set; by then the worker is attached. A worker that is unloading its model loads it
+        afterwards.
 
         Raises:
             NotFoundError: There is no such worker.
@@ -151,7 +152,7 @@ class Loading:
                 yield progress
 
     def drain_worker(self, worker: str) -> AsyncIterator[int]:
-        """Drain a worker as its own `AdminService.Drain` does; yield its live sequences' number.
+        """Drain a worker as its own `AdminService.Drain` does; yield how many sequences are live.
 
         Raises:
             NotFoundError: There is no such worker.

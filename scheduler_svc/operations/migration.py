@@ -214,7 +214,7 @@ class Drainer:
     """Empties workers that are about to end or to unload their model.
 
     Requests move with their KV. Some requests cannot move, because a worker has too little host
-    memory for KV, or none. These stay until the others have moved. Then other workers compute their
+    memory for KV, or none. They stay until the others have moved. Then other workers compute their
     tokens again, as after the loss of a worker.
     """
 

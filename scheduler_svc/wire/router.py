@@ -166,7 +166,7 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
 def renamed_part(
     output: scheduler_pb2.StepOutput, names: Mapping[int, int]
 ) -> scheduler_pb2.StepOutput | None:
-    """Copy the parts of `output` about some sequences, under other keys; None: it has no such.
+    """Copy the parts of `output` about some sequences, under other keys; None: no such part.
 
     `names` maps a sequence's key in `output` to its key in the result.
     """

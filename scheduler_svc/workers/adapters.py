@@ -261,7 +261,7 @@ class Adapters:
             self._check_same(held)
 
     async def _share(self, target: str, worker: AdapterHolder, adapter: LoraAdapter) -> None:
-        """Load a worker's adapter at all other workers; if one refuses, unload the adapter."""
+        """Load a worker's adapter at all others; if one refuses, unload it at this worker."""
         held = self._held
         try:
             loaded = await self._load_at_all(adapter.name, adapter.directory)

@@ -28,12 +28,12 @@ class BeamGroup:
         self.outputs = seqs[: request.n]
         self.places: list[Sequence] = []
         """While the search runs: the sequence of each beam. At first only the best beam has one.
-        While `parents` is set, these are the sequences of the previous step's beams."""
+        While `parents` is set, the list has the sequences of the previous step's beams."""
         self.parents: tuple[int, ...] | None = None
         """Set between the choice of new beams and the start of their step: for each new beam, the
         index in `places` of the beam that it continues."""
         self.reports: dict[SeqId, Candidates] = {}
-        """The candidates of the beams that have computed their last token."""
+        """The candidates of the beams that have computed their newest token."""
 
     @property
     def leader(self) -> Sequence:
@@ -89,11 +89,11 @@ class BeamGroup:
             return self._num_blocks_of_others(block_size) if self.can_spread else 0
         if (self.search.num_tokens - 1) % block_size == 0:  # the parents' blocks are full
             return len(self.parents)
-        # Each fork needs a block for its copy; each beam without a child gives one back before.
+        # Each fork needs a block for its copy; each beam without a child gives one back first.
         return max(0, len(self.parents) - len(self.places))
 
     def demand(self, block_size: int) -> tuple[int, int]:
-        """Return how many rows it needs, and how many blocks per KV group besides its leader's."""
+        """Return how many rows the search needs, and blocks per KV group besides its leader's."""
         width, num_tokens, request = len(self.seqs), self.search.num_tokens, self.leader.request
         if len(self.search.beams) > 1:
             return width, self._num_blocks_of_others(block_size)

@@ -2,8 +2,8 @@
 
 A search has one sequence per beam. The first sequence, the leader, represents the search in the
 queue. When the leader has computed the prompt, the other beams fork from it. From then on each beam
-reports candidates when it computes its last token. When all beams have reported, the search chooses
-the next beams. In the next step:
+reports candidates when it computes its newest token. When all beams have reported, the search
+chooses the next beams. In the next step:
 
     the first child of a beam    continues in the row and blocks of its parent
     a further child              forks into a spare sequence: it shares the parent's full blocks,
@@ -170,7 +170,7 @@ class BeamGroups:
             self._policy.charge(group.leader.rank.account, 0, len(group.places))
 
     def _begin_step(self, group: BeamGroup, parents: tuple[int, ...], builder: PlanBuilder) -> None:
-        """Assign sequences to the new beams, and compute the last token of each beam."""
+        """Assign sequences to the new beams, and compute the newest token of each beam."""
         places = group.places
         childless = set(range(len(places))).difference(parents)
         for index in childless:
@@ -189,7 +189,7 @@ class BeamGroups:
                 self._running.extend(child, beam.token_ids)
             group.places.append(child)
         for seq in group.places:
-            # Each computes one token, and a step always has room for one token per row.
+            # Each beam computes one token, and a step always has room for one token per row.
             self._running.compute_chunk(seq, builder)
 
     def _spread(self, group: BeamGroup) -> None:

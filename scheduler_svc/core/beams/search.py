@@ -32,7 +32,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """An output that continues."""
+    """An output that has not ended."""
 
     token_ids: Int32Array
     """Prompt and output."""
@@ -49,7 +49,7 @@ class Hypothesis:
     logprob: np.float32
     score: np.float32
     end_token_id: int | None
-    """The token that ended the output; None: it reached its length."""
+    """The token that ended the output; None: the output reached its length."""
 
 
 class BeamSearcher:

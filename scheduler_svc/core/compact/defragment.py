@@ -41,7 +41,7 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 _NOW, _NEVER = float("-inf"), float("inf")
 _LEAST_RATE = 1e-9
-"""With a threshold of 0, a pass still needs a rate above 0."""
+"""Even with a threshold of 0, a pass begins only at a rate above 0."""
 
 
 @dataclass(frozen=True, slots=True)

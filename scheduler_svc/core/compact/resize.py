@@ -6,7 +6,7 @@ To grow, the worker allocates memory first; then the core calls `resize`. To shr
                 Cached blocks are demoted, as many as one step can take. The defragmenter moves held
                 blocks below the end; if there is no room, sequences are preempted first.
     is_shrunk   no block beyond the end is held, the worker knows which rows were released, and all
-                steps that may have touched these blocks have results. Now the worker may free them.
+                steps that may have touched these blocks have results. Now the worker frees them.
     resize      sets the new size if the worker has freed the blocks. If it has not, `resize` sets
                 the old size, and the blocks are in use again.
 """

@@ -12,9 +12,9 @@ the contents, and calls both cores in this order:
             after the results of both `ready_step`s the contents are copied
     end_loan                                 receive   the blocks can be found from now on
 
-A loan holds the blocks that are read, and a reservation the blocks that are written, for the
-duration of the copy. Until `receive` no sequence finds a block, so KV that turns out to be wrong is
-never used.
+For the duration of the copy, a loan holds the blocks that are read, and a reservation holds the
+blocks that are written. No sequence finds a copied block before `receive`, so KV that turns out to
+be wrong is never used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -117,7 +117,7 @@ class Copies:
 
     @property
     def num_expectable(self) -> int:
-        """How many blocks `expect` can reserve now: half of those available, to leave room."""
+        """How many blocks `expect` can reserve now: half of the available ones, to leave room."""
         return self._tier.pool.num_available // 2
 
     def expect(self, hashes: Sequence[BlockHash]) -> Room:

@@ -99,8 +99,8 @@ class SchedulerConfig:
     preemption_mode: PreemptionMode = PreemptionMode.COST
     """How to preempt sequences if there is a host tier."""
     max_swap_blocks: int = 256
-    """The limit on blocks that one step swaps in, and on those it demotes. Swap-outs of preempted
-    sequences are not limited, because their room is needed at once."""
+    """The limit on blocks that one step swaps in, and on blocks that it demotes. Swap-outs of
+    preempted sequences are not limited, because their room is needed at once."""
     long_prefill_threshold: int | None = None
     """A sequence with more known tokens to compute counts as long: it leaves half of a step to
     others, and short ones may overtake it. 0: no sequence counts as long. None: half of the tokens

@@ -32,8 +32,8 @@ def core_input(
 ) -> Callable[Concatenate[_Core, _P], _R]:
     """Let the core's recorder, if it has one, make the calls of this method.
 
-    A core's plans follow from its configuration and the calls of these methods. They must not
-    call each other, because the inner call would be recorded, too.
+    A core's plans follow from its configuration and the calls of marked methods. Marked methods
+    must not call each other, because the inner call would be recorded, too.
     """
 
     @functools.wraps(method)

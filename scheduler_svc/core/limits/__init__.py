@@ -1,1 +1,1 @@
-"""Limits on accepted requests, on the time of a step, and on running sequences."""
+"""Limits on the requests that a core accepts, and on the sequences that run at once."""

@@ -1,4 +1,4 @@
-"""Decides which requests a core accepts: limits of length, deadline and queue size.
+"""Decides which requests a core accepts, by their length, their deadline and the queue's size.
 
 Three places refuse requests under overload. `router/request/admission.py` limits the requests of
 one router. `router/schedulers/pool.py` refuses when every scheduler has reported a full queue.
@@ -136,12 +136,12 @@ def _check_search(request: Request, width: int, num_blocks: int, config: Schedul
         raise RequestTooLongError(
             f"the beam width is {width}; at most {config.max_num_seqs} sequences run at once"
         )
-    # The last token is not computed. Beams may share nothing but the prompt.
+    # The last token is not computed. In the worst case, beams share only the prompt.
     num_needed = -(-(num_prompt_tokens + request.max_tokens - 1) // config.block_size)
     if request.max_tokens > 1:
         num_shared = num_prompt_tokens // config.block_size
         num_needed = num_shared + width * (num_needed - num_shared)
-    if config.has_windows:  # with windows, beams may not even share the prompt
+    if config.has_windows:  # then, in the worst case, beams share nothing
         groups = KvGroups(config)
         num_longest = groups.num_needed(num_prompt_tokens + request.max_tokens)
         num_needed = groups.num_null + width * num_longest

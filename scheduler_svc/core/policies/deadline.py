@@ -8,7 +8,7 @@ from scheduler_svc.core.policies.policy import Policy, Rank, background
 class EarliestDeadline(Policy):
     """Orders by deadline, which is at most `patience_s` seconds after arrival.
 
-    So no sequence waits for sequences that arrive more than `patience_s` after it.
+    So no sequence waits for sequences that arrive more than `patience_s` seconds later.
     """
 
     def __init__(self, patience_s: float = 60.0) -> None:

@@ -26,7 +26,7 @@ def make_policy(name: str, args: Iterable[tuple[str, str]]) -> Policy:
     Args:
         name: fcfs, priority, fair, deadline, several of the last three in that order joined by "+",
             or the dotted path of a subclass of `Policy`.
-        args: Constructor arguments by name; a combination passes each to the policies that have it.
+        args: Constructor arguments by name. Each policy of a combination gets those it declares.
 
     Raises:
         ValueError: There is no such policy, or it does not accept these arguments.

@@ -31,8 +31,8 @@ class Rank:
     key: Key
     """The order within level and account. All keys of a policy have one length and no NaN."""
     account: str = ""
-    """The account, such as a tenant; within a level the least served one (`Policy.num_served`) goes
-    first."""
+    """The account, such as a tenant. Within a level the least served account goes first
+    (`Policy.num_served`)."""
     level: Key = ()
     """Compared before `num_served` and `key`; same requirements as for `key`."""
 

@@ -61,7 +61,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierDescription:
-    """The blocks of one tier. The counts cover the tier, the arrays only the queried blocks."""
+    """The blocks of one tier. The counts cover all blocks; the arrays cover the queried blocks."""
 
     tier: Tier
     num_blocks: int

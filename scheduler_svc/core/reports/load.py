@@ -103,7 +103,7 @@ _NOT_QUEUED = RUNNING | {SeqStatus.SPARE}
 
 
 def count_queued(core: "Scheduler") -> Counter[str]:
-    """Count sequences that do not run, by tenant; takes time in proportion to the live ones."""
+    """Count sequences that do not run, by tenant; takes time in proportion to live sequences."""
     return Counter(seq.request.tenant for seq in core.live if seq.status not in _NOT_QUEUED)
 
 

@@ -1,10 +1,11 @@
 """The KV groups of a model: which blocks of its table a sequence holds.
 
 A model's layers form groups of equal size; a block holds the KV of `block_size` tokens in the
-layers of one group. A block table has one entry per group for every `block_size` tokens, all groups
-of the first tokens first: entry `index * num + group` is a *place*. The layers of a group see all
-earlier tokens, a *window* of the last tokens, or the tokens of the same chunk. A chunk is a window
-that begins again at each multiple of its length. A group with a window holds these blocks::
+layers of one group. A block table has one entry per group for every `block_size` tokens. The
+entries of all groups for the first tokens come first: `index * num + group` is the *place* of an
+entry. The layers of a group see all earlier tokens, a *window* of the last tokens, or the tokens of
+the same chunk. A chunk is a window that begins again at each multiple of its length. A group with a
+window holds these blocks::
 
     [0, first)      no later token sees them: the sequence gave them back
     [first, end)    held; `end` leaves room for one more chunk while the sequence prefills
@@ -90,7 +91,7 @@ class KvGroups:
     def take_passed(
         self, tables: list[list[DeviceBlockId]], num_computed: list[int]
     ) -> list[DeviceBlockId]:
-        """Take out of each block table the blocks that no token from its `num_computed` on sees."""
+        """Remove and return the blocks of each table that no token from `num_computed` on sees."""
         passed = []
         for group in self._with_window:
             window = self._windows[group]

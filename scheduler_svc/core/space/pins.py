@@ -1,11 +1,11 @@
 """Pins: blocks of prompts, and of their outputs, that stay in the prefix cache for a given time.
 
 A pin is a reference to a device block. All pins together hold at most a configured share of the
-blocks, and the pins of one tenant a smaller share. If no sequence could run otherwise, pins are
-dropped in the order of their ends. With a host tier, pins are dropped as soon as a sequence would
-wait for their blocks: their content is demoted to the host, and promoted again when a prompt needs
-it. A block's pin belongs to the request that pinned it for the longest time; that request can be
-unpinned by its id.
+blocks, and the pins of one tenant hold at most a smaller one. If no sequence could run otherwise,
+pins are dropped in the order of their ends. With a host tier, pins are dropped as soon as a
+sequence would wait for their blocks: their content is demoted to the host, and promoted again when
+a prompt needs it. A block's pin belongs to the request that asked for the latest end; that request
+can be unpinned by its id.
 
 Plans send the worker the hashes of pinned blocks, so that a later scheduler can restore the pins.
 The worker is not told which pins were dropped early, because a later scheduler may have room for

@@ -82,7 +82,7 @@ class Fetching:
     def enqueue(self, seq: Sequence) -> None:
         """Queue a new sequence, or fetch its prefix from the disk first.
 
-        Fetching ahead of time leaves half of the host to others.
+        Fetching ahead of time leaves half of the host blocks to others.
         """
         room = self._tier.pool.num_available - self._tier.pool.num_blocks // 2
         if not (self._is_enabled and self._fetch_prefix(seq, room, may_be_part=False)):

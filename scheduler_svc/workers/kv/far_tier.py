@@ -27,7 +27,7 @@ from scheduler_svc.workers.placement import prompt_hashes
 from scheduler_svc.workers.session import Session
 
 _COMPUTED_S: Final = 60.0
-"""From its admission on, a prompt may take this long to be computed and stored; then it is not."""
+"""Longest time from a prompt's admission until it is stored; a prompt that takes longer is not."""
 _MAX_STORING: Final = 64
 """At most this many prompts are followed until they are computed and stored."""
 _MAX_QUEUED_TOKENS: Final = 2**23
