@@ -21,7 +21,7 @@ class TokenLogprob:
 
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """Token id and log-probability, best first."""
+    """Pairs of token id and log-probability, best first."""
 
 
 class OutputDelta(NamedTuple):

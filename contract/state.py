@@ -20,7 +20,7 @@ class HeldRow:
     """A sequence that had a row and whose KV is valid."""
 
     identity: bytes
-    """`NewSequence.identity`."""
+    """As in `NewSequence`."""
     token_ids: Int32Array
     """All its tokens, including those that no router has received yet."""
     num_computed_tokens: int
@@ -38,7 +38,7 @@ class HeldRow:
     """If the sequence is the best beam of a search: the state of that search, parsed from `note`.
     Set only at the scheduler."""
     note: bytes = b""
-    """`NewSequence.note`. Set only at the worker."""
+    """As in `NewSequence`. Set only at the worker."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -141,8 +141,8 @@ async def start_grpc_server(server: Server, settings: ProcessSettings) -> str:
 def failure_of(server: Server) -> asyncio.Future[None]:
     """Return a future for the error that ends a server of grpcio; call this after its start.
 
-    A call whose path is not UTF-8 ends it, before any interceptor (seen with grpcio 1.85). The
-    server then listens no more, and does not tell: `wait_for_termination` waits forever.
+    A call whose path is not UTF-8 ends the server before any interceptor (seen with grpcio 1.85).
+    The server then listens no more, and does not tell: `wait_for_termination` waits forever.
     """
     failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

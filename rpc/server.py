@@ -43,7 +43,7 @@ _GC_THRESHOLDS = (10_000, 0, 250)
 once. New objects are collected after 10,000 allocations without deallocation. Every second
 collection includes the survivors of the last one. All objects are collected after five million
 allocations at the earliest. While thousands of requests came in one stream, a collection took at
-most 23 ms; with 25,000 in place of 10,000, 81 ms."""
+most 23 ms; with 25,000 in place of 10,000 it took 81 ms."""
 
 log = structlog.get_logger()
 
@@ -281,8 +281,8 @@ def _signals_set(stopping: asyncio.Event) -> Iterator[None]:
     def handle(number: signal.Signals) -> None:
         stopping.set()
         loop.remove_signal_handler(number)
-        # Restore the default reaction, which works even if the event loop is stuck. Only for this
-        # signal, because a supervisor may send SIGTERM after a terminal's SIGINT.
+        # Restore the default reaction, which works even if the event loop is stuck. Do so for this
+        # signal only, because a supervisor may send SIGTERM after a terminal's SIGINT.
         signal.signal(number, signal.SIG_DFL)
 
     numbers = (signal.SIGTERM, signal.SIGINT)

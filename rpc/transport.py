@@ -19,9 +19,9 @@ _MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
 class Pings:
     """When a connection to a silent peer is closed; its calls then end as UNAVAILABLE.
 
-    gRPC's own threads answer HTTP/2 pings. In our own server the event loop does, which no request
-    blocks for long. So a busy peer answers, but a stopped peer or one behind a broken network does
-    not, even if the kernel still accepts data. Detection takes at most the sum of both times.
+    gRPC's own threads answer HTTP/2 pings. In our own server the event loop does; no request blocks
+    it for long. So a busy peer answers, but a stopped peer or one behind a broken network does not,
+    even if the kernel still accepts data. Detection takes at most the sum of both times.
     """
 
     after_ms: int

@@ -53,8 +53,8 @@ class SchedulerSettings(ProcessSettings):
     standby takes over, in seconds. A healthy scheduler sends a message four times per second. If
     the scheduler was only slow, it ends, no request is lost, and clients see a pause."""
     standby_http: bool = False
-    """Whether HTTP listens while the scheduler waits, with the probes; `/ready` is 200 then. The
-    port must not be that of the scheduler that serves. Needs --standby."""
+    """Whether HTTP answers the probes while the scheduler waits; `/ready` answers 200 meanwhile.
+    The port must not be that of the scheduler that serves. Needs --standby."""
     lease: str = ""
     """Name of a Kubernetes Lease in the pod's namespace, in which the serving scheduler writes its
     --scheduler-id. With a Lease only one of several standbys takes over, and does so sooner when a

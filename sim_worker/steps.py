@@ -94,7 +94,7 @@ class SimulatedSteps:
         raise UnimplementedError(f"ReadKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
     async def checksum_host_blocks(self, block_ids: Int32Array) -> int:
-        """Raise UnimplementedError, as `read_host_blocks`."""
+        """Raise UnimplementedError, as `read_host_blocks` does."""
         raise UnimplementedError(f"ReadKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
     async def resize_pool(self, num_blocks: int) -> None:

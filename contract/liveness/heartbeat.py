@@ -8,7 +8,7 @@ thread of the process runs, even if its event loop does not.
 BEAT_S = 0.25
 """Longest time between two messages of a healthy peer."""
 TICK_S = 0.1
-"""How often a listener checks."""
+"""How often a listener checks whether its peer is silent."""
 SILENT_AFTER_S = 1.0
 """A peer that is silent for this long counts as hanging."""
 LOST_AFTER_S = 5.0

@@ -15,7 +15,7 @@ from rpc.http2.inbox import WINDOW_BYTES
 from rpc.http2.limits import Limits
 
 _LENGTH_BYTES: Final = 3
-"""Size of the field at the beginning of a frame that has the frame's length."""
+"""Size of the length field, with which each frame begins."""
 _FRAMES_AT_ONCE: Final = 32
 """Frames that one `receive_data` parses at most; a frame takes 10 to 1000 us."""
 _STREAMS_PER_FRAME: Final = 50

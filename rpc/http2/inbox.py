@@ -122,7 +122,7 @@ class Inbox:
                 reader.set_result(None)
 
     def _size(self) -> int:
-        """Return the size of the next message with its prefix; only the prefix's if incomplete.
+        """Return the size of the next message with its prefix; of the prefix while incomplete.
 
         Raises:
             RefusedMessageError: The prefix is invalid, or the message is too large.

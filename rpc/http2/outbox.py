@@ -71,7 +71,7 @@ class Outbox:
     def put(self, stream: OutStream, message: bytes) -> None:
         """Send as much of a message as there is room for; the rest follows later.
 
-        It comes after what is `unsent`; nothing is sent after the stream's end. A stream has
+        The message comes after what is `unsent`; nothing follows a stream's end. A stream has
         `unsent` only while a flow-control window is used up or the transport is full.
         """
         num_bytes = len(message) + _PREFIX.size

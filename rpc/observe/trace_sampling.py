@@ -22,7 +22,7 @@ from rpc.observe.telemetry import STALL_SPAN
 def sampler(new_trace_ratio: float) -> Sampler:
     """Make a sampler: records a span if its parent, or else a linked span, is recorded.
 
-    `new_trace_ratio`, in [0, 1], is the share to record of spans without a parent or link.
+    Of spans without a parent or link, the share `new_trace_ratio`, in [0, 1], is recorded.
     """
     return ParentBased(_AsLinked(TraceIdRatioBased(new_trace_ratio)))
 

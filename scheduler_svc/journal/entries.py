@@ -1,10 +1,10 @@
 """The format of recordings: the calls of one scheduler core, in order, with their results.
 
 A file begins with `MAGIC`. Frames follow: length and CRC-32 of the payload, both u32 and
-little-endian, then the payload. The first payload is an `Origin`, each later one an `Entry`, in
-MessagePack. The core's own classes are encoded directly: an object as a map by field, a numpy array
-as `[dtype, bytes]`. So there is no schema besides the core's methods and classes, and a new method
-of the core is recorded when it is marked `core_input`.
+little-endian, then the payload. The first payload is an `Origin`, and each later one is an `Entry`,
+in MessagePack. The core's own classes are encoded directly: an object as a map by field, a numpy
+array as `[dtype, bytes]`. So there is no schema besides the core's methods and classes, and a new
+method of the core is recorded when it is marked `core_input`.
 """
 
 import inspect
@@ -196,7 +196,7 @@ def decode_arguments(entry: Entry) -> dict[str, Any]:
     """Return the arguments of a call, by name.
 
     Raises:
-        RecordingError: They do not match the signature of the core's method.
+        RecordingError: The arguments do not match the signature of the core's method.
     """
     arguments = _decode(bytes(entry.arguments), _ARGUMENTS[entry.call])
     return {name: getattr(arguments, name) for name in arguments.__struct_fields__}

@@ -83,7 +83,7 @@ class WorkerFeed:
     def __init__(self, worker: str, epoch: int, readers: "set[KvReader]") -> None:
         self.worker = worker
         self.index: KvIndex | None = None
-        """None: the worker is not attached."""
+        """The blocks of the worker; None: the worker is not attached."""
         self.sequence = 0
         self._epoch = epoch
         self._readers = readers

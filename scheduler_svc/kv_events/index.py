@@ -27,7 +27,7 @@ class KvBlock:
         self.block_hash = block_hash
         self.drawer = drawer
         self.parent = parent
-        """None: it is the first block of its prompts, or the parent is unknown."""
+        """The parent's hash; None: it is unknown, or the block is the first of its prompts."""
         self.salt = salt
         """The cache salt of its requests, as in the core."""
         self.token_bytes = tokens

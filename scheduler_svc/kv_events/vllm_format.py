@@ -35,7 +35,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
     medium: str
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None] | None = None
-    """For each block: the cache salt, if it is the first of its prompt."""
+    """For each block: the cache salt, if the block is the first of its prompt."""
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, gc=False):

@@ -1,8 +1,8 @@
 """Publishes KV events over ZeroMQ as vLLM does: a PUB socket, and a ROUTER socket that replays.
 
 A message has a topic, a number and a batch. ZeroMQ drops messages for a slow subscriber. The
-subscriber notices the missing number and asks the other socket to replay from there. Batches that
-are no longer kept are replaced by a snapshot, which begins with `AllBlocksCleared`.
+subscriber notices the missing number and asks the other socket to replay from it. Batches that are
+no longer kept are replaced by a snapshot, which begins with `AllBlocksCleared`.
 """
 
 import asyncio

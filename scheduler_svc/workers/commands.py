@@ -38,7 +38,7 @@ class PostedCommands:
         metrics: EngineMetrics,
     ) -> None:
         self.num_seqs = 0
-        """Sequences of requests that are not applied yet."""
+        """Number of sequences of requests that are not applied yet."""
         self.num_tokens = 0
         """Estimated number of tokens to compute for these sequences."""
         self._core = core

@@ -77,7 +77,7 @@ class Engine:
     ) -> None:
         self.target = target
         self.session: Session | None = None
-        """Accepts commands; None: the worker is not attached."""
+        """The session, which accepts commands; None: the worker is not attached."""
         self.loss: str | None = "not attached yet"
         """Why the worker is not attached; None: it is attached."""
         self.is_unloaded = False

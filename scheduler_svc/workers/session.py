@@ -77,7 +77,7 @@ class Session:
         self.step_log = StepLog()
         self.crashes = CrashCounter()
         self.paces_prompts = True
-        """Whether `pace` limits how much prompts delay decodes. None is needed if decodes move to
+        """Whether `pace` limits how much prompts delay decodes; not needed if decodes move to
         other workers."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
@@ -250,7 +250,7 @@ class Session:
         return self.link.oldest_step_age_s()
 
     def trouble(self) -> str | None:
-        """Describe why the worker seems to hang; None: it does not. It may recover."""
+        """Describe why the worker seems to hang; None: it does not. Such a worker may recover."""
         heartbeat = self.link.heartbeat
         if heartbeat.is_hanging:
             return f"it has been silent for {heartbeat.silent_s:g} s"

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _POLL_INTERVAL_S: Final = 0.1
 _POLL_TIMEOUT_S: Final = 0.5
 _CUT_OFF_S: Final = 1.0
-"""How long to wait after a scheduler has reported that all its routers are silent. It reports this
-after `SILENT_AFTER_S`. So a router that is only two seconds late changes nothing."""
+"""How long to wait after a scheduler has reported that all its routers are silent, which it does
+after `SILENT_AFTER_S`. So routers that are less than two seconds late change nothing."""
 _SILENCE_WITH_FREE_LEASE_S: Final = 1.0
 """How long a scheduler may be silent while the Lease is free."""
 _NEW_WORKER_S: Final = 2.0
