@@ -55,8 +55,9 @@ class InferenceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Continues a prompt. A refusal is a status other than OK; a failure after the first response is a last
-        response with `error`. The request is cancelled if the call ends early.
+        """Continues a prompt. A request is refused with a status other than OK. If a request fails after
+        its first response, its last response has `error`. The request is cancelled if the call ends
+        early.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,8 +116,8 @@ class Inference(object):
 
 
 class ControlStub(object):
-    """Describes the cell. `LoadLora`, `UnloadLora` and `ListLoras` are answered UNIMPLEMENTED: an adapter is
-    a model, which `GenerateRequest.model` may name.
+    """Describes the cell. `LoadLora`, `UnloadLora` and `ListLoras` are answered UNIMPLEMENTED, because
+    an adapter is a model that `GenerateRequest.model` may name.
     """
 
     def __init__(self, channel):
@@ -163,8 +164,8 @@ class ControlStub(object):
 
 
 class ControlServicer(object):
-    """Describes the cell. `LoadLora`, `UnloadLora` and `ListLoras` are answered UNIMPLEMENTED: an adapter is
-    a model, which `GenerateRequest.model` may name.
+    """Describes the cell. `LoadLora`, `UnloadLora` and `ListLoras` are answered UNIMPLEMENTED, because
+    an adapter is a model that `GenerateRequest.model` may name.
     """
 
     def GetServerInfo(self, request, context):
@@ -175,7 +176,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Describes a model; NOT_FOUND for an unknown one.
+        """Describes a model; NOT_FOUND if there is no such model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,15 +204,15 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetKvEventSources(self, request, context):
-        """Returns no source: all events come by `SubscribeKvEvents`.
+        """Returns no source, because all events come by `SubscribeKvEvents`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeKvEvents(self, request, context):
-        """Streams which blocks the cell's prefix caches have; needs schedulers with `--kv-events`. It begins with
-        all blocks, after `all_blocks_cleared`, and numbers batches from 1.
+        """Streams which blocks the cell's prefix caches have; needs schedulers with `--kv-events`. The
+        stream begins with `all_blocks_cleared` and then all blocks. It numbers batches from 1.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -264,8 +265,8 @@ def add_ControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Control(object):
-    """Describes the cell. `LoadLora`, `UnloadLora` and `ListLoras` are answered UNIMPLEMENTED: an adapter is
-    a model, which `GenerateRequest.model` may name.
+    """Describes the cell. `LoadLora`, `UnloadLora` and `ListLoras` are answered UNIMPLEMENTED, because
+    an adapter is a model that `GenerateRequest.model` may name.
     """
 
     @staticmethod

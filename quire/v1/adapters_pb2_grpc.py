@@ -26,13 +26,13 @@ if _version_not_supported:
 
 
 class AdapterServiceStub(object):
-    """Loads and unloads LoRA adapters. Routers, schedulers and workers all offer it: a router calls all
-    its schedulers, and a scheduler calls all its workers, so one call changes the whole service. A
-    scheduler keeps the adapters of all its workers equal. A newly attached worker loads the other
-    workers' adapters from the same directories, and unloads adapters that this scheduler has
-    unloaded. The other workers load an adapter that only the new worker has; if one of them refuses,
-    all unload it. A worker keeps its adapters when its scheduler dies, and reports them to the next
-    one.
+    """Loads and unloads LoRA adapters. Routers, schedulers and workers all offer this service. A router
+    passes a call to all its schedulers, and a scheduler to all its workers, so one call changes the
+    whole service. A scheduler keeps the adapters of all its workers equal. A newly attached worker
+    loads the other workers' adapters from the same directories, and unloads adapters that this
+    scheduler has unloaded. The other workers load an adapter that only the new worker has; if one of
+    them refuses, all unload it. A worker keeps its adapters when its scheduler dies, and reports
+    them to the next one.
 
     Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
@@ -62,25 +62,25 @@ class AdapterServiceStub(object):
 
 
 class AdapterServiceServicer(object):
-    """Loads and unloads LoRA adapters. Routers, schedulers and workers all offer it: a router calls all
-    its schedulers, and a scheduler calls all its workers, so one call changes the whole service. A
-    scheduler keeps the adapters of all its workers equal. A newly attached worker loads the other
-    workers' adapters from the same directories, and unloads adapters that this scheduler has
-    unloaded. The other workers load an adapter that only the new worker has; if one of them refuses,
-    all unload it. A worker keeps its adapters when its scheduler dies, and reports them to the next
-    one.
+    """Loads and unloads LoRA adapters. Routers, schedulers and workers all offer this service. A router
+    passes a call to all its schedulers, and a scheduler to all its workers, so one call changes the
+    whole service. A scheduler keeps the adapters of all its workers equal. A newly attached worker
+    loads the other workers' adapters from the same directories, and unloads adapters that this
+    scheduler has unloaded. The other workers load an adapter that only the new worker has; if one of
+    them refuses, all unload it. A worker keeps its adapters when its scheduler dies, and reports
+    them to the next one.
 
     Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def LoadAdapter(self, request, context):
-        """Loads an adapter; requests may name it when this returns. If one worker refuses it, all unload
-        it. INVALID_ARGUMENT if the name is the model's, or the directory holds no supported adapter of
-        this model, with the reason; ALREADY_EXISTS if an adapter with other contents has the name;
-        FAILED_PRECONDITION if an adapter of this name is being unloaded, or there is no memory;
-        UNIMPLEMENTED if the model cannot have adapters with the worker's flags; UNAVAILABLE if no
-        worker is attached, or one is lost.
+        """Loads an adapter; when the call returns, requests may name the adapter. If one worker refuses
+        the adapter, all unload it. INVALID_ARGUMENT if the name is the model's, or the directory holds
+        no supported adapter of this model, with the reason; ALREADY_EXISTS if an adapter with other
+        contents has the name; FAILED_PRECONDITION if an adapter of this name is being unloaded, or
+        there is no memory; UNIMPLEMENTED if the model cannot have adapters with the worker's flags;
+        UNAVAILABLE if no worker is attached, or one is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,13 +130,13 @@ def add_AdapterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdapterService(object):
-    """Loads and unloads LoRA adapters. Routers, schedulers and workers all offer it: a router calls all
-    its schedulers, and a scheduler calls all its workers, so one call changes the whole service. A
-    scheduler keeps the adapters of all its workers equal. A newly attached worker loads the other
-    workers' adapters from the same directories, and unloads adapters that this scheduler has
-    unloaded. The other workers load an adapter that only the new worker has; if one of them refuses,
-    all unload it. A worker keeps its adapters when its scheduler dies, and reports them to the next
-    one.
+    """Loads and unloads LoRA adapters. Routers, schedulers and workers all offer this service. A router
+    passes a call to all its schedulers, and a scheduler to all its workers, so one call changes the
+    whole service. A scheduler keeps the adapters of all its workers equal. A newly attached worker
+    loads the other workers' adapters from the same directories, and unloads adapters that this
+    scheduler has unloaded. The other workers load an adapter that only the new worker has; if one of
+    them refuses, all unload it. A worker keeps its adapters when its scheduler dies, and reports
+    them to the next one.
 
     Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
     caller that can connect, as for `SchedulerService` and `WorkerService`.

@@ -33,14 +33,14 @@ class InferenceServiceStub(object):
     names the field, the value and the limit (and carries google.rpc.BadRequest). NOT_FOUND means an
     unknown model. ALREADY_EXISTS means that a live request has this `request_id`. RESOURCE_EXHAUSTED
     means a full queue (with google.rpc.RetryInfo). UNAVAILABLE means that the service is starting or
-    draining, or that a process it needs is missing. UNIMPLEMENTED means a feature that the model or
-    this version lacks (such as a chat template). DEADLINE_EXCEEDED means that the deadline has
-    passed or cannot be met. INTERNAL means a bug. After acceptance the stream carries, for each of
-    the `n` outputs, deltas in order and then exactly one `finished`; after the last `finished` comes
-    one `usage`; then the stream ends with OK. Events of different outputs interleave. A failure
-    after acceptance is a `finished` with reason ERROR. A call whose deadline passes ends with
-    DEADLINE_EXCEEDED. If a call ends early, by cancellation or deadline, its computation stops
-    within two steps.
+    draining, or that a process it needs is missing. UNIMPLEMENTED means that the request needs a
+    feature that the model or this version lacks (such as a chat template). DEADLINE_EXCEEDED means
+    that the deadline has passed or cannot be met. INTERNAL means a bug. After acceptance the stream
+    carries, for each of the `n` outputs, deltas in order and then exactly one `finished`; after the
+    last `finished` comes one `usage`; then the stream ends with OK. Events of different outputs
+    interleave. A failure after acceptance is a `finished` with reason ERROR. A call whose deadline
+    passes ends with DEADLINE_EXCEEDED. If a call ends early, by cancellation or deadline, its
+    computation stops within two steps.
 
     A `resumable` request survives a broken stream: for a grace period (30 s by default; the
     scheduler's --resume-grace-s) the request continues, and its outputs are kept. The client calls
@@ -53,7 +53,7 @@ class InferenceServiceStub(object):
     `x-quire-priority`, an integer in [-100, 100], default 0, is a request's priority: higher runs
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, is its tenant. The scheduler's
     policy decides their effect; by default requests run in the order of their arrival. A router with
-    API keys requires one as `authorization: Bearer KEY`; a call without a key fails with
+    API keys requires a key, as `authorization: Bearer KEY`; a call without a key fails with
     UNAUTHENTICATED. The key determines the tenant. A call that names another tenant fails with
     PERMISSION_DENIED, as do `DescribeKv` and `DescribeActivity` without an operator's key. A request
     that cannot meet the call's deadline is refused immediately with DEADLINE_EXCEEDED.
@@ -135,14 +135,14 @@ class InferenceServiceServicer(object):
     names the field, the value and the limit (and carries google.rpc.BadRequest). NOT_FOUND means an
     unknown model. ALREADY_EXISTS means that a live request has this `request_id`. RESOURCE_EXHAUSTED
     means a full queue (with google.rpc.RetryInfo). UNAVAILABLE means that the service is starting or
-    draining, or that a process it needs is missing. UNIMPLEMENTED means a feature that the model or
-    this version lacks (such as a chat template). DEADLINE_EXCEEDED means that the deadline has
-    passed or cannot be met. INTERNAL means a bug. After acceptance the stream carries, for each of
-    the `n` outputs, deltas in order and then exactly one `finished`; after the last `finished` comes
-    one `usage`; then the stream ends with OK. Events of different outputs interleave. A failure
-    after acceptance is a `finished` with reason ERROR. A call whose deadline passes ends with
-    DEADLINE_EXCEEDED. If a call ends early, by cancellation or deadline, its computation stops
-    within two steps.
+    draining, or that a process it needs is missing. UNIMPLEMENTED means that the request needs a
+    feature that the model or this version lacks (such as a chat template). DEADLINE_EXCEEDED means
+    that the deadline has passed or cannot be met. INTERNAL means a bug. After acceptance the stream
+    carries, for each of the `n` outputs, deltas in order and then exactly one `finished`; after the
+    last `finished` comes one `usage`; then the stream ends with OK. Events of different outputs
+    interleave. A failure after acceptance is a `finished` with reason ERROR. A call whose deadline
+    passes ends with DEADLINE_EXCEEDED. If a call ends early, by cancellation or deadline, its
+    computation stops within two steps.
 
     A `resumable` request survives a broken stream: for a grace period (30 s by default; the
     scheduler's --resume-grace-s) the request continues, and its outputs are kept. The client calls
@@ -155,7 +155,7 @@ class InferenceServiceServicer(object):
     `x-quire-priority`, an integer in [-100, 100], default 0, is a request's priority: higher runs
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, is its tenant. The scheduler's
     policy decides their effect; by default requests run in the order of their arrival. A router with
-    API keys requires one as `authorization: Bearer KEY`; a call without a key fails with
+    API keys requires a key, as `authorization: Bearer KEY`; a call without a key fails with
     UNAUTHENTICATED. The key determines the tenant. A call that names another tenant fails with
     PERMISSION_DENIED, as do `DescribeKv` and `DescribeActivity` without an operator's key. A request
     that cannot meet the call's deadline is refused immediately with DEADLINE_EXCEEDED.
@@ -169,14 +169,14 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
-        """Carries many requests on one call, for a gateway: a message has the news of all of them, so that a
-        model step costs one message and not one for each stream. The client chooses a `number` for
-        each request. Otherwise a request is as with `Generate` or `Resume`; requests do not affect
+        """Carries many requests on one call, for a gateway. One message has the events of all requests,
+        so a model step costs one message instead of one for each stream. The client chooses a `number`
+        for each request. Otherwise a request is as with `Generate` or `Resume`; requests do not affect
         each other. The last event of each request is its `usage` or an `error`; then its number may be
         used again. A number that is in use ends the call with INVALID_ARGUMENT. A client that reads
-        slowly gets fewer and larger deltas. When the client has sent all it wants, the call ends after
-        the last event. A call that breaks ends its requests as a `Generate` call that breaks. The
-        call's metadata has the API key; its deadline ends all requests.
+        slowly gets fewer and larger deltas. When the client has closed its side, the call ends after
+        the last event. If the call breaks, its requests end or continue as if their `Generate` calls
+        had broken. The call's metadata has the API key; the call's deadline ends all requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,8 +208,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Turns inputs into vectors. If one input fails, the call fails. UNIMPLEMENTED if the model makes
-        no vectors; other errors as for `Generate`, with the index of the input.
+        """Turns inputs into embeddings. If one input fails, the call fails. UNIMPLEMENTED if the model
+        makes no embeddings; other errors as for `Generate`, with the index of the input.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -340,14 +340,14 @@ class InferenceService(object):
     names the field, the value and the limit (and carries google.rpc.BadRequest). NOT_FOUND means an
     unknown model. ALREADY_EXISTS means that a live request has this `request_id`. RESOURCE_EXHAUSTED
     means a full queue (with google.rpc.RetryInfo). UNAVAILABLE means that the service is starting or
-    draining, or that a process it needs is missing. UNIMPLEMENTED means a feature that the model or
-    this version lacks (such as a chat template). DEADLINE_EXCEEDED means that the deadline has
-    passed or cannot be met. INTERNAL means a bug. After acceptance the stream carries, for each of
-    the `n` outputs, deltas in order and then exactly one `finished`; after the last `finished` comes
-    one `usage`; then the stream ends with OK. Events of different outputs interleave. A failure
-    after acceptance is a `finished` with reason ERROR. A call whose deadline passes ends with
-    DEADLINE_EXCEEDED. If a call ends early, by cancellation or deadline, its computation stops
-    within two steps.
+    draining, or that a process it needs is missing. UNIMPLEMENTED means that the request needs a
+    feature that the model or this version lacks (such as a chat template). DEADLINE_EXCEEDED means
+    that the deadline has passed or cannot be met. INTERNAL means a bug. After acceptance the stream
+    carries, for each of the `n` outputs, deltas in order and then exactly one `finished`; after the
+    last `finished` comes one `usage`; then the stream ends with OK. Events of different outputs
+    interleave. A failure after acceptance is a `finished` with reason ERROR. A call whose deadline
+    passes ends with DEADLINE_EXCEEDED. If a call ends early, by cancellation or deadline, its
+    computation stops within two steps.
 
     A `resumable` request survives a broken stream: for a grace period (30 s by default; the
     scheduler's --resume-grace-s) the request continues, and its outputs are kept. The client calls
@@ -360,7 +360,7 @@ class InferenceService(object):
     `x-quire-priority`, an integer in [-100, 100], default 0, is a request's priority: higher runs
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, is its tenant. The scheduler's
     policy decides their effect; by default requests run in the order of their arrival. A router with
-    API keys requires one as `authorization: Bearer KEY`; a call without a key fails with
+    API keys requires a key, as `authorization: Bearer KEY`; a call without a key fails with
     UNAUTHENTICATED. The key determines the tenant. A call that names another tenant fails with
     PERMISSION_DENIED, as do `DescribeKv` and `DescribeActivity` without an operator's key. A request
     that cannot meet the call's deadline is refused immediately with DEADLINE_EXCEEDED.

@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class KvEventServiceStub(object):
     """Reports which blocks the prefix caches hold, for load balancers that choose a cell by prompt
-    prefix. Operators only. Schedulers with `--kv-events` offer it. So do routers, which merge the
-    streams of all their schedulers.
+    prefix. Operators only. Schedulers with `--kv-events` offer this service. Routers offer it, too,
+    and merge the streams of all their schedulers.
 
     For each worker the stream carries a snapshot, and then every change. A snapshot starts with
     `begin`: the reader then discards everything it knows about the worker. `stored` events follow,
@@ -53,8 +53,8 @@ class KvEventServiceStub(object):
 
 class KvEventServiceServicer(object):
     """Reports which blocks the prefix caches hold, for load balancers that choose a cell by prompt
-    prefix. Operators only. Schedulers with `--kv-events` offer it. So do routers, which merge the
-    streams of all their schedulers.
+    prefix. Operators only. Schedulers with `--kv-events` offer this service. Routers offer it, too,
+    and merge the streams of all their schedulers.
 
     For each worker the stream carries a snapshot, and then every change. A snapshot starts with
     `begin`: the reader then discards everything it knows about the worker. `stored` events follow,
@@ -89,8 +89,8 @@ def add_KvEventServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class KvEventService(object):
     """Reports which blocks the prefix caches hold, for load balancers that choose a cell by prompt
-    prefix. Operators only. Schedulers with `--kv-events` offer it. So do routers, which merge the
-    streams of all their schedulers.
+    prefix. Operators only. Schedulers with `--kv-events` offer this service. Routers offer it, too,
+    and merge the streams of all their schedulers.
 
     For each worker the stream carries a snapshot, and then every change. A snapshot starts with
     `begin`: the reader then discards everything it knows about the worker. `stored` events follow,

@@ -27,16 +27,16 @@ if _version_not_supported:
 
 class LoadingServiceStub(object):
     """Makes workers release their devices and use them again. Routers, schedulers and workers all offer
-    it: a router calls all its schedulers, and a scheduler calls the named worker, or all its
-    workers. An unloaded worker holds no weights, no KV and no adapters. Its process still runs,
-    belongs to its scheduler, and waits for `Load`. Before it unloads a worker, the scheduler starts
-    no new request there, moves the running requests to other workers of the model, and stops sending
-    steps. Requests that fit on no other worker wait, with the tokens they have, until a worker of
-    the model is attached. When the worker has loaded, the scheduler attaches it again and reloads
-    the LoRA adapters that were loaded at run time. A worker may load another model. The service then
-    switches to the new model, provided that no other worker serves the old one. On a switch, the old
-    model's live requests end with an error that says so, and routers read the new model's tokenizer.
-    A request for one model is never computed by another model.
+    this service. A router passes a call to all its schedulers, and a scheduler to the named worker
+    or to all its workers. An unloaded worker holds no weights, no KV and no adapters. Its process
+    still runs, belongs to its scheduler, and waits for `Load`. Before it unloads a worker, the
+    scheduler starts no new request there, moves the running requests to other workers of the model,
+    and stops sending steps. Requests that fit on no other worker keep their tokens, and wait until a
+    worker of the model is attached. When the worker has loaded, the scheduler attaches it again and
+    reloads the LoRA adapters that were loaded at run time. A worker may load another model. The
+    service then switches to the new model, provided that no other worker serves the old one. On a
+    switch, the old model's live requests end with an error that says so, and routers read the new
+    model's tokenizer. A request for one model is never computed by another model.
 
     Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
@@ -62,27 +62,27 @@ class LoadingServiceStub(object):
 
 class LoadingServiceServicer(object):
     """Makes workers release their devices and use them again. Routers, schedulers and workers all offer
-    it: a router calls all its schedulers, and a scheduler calls the named worker, or all its
-    workers. An unloaded worker holds no weights, no KV and no adapters. Its process still runs,
-    belongs to its scheduler, and waits for `Load`. Before it unloads a worker, the scheduler starts
-    no new request there, moves the running requests to other workers of the model, and stops sending
-    steps. Requests that fit on no other worker wait, with the tokens they have, until a worker of
-    the model is attached. When the worker has loaded, the scheduler attaches it again and reloads
-    the LoRA adapters that were loaded at run time. A worker may load another model. The service then
-    switches to the new model, provided that no other worker serves the old one. On a switch, the old
-    model's live requests end with an error that says so, and routers read the new model's tokenizer.
-    A request for one model is never computed by another model.
+    this service. A router passes a call to all its schedulers, and a scheduler to the named worker
+    or to all its workers. An unloaded worker holds no weights, no KV and no adapters. Its process
+    still runs, belongs to its scheduler, and waits for `Load`. Before it unloads a worker, the
+    scheduler starts no new request there, moves the running requests to other workers of the model,
+    and stops sending steps. Requests that fit on no other worker keep their tokens, and wait until a
+    worker of the model is attached. When the worker has loaded, the scheduler attaches it again and
+    reloads the LoRA adapters that were loaded at run time. A worker may load another model. The
+    service then switches to the new model, provided that no other worker serves the old one. On a
+    switch, the old model's live requests end with an error that says so, and routers read the new
+    model's tokenizer. A request for one model is never computed by another model.
 
     Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def Unload(self, request, context):
-        """Unloads models; returns when their memory is free, which happens even if the caller disconnects.
-        NOT_FOUND if there is no such worker; UNIMPLEMENTED if its model is on several devices
-        (--tensor-parallel-size, --pipeline-parallel-size), or simulated: then no model is unloaded;
-        FAILED_PRECONDITION if one is being loaded; UNAVAILABLE if one is not attached, or is lost
-        during the call.
+        """Unloads models; returns when their memory is free, which happens even if the caller
+        disconnects. NOT_FOUND if there is no such worker; UNIMPLEMENTED if its model is on several
+        devices (--tensor-parallel-size, --pipeline-parallel-size), or simulated: then no model is
+        unloaded; FAILED_PRECONDITION if a model is being loaded; UNAVAILABLE if a worker is not
+        attached, or is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,9 +92,9 @@ class LoadingServiceServicer(object):
         """Loads models, and reports progress until requests are served. Loading continues even if the
         caller disconnects. NOT_FOUND if there is no such worker; INVALID_ARGUMENT if the directory
         holds no model that the worker can serve with its flags, with the reason; FAILED_PRECONDITION
-        if there is no memory for it. In these cases the worker stays unloaded. FAILED_PRECONDITION
-        also if another model is already loaded, or being loaded; UNAVAILABLE if a worker is not
-        attached, or is lost during the call.
+        if there is no memory for it. In these cases the worker stays unloaded. Also
+        FAILED_PRECONDITION if another model is already loaded, or being loaded; UNAVAILABLE if a
+        worker is not attached, or is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,16 +123,16 @@ def add_LoadingServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class LoadingService(object):
     """Makes workers release their devices and use them again. Routers, schedulers and workers all offer
-    it: a router calls all its schedulers, and a scheduler calls the named worker, or all its
-    workers. An unloaded worker holds no weights, no KV and no adapters. Its process still runs,
-    belongs to its scheduler, and waits for `Load`. Before it unloads a worker, the scheduler starts
-    no new request there, moves the running requests to other workers of the model, and stops sending
-    steps. Requests that fit on no other worker wait, with the tokens they have, until a worker of
-    the model is attached. When the worker has loaded, the scheduler attaches it again and reloads
-    the LoRA adapters that were loaded at run time. A worker may load another model. The service then
-    switches to the new model, provided that no other worker serves the old one. On a switch, the old
-    model's live requests end with an error that says so, and routers read the new model's tokenizer.
-    A request for one model is never computed by another model.
+    this service. A router passes a call to all its schedulers, and a scheduler to the named worker
+    or to all its workers. An unloaded worker holds no weights, no KV and no adapters. Its process
+    still runs, belongs to its scheduler, and waits for `Load`. Before it unloads a worker, the
+    scheduler starts no new request there, moves the running requests to other workers of the model,
+    and stops sending steps. Requests that fit on no other worker keep their tokens, and wait until a
+    worker of the model is attached. When the worker has loaded, the scheduler attaches it again and
+    reloads the LoRA adapters that were loaded at run time. A worker may load another model. The
+    service then switches to the new model, provided that no other worker serves the old one. On a
+    switch, the old model's live requests end with an error that says so, and routers read the new
+    model's tokenizer. A request for one model is never computed by another model.
 
     Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
     caller that can connect, as for `SchedulerService` and `WorkerService`.

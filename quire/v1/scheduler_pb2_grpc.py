@@ -26,18 +26,18 @@ if _version_not_supported:
 
 
 class SchedulerServiceStub(object):
-    """Owns the sequences of one or more routers.
-    The protocol: the router opens `Connect` and sends `hello`. The scheduler answers `welcome` as
-    soon as a worker is attached, because it knows its model only then. After that, the router may
-    send `submit` and `cancel` at any time. For each model step that has events for this router, the
-    scheduler sends one `step` with the events of all the router's sequences. If a router reads
-    slowly, the scheduler merges several steps into one. Four times a second it sends an empty
-    `step`, unless a message is pending; a router that receives none knows that the scheduler hangs.
-    A submitted request is either `refused`, or each of its sequences ends with exactly one
-    `finished`. When the stream breaks, the scheduler cancels the router's sequences, except those of
-    requests that have a `resume_record`. Such requests keep running for a grace period, and their outputs are kept: any
-    router may `resume` one, and receives everything in `resumed`. A router that reconnects submits
-    its live requests again, with the tokens produced so far; they replace the sequences of the same
+    """Owns the sequences of one or more routers. The protocol: the router opens `Connect` and sends
+    `hello`. The scheduler answers `welcome` as soon as a worker is attached, which tells it the
+    model. After that, the router may send `submit` and `cancel` at any time. For each model step
+    that has events for this router, the scheduler sends one `step` with the events of all the
+    router's sequences. If a router reads slowly, the scheduler merges the events of several steps
+    into one `step`. Four times a second it sends an empty `step`, unless a message is pending; if a
+    router receives no message for some time, the scheduler hangs. A submitted request is either
+    `refused`, or each of its sequences ends with exactly one `finished`. When the stream breaks, the
+    scheduler cancels the router's sequences, except those of requests that have a `resume_record`.
+    Such requests keep running for a grace period, and their outputs are kept: any router may
+    `resume` one, and receives everything in `resumed`. A router that reconnects submits its live
+    requests again, with the tokens produced so far. The new sequences replace sequences of the same
     requests that still run.
     """
 
@@ -85,18 +85,18 @@ class SchedulerServiceStub(object):
 
 
 class SchedulerServiceServicer(object):
-    """Owns the sequences of one or more routers.
-    The protocol: the router opens `Connect` and sends `hello`. The scheduler answers `welcome` as
-    soon as a worker is attached, because it knows its model only then. After that, the router may
-    send `submit` and `cancel` at any time. For each model step that has events for this router, the
-    scheduler sends one `step` with the events of all the router's sequences. If a router reads
-    slowly, the scheduler merges several steps into one. Four times a second it sends an empty
-    `step`, unless a message is pending; a router that receives none knows that the scheduler hangs.
-    A submitted request is either `refused`, or each of its sequences ends with exactly one
-    `finished`. When the stream breaks, the scheduler cancels the router's sequences, except those of
-    requests that have a `resume_record`. Such requests keep running for a grace period, and their outputs are kept: any
-    router may `resume` one, and receives everything in `resumed`. A router that reconnects submits
-    its live requests again, with the tokens produced so far; they replace the sequences of the same
+    """Owns the sequences of one or more routers. The protocol: the router opens `Connect` and sends
+    `hello`. The scheduler answers `welcome` as soon as a worker is attached, which tells it the
+    model. After that, the router may send `submit` and `cancel` at any time. For each model step
+    that has events for this router, the scheduler sends one `step` with the events of all the
+    router's sequences. If a router reads slowly, the scheduler merges the events of several steps
+    into one `step`. Four times a second it sends an empty `step`, unless a message is pending; if a
+    router receives no message for some time, the scheduler hangs. A submitted request is either
+    `refused`, or each of its sequences ends with exactly one `finished`. When the stream breaks, the
+    scheduler cancels the router's sequences, except those of requests that have a `resume_record`.
+    Such requests keep running for a grace period, and their outputs are kept: any router may
+    `resume` one, and receives everything in `resumed`. A router that reconnects submits its live
+    requests again, with the tokens produced so far. The new sequences replace sequences of the same
     requests that still run.
     """
 
@@ -212,18 +212,18 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SchedulerService(object):
-    """Owns the sequences of one or more routers.
-    The protocol: the router opens `Connect` and sends `hello`. The scheduler answers `welcome` as
-    soon as a worker is attached, because it knows its model only then. After that, the router may
-    send `submit` and `cancel` at any time. For each model step that has events for this router, the
-    scheduler sends one `step` with the events of all the router's sequences. If a router reads
-    slowly, the scheduler merges several steps into one. Four times a second it sends an empty
-    `step`, unless a message is pending; a router that receives none knows that the scheduler hangs.
-    A submitted request is either `refused`, or each of its sequences ends with exactly one
-    `finished`. When the stream breaks, the scheduler cancels the router's sequences, except those of
-    requests that have a `resume_record`. Such requests keep running for a grace period, and their outputs are kept: any
-    router may `resume` one, and receives everything in `resumed`. A router that reconnects submits
-    its live requests again, with the tokens produced so far; they replace the sequences of the same
+    """Owns the sequences of one or more routers. The protocol: the router opens `Connect` and sends
+    `hello`. The scheduler answers `welcome` as soon as a worker is attached, which tells it the
+    model. After that, the router may send `submit` and `cancel` at any time. For each model step
+    that has events for this router, the scheduler sends one `step` with the events of all the
+    router's sequences. If a router reads slowly, the scheduler merges the events of several steps
+    into one `step`. Four times a second it sends an empty `step`, unless a message is pending; if a
+    router receives no message for some time, the scheduler hangs. A submitted request is either
+    `refused`, or each of its sequences ends with exactly one `finished`. When the stream breaks, the
+    scheduler cancels the router's sequences, except those of requests that have a `resume_record`.
+    Such requests keep running for a grace period, and their outputs are kept: any router may
+    `resume` one, and receives everything in `resumed`. A router that reconnects submits its live
+    requests again, with the tokens produced so far. The new sequences replace sequences of the same
     requests that still run.
     """
 

@@ -54,11 +54,14 @@ class WorkerServiceStub(object):
     tokens counts as decoding until it is released, like a row that sampled a stop token.
 
     Lists of integers are packed in `bytes`, little-endian; each field's comment names the integer
-    type. Who may call. With --tls-client-ca, only callers with a certificate of these authorities:
-    schedulers, and other workers for `ReadKv`. The worker does not distinguish the two. Without it,
-    every caller that can connect may attach the worker, run steps, and read its host blocks: bind
-    the worker to a private network or a Unix socket. `PullKv` connects to any address it is given;
-    with --tls-ca, only to peers with a certificate of these authorities.
+    type.
+
+    Who may call. With --tls-client-ca, only callers with a certificate of one of its authorities:
+    schedulers, and other workers for `ReadKv`. The worker does not distinguish schedulers from
+    workers. Without --tls-client-ca, every caller that can connect may attach the worker, run steps,
+    and read its host blocks, so bind the worker to a private network or a Unix socket. `PullKv`
+    connects to any address it is given; with --tls-ca, only to peers with a certificate of one of
+    that flag's authorities.
     """
 
     def __init__(self, channel):
@@ -148,11 +151,14 @@ class WorkerServiceServicer(object):
     tokens counts as decoding until it is released, like a row that sampled a stop token.
 
     Lists of integers are packed in `bytes`, little-endian; each field's comment names the integer
-    type. Who may call. With --tls-client-ca, only callers with a certificate of these authorities:
-    schedulers, and other workers for `ReadKv`. The worker does not distinguish the two. Without it,
-    every caller that can connect may attach the worker, run steps, and read its host blocks: bind
-    the worker to a private network or a Unix socket. `PullKv` connects to any address it is given;
-    with --tls-ca, only to peers with a certificate of these authorities.
+    type.
+
+    Who may call. With --tls-client-ca, only callers with a certificate of one of its authorities:
+    schedulers, and other workers for `ReadKv`. The worker does not distinguish schedulers from
+    workers. Without --tls-client-ca, every caller that can connect may attach the worker, run steps,
+    and read its host blocks, so bind the worker to a private network or a Unix socket. `PullKv`
+    connects to any address it is given; with --tls-ca, only to peers with a certificate of one of
+    that flag's authorities.
     """
 
     def Attach(self, request, context):
@@ -202,8 +208,8 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StoreKv(self, request, context):
-        """Begins to store contents of host blocks in the far tier; returns when they have been copied.
-        UNIMPLEMENTED if not `WorkerInfo.has_far_kv`.
+        """Begins to store contents of host blocks in the far tier; returns when the contents have been
+        copied. UNIMPLEMENTED if not `WorkerInfo.has_far_kv`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -331,11 +337,14 @@ class WorkerService(object):
     tokens counts as decoding until it is released, like a row that sampled a stop token.
 
     Lists of integers are packed in `bytes`, little-endian; each field's comment names the integer
-    type. Who may call. With --tls-client-ca, only callers with a certificate of these authorities:
-    schedulers, and other workers for `ReadKv`. The worker does not distinguish the two. Without it,
-    every caller that can connect may attach the worker, run steps, and read its host blocks: bind
-    the worker to a private network or a Unix socket. `PullKv` connects to any address it is given;
-    with --tls-ca, only to peers with a certificate of these authorities.
+    type.
+
+    Who may call. With --tls-client-ca, only callers with a certificate of one of its authorities:
+    schedulers, and other workers for `ReadKv`. The worker does not distinguish schedulers from
+    workers. Without --tls-client-ca, every caller that can connect may attach the worker, run steps,
+    and read its host blocks, so bind the worker to a private network or a Unix socket. `PullKv`
+    connects to any address it is given; with --tls-ca, only to peers with a certificate of one of
+    that flag's authorities.
     """
 
     @staticmethod

@@ -30,7 +30,7 @@ class VllmEngineStub(object):
     """One engine is a whole cell: a router answers, and any of the cell's schedulers and workers may
     compute.
 
-    The gateway tokenizes and detokenizes. So requests usually have token ids, and answers have only
+    The gateway tokenizes and detokenizes, so requests usually have token ids, and answers have only
     token ids. A request continues if its scheduler or worker is lost. The gateway's FlushCache and
     profiler calls are answered UNIMPLEMENTED. Errors are those of `quire.v1.InferenceService`.
     """
@@ -92,21 +92,22 @@ class VllmEngineServicer(object):
     """One engine is a whole cell: a router answers, and any of the cell's schedulers and workers may
     compute.
 
-    The gateway tokenizes and detokenizes. So requests usually have token ids, and answers have only
+    The gateway tokenizes and detokenizes, so requests usually have token ids, and answers have only
     token ids. A request continues if its scheduler or worker is lost. The gateway's FlushCache and
     profiler calls are answered UNIMPLEMENTED. Errors are those of `quire.v1.InferenceService`.
     """
 
     def Generate(self, request, context):
-        """Continues a prompt. Streamed: a `chunk` for each delta, and a `complete` for each output. Otherwise one
-        `complete` for each output. The request is cancelled if the call ends early.
+        """Continues a prompt. With `stream`, the answer is a `chunk` for each delta and a `complete` for
+        each output; otherwise it is only a `complete` for each output. The request is cancelled if the
+        call ends early.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Turns a prompt into a vector, if the model makes vectors.
+        """Turns a prompt into an embedding, if the model makes embeddings.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,7 +222,7 @@ class VllmEngine(object):
     """One engine is a whole cell: a router answers, and any of the cell's schedulers and workers may
     compute.
 
-    The gateway tokenizes and detokenizes. So requests usually have token ids, and answers have only
+    The gateway tokenizes and detokenizes, so requests usually have token ids, and answers have only
     token ids. A request continues if its scheduler or worker is lost. The gateway's FlushCache and
     profiler calls are answered UNIMPLEMENTED. Errors are those of `quire.v1.InferenceService`.
     """
