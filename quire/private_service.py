@@ -37,7 +37,7 @@ class PrivateService(Closes):
     def __init__(self, flags: Mapping[str, object], api_key: str = "") -> None:
         """Start the service with flags of `quire up`, and wait until it is ready.
 
-        With `api_key`, every call must have the key. Raises ServiceStartError.
+        With `api_key`, every call must have the key. May raise ServiceStartError.
         """
         directory = Path(tempfile.mkdtemp(prefix="quire-"))
         self._log = directory / "log"

@@ -212,7 +212,7 @@ def _locked(name: str) -> Iterator[TextIO]:
 
 
 def _opened(name: str) -> TextIO:
-    """Open a file beside the compiled libraries, or where temporary files are; raises OSError."""
+    """Open a file beside the compiled libraries, or among temporary files; may raise OSError."""
     try:
         directory = cache_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

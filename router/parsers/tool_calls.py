@@ -69,7 +69,7 @@ class CallSyntax(Protocol):
     """The syntax between a call's markers."""
 
     def read(self, calls: Calls) -> Reading[None]:
-        """Read one call; raises MalformedError."""
+        """Read one call; may raise MalformedError."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class AuditLog:
     """Writes one file; no other process may write it."""
 
     def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
-        """Open the file; raises AuditLogError.
+        """Open the file; may raise AuditLogError.
 
         Before a line would make the file longer than `max_bytes`, the file is renamed to PATH.1,
         PATH.1 to PATH.2, and so on; the oldest of `num_files` files is deleted.

@@ -59,7 +59,7 @@ def check_inputs(
     dimensions: int | None,
     max_numbers: int = MAX_NUMBERS,
 ) -> None:
-    """Check the number of inputs of a call; raises InvalidArgumentError."""
+    """Check the number of inputs of a call; may raise InvalidArgumentError."""
     size = dimensions or model.abilities.embedding_size or 1
     most = min(MAX_INPUTS, max(1, max_numbers // size))
     if not 1 <= num_inputs <= most:

@@ -63,10 +63,10 @@ class LinkOwner(Protocol):
     """Callbacks of a link, called from its task; only `prepare` may wait."""
 
     async def prepare(self, model: ModelInfo) -> None:
-        """Read the model's tokenizer; raises MisfitError."""
+        """Read the model's tokenizer; may raise MisfitError."""
 
     def check_fit(self, link: "SchedulerLink", model: ModelInfo) -> None:
-        """Check a scheduler's model before it is used; raises MisfitError."""
+        """Check a scheduler's model before it is used; may raise MisfitError."""
 
     def connected(self, link: "SchedulerLink") -> None:
         """Called when the link is connected and has submitted its live requests."""

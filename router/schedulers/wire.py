@@ -110,7 +110,7 @@ def record_to_bytes(live: LiveRequest, request: GenerateRequest) -> bytes:
 
 
 def record_from_bytes(record: bytes) -> Resumption:
-    """Parse the bytes of `record_to_bytes`; raises InvalidArgumentError."""
+    """Parse the bytes of `record_to_bytes`; may raise InvalidArgumentError."""
     try:
         submit = scheduler_pb2.Submit.FromString(record)
     except DecodeError as error:

@@ -106,7 +106,7 @@ def _grammar(form: str, texts: Sequence[str], field: str) -> str:
 
 
 def _check_lark(grammar: str, field: str) -> None:
-    """Check the schemas in a grammar; raises InvalidArgumentError."""
+    """Check the schemas in a grammar; may raise InvalidArgumentError."""
     if grammar.lstrip().startswith("{"):  # llguidance takes JSON instead of Lark, too
         raise InvalidArgumentError(field, "is JSON; it must be Lark")
     schemas = []

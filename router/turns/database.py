@@ -37,7 +37,7 @@ class Connection(Protocol):
     """The clause with which a SELECT skips rows that other transactions have locked."""
 
     def transaction(self, work: Callable[[Cursor], T]) -> T:
-        """Run `work` in one transaction, durable when this returns; raises StoreError."""
+        """Run `work` in one transaction, durable when this returns; may raise StoreError."""
 
     def now(self, cursor: Cursor) -> float:
         """Return the Unix time by a clock that all routers of one store share."""
@@ -94,7 +94,7 @@ class SqliteConnection:
     skips_locked = ""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file; raises StoreError."""
+        """Open or create the file; may raise StoreError."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(

@@ -20,7 +20,7 @@ class PostgresConnection:
     skips_locked = " FOR UPDATE SKIP LOCKED"
 
     def __init__(self, url: str) -> None:
-        """Connect; raises StoreError."""
+        """Connect; may raise StoreError."""
         try:
             import psycopg  # noqa: PLC0415 - an extra of the package
         except ImportError as error:

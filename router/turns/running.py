@@ -212,7 +212,7 @@ class RunningTurn:
         self._tell()
 
     async def read(self, seen: Seen) -> AsyncGenerator[Event, None]:
-        """Yield the events that a reader lacks, until the end; raises MovedError."""
+        """Yield the events that a reader lacks, until the end; may raise MovedError."""
         self.num_readers += 1
         try:
             while True:

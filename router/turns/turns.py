@@ -68,7 +68,7 @@ class TurnKind(Protocol):
     async def answer(self, turn: Turn) -> Answer | None:
         """Compute a turn as a whole. None: submit its request and store its tokens instead.
 
-        Raises QuireError.
+        May raise QuireError.
         """
 
     async def request(self, turn: Turn) -> GenerateRequest:

@@ -104,7 +104,7 @@ class Supervisor:
     async def run(self) -> None:
         """Run until `stop`; when it returns or raises, no process is left.
 
-        Raises StartError.
+        May raise StartError.
         """
         keepers = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
         try:

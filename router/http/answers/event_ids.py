@@ -58,7 +58,7 @@ class StreamPosition:
 def parse_event_id(event_id: str) -> tuple[str, dict[int, OutputReceived]]:
     """Return the request's id, and what the client has of each output.
 
-    Raises InvalidArgumentError.
+    May raise InvalidArgumentError.
     """
     if len(event_id) > _MAX_CHARS or not _PATTERN.fullmatch(event_id):
         raise InvalidArgumentError(
