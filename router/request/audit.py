@@ -22,8 +22,8 @@ from router.live.live_request import LiveRequest
 log = structlog.get_logger()
 
 _MAX_WAITING: Final = 4096
-"""Limit on requests that wait to be written. Further ones are missing from the log; clients are not
-affected."""
+"""Limit on requests that wait to be written. Further requests are missing from the log; their
+clients do not notice."""
 
 
 class AuditLogError(Exception):
@@ -31,7 +31,7 @@ class AuditLogError(Exception):
 
 
 class AuditLog:
-    """Writes one file; no other process may write it."""
+    """Writes one file, which no other process may write."""
 
     def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
         """Open the file; may raise AuditLogError.
