@@ -171,7 +171,7 @@ class StatusSettings(RouterTargetSettings):
     target: str = ""
     """Address of another router: host:port, or unix:/path; empty: the services on this machine."""
     http_port: ServicePort | None = None
-    """Show only the service whose router has this HTTP port; default: all services."""
+    """Choose the service on this machine by its router's HTTP port; default: all services."""
 
 
 class KvSettings(RouterTargetSettings):

@@ -1,10 +1,10 @@
-"""Counts the tokens that a model spends on thinking, by the markers in an output's text."""
+"""Counts the tokens that a model spends on thinking, which markers in the text delimit."""
 
 from contract.request import ThinkingMarkers
 
 
 class ThinkingCounter:
-    """Follows one output's text. A token counts as thinking if thinking is open before it."""
+    """Follows one output's text. A token counts as thinking if thinking has begun before it."""
 
     def __init__(self, markers: ThinkingMarkers) -> None:
         self.num_tokens = 0
