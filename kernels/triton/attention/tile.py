@@ -308,7 +308,7 @@ def merge_parts(
 
 @triton.jit
 def _load(pointer, inside, dim_mask, IS_MASKED: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Load a tile with only the masks that it needs; a mask costs an instruction per number."""
+    """Load a tile with only the masks that it needs; each mask costs an instruction per number."""
     if IS_MASKED and IS_WHOLE:
         tile = tl.load(pointer, mask=inside, other=0)
     elif IS_MASKED:
