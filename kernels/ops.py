@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 class AttentionBackend(Protocol):
-    """Prepares attention to paged caches: this module, or a class in another of `kernels`."""
+    """Prepares attention to paged caches: this module, or a class of another module."""
 
     def prepare_decode(
         self,

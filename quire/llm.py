@@ -100,10 +100,10 @@ class LLM(Closes):
     ) -> list[Generation]:
         """Generate for one prompt or many; return the results in the order of the prompts.
 
-        A prompt is text or token ids. `sampling` is one for all prompts, or a list with one for
-        each prompt; `options` (`n`, `stop`, ...) apply to all. `progress` shows a bar on standard
-        error. The first prompt that fails ends the call. InvalidArgumentError names the prompt,
-        such as `prompts[3].sampling.max_tokens`; other errors are those of `AsyncClient`.
+        A prompt is text or token ids. `sampling` is one object for all prompts, or a list with one
+        for each prompt; `options` (`n`, `stop`, ...) apply to all. `progress` shows a bar on
+        standard error. The first prompt that fails ends the call. InvalidArgumentError names the
+        prompt, such as `prompts[3].sampling.max_tokens`; other errors are those of `AsyncClient`.
         """
         listed = _listed(prompts)
         each = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)

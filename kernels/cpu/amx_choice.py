@@ -1,9 +1,9 @@
 """Decides by a check and by timing, once per machine, what uses Intel's AMX.
 
-That the CPU has AMX is not enough, because Quire's code for AMX was written without such a CPU.
-There is one decision for each format of weights, and one for attention. A decision applies to any
-number of rows, because AMX and AVX-512 add in different orders. A file beside the compiled library
-keeps the findings, so that all workers of a machine decide alike.
+A CPU with AMX is not enough, because Quire's code for AMX was written without such a CPU. There is
+one decision for each format of weights, and one for attention. A decision applies to any number of
+rows, because AMX and AVX-512 add in different orders. A file beside the compiled library keeps the
+findings, so that all workers of a machine decide alike.
 """
 
 import fcntl
@@ -31,7 +31,8 @@ USES: Final = {"bfloat16": 1 << 1, "int8": 1 << 2, "int4": 1 << 3, "attention": 
 C (`quire_amx_uses` in `amx.h`)."""
 _ALL: Final = sum(USES.values())
 _NUM_OUTPUT_TOKENS: Final = 64
-"""A use is compared by its time in a request with this many output tokens, which runs alone."""
+"""AMX counts as faster for a use if it saves time in a single request with this many output
+tokens."""
 _TIMING_S: Final = 0.5
 """How long to measure each use."""
 _MIN_ROUNDS: Final = 2

@@ -23,7 +23,7 @@ by 4e-4 more than a result's last place."""
 _CHECKED_HEADS: Final = ((9, 3, 64), (4, 1, 96), (20, 1, 128))
 """The shapes that are checked: (query heads, kv heads, head dim)."""
 _NUM_CHECKED_POSITIONS: Final = 570
-"""The number is larger than a split, and no multiple of a tile."""
+"""How many positions are checked: more than a split has, and no multiple of a tile."""
 _TIMED_MAP: Final = (4096, 2048)
 """Output and input features: 16 MiB of weights in bfloat16."""
 _TIMED_GROUP: Final = 32

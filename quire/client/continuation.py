@@ -45,7 +45,7 @@ class _Received:
     is_finished_again: bool = False
     """Whether the service has finished the output since the request was last sent."""
     token_ids_to_repeat: Sequence[int] = ()
-    """The part of `token_ids` that the service will repeat, if the request was sent again."""
+    """The part of `token_ids` that the service has yet to repeat, if the request was sent again."""
     text_to_repeat: str = ""
 
 

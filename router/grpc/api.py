@@ -81,7 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.GenerateOnceRequest,
         context: CallContext,
     ) -> inference_pb2.GenerateOnceResponse:
-        """Return all outputs at once; if one fails, the call fails."""
+        """Return all outputs in one message; if one fails, the call fails."""
         domain_request = _request(request.request, context)
         if domain_request.stream_interval is not None:
             raise InvalidArgumentError(

@@ -33,7 +33,7 @@ MAX_STREAMED_REQUESTS: Final = 1024
 
 
 class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers `inference.GRPCInferenceService`'s calls; an interceptor makes errors statuses."""
+    """Answers `inference.GRPCInferenceService`; an interceptor turns errors into statuses."""
 
     def __init__(self, cells: Cells, is_ready: Callable[[], bool]) -> None:
         self._cells = cells

@@ -36,7 +36,7 @@ class InferCall:
 
     request: GenerateRequest
     id: str
-    """The id that the client chose, perhaps more than once; "" if the client gave none."""
+    """The id that the client chose, or ""; several requests may have the same id."""
     model_name: str
     stream: bool
     prefix: str

@@ -447,7 +447,7 @@ class LiveRequest:
         return event
 
     def _take(self) -> Event | None:
-        """Return the next event, or None if there is none now. Raises a refusal."""
+        """Return the next event, or None if there is none now. May raise the refusal."""
         if self._closed:
             return None
         if self._refusal is not None:

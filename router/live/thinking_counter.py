@@ -1,4 +1,4 @@
-"""Counts the tokens that a model spends on thinking, which markers in the text delimit."""
+"""Counts the tokens that a model spends on thinking, by the markers in an output's text."""
 
 from contract.request import ThinkingMarkers
 

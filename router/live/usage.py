@@ -81,7 +81,7 @@ class UsageCounts:
     def take(self) -> tuple[int, UsageRows]:
         """Return the number and rows of the next part to store.
 
-        Until `kept` is called, it returns the same part.
+        Until `kept` is called, later calls return the same part.
         """
         if not self._taken and self._new:
             self._taken, self._new = self._new, {}

@@ -143,7 +143,7 @@ class Operations:
     async def list_adapters(
         self, peer: str, model: str = ""
     ) -> Sequence[adapters_pb2.LoadedAdapter]:
-        """Return the adapters of a model, or of all models with a connected scheduler, sorted."""
+        """Return, by name, the adapters of a model or of all models with a connected scheduler."""
         self._operators.check(peer, "lists LoRA adapters")
         cells = self._cells.some(model)
         schedulers = [calls for cell in cells for calls in cell.schedulers.target_to_calls.values()]

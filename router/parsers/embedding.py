@@ -14,7 +14,7 @@ _AT_ROOT: Final = ("$id", "id", "$schema")
 
 
 def embedded(schema: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    """Return a schema for the JSON pointer `place` of another schema."""
+    """Return a whole schema, changed to fit the JSON pointer `place` of another schema."""
     return {
         name: value
         for name, value in with_refs_below(schema, place).items()

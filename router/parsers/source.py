@@ -2,8 +2,8 @@
 
 A parser is a generator that yields whenever it needs more text. Methods that may wait are
 generators, too (`yield from`). Their results do not depend on how the text is cut into pieces, so a
-parser's results do not depend on it either. The text read since `mark` is kept, to be shown if it
-turns out not to be a call.
+parser's results do not depend on the cuts either. The text read since `mark` is kept, to be shown
+if it turns out not to be a call.
 """
 
 import re

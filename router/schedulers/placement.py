@@ -24,7 +24,7 @@ PREFIX_TOKENS: Final = 64
 """How many tokens of a prompt are hashed; a few KV blocks."""
 _SLACK: Final = 1.25
 _MIN_SEQS: Final = 4
-"""While no worker has more sequences, loads are not balanced: similar prompts stay together."""
+"""While no worker has more sequences than this, similar prompts stay together."""
 
 
 @dataclass(frozen=True, slots=True)

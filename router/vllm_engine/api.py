@@ -38,7 +38,7 @@ FindDirectory = Callable[[str], Awaitable[Path]]
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Answers `vllm.grpc.engine.VllmEngine`'s calls; an interceptor makes errors statuses."""
+    """Answers `vllm.grpc.engine.VllmEngine`; an interceptor turns errors into statuses."""
 
     def __init__(self, cells: Cells, health: Health, find_directory: FindDirectory) -> None:
         self._cells = cells

@@ -29,7 +29,7 @@ class RouterFigures:
     code_to_num_refused: Mapping[str, int]
     """Number of refused requests by gRPC status."""
     first_token_s: float
-    """The sum of all times to the first token; there were `num_first_tokens`."""
+    """The sum of the times to the first token, of `num_first_tokens` requests."""
     num_first_tokens: int
     between_tokens_s: float
     num_between_tokens: int

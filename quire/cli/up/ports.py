@@ -24,7 +24,7 @@ def reachable(host: str) -> str:
 
 
 def require_free(host: str, port: int, flag: str) -> int:
-    """Return `port`, or a free port if it is 0; if it is in use, raise PortError naming `flag`."""
+    """Return `port`, or a free port if `port` is 0; raise PortError with `flag` if it is taken."""
     try:
         return _bind(host, port)
     except OSError as error:

@@ -22,7 +22,7 @@ from rpc.settings import ENV_PREFIX
 EXIT_STALE_EPOCH: Final = 3
 """A scheduler's exit code after another one took over its workers, as in `scheduler_svc`."""
 GPU_MEMORY_UTILIZATION: Final = 0.9
-"""The default of a worker's flag with this name."""
+"""The worker's default for --gpu-memory-utilization."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,8 @@ def running_services(root: Path | None = None) -> Iterator[ServiceInfo]:
     """Return this user's running services, in no particular order."""
     for path in _directories(_root(root)):
         if _is_locked(path):
-            # The file may be missing, if the service has just started, or be another release's.
+            # The file may be missing, because the service has just started, or be another
+            # release's.
             with contextlib.suppress(OSError, ValueError):
                 yield _JSON.validate_json((path / "service.json").read_bytes())
 

@@ -75,7 +75,7 @@ class ChatShape:
             self._scores = [*(self._scores or ()), *scores.logprobs]
 
     def once(self) -> Json:
-        """Return the prompt's token ids and log-probabilities, if requested; only once."""
+        """Return the prompt's token ids and log-probabilities, if requested; later nothing."""
         said: Json = {}
         if self._has_said_once:
             return said

@@ -39,7 +39,7 @@ class SseResponse:
         self._timer: asyncio.TimerHandle
         self._is_started = asyncio.Event()
         self.first_event: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """It is done once there is an event, even before `start`."""
+        """A future that is done once there is an event, even before `start`."""
         self._early = b""
         """Events put before `start`: at most one, and the end of the stream."""
         self.response = web.StreamResponse(
@@ -114,7 +114,7 @@ class SseResponse:
         return self._transport.get_write_buffer_size() <= _MOST_UNSENT_BYTES
 
     async def wait_for_room(self) -> None:
-        """Wait until the client has read enough and, before `start`, until it is called."""
+        """Wait until `start` has been called and the client has read enough."""
         if self._transport is None:
             await self._is_started.wait()
         while not self.has_room():
@@ -160,7 +160,7 @@ WAITING: Final = web.RequestKey("waiting", SseResponse)
 def sse_of(
     request: web.Request, headers: dict[str, str], heartbeat: bytes = HEARTBEAT
 ) -> SseResponse:
-    """Return the response for a call's events: a new one, unless one's head has been sent."""
+    """Return the response for a call's events: the one whose head has been sent, or a new one."""
     waiting: SseResponse | None = request.get(WAITING)
     if waiting is None:
         return SseResponse(request, headers, heartbeat)

@@ -38,7 +38,7 @@ class MessageCall:
         return self.request.request_id
 
     def named(self, error: QuireError) -> QuireError:
-        """Return the error, in which a field has its name in the client's JSON."""
+        """Return the error with the field's name as it is in the client's JSON."""
         if isinstance(error, InvalidArgumentError):
             return error_with_json_names({**FIELD_TO_JSON, **self.plan.field_to_json}, error)
         return error

@@ -123,7 +123,7 @@ class Batches:
         output_expires_s: float | None = None,
         call: CallKey | None = None,
     ) -> Json:
-        """Store a batch; from then on, routers complete it even if they crash meanwhile.
+        """Store a batch; after that, it will be completed even if processes crash.
 
         If the same call has created a batch before, returns that batch.
 

@@ -176,7 +176,7 @@ class BatchLines:
 
 
 async def _off_loop(turn: Turn, work: Callable[[Turn], T]) -> T:
-    """Return `work(turn)`, which parses the turn's line; if the line is large, in a thread."""
+    """Return `work(turn)`, which parses the turn's line; a thread does this for a large line."""
     if len(turn.body) <= MAX_PARSED_AT_ONCE_BYTES:
         return work(turn)
     return await asyncio.to_thread(work, turn)

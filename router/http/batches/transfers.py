@@ -1,4 +1,4 @@
-"""Receives and sends files through temporary files, so that memory holds only pieces."""
+"""Receives and sends files through temporary files, so memory holds only pieces of a file."""
 
 import asyncio
 import hashlib

@@ -31,7 +31,7 @@ FIELD_TO_JSON: Final[Mapping[str, str]] = MappingProxyType(
         "structured.grammar": "tools",
     }
 )
-"""Maps those of a request's fields whose JSON names differ to these names."""
+"""Maps a request's fields to their names in the JSON, if these differ."""
 
 
 class ReasoningOptions(Schema):

@@ -40,7 +40,7 @@ class ResponseCall:
         return self.plan.applied_to(self.request)
 
     def named(self, error: InvalidArgumentError) -> InvalidArgumentError:
-        """Return the error, in which a field has its name in the client's JSON."""
+        """Return the error with the field's name as it is in the client's JSON."""
         return error_with_json_names({**FIELD_TO_JSON, **self.plan.field_to_json}, error)
 
     def events(self, inference: Inference) -> ResponseEvents:

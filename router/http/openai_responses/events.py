@@ -239,7 +239,7 @@ class ResponseEvents:
 
     def _say_text(self, text: str) -> None:
         if self._open is None or self._open["type"] != "message":
-            if not text.strip():  # space between two items belongs to none of them
+            if not text.strip():  # space between two items belongs to neither item
                 self._space += text
                 return
             text, self._space = self._space + text, ""

@@ -52,7 +52,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         turns.serve(KIND, kept)
 
     async def create_response(request: web.Request, call_id: CallId) -> web.StreamResponse:
-        """Answer a conversation at once, as a stream, or in the background (Responses API)."""
+        """Answer a conversation in one piece, as a stream, or in the background (Responses API)."""
         body = await bodies.read(request, ResponseBody, generates=True)
         body.check()
         response_id = f"resp_{uuid.uuid4().hex}"

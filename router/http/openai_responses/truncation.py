@@ -10,8 +10,8 @@ from router.http.requests.outputs import OutputPlan
 from router.request.inference import Inference
 
 _SHARE_FOR_OUTPUT = 8
-"""If `max_output_tokens` is not set, at least this fraction (1/8) of the context is left for the
-output."""
+"""If `max_output_tokens` is not set, at least the context's length divided by this number is left
+for the output."""
 
 
 async def truncated(
