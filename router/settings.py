@@ -141,7 +141,7 @@ class RouterSettings(ProcessSettings):
     """Share of the requests without a traceparent that are traced (--otlp-traces-endpoint)."""
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
     """How many new tokens of an output are sent together, unless the request sets stream_interval.
-    Fewer and larger events cost less. The first token and the last ones do not wait."""
+    Fewer and larger events cost less. The first token and the last tokens do not wait."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of threads that tokenize prompts."""
 

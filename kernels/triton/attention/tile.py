@@ -329,7 +329,7 @@ class Heads:
     key_cache: torch.Tensor
     """[B, P, HKV, D + REST]"""
     value_cache: torch.Tensor | None
-    """[B, P, HKV, D]; None: the keys' first numbers."""
+    """[B, P, HKV, D]; None: values are the keys' first numbers."""
     key_scales: torch.Tensor | None
     """[B, P, HKV]"""
     value_scales: torch.Tensor | None

@@ -108,7 +108,7 @@ class UpSettings(ProcessSettings):
     recently used model (docs/operations.md). Default: all models are loaded."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """With --on-demand, the shortest time in seconds for which a model stays loaded; default: the
-    router's, 10."""
+    router's default, 10."""
     idle_unload_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Time in seconds without a request after which a model is unloaded; its next request loads it
     again (docs/operations.md). Default: idle models stay loaded."""
@@ -170,13 +170,14 @@ class UpSettings(ProcessSettings):
     """Maximum number of tokens of prompt and output together; default: the model's context length.
     """
     max_num_seqs: PositiveInt | None = None
-    """Maximum number of sequences that run at once on a worker; default: the worker's."""
+    """Maximum number of sequences that run at once on a worker; default: the worker's own
+    default."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Maximum number of tokens that one step computes; default: the worker's."""
+    """Maximum number of tokens that one step computes; default: the worker's own default."""
     num_blocks: PositiveInt | None = None
     """Number of KV blocks of a worker; default: as many as fit in its memory."""
     block_size: PositiveInt | None = None
-    """Number of tokens per KV block; default: the worker's."""
+    """Number of tokens per KV block; default: the worker's own default."""
     kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Memory for a worker's KV blocks, in GiB; default: as much as fits."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
@@ -185,7 +186,8 @@ class UpSettings(ProcessSettings):
     kv_cache_dtype_skip_layers: str = ""
     """Layers that keep the KV format of auto, counted from 0, such as 0,1,23."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Host memory for KV that does not fit on a worker's device, in GiB; default: the worker's."""
+    """Host memory for KV that does not fit on a worker's device, in GiB; default: the worker's own
+    default."""
     host_kv_codec: str = ""
     """Compression of KV in host memory: none, int8 or fp8; empty: none."""
     disk_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -203,26 +205,29 @@ class UpSettings(ProcessSettings):
     which chooses the cheaper one."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] | None = None
     """Factor by which steps may take longer while a long prompt is computed beside streaming
-    requests; inf: no limit; default: the scheduler's, 1.4."""
+    requests; inf: no limit; default: the scheduler's default, 1.4."""
     max_prompt_step_s: Annotated[float, Field(gt=0)] | None = None
     """Longest duration of a step with prompt tokens, in seconds; inf: no limit; default: the
-    scheduler's, 2."""
+    scheduler's default, 2."""
     eviction: Literal["lru", "lfu", "fifo"] | None = None
     """Which cached KV block to evict first: least recently used (lru), least frequently used (lfu)
     or oldest (fifo); default: lru."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of a GPU's memory for weights, workspace and KV together; default: the worker's."""
+    """Share of a GPU's memory for weights, workspace and KV together; default: the worker's own
+    default."""
     speculative: Literal["ngram", "draft"] | None = None
     """Speculative decoding: propose tokens from earlier text (ngram) or with --draft-model (draft),
     and verify several tokens in one step. The output stays the same. Default: off."""
     num_draft_tokens: PositiveInt | None = None
-    """Maximum number of tokens to propose at a time; default: the worker's, 4."""
+    """Maximum number of tokens to propose at a time; default: the worker's default, 4."""
     draft_model: ModelName | None = None
     """The model that proposes tokens, given like --model; it needs the same vocabulary."""
     ngram_min: PositiveInt | None = None
-    """Shortest n-gram to look up for a proposal, in tokens; default: the worker's, 2."""
+    """Length in tokens of the shortest n-gram to look up for a proposal; default: the worker's
+    default, 2."""
     ngram_max: PositiveInt | None = None
-    """Longest n-gram to look up for a proposal, in tokens; default: the worker's, 4."""
+    """Length in tokens of the longest n-gram to look up for a proposal; default: the worker's
+    default, 4."""
     num_threads: PositiveInt | None = None
     """Threads of each worker that computes on a CPU; default: all cores, shared evenly."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
@@ -236,9 +241,9 @@ class UpSettings(ProcessSettings):
     ~/.local/share/quire/turns, but none with --http-port 0 or --attached."""
     turn_retention_days: Annotated[float, Field(gt=0)] | None = None
     """How many days stored responses, files and batches are kept after their end; default: the
-    router's, 30."""
+    router's default, 30."""
     usage_retention_days: Annotated[float, Field(gt=0)] | None = None
-    """How many days usage (`quire usage`) is kept; default: the router's, 400."""
+    """How many days usage (`quire usage`) is kept; default: the router's default, 400."""
     audit_log: Path | None = None
     """File for the prompt and the outputs of every request, as JSON lines; unset: prompts and
     outputs are not logged. If there are several routers, the others write FILE-1, FILE-2, and so
@@ -246,10 +251,10 @@ class UpSettings(ProcessSettings):
     ui: bool = True
     """Whether the router serves the web page /ui: live figures of the service, and a playground."""
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] | None = None
-    """How many new tokens of a stream to send together; default: the router's, 1."""
+    """How many new tokens of a stream to send together; default: the router's default, 1."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of requests to trace, if --otlp-traces-endpoint is set and the client's traceparent
-    does not decide; default: the router's, 0.01."""
+    does not decide; default: the router's default, 0.01."""
     detach: bool = False
     """Return when the service is ready, and leave it running; `quire down` stops it."""
     demo: bool = False
