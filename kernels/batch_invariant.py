@@ -13,17 +13,17 @@ from kernels.sequences import Sequences
 
 
 class BatchInvariantAttention:
-    """Prepares attention as `kernels.ops` does, with one order of sums for every step.
+    """Prepares attention as `kernels.ops` does, but with the same order of sums in every step.
 
     Decodes are chunks of one token, and positions are never split. So a token has the same bits
     when it is computed again as part of a prompt, after a preemption or to verify a guess. The
-    price is that few sequences with long contexts do not fill a GPU.
+    price is that a few sequences with long contexts do not fill a GPU.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._latest: tuple[Sequences, Sequences] | None = None
-        """The decodes of the latest step and their form as chunks, made once for all layers."""
+        """The decodes of the latest step, and these decodes as chunks, made once for all layers."""
 
     def prepare_decode(
         self,

@@ -1,4 +1,4 @@
-"""Checks tensors before a launch, because a kernel would misread wrong ones."""
+"""Checks tensors before a launch, because a kernel would misread a wrong tensor."""
 
 import torch
 
@@ -101,7 +101,7 @@ def check_caches(
 def check_values(
     value: torch.Tensor | None, value_cache: torch.Tensor | None, key: torch.Tensor
 ) -> None:
-    """Require new values with the shape and dtype of `key`; or neither values nor their cache.
+    """Require new values with the shape and dtype of `key`, or neither values nor their cache.
 
     Raises:
         ValueError: naming the tensor, its value and the required value.
@@ -171,7 +171,7 @@ def check_options(
 
 
 def check_rows(num_seqs: int, num_tokens: int, out: torch.Tensor | None) -> None:
-    """Require one row of the query per row of the block tables; with `out` the query may have more.
+    """Require a row of the query per row of the block tables; with `out`, there may be more.
 
     Raises:
         ValueError: naming both numbers.

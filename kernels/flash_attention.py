@@ -1,8 +1,8 @@
 """Attention by FlashAttention-3, if an operator asks for it and it supports the shapes.
 
-Its paged KV cache has the same layout as ours: `[B, P, HKV, D]` of any block size, with any strides
-but the last, and a table int32[S, M]. So only names differ. This module has not run on a GPU yet:
-the tests use a fake that follows FlashAttention's documentation and checks its arguments.
+Its paged KV cache has Quire's layout: `[B, P, HKV, D]` of any block size, with any strides except
+the last, and a table int32[S, M]. Only the names of arguments differ. This module has not run on a
+GPU yet: the tests use a fake that follows FlashAttention's documentation and checks its arguments.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P`
 block size, `M` max blocks per sequence.
@@ -61,7 +61,7 @@ class FlashAttention:
         scale: float,
         **options: Any,
     ) -> Callable[[Sequences], object]:
-        """See `ops.prepare_prefill`. Also overwrites rows that belong to no sequence."""
+        """See `ops.prepare_prefill`. Rows that belong to no sequence are overwritten, too."""
         if not supports(query, key_cache, value_cache, **options):
             return ops.prepare_prefill(query, key_cache, value_cache, scale, **options)
         fixed = _fixed(key_cache, value_cache, scale, **options)
@@ -90,7 +90,7 @@ def supports(
     key_scales: torch.Tensor | None = None,
     **_: Any,
 ) -> bool:
-    """Whether FlashAttention-3 computes this: no sinks, no scale for each slot, no latents."""
+    """Whether FlashAttention-3 can compute this: there are no sinks, slot scales or latents."""
     head_dim = query.shape[2]
     return (
         sinks is None

@@ -1,7 +1,7 @@
 """Begins captures of CUDA graphs, and leaves torch as it was if one fails.
 
-`torch.cuda.graph` does not: if a capture cannot be ended, its stream stays current, and up to torch
-2.13 the allocator behaves as if the capture were still running.
+`torch.cuda.graph` does not restore torch: if a capture cannot be ended, its stream stays current,
+and up to torch 2.13 the allocator behaves as if the capture were still running.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ def begin_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 def abandon_capture(graph: torch.cuda.CUDAGraph, pool: Any, device_index: int) -> None:
-    """Restore torch's state after a capture that has failed, at whatever point."""
-    with contextlib.suppress(RuntimeError):  # there is nothing to end, or it has failed
+    """Restore torch's state after a capture that has failed at any point."""
+    with contextlib.suppress(RuntimeError):  # there is no capture to end, or it has failed
         graph.capture_end()
-    with contextlib.suppress(RuntimeError):  # the allocator has ended it already
+    with contextlib.suppress(RuntimeError):  # the allocator has already ended its part
         torch._C._cuda_endAllocateToPool(device_index, pool)  # noqa: SLF001

@@ -7,9 +7,9 @@ head. A number of the model is the stored number times its scale. For a row x,
     stored = x / scale, rounded to nearest, ties to even
 
 The scale is rounded up so that no stored number exceeds the format's largest. Then the error is at
-most half a step: for int8 1/253 of the row's largest number; for fp8 1/16 of the number itself, or
-for small numbers 1/457,000 of the row's largest. A row with an infinity or NaN gets an infinite
-scale, so it has no finite numbers when it is read.
+most half a step. For int8, that is 1/253 of the row's largest number. For fp8, it is 1/16 of the
+number itself or, if the number is small, 1/457,000 of the row's largest. A row with an infinity or
+NaN gets an infinite scale, so that it has no finite numbers when it is read.
 """
 
 from typing import Final

@@ -6,7 +6,7 @@ runs its Triton launcher, which has the same name as the twin, in a module of th
 library is compiled, and C supports the dtype of the first tensor. In all other cases it runs the
 twin.
 
-An op is a plain function and not in `torch.library`, because calls of those cost more
+An op is a plain function, not an op of `torch.library`, because calls of those take longer
 (docs/write-a-kernel.md).
 """
 
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 class AttentionBackend(Protocol):
-    """Prepares attention to paged caches: this module, or another of `kernels`."""
+    """Prepares attention to paged caches: this module, or a class of another module."""
 
     def prepare_decode(
         self,
@@ -78,7 +78,7 @@ def launcher(twin: Callable[P, R]) -> Callable[P, R]:
 
 @functools.cache
 def _triton_module(of_twin: str) -> ModuleType:
-    # Imported on first use: Triton is not installed, and not needed, on a machine without a GPU.
+    # This import waits for the first use, because a machine without a GPU needs no Triton.
     return importlib.import_module(of_twin.replace("kernels.reference", "kernels.triton"))
 
 
@@ -120,7 +120,7 @@ def prepare_prefill(
     is_whole: bool = False,
     **options: Any,
 ) -> Callable[[Sequences], object]:
-    """As `prepare_decode`, for `paged_attention_prefill`.
+    """Like `prepare_decode`, for `paged_attention_prefill`.
 
     If `is_whole`, no bit of a row depends on the other rows of the step, as on a CPU.
     """

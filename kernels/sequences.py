@@ -1,4 +1,4 @@
-"""The sequences for which attention is launched."""
+"""The sequences of a launch of attention."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -13,7 +13,7 @@ MAX_SHARED: Final = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefixes:
-    """Groups of sequences that begin with the same blocks, which decodes read once per group.
+    """Groups of sequences that begin with the same blocks; decodes read these once per group.
 
     `gpu_worker.step.shared_prefixes` finds them.
     """
@@ -28,7 +28,7 @@ class SharedPrefixes:
     """
     len_of_seq: torch.Tensor
     """int32[S]: how many positions each sequence shares with its group, fewer than its length; 0:
-    it has no group."""
+    the sequence has no group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,11 +45,11 @@ class Sequences:
     shared: SharedPrefixes | None = None
     """None: each sequence attends to all of its blocks by itself."""
     scratch: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
-    """Scratch memory for partial results, by shape; launches use it one after another. For a graph
-    it must be allocated within the capture, so that the graph keeps it."""
+    """Scratch memory for partial results, by shape; launches use it one after another. For a CUDA
+    graph, it must be allocated within the capture, so that the graph keeps the memory."""
 
     def room(self, *shape: int) -> torch.Tensor:
-        """Return scratch memory, float32 of this shape; calls with one shape return the same."""
+        """Return scratch memory, float32 of this shape: the same for all calls with this shape."""
         if shape not in self.scratch:
             device = self.seq_lens.device
             self.scratch[shape] = torch.empty(shape, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""Downloads a model from object storage, by any URL that `fsspec` knows: s3://, gs://, az://."""
+"""Downloads a model from any object storage whose URLs `fsspec` knows: s3://, gs://, az://."""
 
 import contextlib
 import hashlib
@@ -68,10 +68,11 @@ class _Source:
 
     path: str
     name: str
-    """Its path in the model's directory."""
+    """The file's path in the model's directory."""
     size: int
     version: str
-    """Its checksum, or else the time of its last change; empty if the storage has neither."""
+    """The file's checksum, or else the time of its last change; empty if the storage has
+    neither."""
 
     def is_at(self, target: Path) -> bool:
         """Whether `target` is a complete copy of this version."""
@@ -113,7 +114,7 @@ def _sources(system: Any, root: str, *, with_weights: bool) -> Sequence[_Source]
 def _copy(system: Any, source: _Source, target: Path) -> Iterator[int]:
     """Copy a file under a temporary name, then rename it; yield the bytes copied so far."""
     num_bytes = 0
-    # A unique name, because several processes may download the model at once.
+    # The name is unique, because several processes may download the model at once.
     partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as writer, system.open(source.path, "rb") as reader:

@@ -6,4 +6,4 @@ class ModelError(Exception):
 
 
 class UnsupportedError(ModelError):
-    """Quire's implementation of the architecture lacks something that the model needs."""
+    """Quire knows the architecture, but does not implement something that the model needs."""

@@ -79,7 +79,7 @@ def end_tokens(header: GgufHeader) -> list[int]:
 
 
 class _Fields:
-    """The metadata of one architecture, by names without its prefix."""
+    """The metadata of one architecture; names leave out the architecture's prefix."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
@@ -121,7 +121,7 @@ def _embedding_rows(header: GgufHeader) -> int:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """Return the number format to compute in: the matrices' format, or bfloat16 if quantized."""
+    """Return the number format to compute in: the matrices' own, or bfloat16 if quantized."""
     types = {tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
     if types <= {"F32"}:
         return "float32"

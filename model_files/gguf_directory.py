@@ -18,7 +18,7 @@ from model_files.gguf_header import GgufHeader, read_header
 from model_files.gguf_tokenizer import to_tokenizer, to_tokenizer_config
 
 _FORM: Final = "1"
-"""Version of the files made here; changed whenever they change."""
+"""Version of the files that this module makes; it changes whenever the files' form changes."""
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -27,7 +27,7 @@ def lay_out(path: Path, cache_dir: Path) -> Path:
 
     Args:
         path: The file, or any file of a model in several files.
-        cache_dir: Created if it is missing.
+        cache_dir: The cache, which is created if it is missing.
 
     Raises:
         ModelError: The file cannot be read or needs something unsupported, or the cache cannot be
@@ -71,7 +71,8 @@ def parts_of(path: Path) -> list[Path]:
     for part in parts:
         if not part.is_file():
             raise ModelError(f"{path} is one of {int(count)} files; there is no {part}")
-    # Links are followed last: the hub's cache links each file to a blob whose name has no number.
+    # Follow links last, because the hub's cache links each file to a blob, whose name has no
+    # number.
     return [part.resolve() for part in parts]
 
 

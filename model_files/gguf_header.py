@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file: its metadata, and where each tensor is.
+"""Reads the header of a GGUF file: the metadata, and where each tensor is.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` reads it
-as well, but takes four seconds for a vocabulary of 49,152 tokens.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` reads
+headers, too, but takes four seconds for a vocabulary of 49,152 tokens.
 """
 
 import math
@@ -30,7 +30,7 @@ class TensorType:
 
     name: str
     block_size: int
-    """Numbers per block; 1: not quantized."""
+    """How many numbers a block has; 1: the type is not quantized."""
     block_bytes: int
 
     @property
@@ -51,7 +51,7 @@ TENSOR_TYPES: Final = {
     14: TensorType("Q6_K", 256, 210),
     30: TensorType("BF16", 1, 2),
 }
-"""Maps a type's number in the file to the supported type."""
+"""The supported types, by their numbers in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class GgufTensor:
 
     type: TensorType
     shape: tuple[int, ...]
-    """Outermost dimension first, as in torch."""
+    """The sizes of the dimensions; the outermost one comes first, as in torch."""
     start: int
-    """Offset of its bytes from the beginning of the file."""
+    """The offset of the tensor's bytes from the beginning of the file."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes along the last dimension."""
+        """The number of bytes along the last dimension."""
         return self.shape[-1] // self.type.block_size * self.type.block_bytes
 
     @property

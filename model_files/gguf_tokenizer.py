@@ -43,8 +43,8 @@ _PRE_TOKENIZERS: Final = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), r"\p{N}"),
     "tekken": _TEKKEN,
 }
-"""Maps `tokenizer.ggml.pre` to the pattern that splits a text into words. If the pattern is None or
-only separates digits, GPT-2's pattern is applied after it."""
+"""Maps `tokenizer.ggml.pre` to the pattern that splits a text into words. If there is no pattern,
+or the pattern only separates digits, GPT-2's pattern is applied next."""
 _WITH_GPT2: Final = (None, r"\p{N}")
 _IGNORING_MERGES: Final = (_LLAMA3, _TEKKEN)
 """With these patterns, a word that is a token is not split by merges, and texts begin with bos
@@ -185,7 +185,7 @@ def _sentence_piece(metadata: _Metadata) -> Tokenizer:
 
 
 def _merges_by_score(number_of: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that merge to a token, best score of that token first."""
+    """Return all pairs of tokens that merge to a token, by the merged token's score, best first."""
     merges = []
     for token, number in number_of.items():
         for at in range(1, len(token)):

@@ -19,7 +19,7 @@ _PICKLES: Final = "pytorch_model*.bin"
 POOLING: Final = "1_Pooling/config.json"
 """Describes the pooling of a sentence-transformers model, which also has a `modules.json`."""
 _IN_FOLDERS: Final = "*/*"
-"""Folders to skip: other formats, and training states."""
+"""A pattern of files to skip, because folders have other formats and training states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class HubName:
     revision: str | None
     """A branch, tag or commit; None: the main branch."""
     gguf: str | None = None
-    """Pattern of the GGUF files to download, instead of all files."""
+    """A pattern of the GGUF files to download; None: download the model's other files."""
 
 
 def download_from_hub(
@@ -41,7 +41,8 @@ def download_from_hub(
     """Return the directory of the model's files in the cache; `report` gets status and progress.
 
     Raises:
-        ModelError: The hub has no such model, or cannot be reached while the cache lacks it.
+        ModelError: The hub has no such model; or the cache lacks the model, and the hub cannot be
+            reached.
     """
     report(f"looking up {name.given}", None)
     if name.gguf is not None:
@@ -67,7 +68,7 @@ def download_from_hub(
 def _with_old_tokenizer(
     name: HubName, report: Callable[[str, float | None], None], directory: Path
 ) -> Path:
-    """Download the tokenizer in its older form if there is no other."""
+    """Download the tokenizer in an older form if there is no `TOKENIZER`."""
     if not (directory / TOKENIZER).exists():
         _download(name, report, *OTHER_TOKENIZERS)
     return directory
@@ -113,7 +114,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _reporting_bar(status: str, report: Callable[[str, float | None], None]) -> Any:
-    """Make a class of progress bars that show nothing and report the share of bytes."""
+    """Make a class of progress bars that show nothing, but report the share of bytes."""
     from tqdm import tqdm  # noqa: PLC0415 - a requirement of huggingface_hub
 
     class Bar(tqdm):  # type: ignore[misc]

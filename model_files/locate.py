@@ -13,7 +13,8 @@ from model_files.hub import HubName, download_from_hub
 from model_files.old_tokenizer import convert_tokenizer, has_old_tokenizer
 
 Report: TypeAlias = Callable[[str, float | None], None]
-"""Receives a status and the progress in [0, 1]; an error that it raises ends the search."""
+"""Receives a status, and the progress in [0, 1] or None. An error that it raises ends the
+search."""
 
 DEFAULT_CACHE_DIR: Final = Path("~/.cache/quire")
 
@@ -31,7 +32,7 @@ class ModelPlace(Enum):
 
 
 def place_of(model: str) -> ModelPlace:
-    """Return the place that a model's name means; raises ModelError if it means none.
+    """Return the kind of place that a model's name means; raises ModelError if it means none.
 
     An existing directory or file takes precedence over a name on the hub.
     """
@@ -53,10 +54,10 @@ def place_of(model: str) -> ModelPlace:
 
 
 def name_of(model: str) -> str:
-    """Return the model's default name in requests: the name of its directory, file or hub entry."""
+    """Return the model's default name in requests: its directory's, file's or hub entry's name."""
     try:
         place = place_of(model)
-    except ModelError:  # reading it will fail with a clear error
+    except ModelError:  # reading the model will fail with a clear error
         return Path(model).name
     path = Path(model).resolve()
     if place is ModelPlace.HUB:
@@ -75,18 +76,18 @@ def find_model(
     with_weights: bool = True,
     with_tokenizer: bool = True,
 ) -> Path:
-    """Find the directory of a model's files, downloading them if need be.
+    """Find the directory of a model's files; download the files if necessary.
 
     Args:
         model: A directory; a GGUF file; ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf on the
             hub; or a URL such as s3://BUCKET/DIRECTORY.
-        cache_dir: For files downloaded from URLs, or made from GGUF files or older tokenizers. The
-            hub has a separate cache.
+        cache_dir: Directory for files downloaded from URLs, or made from GGUF files or older
+            tokenizers. The hub has a separate cache.
         report: Called with the progress of a download.
         with_weights: Whether the caller reads weights. If not, only small files are downloaded; a
             GGUF file is always downloaded whole.
-        with_tokenizer: Whether the caller reads the tokenizer. If not, an older one is not
-            converted.
+        with_tokenizer: Whether the caller reads the tokenizer. If not, a tokenizer in an older form
+            is not converted.
 
     Raises:
         ModelError: There is no such model, or it cannot be downloaded. The message says what to do.

@@ -1,7 +1,7 @@
 """Makes a directory with a tokenizer.json for a model that has its tokenizer in other files.
 
 The directory has the tokenizer.json, and links to the model's files. `transformers` does the
-conversion, in a process of its own, because its import takes seconds and much memory.
+conversion, in a separate process, because importing `transformers` takes seconds and much memory.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from model_files.errors import ModelError
 TOKENIZER: Final = "tokenizer.json"
 _PROTOBUFS: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _TEKKEN: Final = "tekken.json"
-"""Mistral's own form, in which newer checkpoints may have their tokenizer alone."""
+"""Mistral's own form of a tokenizer; newer checkpoints may have no other form."""
 OTHER_TOKENIZERS: Final = (
     *_PROTOBUFS,
     "tiktoken.model",
@@ -29,13 +29,13 @@ OTHER_TOKENIZERS: Final = (
     "vocab.txt",
     _TEKKEN,
 )
-"""Files of which a model without `TOKENIZER` has one or two."""
+"""A model without `TOKENIZER` has one or two of these files."""
 _SPECIAL: Final = "special_tokens_map.json"
 _READ_TOO: Final = (*("config.json", "tokenizer_config.json", _SPECIAL, "added_tokens.json"),)
 _SPECIAL_OF_TEKKEN: Final = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-"""Their names in every `_TEKKEN`, which chat templates use."""
+"""Maps the names that chat templates use to the tokens, which are the same in every `_TEKKEN`."""
 _FORM: Final = "1"
-"""Version of the files made here; changed whenever they change."""
+"""Version of the files that this module makes; it changes whenever the files' form changes."""
 _PROGRAM: Final = """
 import sys
 from transformers import AutoTokenizer
@@ -57,7 +57,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def has_old_tokenizer(directory: Path) -> bool:
-    """Whether a model's directory has a tokenizer in older files only."""
+    """Whether a model's directory has a tokenizer only in an older form."""
     return not (directory / TOKENIZER).is_file() and bool(_old_files(directory))
 
 
@@ -78,7 +78,7 @@ def convert_tokenizer(directory: Path, cache_dir: Path) -> Path:
             made.mkdir(parents=True, exist_ok=True)
         if not (made / TOKENIZER).exists():
             _convert(directory, sources, made / TOKENIZER, cache_dir)
-        # The hub's directory gets the weights later.
+        # Weights may be downloaded to the hub's directory later.
         for path in directory.resolve().iterdir():
             with _writing(cache_dir), contextlib.suppress(FileExistsError):
                 (made / path.name).symlink_to(path)
@@ -130,7 +130,8 @@ def _convert(directory: Path, sources: list[Path], target: Path, cache_dir: Path
         )
         if done.returncode:
             lines = done.stderr.strip().split("\n")
-            # After this warning, it tries to read another kind of file, whose error misleads.
+            # After this warning, `transformers` tries to read another kind of file; that error
+            # misleads.
             reason = next((line for line in lines if "Could not extract" in line), lines[-1])
             raise ModelError(f"{directory}: {names} cannot be converted to {TOKENIZER}: {reason}")
         with _writing(cache_dir):

@@ -45,7 +45,7 @@ MAX_REQUESTS: Final = 512
 limit."""
 
 _INPUTS_OF_A_CALL: Final = 512
-"""Inputs per call of `Embed`."""
+"""How many inputs one call of `Embed` has."""
 
 _RESERVED: Final = frozenset({"attached", "demo", "detach", "grpc_port", "host", "uds", "verbose"})
 """Flags of `quire up` that `LLM` sets itself."""
@@ -60,10 +60,10 @@ class Generation:
     prompt: Prompt
     request_id: str
     outputs: tuple[Output, ...]
-    """By output index."""
+    """The outputs, by output index."""
     usage: Usage
     prompt_scores: PromptScores | None = None
-    """Set if `prompt_logprobs` was requested."""
+    """The prompt's scores; set if `prompt_logprobs` was requested."""
 
 
 class LLM(Closes):
@@ -80,8 +80,8 @@ class LLM(Closes):
         `model` is a directory, a GGUF file or a name on the hub, as for `quire up`; by default, it
         is the small model that Quire ships. `flags` are flags of `quire up`, such as `device="cpu"`
         or `num_blocks=512`. If `api_key` is set, every other caller, for example over HTTP, needs
-        this key. Raises ServiceStartError with the reason, and TypeError for a flag that `LLM` sets
-        itself.
+        this key. Raises ServiceStartError, with the reason, if the start fails, and TypeError for a
+        flag that `LLM` sets itself.
         """
         if refused := sorted(_RESERVED & flags.keys()):
             raise TypeError(f"LLM sets {', '.join(refused)} itself; leave it out")
@@ -100,10 +100,10 @@ class LLM(Closes):
     ) -> list[Generation]:
         """Generate for one prompt or many; return the results in the order of the prompts.
 
-        A prompt is text or token ids. `sampling` holds for all prompts, or is a list with one entry
-        for each; `options` (`n`, `stop`, ...) hold for all. `progress` shows a bar on standard
-        error. The first prompt that fails ends the call. InvalidArgumentError names the prompt,
-        such as `prompts[3].sampling.max_tokens`; other errors are those of `AsyncClient`.
+        A prompt is text or token ids. `sampling` is one object for all prompts, or a list with one
+        for each prompt; `options` (`n`, `stop`, ...) apply to all. `progress` shows a bar on
+        standard error. The first prompt that fails ends the call. InvalidArgumentError names the
+        prompt, such as `prompts[3].sampling.max_tokens`; other errors are those of `AsyncClient`.
         """
         listed = _listed(prompts)
         each = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
@@ -143,7 +143,7 @@ class LLM(Closes):
     def embed(
         self, inputs: Prompt | Sequence[Prompt], **options: Unpack[EmbedOptions]
     ) -> Float32Array:
-        """Return a vector for each input, float32[N, size], in the order of the inputs.
+        """Return an embedding of each input, float32[N, size], in the order of the inputs.
 
         An input is text or token ids. The first failure ends the call; errors are those of
         `AsyncClient`.
@@ -183,7 +183,7 @@ async def _generate(
     options: GenerateOptions,
     on_done: Callable[[Completion], None],
 ) -> list[Completion]:
-    """Run up to MAX_REQUESTS at a time; the first error cancels the others and is raised."""
+    """Run up to MAX_REQUESTS requests at a time; the first error cancels the others."""
     completions: list[Completion | None] = [None] * len(prompts)
     left = iter(range(len(prompts)))
 
@@ -216,7 +216,7 @@ async def _generate_one(
     while True:
         try:
             return await client.generate_once(prompt, sampling, **options)
-        except TooBusyError as error:  # possible because a request has `n` sequences
+        except TooBusyError as error:  # may happen, because a request has `n` sequences
             await asyncio.sleep(error.retry_after_s)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"prompts[{index}].{error.field}", error.problem) from None

@@ -29,15 +29,15 @@ class ServiceStartError(Exception):
 class PrivateService(Closes):
     """Router, scheduler and workers behind a private Unix socket.
 
-    The child lives as long as the pipe to its standard input is open. `close` closes the pipe; when
-    this process is killed, the kernel closes it. The child has a separate session, so Ctrl-C in the
-    terminal reaches only this process, which then drains the service.
+    The child lives as long as the pipe to its standard input is open. `close` closes the pipe; if
+    this process is killed, the kernel closes the pipe. The child has a separate session, so Ctrl-C
+    in the terminal reaches only this process, which then drains the service.
     """
 
     def __init__(self, flags: Mapping[str, object], api_key: str = "") -> None:
         """Start the service with flags of `quire up`, and wait until it is ready.
 
-        With `api_key`, every call must have the key. Raises ServiceStartError.
+        If `api_key` is set, every call must have this key. May raise ServiceStartError.
         """
         directory = Path(tempfile.mkdtemp(prefix="quire-"))
         self._log = directory / "log"
@@ -45,7 +45,7 @@ class PrivateService(Closes):
         self.target: Final = f"unix:{socket}"
         ports = {"http_port": 0, "scheduler_http_port": 0, "worker_http_port": 0}
         fixed = {"uds": socket, "attached": True, "detach": False, "demo": False}
-        # Pass all of these as flags, because flags override the environment.
+        # Pass all settings as flags, because flags override the environment.
         arguments = _arguments({**ports, **flags, **fixed})
         key = {"QUIRE_API_KEY": api_key} if api_key else {}  # other users can see a command line
         with self._log.open("wb") as log:

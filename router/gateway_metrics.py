@@ -18,9 +18,9 @@ from router.request.cells import Cells
 from router.request.inference import Inference
 
 _FRESH_S: Final = 0.05
-"""How long a load stays fresh. Each gateway scrapes up to 20 times per second."""
+"""How long a scrape may reuse the last answer. Each gateway scrapes up to 20 times per second."""
 _TIMEOUT_S: Final = 1.0
-"""How long a scrape waits for the schedulers; after that it returns no gauges of the cell."""
+"""How long a scrape waits for a model's schedulers; after that it has no gauges of the model."""
 
 _NAMES: Final = ("quire_cell_{}", "vllm:{}")
 
@@ -59,7 +59,7 @@ class GatewayMetrics(Collector):
         self._reading = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Ask the schedulers for their load, unless the last answer is fresh."""
+        """Ask the schedulers for their load, unless the last answer is younger than `_FRESH_S`."""
         async with self._reading:
             clock = asyncio.get_running_loop().time
             if clock() < self._read_at + _FRESH_S:
@@ -72,7 +72,7 @@ class GatewayMetrics(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the gauges; a model without a scheduler has no samples."""
+        """Return the gauges; a model whose schedulers have not answered has no samples."""
         name_to_load = [
             (cell.model.name, load)
             for cell, load in zip(self._cells.all, self._loads, strict=True)

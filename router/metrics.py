@@ -18,7 +18,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5
 
 
 class BatchedHistogram(Histogram):
-    """A histogram that counts its values in batches, because some metrics have one per token."""
+    """A histogram that counts its values in batches, because some metrics get a value per token."""
 
     _MOST = 4096
 
@@ -108,7 +108,7 @@ SCHEDULER_CONNECTED = Gauge(
 
 @dataclass(frozen=True, slots=True)
 class ModelMetrics:
-    """The metrics of one model, looked up once because some count every token."""
+    """The metrics of one model, looked up once because some are updated for every token."""
 
     model_name: str
     num_requests_live: Gauge

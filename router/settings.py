@@ -49,25 +49,25 @@ class RouterSettings(ProcessSettings):
     name on the hub."""
     scheduler: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)
     """Addresses of the schedulers, separated by commas: host:port or unix:/path. dns:HOST:PORT
-    stands for all addresses of a name, such as that of a headless service; these may change while
-    the router runs. Several schedulers, each with its own workers, share the requests. A standby
-    takes over the requests of the scheduler that it replaces."""
+    stands for all addresses of a host name, such as that of a headless service; the addresses may
+    change while the router runs. Several schedulers, each with its own workers, share the requests.
+    A standby takes over the requests of the scheduler that it replaces."""
     cell: Annotated[tuple[str, ...], NoDecode] = ()
     """A further model behind the same ports, as NAME=MODEL@SCHEDULER[,SCHEDULER...]. NAME is the
     name that requests use; MODEL and SCHEDULER are as in --model and --scheduler. May be repeated.
     A request that names no model goes to the model of --model (docs/operations.md)."""
     on_demand: PositiveInt | None = None
-    """Maximum number of models that are loaded at once. A request's model replaces the least
-    recently used one, whose requests then wait. Start the workers with --unloaded, and start only
-    one router. Unset: only operators load models."""
+    """Maximum number of models that are loaded at once. A model that a request needs replaces the
+    least recently used one; new requests for the replaced model wait. Start the workers with
+    --unloaded, and start only one router. Unset: only operators load models."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """With --on-demand, the minimum time in seconds for which a model stays loaded, even if
     requests need other models."""
     idle_unload_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Unload a model that has had no request for this long, in seconds; the next request waits
-    until it is loaded again. Only one router may do this. Unset: idle models stay loaded."""
+    """Time in seconds without a request after which a model is unloaded; its next request waits
+    until it is loaded again. Only one router may have this flag. Unset: idle models stay loaded."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
-    """How often dns: names are resolved, in seconds."""
+    """Interval in seconds at which dns: names are resolved."""
     http_port: Port = 8000
     """Port of HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
@@ -138,11 +138,10 @@ class RouterSettings(ProcessSettings):
     audit_log_files: Annotated[int, Field(ge=2, le=10_000)] = 10
     """How many files of --audit-log to keep, including the current one; the oldest is deleted."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of requests to trace (--otlp-traces-endpoint), among those that come without a
-    traceparent."""
+    """Share of the requests without a traceparent that are traced (--otlp-traces-endpoint)."""
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
     """How many new tokens of an output are sent together, unless the request sets stream_interval.
-    Fewer and larger events cost less. The first token and the last ones do not wait."""
+    Fewer and larger events cost less. The first token and the last tokens do not wait."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of threads that tokenize prompts."""
 
@@ -200,7 +199,7 @@ class RouterSettings(ProcessSettings):
         return cells
 
     def read_api_keys(self) -> ApiKeys | None:
-        """Return the keys; None: calls need none. Raises `ApiKeysError`."""
+        """Return the keys; None: calls need no key. A bad file raises `ApiKeysError`."""
         if not self.api_key and self.api_keys_file is None:
             return None
         file = None if self.api_keys_file is None else read_keys_file(self.api_keys_file)

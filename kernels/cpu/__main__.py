@@ -1,7 +1,7 @@
 """Compiles the C kernels ahead of time into the package, for an image or a wheel.
 
-There is a library for each kind of CPU of this architecture (`kernels.cpu.targets`). A worker uses
-one where it cannot compile the kernels for its very CPU. This needs gcc 11 or later.
+It makes a library for each kind of CPU of this architecture (`kernels.cpu.targets`). A worker uses
+one of them if it cannot compile the kernels for its own CPU. Needs gcc 11 or later.
 """
 
 import platform

@@ -1,7 +1,7 @@
 """Decides by a check and by timing, once per machine, what uses Intel's AMX.
 
-It is not enough that the CPU has AMX, because Quire's code for AMX was written without such a CPU.
-There is one decision for each format of weights, and one for attention. It applies to any number of
+A CPU with AMX is not enough, because Quire's code for AMX was written without such a CPU. There is
+one decision for each format of weights, and one for attention. A decision applies to any number of
 rows, because AMX and AVX-512 add in different orders. A file beside the compiled library keeps the
 findings, so that all workers of a machine decide alike.
 """
@@ -27,17 +27,18 @@ from kernels.cpu.library import Library, native
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 USES: Final = {"bfloat16": 1 << 1, "int8": 1 << 2, "int4": 1 << 3, "attention": 1 << 4}
-"""Linear maps by their format of weights, and attention, with the bits that C has for them
-(`quire_amx_uses` in `amx.h`)."""
+"""What may use AMX: linear maps, by the format of their weights, and attention. Each has its bit in
+C (`quire_amx_uses` in `amx.h`)."""
 _ALL: Final = sum(USES.values())
 _NUM_OUTPUT_TOKENS: Final = 64
-"""The comparison uses a request with so many output tokens, on one stream."""
+"""AMX counts as faster for a use if it saves time in a single request with this many output
+tokens."""
 _TIMING_S: Final = 0.5
-"""For each use."""
+"""How long to measure each use."""
 _MIN_ROUNDS: Final = 2
 _ROUNDS_OF_ONE_ROW: Final = 4
 _CHECKED_TOGETHER: Final = (1, 5, 16, 17, 32, 33)
-"""Numbers of rows to check: a result must not depend on how many rows are computed at a time."""
+"""Numbers of rows to compute together, because results must not depend on this number."""
 _RELATIVE_ERROR: Final = 2.0**-7
 """The allowed relative error of a result: bfloat16's last place."""
 _MAX_BEGUN: Final = 2
@@ -72,11 +73,11 @@ class AmxFindings:
     """The CPU and the versions for which the findings hold."""
     date: str
     num_begun: int
-    """Number of checks that have begun, the last one included."""
+    """The number of checks that have begun, including the last one."""
     failure: str | None = None
     """Why AMX cannot be used; None: its results are right, or the check has not ended."""
     times: dict[str, Times] = field(default_factory=dict)
-    """By use."""
+    """The times of each use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class AmxChoice:
     """What uses AMX in bfloat16 from now on."""
 
     uses: tuple[str, ...]
-    """Names in `USES`."""
+    """The names of these uses, as in `USES`."""
     findings: AmxFindings | None
     """None: nothing was checked, because AMX is not wanted."""
 
@@ -95,8 +96,8 @@ def choose_amx(wanted: str) -> AmxChoice | None:
     No kernel may run during the call.
 
     Args:
-        wanted: "auto" is the faster one for each use; "on" is AMX if its results are right;
-            "off" is without.
+        wanted: "auto" chooses, for each use, what is faster; "on" chooses AMX if its results are
+            right; "off" never chooses AMX.
 
     Returns:
         The decision; None if the CPU, the system or the compiler does not support AMX.
@@ -114,7 +115,7 @@ def choose_amx(wanted: str) -> AmxChoice | None:
 
 
 def _find(library: Library) -> AmxFindings:
-    """Return the findings in the file; if there are none, check, measure, and write the file."""
+    """Return the findings in the file; if it has none, check and time AMX, and write the file."""
     machine = _machine()
     try:
         with _locked(f"{library.build.path.stem}.amx.json") as file:
@@ -132,7 +133,7 @@ def _find(library: Library) -> AmxFindings:
             _write(file, findings)
             return findings
     except OSError as error:
-        # Without a record of the attempt, a check that ends the process would end it at each start.
+        # Do not check without a record: a check that ends the process would end it at every start.
         return AmxFindings(machine, _today(), 0, f"not checked: {error}")
 
 
@@ -154,7 +155,7 @@ def find_failure(library: Library) -> str | None:
         library.use_amx(_ALL)
         together = use.compute(0, NUM_CHECKED_ROWS)
         error = (together.double() - use.exact).abs() - _RELATIVE_ERROR * use.exact.abs()
-        if not bool((error <= use.absolute_error).all()):  # also if it is NaN
+        if not bool((error <= use.absolute_error).all()):  # also true for NaN
             return f"{use.name}: a result is wrong by {error.max().item():.3g}"
         for num_rows in _CHECKED_TOGETHER:
             for first in 0, (NUM_CHECKED_ROWS - 1) // num_rows * num_rows:
@@ -166,14 +167,14 @@ def find_failure(library: Library) -> str | None:
 
 
 def time_all(library: Library) -> dict[str, Times]:
-    """Return the times of each use."""
+    """Return the times of each use, with AMX and without."""
     return {name: time_both(library, use) for name, use in make_timed(library).items()}
 
 
 def time_both(
     library: Library, use: TimedUse, clock: Callable[[], float] = time.perf_counter
 ) -> Times:
-    """Return the times of a use, each the least of some rounds that take turns."""
+    """Return the times of a use: the least of several rounds, with and without AMX in turn."""
     least = [float("inf")] * 4
 
     def measure(place: int, compute: Callable[[], object]) -> None:
@@ -212,7 +213,7 @@ def _locked(name: str) -> Iterator[TextIO]:
 
 
 def _opened(name: str) -> TextIO:
-    """Open a file beside the compiled libraries, or where temporary files are; raises OSError."""
+    """Open a file beside the compiled libraries, or among temporary files; may raise OSError."""
     try:
         directory = cache_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

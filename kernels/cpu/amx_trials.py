@@ -1,4 +1,4 @@
-"""What `kernels.cpu.amx_choice` checks and times: linear maps of each format, and attention.
+"""The trials of `kernels.cpu.amx_choice`: linear maps of each format, and attention.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `N` positions.
 """
@@ -18,38 +18,38 @@ NUM_CHECKED_ROWS: Final = 100
 NUM_PROMPT_TOKENS: Final = 512
 _MAP_ERROR: Final = 1e-4
 _ATTENTION_ERROR: Final = 2.0**-10
-"""Attention rounds its weights to bfloat16. With these numbers AVX-512, and AMX in emulation, are
-wrong by 4e-4 beyond a result's last place."""
+"""Attention rounds its weights to bfloat16. With these inputs, AVX-512, and AMX in emulation, err
+by 4e-4 more than a result's last place."""
 _CHECKED_HEADS: Final = ((9, 3, 64), (4, 1, 96), (20, 1, 128))
-"""Query heads, kv heads and head dim."""
+"""The shapes that are checked: (query heads, kv heads, head dim)."""
 _NUM_CHECKED_POSITIONS: Final = 570
-"""More than the positions of a split, and no whole tile."""
+"""How many positions are checked: more than a split has, and no multiple of a tile."""
 _TIMED_MAP: Final = (4096, 2048)
 """Output and input features: 16 MiB of weights in bfloat16."""
 _TIMED_GROUP: Final = 32
 """Input features of a group of 4-bit weights."""
 _TIMED_HEADS: Final = (32, 8, 128)
 _NUM_TIMED_SEQS: Final = 8
-"""Each call attends to another sequence's KV: 16 MiB in all."""
+"""Each call attends to the KV of the next of these sequences: 16 MiB in all."""
 _BLOCK_SIZE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedUse:
-    """A computation that is right or wrong."""
+    """A computation whose result can be checked."""
 
     name: str
     compute: Callable[[int, int], torch.Tensor]
-    """Returns the rows `[first, end)` of the result, computed together."""
+    """Computes the rows `[first, end)` of the result together, and returns them."""
     exact: torch.Tensor
-    """All NUM_CHECKED_ROWS rows, in float64."""
+    """The exact result: all NUM_CHECKED_ROWS rows, in float64."""
     absolute_error: float
     """How far a result near 0 may be from the exact one."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedUse:
-    """What a request's prompt needs, and each of its output tokens."""
+    """The computations to time: what a request's prompt needs, and what each output token needs."""
 
     compute_prompt: Callable[[], object]
     compute_token: Callable[[], object]
@@ -109,7 +109,7 @@ def _rows_of(apply: PackedLinear, x: torch.Tensor) -> Callable[[int, int], torch
 def _maps(
     generator: torch.Generator,
 ) -> Iterator[tuple[str, PackedLinear, torch.Tensor, torch.Tensor]]:
-    """Name, map, weight in float64 and bias of maps of each kind."""
+    """Yield (name, map, weight in float64, bias) for maps of each kind."""
     for num_out, num_in in (96, 576), (40, 70), (33, 2048):
         weight = torch.randn(num_out, num_in, generator=generator).div_(num_in**0.5).bfloat16()
         assert can_pack(weight)

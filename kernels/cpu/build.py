@@ -16,7 +16,7 @@ SHIPPED: Final = Path(__file__).parent / "compiled"
 """The directory for libraries that ship with the package; `python -m kernels.cpu` fills it."""
 
 _COMPILERS: Final = ("gcc", "cc")
-"""Clang cannot be used: its OpenMP calls functions of libomp, and torch brings only libgomp."""
+"""Clang cannot be used, because its code calls libomp for OpenMP, and torch brings only libgomp."""
 _FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-Wno-psabi", "-fopenmp")
 _LINK_FLAGS: Final = ("-shared", "-lm")
 """OpenMP is not linked, because its symbols come from the library that torch has loaded."""
@@ -24,7 +24,7 @@ _TIMEOUT_S: Final = 300
 
 
 class BuildError(Exception):
-    """There is no compiled library, and none can be made; the message says why."""
+    """There is no compiled library, and no library can be compiled; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Build:
     path: Path
     target: Target
     why_shipped: str | None = None
-    """Why it was not compiled for this very CPU; None if it was."""
+    """Why the library was not compiled for this very CPU; None if it was."""
 
 
 def cache_directory() -> Path:
@@ -52,14 +52,15 @@ def cache_directory() -> Path:
 def find_or_build(directory: Path | None = None) -> Build:
     """Return the library for this very CPU, from `directory` or compiled into it.
 
-    If it cannot be compiled, return the library shipped for a kind of CPU that includes this one.
-    Several processes may do this at once: each compiles to a unique name, then renames it.
+    If it cannot be compiled, return the library shipped for a kind of CPU that includes this CPU.
+    Several processes may compile at once: each compiles to a file with a unique name, and renames
+    the file.
 
     Args:
         directory: By default `cache_directory()`.
 
     Raises:
-        BuildError: It cannot be compiled, and none that this CPU runs is shipped.
+        BuildError: The library cannot be compiled, and no shipped library runs on this CPU.
     """
     try:
         directory = directory or cache_directory()
@@ -77,7 +78,7 @@ def build(directory: Path, target: Target) -> Path:
     """Compile into `directory`, even if the library is there; return its path.
 
     Raises:
-        BuildError: there is no compiler, it fails, or `directory` cannot be written.
+        BuildError: there is no compiler, the compiler fails, or `directory` cannot be written.
     """
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
@@ -131,7 +132,7 @@ def _run_all(commands: list[list[str]]) -> None:
 
 
 def _file_name(target: Target) -> str:
-    """Return a name with a hash of the library's sources and flags, and for `THIS_CPU` its CPU.
+    """Return a name with a hash of the library's sources, its flags and, for `THIS_CPU`, the CPU.
 
     The hash does not include the compiler, so a library is found even without one.
     """

@@ -1,7 +1,7 @@
 """Computes the fields of C's `attention` and `store_kv` from tensors.
 
-An op passes numbers and calls C at once. A program (`kernels.cpu.library.Program`) passes names,
-and gets their numbers in each run.
+An op passes numbers, and calls C immediately. A program (`kernels.cpu.library.Program`) passes
+names, and gets the numbers for them in each run.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim of queries and keys, `DV` that of
 values, `B` blocks, `P` block size.
@@ -24,11 +24,11 @@ class LayerCaches(NamedTuple):
     keys: torch.Tensor
     """[B, P, HKV, D]: int8 or float8_e4m3fn if there are scales, else of the model's dtype."""
     values: torch.Tensor | None
-    """As `keys`, perhaps with another head dim; None: only keys are stored."""
+    """Like `keys`, perhaps with another head dim; None: only keys are stored."""
     key_scales: torch.Tensor | None = None
     """bfloat16[B, P, HKV]; None: not quantized."""
     value_scales: torch.Tensor | None = None
-    """As `key_scales`."""
+    """Like `key_scales`."""
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -77,7 +77,7 @@ def attention_fields(
 
 
 def num_partials(num_heads: int, value_dim: int, num_seqs: int, max_len: int) -> int:
-    """Return the number of float32 that attention needs for partial results; 0: none.
+    """Return how many float32 numbers attention needs for partial results; it may be 0.
 
     A single query token of a long sequence is computed in splits, by several threads. `max_len`
     bounds the length of the sequences.

@@ -38,9 +38,9 @@ class Kernel:
     """
 
     def __init__(self, library: ctypes.CDLL, name: str, fields: str) -> None:
-        """`fields` are the structure's, in C's order: `*` marks a pointer, `.` a double.
+        """`fields` lists the structure's fields in C's order; `*` marks a pointer, `.` a double.
 
-        All others are int64. Fields of nested structures are listed one by one.
+        All other fields are int64. The fields of nested structures are listed one by one.
         """
         function = getattr(library, f"quire_{name}")
         function.argtypes = (ctypes.c_char_p,)
@@ -54,7 +54,7 @@ class Kernel:
         """Returns the structure as bytes, given the fields in order; NULL is 0."""
 
     def __call__(self, *fields: Field) -> None:
-        """Call it now, with numbers for all fields."""
+        """Call the function now, with a number for each field."""
         self._call(self.pack(*fields))
 
 
@@ -69,8 +69,8 @@ class Library:
         library = ctypes.CDLL(str(build.path))
         self.build = build
         self.digest = hashlib.sha256(build.path.read_bytes()).hexdigest()[:24]
-        """A hash of the machine code: other code, of another compiler or for other CPUs, may add in
-        another order."""
+        """A hash of the machine code. Code of another compiler or for other CPUs may add in another
+        order."""
         kernel = functools.partial(Kernel, library)
         self.rms_norm = kernel(
             "rms_norm",
@@ -125,7 +125,8 @@ class Library:
         )
         self.attention = kernel("attention", attention)
         self.merge_splits = kernel("merge_splits", attention)
-        """The second half of `attention` with the same fields, if there are partial results."""
+        """The second half of `attention`, with the same fields; needed if there are partial
+        results."""
         linear = (
             "num_rows num_in num_out x_type kept out_type *x *weight *scales *offsets *bias *out"
             " group x_stride out_stride x_width is_gated is_low_rank"
@@ -144,15 +145,15 @@ class Library:
             "*rows map num_out *alone *ranks *out alone_stride ranks_stride out_stride is_gated",
         )
         self.first_touch = kernel("first_touch", "*memory num_panels panel_bytes")
-        """Clears unused memory for a map's panels, if threads are pinned: each panel on the thread
-        that will read it, so that a page is near that thread."""
+        """If threads are pinned, clears unused memory for a map's panels: the thread that will read
+        a panel clears it, so that the panel's pages are near that thread."""
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
         self.use_amx: Callable[[int], bool] = library.quire_use_amx
         """Turns Intel's AMX on for the uses in a set of bits (`kernels.cpu.amx_choice.USES`), and
-        off for all others; returns whether any is on, which only a CPU with AMX can. No kernel may
-        run meanwhile."""
+        off for all others; returns whether any is on, which is possible only on a CPU with AMX. No
+        kernel may run meanwhile."""
         library.quire_use_amx.argtypes = (ctypes.c_int64,)
         library.quire_use_amx.restype = ctypes.c_bool
         self._pin_threads: Callable[[bytes, int], bool] = library.quire_pin_threads
@@ -162,9 +163,9 @@ class Library:
     def pin_threads(self, cpus: Sequence[int]) -> bool:
         """Run the i-th thread of a kernel on the i-th CPU from now on; no kernel may run meanwhile.
 
-        The calling thread is the first, and is there only while a kernel runs. Kernels of more
-        threads than CPUs pin none; a thread that is pinned stays so. Returns whether the system can
-        pin so many.
+        The first thread is the calling thread, which is pinned only while a kernel runs. A kernel
+        with more threads than `cpus` pins none; threads already pinned stay pinned. Returns whether
+        the system can pin this many threads.
         """
         return self._pin_threads(struct.pack(f"@{len(cpus)}q", *cpus), len(cpus))
 
@@ -174,7 +175,8 @@ class Call(NamedTuple):
 
     kernel: Kernel
     fields: tuple[Field, ...]
-    """As for `kernel.pack`; the memory behind pointers must live as long as the program."""
+    """The fields, as `kernel.pack` takes them. The memory behind pointers must live as long as the
+    program."""
     joins: bool = False
     """Whether each share needs only the same share of the previous call, not the whole call."""
 
@@ -185,12 +187,12 @@ class Program:
     def __init__(self, library: Library, calls: Sequence[Call], num_apart: int) -> None:
         """Prepare the calls, which must not disturb a thread that is late.
 
-        A call may change memory that another call uses only if that call is at least `num_apart`
-        calls earlier. No call may change its own inputs, because a late thread may repeat the work
-        of others.
+        A call may change memory that another call uses only if that other call is at least
+        `num_apart` calls earlier. No call may change its own inputs, because a late thread may
+        repeat the work of others.
 
         Raises:
-            ValueError: more than `num_apart` calls join one another, and would wait for ever.
+            ValueError: more than `num_apart` calls in a row join, and would wait for ever.
             KeyError: a field is a call that is not in `calls`.
         """
         num_joined = 0
@@ -235,14 +237,14 @@ class Program:
         """
         for name, before in self._given.items():
             number = (numbers or {})[name]
-            if number != before:  # unchanged fields stay in the caches of the threads
+            if number != before:  # so unchanged fields stay in the threads' caches
                 self._fields[self._places[name]] = self._given[name] = number
         self._run(self._head)
 
 
 @functools.cache
 def native() -> Library | None:
-    """Return the library, after compiling it if necessary (seconds); None if that fails.
+    """Return the library; compile it first if necessary, which takes seconds. None: that failed.
 
     One warning gives the reason.
     """

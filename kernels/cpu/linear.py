@@ -17,7 +17,7 @@ from kernels.cpu.program.kv_ahead import NOTHING_AHEAD, PANEL, KvAhead
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 _KEPT_AS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 3}
-"""C's number for the format of weights, by the panels' dtype; an int16 has four 4-bit weights."""
+"""C's number for a format of weights, by the dtype of panels; an int16 holds four 4-bit weights."""
 _UNROLL: Final = 8
 """Number of input features of integer weights that C unpacks together."""
 _GROUP_MULTIPLE: Final = 32
@@ -38,12 +38,12 @@ def pack(
 ) -> "PackedLinear":
     """Lay out `weight` [N, K] for `x @ weight.T + bias`, `bias` [N]; `can_pack` must hold.
 
-    If `is_low_rank`, the map's results have the same bits as those of the kernels for adapters
+    If `is_low_rank`, the map's results are, to the last bit, those of the kernels for adapters
     (`kernels.cpu.program.low_rank`).
     """
     if weight.dtype is torch.float32:
         panels = _padded(weight).view(-1, PANEL, weight.shape[1]).transpose(1, 2)
-    else:  # C multiplies pairs of input features, the last one with a zero if their number is odd
+    else:  # C multiplies pairs of input features; an odd last one is paired with a zero
         padded = functional.pad(_padded(weight), (0, weight.shape[1] % 2))
         panels = padded.view(-1, PANEL, padded.shape[1] // 2, 2).transpose(1, 2)
     # The factors of an adapter may be packed while the model computes on the pinned threads.
@@ -122,7 +122,7 @@ def _packed(
     *,
     touches: bool = True,
 ) -> "PackedLinear":
-    """Pack panels, in memory that the threads which read it have touched first if `touches`."""
+    """Pack panels; if `touches`, the threads that will read the memory have touched it first."""
     library = native()
     assert library is not None, "can_pack was not asked"
     num_out, num_in = weight.shape
@@ -179,7 +179,7 @@ class PackedLinear:
 
     @property
     def can_gate(self) -> bool:
-        """Whether `call` can be gated: no panel has both gates and gated features."""
+        """Whether `call` can be gated, because no panel has both gates and gated features."""
         return self.num_out % (2 * PANEL) == 0
 
     @property
@@ -190,8 +190,8 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Map `[T, K]` to `[T, N]`.
 
-        If x is bfloat16, `dtype` may be float32: the results are rounded to bfloat16 all the same,
-        and need no conversion later.
+        If x is bfloat16, `dtype` may be float32. The results are rounded to bfloat16 even then, but
+        need no conversion later.
 
         Raises:
             ValueError: shape, dtype, device or strides do not fit.

@@ -1,8 +1,8 @@
 """The ops in C. Each checks its tensors, allocates its result and calls a kernel of the library.
 
-Most take the library, then the arguments of their twin in `kernels.reference`, which defines the
-result. They raise ValueError if shapes, dtypes, devices or strides do not fit. `kernels.ops` calls
-them if C supports the dtype of the first tensor. The fields of a call are in the order of the
+Most ops take the library, then the arguments of their twin in `kernels.reference`, which defines
+the result. An op raises ValueError if shapes, dtypes, devices or strides do not fit. `kernels.ops`
+calls it if C supports the dtype of the first tensor. The fields of a call are in the order of the
 kernel's structure, which `kernels.cpu.library` lists.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `N` width of a
@@ -272,7 +272,7 @@ def suppress(
 def draw(
     logits: torch.Tensor, places: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Draw a token for some rows of logits; returns int64[N]. Only for CPUs, in C or by the twin.
+    """Draw a token for some rows of logits; returns int64[N]. On CPUs only, by C or the twin.
 
     A token's weight is `exp((logit - max) / temperature)`. The drawn token is the first at which
     the running sum of weights, in token order, exceeds `uniform` times their total. Each row has
@@ -311,7 +311,7 @@ def selective_scan(
     d: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance the states of Mamba layers by `T` tokens. Only for CPUs, in C or by the twin.
+    """Advance the states of Mamba layers by `T` tokens. On CPUs only, by C or the twin.
 
     For each token: `state = state * exp(dt * a) + dt * x * b`, and the output is the sum over `N`
     of `state * c`, plus `d * x`. Everything is computed in float32, token by token. So no bit of a
@@ -365,7 +365,7 @@ def delta_scan(
     beta: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance the states of gated delta nets by `T` tokens. Only for CPUs, in C or by the twin.
+    """Advance the states of gated delta nets by `T` tokens. On CPUs only, by C or the twin.
 
     For each token: `state = state * exp(g)`, `state = state + k (v - k state) * beta`, and the
     output is `q state`. Before that, queries and keys are scaled to length 1, and queries are

@@ -1,6 +1,7 @@
-"""The CPUs that the C kernels are compiled for: this one, or kinds for which libraries are shipped.
+"""The CPUs for which the C kernels are compiled: this CPU, and kinds with a shipped library.
 
-What a CPU has decides only which library it can run. Which of two is faster was never measured.
+A CPU's instruction sets decide only which libraries it can run. Which of two libraries is faster
+was never measured.
 """
 
 import platform
@@ -20,7 +21,7 @@ class Target:
     machine: str = ""
     """The architecture, as `platform.machine` names it; empty for `THIS_CPU`."""
     needs: frozenset[str] = frozenset()
-    """The instruction sets that its code may use, by their names in /proc/cpuinfo."""
+    """The instruction sets that the target's code may use, as /proc/cpuinfo names them."""
 
 
 THIS_CPU: Final = Target("native", ("-march=native",))
@@ -74,6 +75,6 @@ def can_run(target: Target, machine: str, features: frozenset[str]) -> bool:
 
 
 def runnable_targets() -> tuple[Target, ...]:
-    """Return the shipped targets whose code this CPU runs, the one that uses most of it first."""
+    """Return the shipped targets whose code this CPU runs, the most specific target first."""
     machine, features = platform.machine(), cpu_features()
     return tuple(target for target in SHIPPED_TARGETS if can_run(target, machine, features))

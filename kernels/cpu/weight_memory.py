@@ -1,8 +1,8 @@
 """Memory for packed weights, on huge pages where the system has them.
 
-A step of few rows reads every weight once, as fast as memory allows. With pages of 4 KiB a core
-spends a third of that time on looking up addresses of pages, and does not prefetch past the end of
-a page. Weights are often smaller than a huge page, so several share a region.
+A step of few rows reads every weight once, as fast as memory allows. With pages of 4 KiB, a core
+spends a third of that time on looking up the addresses of pages, and does not prefetch past a
+page's end. Weights are often smaller than a huge page, so several weights share a region.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ class _Region:
         num_bytes += _HUGE_PAGE_BYTES  # skip the memory before the first page border
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
+            with contextlib.suppress(OSError):  # the system may have no huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
         everything = torch.frombuffer(pages, dtype=torch.uint8)
         self._memory = everything[-everything.data_ptr() % _HUGE_PAGE_BYTES :]
@@ -67,10 +67,10 @@ class WeightMemory:
         return held.copy_(weight)
 
     def begin_region(self) -> None:
-        """Start a new region for later weights, so earlier weights can free theirs."""
+        """Start a new region for later weights, so that earlier weights can free their region."""
         with self._lock:
             self._region = None
 
 
 WEIGHT_MEMORY: Final = WeightMemory()
-"""The only one of the process, so that small weights share pages."""
+"""The only `WeightMemory` of the process, so that small weights share pages."""

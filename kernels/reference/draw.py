@@ -16,5 +16,6 @@ def draw(
     running = weights.cumsum(1, dtype=torch.float64)
     target = uniform.unsqueeze(1) * running[:, -1:]
     token_ids = torch.searchsorted(running, target, right=True)
-    # Rounding may raise the target to the sum itself; the last token with any weight is the limit.
+    # Rounding may raise the target to the sum itself, so the last token with any weight is the
+    # limit.
     return torch.minimum(token_ids, running.argmax(1, keepdim=True)).squeeze(1)

@@ -49,7 +49,8 @@ def sample(
     running = weights.cumsum(1, dtype=torch.float64)
     target = uniforms(seeds, positions).unsqueeze(1) * running[:, -1:]
     token = torch.searchsorted(running, target, right=True)
-    # Rounding may raise the target to the sum itself; the last token with any weight is the limit.
+    # Rounding may raise the target to the sum itself, so the last token with any weight is the
+    # limit.
     return torch.minimum(token, running.argmax(1, keepdim=True)).squeeze(1)
 
 
@@ -66,5 +67,5 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift right and fill with zeros; int64's own shift repeats the sign."""
+    """Shift right and fill with zeros, because int64's own shift repeats the sign."""
     return (x >> count) & ((1 << (64 - count)) - 1)

@@ -1,4 +1,4 @@
-"""The recurrences of Mamba layers and of gated delta nets: the twins of scans in `kernels.cpu.ops`.
+"""The recurrences of Mamba layers and gated delta nets: twins of the scans in `kernels.cpu.ops`.
 
 Symbols: `S` sequences, `T` tokens of each, `H` heads, `P` head dim, `G` groups of heads, `N`
 numbers of the state per element of `P`, `HK` heads of queries and keys, `K` their head dim.

@@ -140,7 +140,7 @@ def _choose_kernel(
 
 @triton.jit
 def _counts_of(row, first, num_tiles, CHUNK: tl.constexpr, BINS: tl.constexpr):
-    """Return int32 [CHUNK, BINS]: a row's counts in the tiles from `first` on; 0 past the last."""
+    """Return int32 [CHUNK, BINS]: a row's counts in tiles from `first` on; 0 past the last tile."""
     tile = first + tl.arange(0, CHUNK)
     place = tile[:, None] * BINS + tl.arange(0, BINS)[None, :]
     return tl.load(row + place, mask=(tile < num_tiles)[:, None], other=0)
@@ -198,10 +198,10 @@ def gather_candidates(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> Candidates:
-    """Gather the candidates of `sample`, whose arguments these are; `maxima` are those of rows.
+    """Gather the candidates for `sample`, from its arguments and the `maxima` of the rows.
 
-    Tokens are counted by their gap to the likeliest, and the counts bound what top_k or top_p can
-    keep. A row with neither has only `sums`.
+    Tokens are counted by their gap to the likeliest token, and the counts bound what top_k or top_p
+    can keep. A row with neither has only `sums`.
     """
     num_seqs, num_tokens = logits.shape
     num_tiles = triton.cdiv(num_tokens, TOKENS)

@@ -6,9 +6,9 @@ field `tuned` describes how a file's numbers were measured; null means that they
 measured. The numbers for Triton's interpreter are small, so that tests cross the borders of tiles
 and splits.
 
-A file has a list of rules for each kernel; the first that matches decides. A rule may match only
-properties of the model (`Shape`), not of the batch: a configuration changes the order of sums, and
-a sequence's result must not depend on other sequences.
+A file has a list of rules for each kernel; the first rule that matches decides. A rule may match
+only properties of the model (`Shape`), not of the batch, because a configuration changes the order
+of sums, and a sequence's result must not depend on other sequences.
 """
 
 import functools

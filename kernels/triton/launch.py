@@ -9,8 +9,8 @@ class Launch:
     """A kernel with its constant arguments.
 
     At each launch, Triton inspects all arguments to find the compiled kernel: their types, their
-    specialization (such as divisibility by 16), and the values of constants. This class finds it
-    once per variant, and then launches it directly.
+    specialization (such as divisibility by 16), and the values of constants. This class finds the
+    compiled kernel once per variant, and then launches it directly.
     """
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], options: Mapping[str, int]) -> None:
@@ -25,10 +25,11 @@ class Launch:
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, grid: tuple[int, int, int], variant: Hashable, **changing: Any) -> None:
-        """Launch with the other arguments.
+        """Launch the kernel with its remaining arguments, `changing`.
 
-        Arguments that are constants to the compiler need a compiled kernel for each of their
-        values, so `variant` must differ if they do. All others must be exempt from specialization.
+        Each value of an argument that is a constant to the compiler needs a compiled kernel, so
+        calls with different values must differ in `variant`. All other arguments must be exempt
+        from specialization.
         """
         compiled = self._compiled.get(variant)
         if compiled is None:

@@ -14,7 +14,7 @@ import triton.language as tl
 @triton.jit
 def largest_of(x, axis: tl.constexpr):
     """Return max |x| over an axis of fp32 `x`; infinity if a number is NaN."""
-    # The maximum would ignore a NaN.
+    # A NaN is replaced because the maximum would ignore it.
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=axis)  # noqa: PLR0124
 
 
@@ -53,7 +53,7 @@ def plain_numbers(numbers, dtype: tl.constexpr):
 
 @triton.jit
 def unit_of(numbers):
-    """Return the factor by which to multiply `plain_numbers`, apart from the scale."""
+    """Return the factor by which `plain_numbers` must be multiplied, in addition to the scale."""
     return 256.0 if numbers.dtype == tl.uint8 else 1.0
 
 

@@ -37,7 +37,7 @@ def load_rotated(
     HEADS: tl.constexpr,  # power of two, at least NUM_HEADS
     DIMS: tl.constexpr,  # power of two, at least HALF
 ):
-    """Return both dims of the pairs of one token's rotated heads, and the mask of both.
+    """Return both dims of the pairs of one token's rotated heads, and the mask for both dims.
 
     All are [HEADS, DIMS], the dims in fp32, in the order of `pair_dims`.
     """
@@ -53,7 +53,7 @@ def load_rotated(
 def load_cos_sin(row, dtype: tl.constexpr, ROTATED: tl.constexpr, DIMS: tl.constexpr):
     """Return cos and sin of a table's row [R], rounded to `dtype` like the twin; fp32 [1, DIMS].
 
-    Those of pairs that are not rotated are 1 and 0.
+    For pairs that are not rotated, cos and sin are 1 and 0.
     """
     dim = tl.arange(0, DIMS)
     cos = tl.load(row + dim, mask=dim < ROTATED, other=1.0).to(dtype).to(tl.float32)

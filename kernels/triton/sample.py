@@ -73,7 +73,7 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
             high, low, below = tl.max(lasts_2, axis=0), tl.min(nexts_1, axis=0) - 1, sum_1
         elif sum_3 >= goal:
             high, low, below = tl.max(lasts_3, axis=0), tl.min(nexts_2, axis=0) - 1, sum_2
-        else:  # also if a sum is NaN: the range shrinks all the same
+        else:  # also if a sum is NaN, so that the range shrinks in any case
             low, below = tl.minimum(tl.min(nexts_3, axis=0), high) - 1, sum_3
     return high, below
 
@@ -82,7 +82,8 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
 def _end_of_equals(row, threshold, num_equal, V, TOKENS: tl.constexpr):
     """Return the end of the first `num_equal` tokens whose keys equal the threshold.
 
-    If no further key equals it, the end is V, and the row is read once, without a wait per tile.
+    If no further key equals the threshold, the end is V, and the row is read once, without a wait
+    per tile.
     """
     counts = tl.full([TOKENS], 0, tl.int32)
     for first in range(0, V, TOKENS):
@@ -179,7 +180,7 @@ def _draw_cut(row, size, total, k, is_top_k, p, floor, uniform, TOKENS: tl.const
 def _first_past(weight, token, before, target):
     """Return the first token at which the running sum of weights from `before` on exceeds `target`.
 
-    If rounding leads past it, the result is the last token with any weight.
+    If rounding leads past the last token, the result is the last token with any weight.
     """
     is_past = (before + tl.cumsum(weight, axis=0) > target) & (weight > 0)
     last = tl.max(tl.where(weight > 0, token, 0), axis=0)
@@ -217,10 +218,10 @@ def _sample_kernel(
 
     u is the row's uniform number. A row keeps the tokens whose keys are below a threshold, and the
     tokens before `equals_end` whose keys equal it. The threshold is found for top_k by counting,
-    then for top_p by weight; min_p drops weights below a floor. Only candidates are read for it,
-    and one tile, in which the token of a candidate is found. For a row with neither top_k nor
-    top_p, one tile is read, which the sums of all tiles determine. One program for each row; sums
-    are fp64, in a fixed order.
+    then for top_p by weight; min_p drops weights below a floor. Only the candidates are read for
+    this, and then one tile, in which the drawn candidate's token is found. For a row with neither
+    top_k nor top_p, one tile is read, which the sums of all tiles determine. One program for each
+    row; sums are fp64, in a fixed order.
     """
     seq = tl.program_id(0).to(tl.int64)
     k = tl.load(top_k + seq)

@@ -5,11 +5,11 @@
 For a model's shape and cache format it times decode and prefill attention with each candidate, over
 several workloads. The fastest candidate, by the sum of relative times, becomes the first rule in
 the device's file. The file is in `kernels/triton/configs` and is named after the device; commit it.
-With --out it is written elsewhere. It is written after each of the two kernels.
+--out names another file. The file is written after each of the two kernels.
 
---processes compiles the candidates beforehand, in so many processes. --quick tries a few candidates
-only. --cpu-smoke needs no GPU: it shows that the script works. Its times mean nothing, so it needs
---out.
+--processes compiles the candidates beforehand, in that many processes. --quick tries only a few
+candidates. --cpu-smoke needs no GPU, and shows that the script works. Its times mean nothing, so it
+needs --out.
 """
 
 import argparse
@@ -62,13 +62,13 @@ class Tuned:
 
     config: DecodeConfig | PrefillConfig
     seconds: tuple[float, ...]
-    """Its time for each workload."""
+    """The time of the best candidate for each workload."""
     default_seconds: tuple[float, ...]
-    """Times with the configuration used before, for each workload."""
+    """The time of the configuration used before, for each workload."""
 
 
 def decode_candidates(default: DecodeConfig, *, is_quick: bool = False) -> list[DecodeConfig]:
-    """Return the configurations to try, `default` first; a few, or many."""
+    """Return the configurations to try, `default` first; only a few if `is_quick`."""
     values: tuple[tuple[int, ...], ...] = (
         *((16, 32, 64, 128), (128, 256), (1, 4), (2, 4, 8), (3, 5, 7), (2, 4, 8)),
     )
@@ -79,7 +79,7 @@ def decode_candidates(default: DecodeConfig, *, is_quick: bool = False) -> list[
 
 
 def prefill_candidates(default: PrefillConfig, *, is_quick: bool = False) -> list[PrefillConfig]:
-    """Return the configurations to try, `default` first; a few, or many."""
+    """Return the configurations to try, `default` first; only a few if `is_quick`."""
     values: tuple[tuple[int, ...], ...] = (32, 64, 128), (32, 64, 128), (4, 8), (3, 5, 7)
     if is_quick:
         values = (64, 128), (64, 128), (4, 8), (3,)
@@ -103,7 +103,7 @@ def best_of(
     fails, the next takes its place.
 
     Raises:
-        ValueError: all failed.
+        ValueError: all candidates failed.
     """
     default: tuple[float, ...] | None = None
     best: Tuned | None = None

@@ -1,4 +1,4 @@
-"""Times one launch as in a step: from a CUDA graph, with cold caches."""
+"""Times one launch under the conditions of a step: from a CUDA graph, with cold caches."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ import torch
 
 from kernels.graph_capture import abandon_capture, begin_capture
 
-# Several times the size of any L2 cache; meanwhile the host has time to enqueue the launch.
+# Several times the size of any L2 cache; while it is written, the host can enqueue the launch.
 _FLUSH_BYTES: Final = 1 << 29
 _WARM_UP: Final = 3
 

@@ -117,7 +117,7 @@ def _pool(
         view = whole.permute(1, 2, 0, *range(3, whole.dim()))
     else:
         view = torch.empty(num_layers, 2, num_blocks, *rest, dtype=dtype, device=device)
-    layer = view[_LAYER]  # only this one is read
+    layer = view[_LAYER]  # only this layer is read
     if dtype.itemsize == 1:
         layer.view(torch.uint8).random_(0, _LARGEST_BYTE)
     else:

@@ -1,4 +1,4 @@
-"""The `quire` command: finds the subcommand and turns its errors into one line."""
+"""The `quire` command: finds and runs a subcommand, and prints its error in one line."""
 
 import importlib
 import sys
@@ -43,12 +43,12 @@ GROUPS: Final = {
         "batch": "answer a file of requests",
     },
 }
-"""Maps each folder of `quire/cli/commands` to its commands, with one line about each."""
+"""Maps each folder of `quire/cli/commands` to its commands, each with a line that describes it."""
 
 COMMANDS: Final = {
     name: f"quire.cli.commands.{group}.{name}" for group, names in GROUPS.items() for name in names
 }
-"""The module of each command."""
+"""Maps each command to its module."""
 
 _INTERRUPTED: Final = 130
 

@@ -1,4 +1,4 @@
-"""The values of enums as people read them."""
+"""Turns the values of enums into words for people."""
 
 from google.protobuf.descriptor import EnumDescriptor
 

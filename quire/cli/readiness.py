@@ -35,7 +35,7 @@ async def probe(
 ) -> Readiness | None:
     """Probe the process at `address`, "host:port"; return None if it does not answer in time.
 
-    Like kubelets, this does not verify certificates, since it sends nothing secret.
+    Like a kubelet, this function does not verify certificates, since it sends nothing secret.
     """
     url = f"{'https' if tls else 'http'}://{address}/ready"
     try:
@@ -59,7 +59,7 @@ async def wait_until_ready(
     *,
     tls: bool = False,
 ) -> None:
-    """Poll until every process is ready; `show` gets each round's answers, `check` may raise."""
+    """Poll until all are ready; `show` gets each round's answers; `check` may raise an error."""
     readiness = dict.fromkeys(name_to_address, STARTING)
     async with aiohttp.ClientSession() as session:
         while not all(each.ready for each in readiness.values()):

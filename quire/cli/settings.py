@@ -32,7 +32,7 @@ class RouterTargetSettings(RouterClientSettings):
 
 
 class ClientSettings(RouterTargetSettings):
-    """The flags of both `generate` and `chat`."""
+    """The flags that `generate` and `chat` share."""
 
     served_model_name: str = ""
     """The model's name; empty: the only served model."""
@@ -51,18 +51,18 @@ class ClientSettings(RouterTargetSettings):
 
 
 class EmbedSettings(RouterTargetSettings):
-    """Turn texts into vectors, and print each as a JSON list on one line."""
+    """Turn texts into embeddings, and print each embedding as a JSON list on one line."""
 
     texts: CliPositionalArg[tuple[str, ...]]
     """The texts; - reads them from standard input, one per line."""
     served_model_name: str = ""
     """The model's name; empty: the only served model."""
     pooling: Literal["last", "mean", "cls"] | None = None
-    """Which hidden states become the vector; default: the model's choice."""
+    """Which hidden states become the embedding; default: the model's choice."""
     normalize: bool | None = None
-    """Whether to scale vectors to length 1; default: the model's choice."""
+    """Whether to scale embeddings to length 1; default: the model's choice."""
     dimensions: PositiveInt | None = None
-    """How many elements of each vector to keep; default: all."""
+    """How many elements of each embedding to keep; default: all."""
 
 
 class GenerateSettings(ClientSettings):
@@ -137,7 +137,7 @@ class BatchSettings(RouterClientSettings):
 class BenchSettings(RouterClientSettings):
     """Measure a service with streams of random tokens.
 
-    --concurrency streams run at a time; the next one starts when one ends. Without --target, the
+    --concurrency streams run at a time; when one ends, the next one starts. Without --target, the
     command starts a service for the measurement, and stops it afterwards.
     """
 
@@ -155,7 +155,7 @@ class BenchSettings(RouterClientSettings):
     """Tokens per output."""
     profile: Path | None = None
     """Write a timeline of all processes to this file, for ui.perfetto.dev, and show where the time
-    of a step goes. Not with --target."""
+    of a step goes. Not allowed with --target."""
 
     @model_validator(mode="after")
     def _profile_needs_its_own_service(self) -> Self:
@@ -180,9 +180,9 @@ class KvSettings(RouterTargetSettings):
     worker: str = ""
     """Show only the worker with this address; empty: all workers."""
     first_block: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Show blocks from this number on."""
+    """The number of the first block to show."""
     first_seq_id: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Show sequences from this number on."""
+    """The number of the first sequence to show."""
     max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
     """Maximum number of sequences to show per worker."""
     json_: Annotated[bool, Field(alias="json")] = False
@@ -205,7 +205,7 @@ class TopSettings(RouterTargetSettings):
 
 
 class _ChosenRequests(RouterTargetSettings):
-    """The flags of both `requests` and `cancel`."""
+    """The flags that `requests` and `cancel` share."""
 
     tenant: str | None = None
     """Only requests of this tenant."""
@@ -214,7 +214,7 @@ class _ChosenRequests(RouterTargetSettings):
 
 
 class UsageSettings(RouterTargetSettings):
-    """Show how many requests and tokens were used, from the router's store (--turn-store).
+    """Show how many requests and tokens were used, as the router's store has it (--turn-store).
 
     For operators.
     """
@@ -223,7 +223,7 @@ class UsageSettings(RouterTargetSettings):
     """The first hour to count: an age such as 90m, 24h or 30d, or a time such as 2026-11-01 or
     2026-11-01T08:00+01:00; UTC by default."""
     until: str = ""
-    """The end, as an age or a time; empty: now."""
+    """The end of the period, as an age or a time; empty: now."""
     by: Annotated[tuple[str, ...], NoDecode] = ("tenant", "model")
     """What to group the sums by, separated by commas: hour, day, tenant, key, model, adapter."""
     json_: Annotated[bool, Field(alias="json")] = False
@@ -248,12 +248,12 @@ class RequestsSettings(_ChosenRequests):
 class CancelSettings(_ChosenRequests):
     """End live requests of a service's routers: by id, tenant or age, or all.
 
-    For operators. A request ends if it meets all the conditions given. The clients get an error
-    and should not send the request again.
+    For operators. A request ends if it meets all given conditions. Its client gets an error, and
+    should not send the request again.
     """
 
     request_ids: CliPositionalArg[tuple[str, ...]] = ()
-    """Ids, as `quire requests` shows them."""
+    """Ids of requests, as `quire requests` shows them."""
     all: bool = False
     """End all requests."""
 
@@ -320,8 +320,9 @@ class UnloadSettings(SchedulerClientSettings):
 class LoadSettings(SchedulerClientSettings):
     """Load the model of an unloaded worker, and show the progress.
 
-    --model loads another model, which is served if no other worker serves the old one. Its name in
-    requests is the name of the directory. Requests that still wait for the old model end.
+    --model loads another model, which is served if no other worker serves the old model. In
+    requests, the new model has the name of its directory. Requests that still wait for the old
+    model end.
     """
 
     worker: CliPositionalArg[str] = ""
@@ -336,8 +337,8 @@ class LoraSettings(SchedulerClientSettings):
 
     `quire lora load NAME=DIR` loads an adapter at every worker. DIR is a directory in PEFT's format
     on the workers' machines. From then on, requests for the model NAME use the adapter. `quire lora
-    unload NAME` refuses new requests for the adapter at once, and returns when the live ones have
-    ended.
+    unload NAME` refuses new requests for the adapter immediately, and returns when its live
+    requests have ended.
     """
 
     action: CliPositionalArg[Literal["list", "load", "unload"]] = "list"
@@ -370,8 +371,8 @@ class MigrateSettings(SchedulerClientSettings):
 class DrainSettings(RouterClientSettings):
     """Drain and end one process: a router, a scheduler or a worker, on any machine.
 
-    A router ends resumable streams, which clients resume at other routers; the sequences of a
-    worker move to other workers. Exits with 0 when the process has drained.
+    A router ends resumable streams, which clients resume at other routers. A worker's sequences
+    move to other workers. The exit code is 0 if the process has drained.
     """
 
     target: CliPositionalArg[str]
@@ -391,9 +392,10 @@ class _CommandSettings(BaseSettings):
 
 
 class ProbeSettings(_CommandSettings):
-    """Check whether one process is ready, for a container's health check. Exits with 0 if it is.
+    """Check whether a process is ready, for a container's health check. Exits with 0 if so.
 
-    It reads the process's address from the environment variables that configure the process.
+    The command reads the process's address from the environment variables that configure the
+    process.
     """
 
     host: str = "127.0.0.1"
@@ -408,8 +410,9 @@ class ProbeSettings(_CommandSettings):
 class QuantizeSettings(_CommandSettings):
     """Write a model as a GPTQ checkpoint of 4- or 8-bit integers, which `quire up --model` serves.
 
-    With --calibrate, the integers are fitted to the activations of a text (GPTQ). Runs on the CPU,
-    in float32: it needs 4 bytes of memory per weight, and 135 million weights take minutes.
+    With --calibrate, the integers are fitted to the activations of a text (GPTQ). The command runs
+    on the CPU, in float32. It needs 4 bytes of memory per weight, and takes minutes for 135 million
+    weights.
     """
 
     model: CliPositionalArg[str]
@@ -417,12 +420,12 @@ class QuantizeSettings(_CommandSettings):
     out: CliPositionalArg[Path]
     """The directory to write; it must not exist."""
     calibrate: Path | None = None
-    """UTF-8 file with text of the kind that the model will see. Unset: each weight is rounded to
+    """UTF-8 file with text of the kind that the model will get. Unset: each weight is rounded to
     the nearest integer, which loses more quality."""
     bits: Literal["4", "8"] = "4"
-    """Bits of a weight."""
+    """Number of bits per weight."""
     group_size: Literal["32", "64", "128"] = "32"
-    """Input features per scale; fewer keep more quality but take more memory."""
+    """Number of input features per scale. Fewer keep more quality but take more memory."""
     num_samples: PositiveInt = 128
     """Number of samples, spread evenly over the text of --calibrate."""
     sample_length: PositiveInt = 512
@@ -434,14 +437,14 @@ class QuantizeSettings(_CommandSettings):
 class ReplaySettings(_CommandSettings):
     """Replay a recording of a scheduler (`--record`). Exits with 1 if a plan differs.
 
-    Shows totals, and for each preemption its step, sequence, reason and cost. To simulate another
+    Shows totals and, for each preemption, its step, sequence, reason and cost. To simulate another
     policy, use `bench/policy_study.py`.
     """
 
     file: CliPositionalArg[Path]
     """The recording of one worker."""
     step: PositiveInt | None = None
-    """Show the full plan of this step instead."""
+    """Instead of the totals, show the full plan of this step."""
 
 
 class DownSettings(_CommandSettings):
@@ -456,14 +459,15 @@ class DownSettings(_CommandSettings):
 class LogsSettings(_CommandSettings):
     """Show the logs of a service's processes, in order of time.
 
-    If no service is up, shows the logs of the last one. The logs of the last five are kept.
+    If no service is up, shows the logs of the last service. The logs of the last five services are
+    kept.
     """
 
     process: CliPositionalArg[str] = ""
     """One process, by its name in `quire status`, or `up` for the supervisor; default: all."""
     request: str = ""
-    """Only lines about the request with this id. `quire up --log-level debug` logs every step of a
-    request."""
+    """Show only lines about the request with this id. `quire up --log-level debug` logs every step
+    of a request."""
     follow: bool = False
     """Keep printing new lines, until Ctrl-C."""
     http_port: ServicePort | None = None

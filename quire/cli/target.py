@@ -1,4 +1,4 @@
-"""Finds the process that a command calls, and explains why it cannot be reached."""
+"""Finds the process that a command calls, and explains why a process cannot be reached."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from rpc.status import calling
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
 _ANSWER_S: Final = 2.0
-"""Time for a scheduler to answer; one that is stopped accepts connections, and is silent."""
+"""How long a scheduler may take to answer; a stopped one accepts connections and is silent."""
 _CONNECTED_BUT: Final = "--tls-"
 """A part of messages to which `rpc.security.tls.explain` has added a hint."""
 _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
@@ -31,15 +31,15 @@ _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
 
 
 def services_at(http_port: int | None) -> list[ServiceInfo]:
-    """Return the services of this machine, or the one whose router has `http_port`."""
+    """Return the services of this machine, or only the one whose router has `http_port`."""
     return [service for service in running_services() if service.is_at(http_port)]
 
 
 def find_service(http_port: int | None) -> ServiceInfo:
-    """Return the service with this port; without one, the only service.
+    """Return the service with this port or, if `http_port` is None, the only service.
 
     Raises:
-        CommandError: There is none, or several.
+        CommandError: There is no such service, or there are several.
     """
     if len(found := services_at(http_port)) == 1:
         return found[0]
@@ -72,7 +72,7 @@ def _find_service_if_any(http_port: int | None) -> ServiceInfo | None:
         services = services_at(None)
     except ServiceDirError:
         return None
-    # In a container QUIRE_HTTP_PORT is set for the process itself, and there are no services.
+    # In a container, QUIRE_HTTP_PORT is set for the process itself, and there is no service.
     if not services or (http_port is None and len(services) > 1):
         return None
     return find_service(http_port)
@@ -90,7 +90,7 @@ def _find_scheduler(http_port: int | None, default: str, model: str = "") -> str
 
 
 def _serving(targets: str) -> str:
-    """Return the target that answers; a standby listens only when it serves."""
+    """Return the target that answers; a standby listens only once it serves."""
     first, *others = targets.split(",")
     if others and not _answers(first):
         return next(filter(_answers, others), first)
@@ -127,7 +127,7 @@ def open_client(target: str, settings: RouterClientSettings) -> Client:
 def scheduler_channel(
     settings: SchedulerClientSettings, default: str = ""
 ) -> Iterator[grpc.Channel]:
-    """Open a channel to `--scheduler`, else to the only service on this machine, else `default`.
+    """Open a channel to `--scheduler`, else to this machine's only service, else to `default`.
 
     Raises:
         CommandError: There is no such scheduler, or it cannot be reached.

@@ -6,14 +6,14 @@
         for event in client.generate("def add(", SamplingParams(max_tokens=64), resumable=True):
             ...
 
-Every method raises the service's errors as classes of `contract.errors`: InvalidArgumentError,
+Every method may raise the service's errors, as classes of `contract.errors`: InvalidArgumentError,
 TooBusyError (with `retry_after_s`), UnavailableError, and so on. `timeout_s` becomes the call's
 deadline. `priority` (higher goes first) and `tenant` are for the scheduler's policy.
 
-A client may know several routers of a service; it uses one until that fails. With
-`resumable=True`, if the router dies or the connection breaks, the stream pauses and then continues
-through the same router or another. With `retry=Retry()`, the client also repeats other requests
-that the service refused because it was too busy or unavailable.
+A client may know several routers of a service; it uses one router until that one fails. If the
+router dies or the connection breaks, a stream with `resumable=True` pauses, and then continues
+through the same router or another. With `retry=Retry()`, the client also sends other requests again
+if the service refused them because it was too busy or unavailable.
 """
 
 from quire.client.async_client import AsyncClient

@@ -45,7 +45,7 @@ ASYNCIO: Final = Transport(open_channel, asyncio.sleep)
 
 
 class AsyncClient:
-    """The client for asyncio, with the methods of `Client`; use it in the event loop that made it.
+    """The client for asyncio, with `Client`'s methods; use it in the event loop that made it.
 
     Its methods await only calls on the transport's channels, and the transport's `sleep`; `Client`
     relies on this.
@@ -61,7 +61,7 @@ class AsyncClient:
         tls: ClientTls | None = None,
         transport: Transport = ASYNCIO,
     ) -> None:
-        """Same arguments as `Client`, plus `transport`."""
+        """The arguments are those of `Client`, and `transport`."""
         self._routers = Routers(
             target,
             lambda each, pings: transport.open_channel(each, max_message_mb, tls, pings=pings),
@@ -156,7 +156,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Unpack[EmbedOptions],
     ) -> Embeddings:
-        """Return a vector for each input, which is text or token ids."""
+        """Return an embedding of each input, which is text or token ids."""
         request = wire.embed_request_to_proto(inputs, options)
         precedence = wire.precedence_to_metadata(priority, tenant)
         return wire.embeddings_from_proto(await self._call("Embed", request, timeout_s, precedence))
@@ -213,8 +213,8 @@ class AsyncClient:
     ) -> tuple[kv_pb2.WorkerKv, ...]:
         """Return which sequences hold which KV blocks, as messages of `quire.v1.kv_pb2`.
 
-        `worker` selects one worker. A limit that is None is the service's default. Get the rest of
-        a long answer with its `next_seq_id` and `next_block`.
+        `worker` selects one worker. A limit that is None is the service's default. To get the rest
+        of a long answer, call again with its `next_seq_id` and `next_block`.
         """
         query = kv_pb2.KvQuery(
             worker=worker,
@@ -238,7 +238,7 @@ class AsyncClient:
     ) -> tuple[common_pb2.WorkerActivity, ...]:
         """Return the workers' loads, and the latest `max_steps` steps of each.
 
-        `after_step_id` omits the steps up to this id; set it only with `worker`.
+        Steps up to `after_step_id` are left out; set it only together with `worker`.
         """
         query = common_pb2.ActivityQuery(
             worker=worker, max_steps=max_steps, after_step_id=after_step_id

@@ -1,7 +1,7 @@
 """One request of a client, which may need several calls to several routers.
 
-`Attempts` makes the calls and decides when to make the next one. `Continuation` tracks the received
-events. The client reads and waits.
+`Attempts` makes the calls, and decides when to make the next one. `Continuation` tracks the
+received events. The client reads the streams, and waits between calls.
 """
 
 import time
@@ -62,7 +62,7 @@ class Attempts:
 
     @property
     def must_be_cancelled(self) -> bool:
-        """Whether the service continues the request even if no call reads it."""
+        """Whether the service would continue the request although no call reads it."""
         return self._continuation.is_resumable and not self.is_complete
 
     def stream(self) -> Any:
@@ -91,7 +91,7 @@ class Attempts:
     def receive(self, response: inference_pb2.GenerateResponse) -> Event | None:
         """Process the next message of a stream; return its new part, if any.
 
-        Raises as `Continuation.receive`.
+        Raises the errors of `Continuation.receive`.
         """
         return self._continuation.receive(event_from_proto(response))
 
@@ -100,18 +100,18 @@ class Attempts:
         self._continuation.check_complete()
 
     def failed(self, error: QuireError) -> float:
-        """Record the failure of the current call; return the seconds to wait before the next.
+        """Record the failure of the current call; return the seconds until the next call.
 
-        Raises `error` if another call cannot help, or there is no time for it.
+        Raises `error` if another call cannot help, or there is no time for another call.
         """
         now_s = time.monotonic()
-        self._routers.failed(self._router, error)  # the next calls may use another router
+        self._routers.failed(self._router, error)  # later calls may use another router
         delay_s = self._continuation.failed(error, now_s, now_s - self._started_s)
         self._time_limit.check(delay_s, error)
         return delay_s
 
     def cancel(self) -> Any:
-        """Start a call that cancels the request, which the service would otherwise end later."""
+        """Start a call that cancels the request; without it, the service would end it later."""
         request = inference_pb2.CancelRequest(request_id=self._continuation.request_id)
         return self._routers.current.stub.Cancel(
             request, timeout=_CANCEL_TIMEOUT_S, metadata=self._metadata

@@ -1,10 +1,10 @@
 """The blocking client: runs the coroutines of `AsyncClient` without an event loop.
 
-A coroutine suspends only where it awaits an unfinished operation. On a blocking channel each call
-has finished when it returns, so one `send` runs a coroutine of `AsyncClient` from start to end.
-There is no thread and no queue between the caller and gRPC. So an event costs a third less CPU than
-with an event loop in another thread, and forking, threads and the interpreter's exit are as safe as
-with gRPC itself.
+A coroutine suspends only where it awaits an unfinished operation. On a blocking channel, each
+operation has finished when its call returns, so one `send` runs a coroutine of `AsyncClient` from
+start to end. No thread and no queue is between the caller and gRPC. So an event costs a third less
+CPU than with an event loop in another thread, and forks, threads and the interpreter's exit are as
+safe as with gRPC alone.
 """
 
 import functools
@@ -44,7 +44,7 @@ def _blocking(
 def _blocking_generator(
     method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[Event]],
 ) -> Callable[Concatenate["Client", P], Generator[Event]]:
-    """As `_blocking`, for a generator; closing it closes the generator of `AsyncClient`."""
+    """Like `_blocking`, for a generator. Closing it closes the generator of `AsyncClient`."""
 
     @functools.wraps(method)
     def generate(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> Generator[Event]:
@@ -76,7 +76,7 @@ class Client(Closes):
     ) -> None:
         """Connect to `target` (see `Targets`) at the first call.
 
-        `api_key` is for services that require one. Without `tls`, calls and the key are not
+        `api_key` is for services that require a key. If `tls` is None, calls and the key are not
         encrypted; a Unix socket needs no encryption.
         """
         self._client = AsyncClient(
@@ -132,7 +132,7 @@ class _BlockingChannel:
         return call
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the method as it is: the stub needs it, but the client does not call it."""
+        """Return gRPC's method unchanged; the stub needs it, but the client does not call it."""
         return self._channel.stream_stream(*args, **kwargs)
 
     async def close(self, grace: float | None) -> None:  # noqa: ARG002 - as grpc.aio has it

@@ -1,7 +1,7 @@
 """Tracks what a client has received of one stream, so that a broken stream can continue.
 
-This module is pure: it makes requests and processes events and errors. The caller makes the calls
-and waits.
+This module is pure: it makes requests, and processes events and errors. The caller makes the calls
+and waits between them.
 """
 
 import secrets
@@ -31,7 +31,7 @@ from quire.v1 import inference_pb2
 
 _SEED_BITS = 63
 _REFUSED_WITHIN_S = 1.0
-"""A call that ends as UNAVAILABLE after this time was not refused: it has lost its connection."""
+"""A call that ends as UNAVAILABLE after this time was not refused; its connection was lost."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _Received:
     is_finished_again: bool = False
     """Whether the service has finished the output since the request was last sent."""
     token_ids_to_repeat: Sequence[int] = ()
-    """After the request was sent again: the rest of `token_ids` that the service will repeat."""
+    """The part of `token_ids` that the service has yet to repeat, if the request was sent again."""
     text_to_repeat: str = ""
 
 
@@ -53,9 +53,9 @@ class Continuation:
     """One request, over several calls.
 
     A broken stream is resumed. If the service cannot resume the stream, because router and
-    scheduler are gone or too much time has passed, the request is sent again. With the same seed
-    the service generates the same tokens; the part that the client has is skipped, and a difference
-    is an error. So the caller gets each token exactly once.
+    scheduler are gone or too much time has passed, the request is sent again. With the same seed,
+    the service generates the same tokens. The part that the client has is skipped, and any
+    difference in it is an error. So the caller gets each token exactly once.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Continuation:
         policy: Retry | None,
         budget: RetryBudget,
     ) -> None:
-        """Give a resumable `request` an id and a seed if it has none.
+        """Give a resumable `request` an id and a seed, unless it has them.
 
-        Without a policy, a resumable request is retried as with `Retry()`; others are not retried.
+        If `policy` is None, a resumable request is retried as with `Retry()`, and others never.
         """
         self.is_complete = False
         """Whether the last event has arrived."""
@@ -76,7 +76,7 @@ class Continuation:
         self._outputs: dict[int, _Received] = {}
         self._has_prompt_scores = False
         self._prompt_logprobs: list[TokenLogprob] = []
-        """The part that the current call has delivered."""
+        """The prompt's log-probabilities that the current call has delivered."""
         self._is_resuming = False
         self._is_accepted = False
         """Whether any call has delivered an event."""
@@ -97,7 +97,7 @@ class Continuation:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the request continues at the service when a stream breaks."""
+        """Whether the request continues at the service if a stream breaks."""
         return self._request.resumable
 
     def next_request(self) -> inference_pb2.GenerateRequest | inference_pb2.ResumeRequest:
@@ -109,8 +109,8 @@ class Continuation:
                 output.token_ids_to_repeat = output.token_ids[:]
                 output.text_to_repeat = "".join(output.texts)
             return self._request
-        # If the stream broke while the service was repeating tokens, the unrepeated rest counts as
-        # not received.
+        # If the stream broke while the service was repeating tokens, the tokens not yet repeated
+        # count as not received.
         return inference_pb2.ResumeRequest(
             request_id=self._request.request_id,
             model=self._request.model,
@@ -195,7 +195,7 @@ class Continuation:
             raise UnavailableError("the stream ended before its usage")
 
     def failed(self, error: QuireError, now: float, took_s: float = 0.0) -> float:
-        """Record the failure of the current call; return the seconds to wait before the next.
+        """Record the failure of the current call; return the seconds until the next call.
 
         Raises `error` if another call cannot help. `now` is on the monotonic clock; `took_s` is the
         duration of the call.
@@ -208,7 +208,7 @@ class Continuation:
             case NotFoundError() | FailedPreconditionError() if self._is_resuming:
                 self._is_resuming = False
             case AlreadyExistsError() if self.is_resumable and self._num_failures > 1:
-                self._is_resuming = True  # the service has not yet noticed that the call broke
+                self._is_resuming = True  # the service has not noticed that the earlier call broke
             case TooBusyError():
                 delay_s = max(delay_s, error.retry_after_s)
             case UnavailableError():

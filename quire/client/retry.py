@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """When to repeat a failed call; never sooner than a busy service asks for."""
+    """When to repeat a failed call: never sooner than a busy service asks for."""
 
     max_attempts: int = 5
     """Maximum number of calls for a request that is refused because the service is too busy or
     unavailable."""
     first_backoff_s: float = 0.05
-    """First wait; it doubles with each failure in a row. Each wait is random, between half of this
-    value and all of it."""
+    """The first wait, which doubles with each failure in a row. Each wait is random: between half
+    of that time and all of it."""
     max_backoff_s: float = 1.0
     resume_within_s: float = 30.0
     """How long the client tries to resume a broken stream."""
@@ -33,8 +33,8 @@ class RetryBudget:
     """Stops retries while most calls of a client fail. Thread-safe.
 
     This is gRPC's retry throttling (gRFC A6): each failure costs one of `capacity` tokens, each
-    success returns a tenth, and there are no retries while half or fewer are left. So a service
-    that keeps failing gets at most a tenth more calls.
+    success returns a tenth of a token, and nothing is retried while half the tokens or fewer are
+    left. So a service that keeps failing gets at most a tenth more calls.
     """
 
     def __init__(self, capacity: float = 10.0) -> None:

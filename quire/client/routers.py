@@ -18,13 +18,13 @@ class Router:
     """One router, with two channels that connect at their first call."""
 
     stub: InferenceServiceStub
-    """For calls that are lost with their connection; tolerates half a minute of silence."""
+    """For calls that are lost with their connection. It tolerates half a minute of silence."""
     resuming_stub: InferenceServiceStub
-    """For calls that can continue elsewhere; tolerates 1.7 seconds of silence."""
+    """For calls that can continue elsewhere. It tolerates 1.7 seconds of silence."""
 
 
 class Routers:
-    """The routers of one service. All calls go to the same one until it fails."""
+    """The routers of one service. All calls go to the same router until it fails."""
 
     def __init__(self, targets: Targets, open_channel: Callable[[str, Pings], Any]) -> None:
         """Open two channels to each router; raises InvalidArgumentError if there is no router."""

@@ -94,12 +94,12 @@ class EmbedOptions(TypedDict, total=False):
     normalize: bool | None
     dimensions: int | None
     truncate_prompt_tokens: int | None
-    """Cut an input after this many tokens; -1: as many as the model takes."""
+    """Cut an input after this many tokens; -1: after as many as the model takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeddings:
-    """The vectors of some inputs."""
+    """The embeddings of some inputs."""
 
     vectors: Float32Array
     """float32[number of inputs, size]."""

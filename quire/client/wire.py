@@ -42,7 +42,7 @@ def request_to_proto(
 
 
 def precedence_to_metadata(priority: int, tenant: str) -> list[tuple[str, str]]:
-    """Make metadata; leaves out defaults. Raises InvalidArgumentError for invalid characters."""
+    """Make metadata, without defaults. Raises InvalidArgumentError for invalid characters."""
     if not (tenant.isascii() and tenant.isprintable()):
         raise InvalidArgumentError(
             "tenant", f"is {tenant!r}; it must have printable ASCII characters only"
@@ -56,7 +56,7 @@ def precedence_to_metadata(priority: int, tenant: str) -> list[tuple[str, str]]:
 
 
 def api_key_to_metadata(api_key: str) -> list[tuple[str, str]]:
-    """Make metadata; empty without a key. Raises InvalidArgumentError for invalid characters."""
+    """Make metadata, none without a key. Raises InvalidArgumentError for invalid characters."""
     if not (api_key.isascii() and api_key.isprintable()):  # the error must not show the key
         raise InvalidArgumentError("api_key", "must have printable ASCII characters only")
     return [("authorization", f"Bearer {api_key}")] if api_key else []

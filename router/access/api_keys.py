@@ -34,8 +34,8 @@ class Caller:
     is_operator: bool = False
     """Whether the caller may make operators' calls, such as listing the holders of KV blocks."""
     key_name: str = ""
-    """The key's name in reports of usage: its name in the file of keys, or its hash's first
-    digits."""
+    """The key's name in usage reports: its name in the file of keys, or the first digits of the
+    key's hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def read_keys_file(path: Path) -> KeysFile:
     """Read a TOML file of keys and quotas; docs/security.md describes it.
 
     Raises:
-        ApiKeysError: It cannot be read, or has an invalid entry.
+        ApiKeysError: The file cannot be read, or has an invalid entry.
     """
     try:
         parsed = _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))

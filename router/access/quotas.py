@@ -28,7 +28,7 @@ class Quota:
 
 
 class TokenBucket:
-    """A token bucket that holds one minute's quota, starts full, and may go below zero."""
+    """A token bucket that holds one minute's quota and starts full; its level may be negative."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.capacity = float(per_minute)
@@ -132,8 +132,8 @@ class Meter:
                     f" {num_tokens} more it would exceed its max_tokens_in_flight, {limit}"
                 )
         if self._tokens is not None:
-            # A request for more tokens than a minute's quota starts when the bucket is full, and
-            # takes it below zero.
+            # A request for more tokens than a minute's quota starts when the bucket is full; the
+            # level is negative afterwards.
             self._check_tokens(self._tokens, num_tokens, now)
             self._tokens.take(num_tokens, now)
         self.num_tokens_in_flight += num_tokens
@@ -192,7 +192,7 @@ class Lease:
         self._num_in_flight = self._num_charged = num_tokens
 
     def take_up(self, request_id: str, num_tokens: int) -> None:
-        """Count the tokens of a resumed request; they were charged when it began."""
+        """Count a resumed request's tokens as in flight; they were charged when it began."""
         self._meter.take_up(request_id, num_tokens)
         self._num_in_flight = num_tokens
 

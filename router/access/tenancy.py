@@ -14,8 +14,8 @@ from router.access.api_keys import current_caller
 def claim(request: GenerateRequest) -> GenerateRequest:
     """Return the request with the tenant of its caller's API key.
 
-    The cache salt is hashed with the tenant's name. So a tenant can neither hit another's prefixes
-    in the cache nor detect them by timing, not even with the other's salt.
+    The cache salt is hashed with the tenant's name. So a tenant can neither hit another tenant's
+    cached prefixes nor detect them by timing, even if it uses the same salt.
 
     Raises:
         UnauthenticatedError: The call has no API key.
@@ -63,7 +63,7 @@ def check_operator() -> None:
 
 def _salt(tenant: str, salt: str) -> str:
     """Combine two texts so that different pairs give different results."""
-    # A tenant's name has no zero byte, so the first one ends the name.
+    # A tenant's name has no zero byte, so the first zero byte ends the name.
     return hashlib.sha256(f"{tenant}\0{salt}".encode()).hexdigest()
 
 

@@ -35,7 +35,7 @@ from rpc.grpc_server import Service, service_of
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Its methods raise errors, which the server's interceptor turns into a status."""
+    """Answers clients' calls; the server's interceptor turns errors into statuses."""
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
@@ -48,7 +48,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Stream the events; a slow reader gets fewer and larger deltas.
 
         The events are written to the context, not yielded. So if the call ends while a write waits
-        for the reader, this method is cancelled at once, and the request ends with it.
+        for the reader, this method is cancelled at once, and so is the request.
         """
         await _stream(await self._cells.generate(_request(request, context)), context)
 
@@ -57,7 +57,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         requests: AsyncIterator[inference_pb2.GenerateManyRequest | RefusedRequest],
         context: CallContext,
     ) -> None:
-        """Serve many requests on one call, with fewer writes than a call for each would need."""
+        """Serve many requests on one call, which takes fewer writes than one call per request."""
         await ManyCall(self._cells, context).serve(requests)
 
     async def Resume(  # noqa: N802
@@ -81,7 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.GenerateOnceRequest,
         context: CallContext,
     ) -> inference_pb2.GenerateOnceResponse:
-        """Collect the events; if an output fails, the call fails."""
+        """Return all outputs in one message; if one fails, the call fails."""
         domain_request = _request(request.request, context)
         if domain_request.stream_interval is not None:
             raise InvalidArgumentError(
@@ -119,7 +119,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Embed(  # noqa: N802
         self, request: inference_pb2.EmbedRequest, context: CallContext
     ) -> inference_pb2.EmbedResponse:
-        """Collect the vectors; if an input fails, the call fails."""
+        """Return the embeddings of all inputs; if one fails, the call fails."""
         inference = await self._cells.use(request.model)
         model = inference.model.info(request.model)
         dimensions = request.dimensions if request.HasField("dimensions") else None

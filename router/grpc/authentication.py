@@ -1,6 +1,6 @@
 """Checks the API key of every gRPC call, before any API sees it.
 
-All calls need a key except those exempted here.
+All calls need a key, except calls of the methods listed here.
 """
 
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ _OPEN_METHODS: Final = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers UNAUTHENTICATED to calls without a key, without reading their messages."""
+    """Answers UNAUTHENTICATED to calls without a valid key, before it reads their messages."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys

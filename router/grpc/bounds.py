@@ -118,7 +118,7 @@ def _first_number(data: bytes) -> int | None:
 
 
 def _begins_nothing(data: bytes) -> bool:
-    """Whether a message of `GenerateMany` resumes or leaves a request, which needs no quota."""
+    """Whether a message of `GenerateMany` resumes or leaves a request; neither needs quota."""
     at = 0
     try:
         for _ in range(_MOST_ENVELOPE_FIELDS):
@@ -155,7 +155,7 @@ def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> N
     Raises:
         InvalidArgumentError: The message has more than `most` fields.
     """
-    if len(data) <= 2 * most:  # a field has two bytes
+    if len(data) <= 2 * most:  # a field has at least two bytes
         return
     num_fields = 0
     at, end, message = 0, len(data), kind

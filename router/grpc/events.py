@@ -1,4 +1,4 @@
-"""Writes a request's events to a gRPC call; on our own server, no task is woken for a token."""
+"""Writes a request's events to a gRPC call; on Quire's own server, tokens wake no task."""
 
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any

@@ -30,7 +30,7 @@ _MOST_UNSENT_BYTES: Final = 256 * 1024
 """About the size of a step's events for 4,096 streams; far below the 4 MiB that clients accept."""
 _MOST_UNSENT_ERRORS: Final = 1024
 _CANCELLED_AT_ONCE: Final = 64
-"""The end of each takes about 0.1 ms."""
+"""How many requests to cancel in one turn of the event loop; each takes about 0.1 ms to end."""
 _MAX_TIMEOUT_S: Final = 1e9
 _MAX_NUMBER: Final = 2**64 - 1
 _EVENT_BYTES: Final = 32
@@ -57,7 +57,7 @@ class ManyCall:
     """The requests of one call, and the next message with their events.
 
     It is the `Room` of its requests. While a message waits for a slow client, events collect in the
-    next message up to a limit. From then on each request merges its own events.
+    next message. Once that message is full, each request merges its own events.
     """
 
     def __init__(self, cells: Cells, context: CallContext) -> None:
@@ -74,7 +74,7 @@ class ManyCall:
         self._is_taken = asyncio.Event()
         """Set when the writer takes `_response` and starts a new one."""
         self._num_running = 0
-        """Requests whose task has not ended."""
+        """The number of requests whose task has not ended."""
         self._has_ended = asyncio.Event()
         self._is_over = False
 
@@ -91,8 +91,8 @@ class ManyCall:
                             self._take(message, tasks)
                             while self._num_errors >= _MOST_UNSENT_ERRORS:
                                 await self._wait_until_taken()
-                        # Not `asyncio.wait`: if the call is cancelled, the traceback would keep
-                        # all tasks, and so all requests.
+                        # Not `asyncio.wait`: if the call is cancelled, the traceback would keep all
+                        # tasks, and so all requests, in memory.
                         while self._num_running:
                             self._has_ended.clear()
                             await self._has_ended.wait()
@@ -108,7 +108,7 @@ class ManyCall:
             raise error from None
 
     async def _cancel_in_slices(self) -> None:
-        """Cancel all requests; the task group would end them in one turn of the event loop."""
+        """Cancel all requests, a slice per turn; the task group would cancel all in one turn."""
         requests = list(self._number_to_request.values())
         for i in range(0, len(requests), _CANCELLED_AT_ONCE):
             for request in requests[i : i + _CANCELLED_AT_ONCE]:
@@ -208,7 +208,7 @@ class ManyCall:
 
     def _put_error(self, request: _Request, error: Exception) -> None:
         if self._number_to_request.get(request.number) is not request:
-            return  # its last event is already there
+            return  # its last event has already been put
         code, message, _ = error_to_status(error)
         ended = self._put_end(request, code.value[0], message)
         if isinstance(error, QuireError):
@@ -238,7 +238,7 @@ class ManyCall:
         await self._is_taken.wait()
 
     async def _write(self) -> None:
-        """Write messages in turn; each has all events since the previous one."""
+        """Write one message after another; each has all events since the previous one."""
         while not self._is_over or self._response.events:
             self._has_events.clear()
             if response := self._take_response():

@@ -31,8 +31,8 @@ from router.request.inference import Inference
 from router.turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", USAGE, FILES))
-"""Routes that no other web page may call: those for operators, and the upload of files, which
-browsers send to any site without a preflight request."""
+"""Routes that web pages of other sites may not call: the routes for operators, and the upload of
+files, because browsers send an upload to any site without a preflight request."""
 
 
 def routes(
@@ -47,10 +47,10 @@ def routes(
 ) -> list[web.AbstractRouteDef]:
     """Return the routes below /v1, and vLLM's routes outside /v1.
 
-    Without `turns`, responses and batches are not stored.
+    If `turns` is None, responses and batches are not stored.
 
-    The `AppRunner` needs `handler_cancellation=True`: when a client disconnects, aiohttp then
-    cancels the handler, which cancels the client's requests.
+    The `AppRunner` needs `handler_cancellation=True`: if a client disconnects, aiohttp then cancels
+    the handler, which cancels the client's requests.
     """
     created = int(time.time())
     bodies = BodyReader(cells, max_body_bytes, may_be_compressed)
@@ -125,7 +125,7 @@ def routes(
 
 
 def _with_headers(call: Call, http: web.Request) -> Call:
-    """Add the values of the headers: priority, tenant, resumable, and the event to resume after."""
+    """Add what the headers set: priority, tenant, resumable, and the event to resume after."""
     resumable = is_resumable(http)
     call = replace(
         call,

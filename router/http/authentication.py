@@ -12,9 +12,9 @@ from router.http.errors import error_response
 
 
 def key_middleware(keys: ApiKeys, open_paths: Collection[str] = ()) -> Middleware:
-    """Make the middleware that answers 401 to calls without a key.
+    """Make the middleware that answers 401 to calls without a valid key.
 
-    GET and HEAD of `open_paths` need no key, so their answers must not contain a user's data.
+    GET and HEAD of `open_paths` need no key, so the answers there must not contain a user's data.
     """
 
     @web.middleware

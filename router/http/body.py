@@ -28,7 +28,7 @@ S = TypeVar("S", bound=Schema)
 MAX_PARSED_AT_ONCE_BYTES: Final = 16 * 1024
 """Larger bodies are parsed in a thread, since they may take longer than a millisecond."""
 MAX_PENDING: Final = 1024
-"""Limit on the bodies that the thread parses or that wait for it."""
+"""Limit on the bodies that are being parsed in the thread or that wait for it."""
 
 _JSON: Final = "application/json"
 _CODING_TO_WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -66,9 +66,9 @@ class BodyReader:
     _threads: TextThreads = field(default_factory=_thread)
 
     async def read(self, request: web.Request, schema: type[S], *, generates: bool = False) -> S:
-        """Read and parse a call's body; raises QuireError.
+        """Read and parse a call's body; may raise QuireError.
 
-        With `generates`, the tenant's quota must have room for a request of this size.
+        If `generates` is true, the tenant's quota must have room for a request of the body's size.
         """
         _check_content_type(request)
         coding = self._coding(request)

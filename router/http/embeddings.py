@@ -36,7 +36,7 @@ def embedding_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
     """Return the routes."""
 
     async def create_embeddings(request: web.Request, call_id: CallId) -> web.Response:
-        """Turn texts or token ids into vectors."""
+        """Turn texts or token ids into embeddings."""
         body = await bodies.read(request, EmbeddingsBody, generates=True)
         call_id.value = body.request_id or call_id.value
         inference = await cells.use(body.model)
@@ -70,7 +70,7 @@ class _Body(Schema):
     model: str = ""
     request_id: RequestId | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """From vLLM: keep only this many tokens of an input; -1: as many as the model takes."""
+    """A field of vLLM: the number of an input's tokens to keep; -1: as many as fit the model."""
     user: str = ""
 
     def requests(
@@ -125,9 +125,9 @@ async def embed(
     max_at_once: int = MAX_AT_ONCE,
     max_numbers: int = MAX_NUMBERS,
 ) -> Callable[[], Json]:
-    """Compute the vectors of `requests`, which come from `body.requests`.
+    """Compute the embeddings for `requests`, which come from `body.requests`.
 
-    Return a function that makes the answer, in any thread. Raises QuireError.
+    Return a function that makes the answer; it may run in any thread. May raise QuireError.
     """
     model = inference.model.info(body.model)
     check_inputs("input", len(body.input), model, body.dimensions, max_numbers)
@@ -188,7 +188,7 @@ class RerankBody(_Body):
 async def _rerank(
     inference: Inference, body: RerankBody, request_id: str, headers: Mapping[str, str]
 ) -> Json:
-    """Answer /rerank; raises QuireError."""
+    """Answer /rerank; may raise QuireError."""
     texts = tuple(each if isinstance(each, str) else each.text for each in body.documents)
     scores = await score_pairs(
         inference,
@@ -232,7 +232,7 @@ class ScoreBody(_Body):
 async def _score(
     inference: Inference, body: ScoreBody, request_id: str, headers: Mapping[str, str]
 ) -> Json:
-    """Answer /score; raises QuireError."""
+    """Answer /score; may raise QuireError."""
     if len(body.text_1) not in {1, len(body.text_2)}:
         raise InvalidArgumentError(
             "text_1",

@@ -1,4 +1,4 @@
-"""Wraps the handlers of all routes with the call's id, trace context, and error responses."""
+"""Wraps the handlers of all routes, to add the call's id, trace context and error responses."""
 
 import functools
 import re
@@ -34,7 +34,7 @@ CallHandler: TypeAlias = Callable[[web.Request, CallId], Awaitable[web.StreamRes
 
 
 def endpoint(handler: CallHandler) -> HttpHandler:
-    """Wrap a handler: attach the trace context, answer errors, and send the call's id."""
+    """Wrap a handler, so that it has a trace context, answers errors, and sends the call's id."""
 
     @functools.wraps(handler)
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -77,7 +77,7 @@ async def _fail(
 
 
 def is_resumable(request: web.Request) -> bool:
-    """Whether Last-Event-ID may resume the call's stream; raises InvalidArgumentError."""
+    """Whether Last-Event-ID may resume the call's stream; may raise InvalidArgumentError."""
     text = request.headers.get(RESUMABLE_HEADER, "false").lower()
     if text not in ("true", "false"):
         raise InvalidArgumentError(

@@ -45,11 +45,11 @@ _STATUS_TO_CODE = {
     413: "body_too_large",
     429: "rate_limit_exceeded",
 }
-"""Maps a status to OpenAI's code, a word that strict clients parse; other statuses have none."""
+"""Maps a status to OpenAI's code, which strict clients parse; other statuses have no code."""
 
 
 class MissingModelError(NotFoundError):
-    """The request's model is not served, or no longer served."""
+    """The model that a request names is not served, or is no longer served."""
 
 
 _KIND_TO_CODE: Mapping[type[QuireError], str] = {
@@ -57,7 +57,7 @@ _KIND_TO_CODE: Mapping[type[QuireError], str] = {
     ModelNotFoundError: "model_not_found",
     MissingModelError: "model_not_found",
 }
-"""More precise codes for some errors."""
+"""Maps some classes of errors to a more precise code than their status has."""
 
 _FAILURES: tuple[type[QuireError], ...] = (
     DeadlineExceededError,
@@ -127,7 +127,7 @@ def failure_response(error: Exception, *, path: str, request_id: str = "") -> we
 
 
 def error_from_validation(error: ValidationError) -> InvalidArgumentError:
-    """Return an error for the first invalid field of a body, with its value and the limit."""
+    """Return an error that names a body's first invalid field, its value and the limit."""
     detail = error.errors(include_url=False, include_context=False)[0]
     field = _field_path(detail["loc"]) or "body"
     return InvalidArgumentError(field, _problem(detail))

@@ -13,11 +13,11 @@ MAX_KEY_CHARS: Final = 255
 
 @dataclass(frozen=True, slots=True)
 class CallKey:
-    """What identifies a call of a tenant."""
+    """A tenant's idempotency key, and the call that it belongs to."""
 
     key: str
     fingerprint: bytes
-    """A hash of the call, to detect a different one with the same key."""
+    """A hash of the call, to detect a different call with the same key."""
 
     def check(self, fingerprint: bytes) -> None:
         """Raise AlreadyExistsError unless an earlier call with the key was the same."""
@@ -26,7 +26,7 @@ class CallKey:
 
 
 def idempotency_key(headers: Mapping[str, str]) -> str | None:
-    """Return a call's key; raises InvalidArgumentError."""
+    """Return a call's key; raises InvalidArgumentError if the key is invalid."""
     key = headers.get(HEADER)
     if key is None or (1 <= len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable()):
         return key
@@ -36,6 +36,6 @@ def idempotency_key(headers: Mapping[str, str]) -> str | None:
 
 
 def call_key(headers: Mapping[str, str], fingerprint: bytes) -> CallKey | None:
-    """Return what identifies a call, if it has a key; raises InvalidArgumentError."""
+    """Return the key and fingerprint of a call that has a key; may raise InvalidArgumentError."""
     key = idempotency_key(headers)
     return None if key is None else CallKey(key, fingerprint)

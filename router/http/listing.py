@@ -14,11 +14,11 @@ _MAX_NUMBER_DIGITS = 9
 
 @dataclass(frozen=True, slots=True)
 class PageQuery:
-    """Which entries of a list a client wants."""
+    """The entries of a list that a client wants."""
 
     limit: int
     after: str | None = None
-    """The id of the entry before the first wanted one."""
+    """The id of the entry before the first one on the page."""
     is_ascending: bool = False
     """Whether the oldest entries come first."""
 
@@ -28,7 +28,7 @@ class PageQuery:
 
 
 def page_query(query: Mapping[str, str], *, most: int, default: int = _DEFAULT_LIMIT) -> PageQuery:
-    """Read a query's `limit`, `after` and `order`; raises InvalidArgumentError.
+    """Read a query's `limit`, `after` and `order`; may raise InvalidArgumentError.
 
     `most` is the highest `limit`.
     """
@@ -52,7 +52,7 @@ def page(items: Sequence[Json], query: Mapping[str, str], *, most: int) -> dict[
 
 
 def page_json(listed: Sequence[Json], wanted: PageQuery) -> dict[str, Any]:
-    """Return a page of entries, of which those beyond the limit are left out."""
+    """Return a page as JSON; it leaves out the entries beyond the limit."""
     shown = listed[: wanted.limit]
     return {
         "object": "list",
@@ -64,7 +64,7 @@ def page_json(listed: Sequence[Json], wanted: PageQuery) -> dict[str, Any]:
 
 
 def integer(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
-    """Return an integer parameter of the query; raises InvalidArgumentError."""
+    """Return an integer parameter of the query; may raise InvalidArgumentError."""
     if (text := query.get(name)) is None:
         return default
     digits = text.removeprefix("-")

@@ -1,7 +1,7 @@
 """Parses and writes JSON, makes excerpts for errors, and defines strict schemas of bodies.
 
-`pydantic_core` parses and writes. It writes an SSE chunk in 1.05 µs, a third of the time of
-`json.dumps` and a quarter of that of a pydantic model's `model_dump_json`.
+`pydantic_core` parses and writes. It writes an SSE chunk in 1.05 µs. `json.dumps` takes 3 times as
+long, and `model_dump_json` of a pydantic model 4 times as long.
 """
 
 from collections.abc import Mapping
@@ -43,8 +43,8 @@ def parse_json(body: bytes) -> object:
 def check_num_parts(body: bytes) -> None:
     """Count a JSON text's strings, objects, lists and digits, in about 3 ms per MiB.
 
-    Raises InvalidArgumentError beyond `MAX_STRINGS`, `MAX_CONTAINERS` and `MAX_DIGITS`. Texts of up
-    to 16 KiB are not checked, because they are cheap in any case.
+    Raises InvalidArgumentError if a count exceeds `MAX_STRINGS`, `MAX_CONTAINERS` or `MAX_DIGITS`.
+    Texts of up to 16 KiB are not checked, because they are cheap in any case.
     """
     if len(body) <= MAX_CONTAINERS:
         return
@@ -131,7 +131,7 @@ class Schema(BaseModel):
             if name in cls.names:
                 fields[name] = item
             elif name not in cls.unimplemented:
-                # Report one, because thousands of unknown fields would make thousands of errors
+                # Report only one unknown field, because thousands would make thousands of errors
                 if not has_unknown:
                     fields[name] = item
                 has_unknown = True

@@ -1,4 +1,4 @@
-"""The routes that vLLM has beside those of the OpenAI API."""
+"""The routes that vLLM serves in addition to the OpenAI API."""
 
 from importlib.metadata import version
 

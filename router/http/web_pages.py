@@ -1,8 +1,8 @@
 """Prevents web pages from using a service that trusts calls from its own machine.
 
-A browser on that machine makes any call that a page requests, and sends the page's `Origin`. If the
-page's host name resolves to this machine, `Host` has that name. Before a browser sends a JSON body
-to another origin, it asks for permission (CORS), which no route gives.
+A browser on that machine makes any call that a page asks for, and sends the page's `Origin`. If a
+page's host name resolves to the service's machine, `Host` has that name. Before a browser sends a
+JSON body to another origin, it asks for permission (CORS), which no route gives.
 """
 
 import ipaddress
@@ -23,8 +23,8 @@ class PageGuard:
     """Refuses calls from web pages of other sites, for routers without API keys."""
 
     hosts: frozenset[str] | None
-    """Names that `Host` may have in addition to loopback names; None: any name, because TLS proves
-    it."""
+    """Names that `Host` may have in addition to loopback names; None: any name, because TLS
+    verifies the name."""
     origins: frozenset[str] = frozenset()
     """Origins of other pages that may call, such as "https://example.com"."""
 
@@ -50,7 +50,7 @@ class PageGuard:
     def middleware(self, paths: Collection[str] | None) -> Middleware:
         """Return middleware that answers calls from other pages with 403.
 
-        It guards `paths`, or all paths if that is None.
+        The middleware guards `paths`, or all paths if `paths` is None.
         """
 
         @web.middleware

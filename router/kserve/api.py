@@ -33,7 +33,7 @@ MAX_STREAMED_REQUESTS: Final = 1024
 
 
 class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers the calls of `inference.GRPCInferenceService`; an interceptor converts errors."""
+    """Answers `inference.GRPCInferenceService`; an interceptor turns errors into statuses."""
 
     def __init__(self, cells: Cells, is_ready: Callable[[], bool]) -> None:
         self._cells = cells
@@ -67,7 +67,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelMetadata(  # noqa: N802
         self, request: open_inference_pb2.ModelMetadataRequest, _: CallContext
     ) -> open_inference_pb2.ModelMetadataResponse:
-        """List the model's tensors."""
+        """Describe the model's input and output tensors."""
         check_version(request.version)
         return model_to_proto(self._cells.of(request.name).model.info(request.name))
 

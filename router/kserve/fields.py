@@ -1,4 +1,4 @@
-"""Reads the fields of a request besides its prompt, from parameters, JSON or tensors."""
+"""Reads a request's fields, except its prompt, from parameters, JSON or tensors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -33,7 +33,8 @@ class Fields(Body):
             **UNIMPLEMENTED,
             "return_token_ids": (False,),
             "return_tokens_as_token_ids": (False,),
-            # Set elsewhere: model_name, id, return_*; `user` is not supported.
+            # A request sets these by other names: model_name, id, return_*. `user` is not
+            # supported.
             **dict.fromkeys(("model", "request_id", "stream_options", "user"), ()),
         }
     )
@@ -45,7 +46,7 @@ class Fields(Body):
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
     timeout: int | None = None
-    """Microseconds."""
+    """The request's time limit, in microseconds."""
     triton_enable_empty_final_response: bool = False
     """No effect: the last response of a stream is always marked."""
 

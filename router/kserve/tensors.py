@@ -50,7 +50,7 @@ class OutputTensor:
 def inputs_from_proto(
     request: open_inference_pb2.ModelInferRequest,
 ) -> dict[str, tuple[Element, ...]]:
-    """Return the elements of each input, by name; raises InvalidArgumentError."""
+    """Return the elements of each input, by name; may raise InvalidArgumentError."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise InvalidArgumentError(

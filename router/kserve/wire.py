@@ -36,14 +36,14 @@ class InferCall:
 
     request: GenerateRequest
     id: str
-    """The client's id, which may not be unique; "" without one."""
+    """The id that the client chose, or ""; several requests may have the same id."""
     model_name: str
     stream: bool
     prefix: str
     """The prompt, if each output's text must begin with it; else empty."""
     output_names: tuple[str, ...]
     raw: bool
-    """Whether contents are raw, as in the request."""
+    """Whether the answer's contents are raw; they are if the request's are."""
     timeout_s: float | None
 
 
@@ -59,7 +59,7 @@ class Answer:
 
 
 def check_version(version: str) -> None:
-    """Raise NotFoundError unless this is the version of all models."""
+    """Raise NotFoundError unless `version` is empty or `MODEL_VERSION`."""
     if version not in ("", MODEL_VERSION):
         raise NotFoundError(
             f"model version {version[:64]!r} is not served; the only version is {MODEL_VERSION!r}"

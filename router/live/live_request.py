@@ -39,7 +39,7 @@ class ReplayRecord:
     first_seq_key: int
     """Output i is the sequence `first_seq_key + i`."""
     prompt_token_ids: "array[int]"
-    """int32, at least one; never changed."""
+    """An array of int32 with at least one token; it never changes."""
     sampling: SamplingParams
     cache_salt: str
     cache_pin_s: float | None
@@ -47,10 +47,10 @@ class ReplayRecord:
     priority: int
     tenant: str
     deadline: float | None
-    """On the event loop's clock; None: never."""
+    """The deadline, on the event loop's clock; None: no deadline."""
     beam: BeamSearch | None = None
     resume_record: bytes | None = None
-    """Additional data that another router needs to resume the request; None: not resumable."""
+    """Additional data with which another router can resume the request; None: not resumable."""
 
 
 class Room(Protocol):
@@ -59,7 +59,7 @@ class Room(Protocol):
     def has_room(self) -> bool: ...
 
     async def wait_for_room(self) -> None:
-        """Wait until there is room; raises if the client is gone."""
+        """Wait until there is room; raises an error if the client is gone."""
 
 
 class LiveRequest:
@@ -106,7 +106,7 @@ class LiveRequest:
         self.num_cached_tokens: int | None = None
         self.num_pinned_tokens = 0
         self.vector: bytes | None = None
-        """The vector of a request that pools: float32, little-endian."""
+        """The embedding or scores of a request that pools: float32, little-endian."""
         self.goes_on = False
         """Whether the request continues at the scheduler without this reader."""
         self.num_submits = 0
@@ -132,7 +132,7 @@ class LiveRequest:
         self._accepted = False  # the reader has an event, so the request cannot be refused
         self._closed = False
         self._put: Callable[[Event], None] | None = None
-        """The argument of `send_to` while it runs; otherwise None."""
+        """The argument of `send_to` while `send_to` runs; otherwise None."""
         self._room: Room | None = None
         self._failure: Exception | None = None
         """The error that `_put` has raised."""
@@ -191,7 +191,7 @@ class LiveRequest:
                 ),
             )
         if self.num_cached_tokens is None and not self.goes_on:
-            return Used()  # no worker has started it; if it continues, only its reader has left
+            return Used()  # no worker has started the request, and it does not continue
         return used_of(self.usage)
 
     @property
@@ -269,7 +269,7 @@ class LiveRequest:
             self._prompt_logprobs += logprobs[len(self._prompt_logprobs) + 1 - position :]
 
     def set_vector(self, seq_key: int, vector: bytes) -> None:
-        """Set the vector of a request that pools, which ends its only output."""
+        """Set the result of a request that pools, which ends its only output."""
         self.vector = vector
         self.finish(seq_key, FinishReason.STOP)
 
@@ -290,10 +290,10 @@ class LiveRequest:
         error: OutputError | None = None,
         cumulative_logprob: float | None = None,
     ) -> None:
-        """End an unfinished output. The caller calls `flush` after the last event of a step."""
+        """End an unfinished output. The caller must call `flush` after the last event of a step."""
         output = self.outputs[seq_key - self.record.first_seq_key]
         if stop_token_id not in self.record.sampling.stop_token_ids:
-            stop_token_id = None  # an end token of the model
+            stop_token_id = None  # it is an end token of the model, not of the request
         output.finish(
             OutputFinished(
                 output.index,
@@ -319,8 +319,8 @@ class LiveRequest:
                     if not self.outputs_with_events and self._num_outputs_unread:
                         return
             except QuireError as error:
-                # Without the traceback: its frames refer to the error, and thousands of refusals
-                # would be garbage at once.
+                # Drop the traceback: its frames refer to it, and thousands of refusals would be
+                # garbage at once.
                 self._failure = error.with_traceback(None)
             except Exception as error:  # noqa: BLE001 - `send_to` raises it
                 self._failure = error
@@ -371,7 +371,7 @@ class LiveRequest:
         self._close()
 
     def end(self, error: QuireError) -> bool:
-        """End all live outputs, even if the request is resumable; return whether there were any.
+        """End all live outputs, even of a resumable request; return whether there were any.
 
         The reader gets `error`, as if the scheduler had refused the request.
         """
@@ -406,7 +406,7 @@ class LiveRequest:
         self.flush()
 
     async def send_to(self, put: Callable[[Event], None], room: Room | None = None) -> None:
-        """Call `put` with each event as soon as it arrives and there is room, until the last one.
+        """Call `put` with each event as soon as it has arrived and there is room, until the last.
 
         `put` must not wait, because the task that reads from the scheduler calls it. An error of
         `put` ends the stream and is raised here.
@@ -447,7 +447,7 @@ class LiveRequest:
         return event
 
     def _take(self) -> Event | None:
-        """Return the next event, or None if there is none now. Raises the refusal."""
+        """Return the next event, or None if there is none now. May raise the refusal."""
         if self._closed:
             return None
         if self._refusal is not None:
@@ -481,8 +481,8 @@ class LiveRequest:
         return self.usage
 
     def _take_scores(self, logprobs: list[TokenLogprob]) -> PromptScores | None:
-        """Return the next log-probabilities of the prompt; None: the request ended before them."""
-        # All of them arrive before the first token.
+        """Return the next log-probabilities of the prompt; None: the request ended without them."""
+        # All log-probabilities of the prompt arrive before the first token.
         is_complete = len(logprobs) == len(self.record.prompt_token_ids) - 1
         first = self._num_prompt_logprobs_taken
         end = self._num_prompt_logprobs_taken = first + MAX_EVENT_TOKENS

@@ -56,7 +56,7 @@ class LiveOutput:
         """When the first token arrived; None: it has not arrived, or arrived before the request was
         resumed."""
         self.last_token_at: float | None = None
-        """When the newest token arrived, on the event loop's clock."""
+        """When the latest token arrived, on the event loop's clock."""
         self._detokenizer = detokenizer
         self._stop_matcher = stop_matcher
         self._end_token_ids = end_token_ids
@@ -90,7 +90,7 @@ class LiveOutput:
         return 0 if self._thinking is None else self._thinking.num_tokens
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Add the next token; end the output if it completes a stop string."""
+        """Add the next token; if it completes a stop string, end the output."""
         self.token_ids.append(token_id)
         if logprob is not None:
             self._logprobs.append(logprob)
@@ -114,7 +114,7 @@ class LiveOutput:
         self.finished = finished
 
     def skip(self, received: OutputReceived, *, wants_logprobs: bool) -> None:
-        """Skip the part that the reader already has; called before any `take`.
+        """Skip the part that the reader has; must be called before any `take`.
 
         Raises `InvalidArgumentError` if the reader claims more tokens than the output has, and
         `FailedPreconditionError` if it needs log-probabilities that were not kept.
@@ -157,7 +157,7 @@ class LiveOutput:
         self._end_taken = received.finished
 
     def take(self) -> OutputDelta | OutputFinished | None:
-        """Return the next event: deltas of all unread tokens, then the end, then None."""
+        """Return the next event: deltas with all unread tokens, then the end, then None."""
         offset, num_tokens = self._num_tokens_taken, len(self.token_ids)
         if num_tokens - offset > MAX_EVENT_TOKENS:
             most = self._num_tokens_taken = offset + MAX_EVENT_TOKENS

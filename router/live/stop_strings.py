@@ -14,7 +14,7 @@ class StopMatcher:
     """
 
     def __init__(self, stop: Iterable[str], *, include_in_output: bool) -> None:
-        """No string in `stop` may be empty; `include_in_output` keeps the found string."""
+        """No string in `stop` may be empty; `include_in_output` keeps the one that is found."""
         self.found: str | None = None
         """The found stop string; once set, no text may be pushed."""
         self._stop = tuple(stop)
@@ -40,7 +40,7 @@ class StopMatcher:
                 continue
             if self.found is None or at + len(string) < end or len(string) > len(self.found):
                 self.found = string
-            end = at + len(string)  # further matches must end here or before
+            end = at + len(string)  # other matches must end here or earlier
         if self.found is None:
             certain = len(text) - max(self._num_begun)
             self._held = text[certain:]
@@ -50,7 +50,7 @@ class StopMatcher:
         return text[:certain]
 
     def flush(self) -> str:
-        """Return the held-back text when the output has ended; "" after a match."""
+        """Return the text that was held back, once the output has ended; "" after a match."""
         held, self._held = self._held, ""
         return held
 

@@ -4,7 +4,7 @@ from contract.request import ThinkingMarkers
 
 
 class ThinkingCounter:
-    """Follows one output's text. A token counts as thinking if thinking is open before it."""
+    """Follows one output's text. A token counts as thinking if thinking has begun before it."""
 
     def __init__(self, markers: ThinkingMarkers) -> None:
         self.num_tokens = 0

@@ -18,7 +18,7 @@ _MAX_ROWS: Final = 100_000
 
 @dataclass(frozen=True, slots=True)
 class UsageKey:
-    """The key of a sum: who used which model. There is a sum for each `UsageKey` and hour."""
+    """The key of a sum: who used which model. There is one sum for each `UsageKey` and hour."""
 
     tenant: str
     key: str
@@ -34,7 +34,7 @@ class Used:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Cached tokens of the prompts."""
+    """The number of prompt tokens that were found in the prefix cache."""
     generated_tokens: int = 0
     reasoning_tokens: int = 0
     """Generated tokens that are thinking."""
@@ -55,7 +55,7 @@ def used_of(usage: Usage) -> Used:
 
 
 UsageRows: TypeAlias = Mapping[tuple[int, UsageKey], Used]
-"""Maps an hour, as the Unix time of its beginning, and a key to the sum."""
+"""Maps (hour, key) to the sum; the hour is the Unix time of its beginning."""
 
 
 class UsageCounts:
@@ -81,7 +81,7 @@ class UsageCounts:
     def take(self) -> tuple[int, UsageRows]:
         """Return the number and rows of the next part to store.
 
-        Until `kept` is called, it is the same part.
+        Until `kept` is called, later calls return the same part.
         """
         if not self._taken and self._new:
             self._taken, self._new = self._new, {}

@@ -38,7 +38,7 @@ from rpc.health import Health
 
 _SCHEMA_REVISION: Final = 1
 _SCHEMA_RELEASE: Final = "768a93c7b44e40f28c692ad0b471a8f2"
-"""OpenEngine v0.1.0, by its commit in the Buf Schema Registry."""
+"""The commit of OpenEngine v0.1.0 in the Buf Schema Registry."""
 _GUIDES: Final = (
     pb.GUIDED_DECODING_MODE_JSON_SCHEMA,
     pb.GUIDED_DECODING_MODE_REGEX,
@@ -49,7 +49,7 @@ _GUIDES: Final = (
 
 
 class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
-    """Answers `openengine.v1.Inference`; an interceptor converts errors."""
+    """Answers `openengine.v1.Inference`; an interceptor turns errors into statuses."""
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
@@ -57,7 +57,7 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: CallContext
     ) -> None:
-        """Stream the events; it writes to the context as `InferenceService` does."""
+        """Stream the events: write them to the context, as `InferenceServicer.Generate` does."""
         parsed = replace(request_from_proto(request), deadline=deadline_of(context))
         parsed = with_precedence(parsed, metadata_from_call(metadata_of(context)))
         has_begun = False
@@ -80,7 +80,7 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
 
 
 class ControlServicer(openengine_pb2_grpc.ControlServicer):
-    """Answers `openengine.v1.Control`; an interceptor converts errors."""
+    """Answers `openengine.v1.Control`; an interceptor turns errors into statuses."""
 
     def __init__(self, cells: Cells, health: Health, find_directory: FindDirectory) -> None:
         self._cells = cells
@@ -228,9 +228,10 @@ def openengine_services(
 class _Answer:
     """Makes the messages that answer one request.
 
-    The end of an output is held back until the next event, because the last end must contain the
-    usage. A stop token is held back until the next event shows whether the output ends with it. If
-    so, the token is dropped, unless the request has `include_stop_in_output`.
+    The end of each output is held back until the next event, because the last output's end must
+    contain the usage. A stop token is held back until the next event shows whether the output ends
+    with it. If the output ends with it, the token is dropped, unless the request has
+    `include_stop_in_output`.
     """
 
     def __init__(self, live: LiveRequest, request: pb.GenerateRequest) -> None:
@@ -241,7 +242,7 @@ class _Answer:
         """Tokens that may end an output, by the output's index."""
         self._end: pb.GenerateResponse | None = None
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
-        """By token of the prompt; the first has none."""
+        """One entry per token of the prompt; the first token has none."""
 
     def messages(self, event: Event) -> Iterator[pb.GenerateResponse]:
         """Yield the messages for an event; raises the failure of an output."""

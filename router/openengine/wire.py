@@ -30,7 +30,7 @@ _CODES: Final = {
 def metadata_from_call(metadata: Mapping[str, str]) -> dict[str, str]:
     """Return a call's metadata with the key of OpenEngine's priority renamed to Quire's.
 
-    Raises InvalidArgumentError for any rank but 0.
+    Raises InvalidArgumentError if the metadata name a rank other than 0.
     """
     if (rank := metadata.get(_RANK_KEY, "0")) != "0":
         raise InvalidArgumentError(_RANK_KEY, f"is {rank[:64]!r}; a cell has only rank 0")
@@ -155,7 +155,7 @@ def _refuse(
 def tokens_to_proto(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]
 ) -> Iterator[pb.TokenInfo]:
-    """Describe tokens; `logprobs` is parallel to them, or empty."""
+    """Describe tokens; `logprobs` has an entry for each token, or is empty."""
     for index, token_id in enumerate(token_ids):
         scores = logprobs[index] if logprobs else None
         if scores is None:
@@ -166,7 +166,7 @@ def tokens_to_proto(
 
 
 def finished_to_proto(finished: OutputFinished, end_token_id: int | None) -> pb.GenerationFinished:
-    """Describe the end of an output that has not failed; `end_token_id`: its end-of-text token."""
+    """Describe a successful output's end; `end_token_id` is its end-of-text token, if any."""
     message = pb.GenerationFinished(output_index=finished.output_index)
     if finished.finish_reason is FinishReason.LENGTH:
         message.reason = pb.FINISH_REASON_LENGTH

@@ -45,7 +45,7 @@ async def _ask_each(
 
 
 async def _until_announced(cell: Inference, is_announced: Callable[[], bool]) -> None:
-    """Wait until the schedulers' announcements agree, but not for long."""
+    """Wait until `is_announced` is true, but at most for `_ANNOUNCE_S`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_ANNOUNCE_S):
             while not is_announced():
@@ -55,10 +55,10 @@ async def _until_announced(cell: Inference, is_announced: Callable[[], bool]) ->
 class Operations:
     """The operators' calls. Every method first checks that `peer` is an operator.
 
-    All methods raise the schedulers' errors, and `UnavailableError` without a scheduler. A change
-    of adapters does not start while a scheduler is disconnected; once started, it continues even if
-    the caller leaves. Models are loaded through separate channels, because the links to a scheduler
-    close when its model changes.
+    All methods may raise a scheduler's error; they raise `UnavailableError` if there is no
+    scheduler. A change of adapters does not start while a scheduler is disconnected; once started,
+    it continues even if the caller leaves. Models are loaded through separate channels, because the
+    links to a scheduler close when its model changes.
     """
 
     def __init__(self, cells: Cells, operators: Operators, tls: ClientTls | None = None) -> None:
@@ -75,8 +75,8 @@ class Operations:
         """Load an adapter at every scheduler of a model; from then on requests may name it.
 
         If one scheduler refuses, the schedulers that did not have the adapter before unload it
-        again. Raises `InvalidArgumentError` for the name of a model, or of an adapter of another
-        model.
+        again. Raises `InvalidArgumentError` if `name` is that of a model, or of another model's
+        adapter.
         """
         self._operators.check(peer, "loads LoRA adapters")
         log.info("an operator loads an adapter", name=name, directory=directory, peer=peer)
@@ -143,7 +143,7 @@ class Operations:
     async def list_adapters(
         self, peer: str, model: str = ""
     ) -> Sequence[adapters_pb2.LoadedAdapter]:
-        """Return the adapters of a model, or of all models with a connected scheduler, by name."""
+        """Return, by name, the adapters of a model or of all models with a connected scheduler."""
         self._operators.check(peer, "lists LoRA adapters")
         cells = self._cells.some(model)
         schedulers = [calls for cell in cells for calls in cell.schedulers.target_to_calls.values()]

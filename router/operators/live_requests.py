@@ -36,8 +36,8 @@ class LiveRequests:
     ) -> Sequence[requests_pb2.LiveRequest]:
         """Cancel the requests that pass the filter; return those that were live.
 
-        Raises `InvalidArgumentError` for an empty filter, `NotFoundError` for an id that is not
-        live.
+        Raises `InvalidArgumentError` for an empty filter, and `NotFoundError` if no live request
+        has the id.
         """
         self._operators.check(peer, "cancels requests")
         if not asked.ListFields():
@@ -50,7 +50,7 @@ class LiveRequests:
             )
         found = self._find(asked)
         ended = [_to_proto(each) for each in found if each.end(PermissionDeniedError(_MESSAGE))]
-        # Only a scheduler knows a resumable request that no call reads, and the request's age.
+        # A resumable request that no call reads is known only to a scheduler, and so is its age.
         if asked.request_id and not found and not asked.HasField("min_age_s"):
             try:
                 await self._cells.cancel_of(asked.tenant, asked.request_id)

@@ -17,7 +17,7 @@ class UsageReports:
     """Reads the stored usage, after a check that `peer` is an operator."""
 
     def __init__(self, turns: Turns | None, operators: Operators) -> None:
-        """Without `turns`, usage is not stored."""
+        """`turns` is None if usage is not stored."""
         self._turns = turns
         self._operators = operators
 

@@ -1,7 +1,8 @@
 """Grammars for thinking within a budget, and for tool calls in the syntax of a model family.
 
-The grammars are in llguidance's dialect of Lark. If a marker is one token of the vocabulary, the
-grammar has its id: models write the marker as this token, and ordinary text cannot match it.
+The grammars are in llguidance's dialect of Lark. If a marker is a single token, the grammar
+contains the token's id, because models write the marker as this token, and ordinary text cannot
+match the token.
 """
 
 import json
@@ -17,13 +18,13 @@ from router.parsers.harmony_grammar import Answer, MessageGrammar
 from router.parsers.thinking import Thinking
 
 TokenId: TypeAlias = Callable[[str], int | None]
-"""Returns the id of the token with this text; None: no single token has it."""
+"""Returns the id of the token with this text; None: no single token has this text."""
 
 _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
 _PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 _WHOLE: Final = "/$defs/parameters"
-"""Where the schema of one parameter has that of all parameters."""
+"""The place of the schema of all parameters within the schema of one parameter."""
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,  # otherwise a model may write endless white space
@@ -52,7 +53,7 @@ class ThinkingGrammar:
     """Maximum number of tokens of each section of thinking; None: no limit."""
 
     def before(self, _: Answer) -> str:
-        """Return rules for `before`: optional thinking, or the rest of thinking already begun."""
+        """Return the rule `before`: optional thinking, or the rest of thinking that has begun."""
         thought = f"{self._thought} SPACE"
         body = (
             f"<[{self.begin}]>? {thought}" if self.has_begun else f"(<[{self.begin}]> {thought})?"
@@ -75,7 +76,7 @@ class ThinkingGrammar:
 def thinking_grammar(
     thinking: Thinking, token_id: TokenId, *, has_begun: bool, max_tokens: int | None
 ) -> ThinkingGrammar | None:
-    """Return the grammar for an output's thinking; None if its markers are not tokens."""
+    """Return the grammar for an output's thinking; None if the markers are not tokens."""
     begin, end = token_id(thinking.begin), token_id(thinking.end)
     if begin is None or end is None:
         return None
@@ -83,7 +84,7 @@ def thinking_grammar(
 
 
 class CallGrammar:
-    """The rules of calls in a family's syntax; makes one grammar."""
+    """Makes one grammar, with rules for calls in a family's syntax."""
 
     def __init__(self, written: Written, token_id: TokenId) -> None:
         self._written = written
@@ -102,7 +103,7 @@ class CallGrammar:
         *,
         may_be_several: bool = True,
     ) -> str | None:
-        """Return a grammar for text with calls, each of any function, or with one at its end.
+        """Return a grammar for text with calls, each of any function, or with a call at its end.
 
         Returns None if a call's first marker is not a token, because then a grammar cannot tell
         text from the beginning of a call.
@@ -143,8 +144,8 @@ class CallGrammar:
     def _calls_or_text(self, functions: Sequence[ForcedFunction], *, may_be_several: bool) -> str:
         """Return a grammar for calls, or else for text that does not begin like a call.
 
-        The lexer takes the longest match: if a call began with several short terms, TEXT would
-        match further and win.
+        The lexer takes the longest match. If a call began with several short terms, TEXT would
+        match more characters and win.
         """
         written = self._written
         calls = self._body(functions, may_be_several=may_be_several, are_whole=True)
@@ -166,8 +167,8 @@ class CallGrammar:
     ) -> str:
         """Return a term for calls.
 
-        `are_objects`: whether each is one JSON term. `are_whole`: whether the first call's
-        beginning is one text of the grammar, with what precedes it.
+        `are_objects`: whether each call is one JSON term. `are_whole`: whether the beginning of the
+        first call is one text of the grammar, together with the text before the call.
         """
         written = self._written
         may_be_several &= not written.is_alone
@@ -234,7 +235,7 @@ class CallGrammar:
                 rule if is_required else f"{rule}?"
                 for rule, is_required in zip(rules, are_required, strict=True)
             )
-        # From the last one: what follows a parameter, and the whole if it begins here.
+        # From the last parameter to the first: `more` may follow it; `options` may begin the whole.
         more, may_be_none = "", True
         options: list[str] = []
         for rule, is_required in zip(reversed(rules), reversed(are_required), strict=True):
@@ -259,7 +260,7 @@ class CallGrammar:
             return f'{head} ("True" | "False")'
         if kind != "string" or self._written.is_python:
             value = with_refs_below(schema, _WHOLE)
-            if value != schema:  # then it refers to the whole schema
+            if value != schema:  # if so, the parameter refers to the whole schema
                 value = {**value, "$defs": {"parameters": embedded(function.schema, _WHOLE)}}
             return _joined([head, inline_json(value), self._literal(after)])
         if unknown := [word for word in _OF_STRINGS if word in schema]:
@@ -282,7 +283,7 @@ class CallGrammar:
         return name
 
     def _literal(self, text: str) -> str:
-        """Return grammar terms for a text: tokens for markers that are tokens, else strings."""
+        """Return grammar terms for a text: tokens for its markers that are tokens, else strings."""
         parts, start = [], 0
         for marker in _MARKER.finditer(text):
             token_id = self._token_id(marker[0])
@@ -302,8 +303,8 @@ def inline_json(schema: Any) -> str:
 def _call_schema(function: ForcedFunction) -> Mapping[str, Any]:
     """Return the schema of a call that is an object.
 
-    It is one term of the grammar: in a lexer, a text with the object's beginning would rule out
-    other objects, such as an answer.
+    The call is one term of the grammar. In the lexer, a separate term for the object's beginning
+    would rule out other objects, such as an answer.
     """
     return {
         "type": "object",

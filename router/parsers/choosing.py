@@ -20,10 +20,10 @@ BY_TEMPLATE = ""
 NONE = "none"
 
 ReaderClass: TypeAlias = Callable[[Tools], Reader]
-"""A user's class; instantiated for each output with the offered functions' schemas."""
+"""A user's class. It is instantiated for each output, with the schemas of the offered functions."""
 ThinkingReaderClass: TypeAlias = Callable[[str], Reader]
-"""A user's class; instantiated for each output with the end of the prompt, which may have begun the
-thinking. The text that it returns is read for calls."""
+"""A user's class. It is instantiated for each output, with the end of the prompt, which may have
+begun the thinking. Calls are looked for in the text pieces that it returns."""
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class OutputParsers:
     thinking: Thinking | ThinkingReaderClass | None
     token_id: TokenId
     is_special: Callable[[str], bool]
-    """Whether a text is a special token, which outputs leave out."""
+    """Returns whether a text is a special token, which outputs do not show."""
 
     @property
     def family(self) -> ToolFamily | None:
@@ -64,7 +64,7 @@ class OutputParsers:
         Args:
             tools: The offered functions' schemas; None: calls are text.
             has_begun: Whether the prompt ends within thinking.
-            prompt_end: The end of the prompt, for a user's class.
+            prompt_end: The end of the prompt, which only a user's class needs.
         """
         parts: list[Part] = []
         if (thinking := self.thinking_family) is not None:
@@ -119,7 +119,7 @@ def choose_parsers(
         wanted = (Thinking, type)
         return tools, _named(reasoning_parser, THINKING_FAMILIES, "reasoning_parser", wanted)
     if isinstance(tools, ToolFamily) and tools.is_harmony:
-        return tools, None  # its messages mark thinking
+        return tools, None  # thinking is in messages of its own
     return tools, _thinking_of(template)
 
 

@@ -1,4 +1,4 @@
-"""Makes a JSON schema a part of another one."""
+"""Makes a JSON schema a part of another schema."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -10,11 +10,11 @@ BY_NAME: Final = frozenset(
 )
 """Keywords whose contents map names, which are not keywords, to schemas."""
 _AT_ROOT: Final = ("$id", "id", "$schema")
-"""Keywords that describe a whole schema."""
+"""Keywords that may stand only at the root of a schema."""
 
 
 def embedded(schema: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    """Return a whole schema as the part at the JSON pointer `place` of another one."""
+    """Return a whole schema, changed to fit the JSON pointer `place` of another schema."""
     return {
         name: value
         for name, value in with_refs_below(schema, place).items()
@@ -23,7 +23,7 @@ def embedded(schema: Mapping[str, Any], place: str) -> Mapping[str, Any]:
 
 
 def with_refs_below(schema: Any, place: str) -> Any:
-    """Return a part of a schema with each `$ref` as it is once the whole schema is at `place`."""
+    """Return a part of a schema, whose `$ref`s expect the whole schema to be at `place`."""
     if isinstance(schema, list):
         return [with_refs_below(each, place) for each in schema]
     if not isinstance(schema, Mapping):

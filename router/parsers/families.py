@@ -19,7 +19,7 @@ from router.parsers.tool_calls import (
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The syntax of a call, for a grammar that forces one; see `call_grammar.py`.
+    """The syntax of a call, for a grammar that forces a call; see `call_grammar.py`.
 
     NAME, ARGUMENTS, KEY and VALUE are placeholders; INDEX is the call's number, and CALLID an id.
     """
@@ -33,30 +33,30 @@ class Written:
     """The syntax of one parameter of ARGUMENTS; empty: ARGUMENTS is a JSON object."""
     between_parameters: str = ""
     is_python: bool = False
-    """Whether values are Python's, so that text has quotes."""
+    """Whether values are Python literals, in which text has quotes."""
     is_alone: bool = False
     """Whether an output ends after its first call."""
     like_call: str = ""
     """A regex for the beginning of a call without a marker; NAMES stands for the function names
     joined by |. Empty: calls have markers."""
     marker: str = ""
-    """The marker that such a call may have, too."""
+    """The marker that may stand before a call for which `like_call` is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFamily:
-    """The syntax of calls of some models, and how to recognize it in a chat template."""
+    """The syntax of some models' calls, and how a chat template shows that syntax."""
 
     syntax: Syntax | HarmonySyntax
     marks: tuple[str, ...]
     """A template with all of these texts belongs to this family, unless an earlier family
     matches."""
     without: str = ""
-    """A text that such a template must not contain."""
+    """A text that no template of the family contains."""
     written: Written | None = None
     """None: forced calls are plain JSON."""
     stop: str = ""
-    """The stop string for outputs with only one call; empty: there is no such string."""
+    """The stop string if an output may have only one call; empty: there is none."""
 
     @property
     def is_harmony(self) -> bool:
@@ -238,4 +238,5 @@ THINKING_FAMILIES: Final[Mapping[str, Thinking]] = MappingProxyType(
         "think": Thinking("<think>", "</think>"),
     }
 )
-"""As `TOOL_FAMILIES`. Harmony is missing, because its thinking is read together with its calls."""
+"""A template belongs to the first family that matches. Harmony is not among them, because its
+thinking is read together with its calls."""

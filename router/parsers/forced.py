@@ -11,7 +11,7 @@ _NO_PIECES: Final[list[Piece]] = []
 
 
 class ForcedCall:
-    """Reads an output that is the arguments of one function."""
+    """Reads an output that consists of one function's arguments."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -22,7 +22,7 @@ THOUGHT_MESSAGES: Final = ThinkingMarkers(
 
 
 def begun_channel(prompt: str) -> str:
-    """Return the channel of the message that a prompt ends within, after its header; else ""."""
+    """Return the channel of a message whose text the prompt has begun; "" if there is none."""
     header, begun, _ = prompt[prompt.rfind("<|start|>") + 1 :].rpartition("<|message|>")
     if not begun:
         return ""

@@ -1,6 +1,7 @@
 """Grammars for gpt-oss's messages: thinking within a budget, then text, a form or a call.
 
-A budget limits each message of thinking, and then no such message directly follows another.
+A budget limits each message of thinking. With a budget, no message of thinking directly follows
+another.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,14 +21,14 @@ class MessageGrammar:
     ids: Mapping[str, int]
     """The token id of each marker."""
     begun: str
-    """The channel of the message that the prompt ends within; empty: a message begins."""
+    """The channel of a message that the prompt has begun; empty: the output begins a message."""
     max_tokens: int | None
     """Maximum number of tokens of each message of thinking; None: no limit."""
 
     def before(self, answer: Answer) -> str:
         """Return rules for `before`: the messages before an answer, and the header of a form.
 
-        They are part of the grammar if the answer is text.
+        Returns no rules if the answer is text, whose grammar contains them.
         """
         if answer == "text" or (answer == "form" and self.begun == "final"):
             return ""
@@ -55,7 +56,7 @@ class MessageGrammar:
 
     @property
     def _before_last(self) -> str:
-        """All messages before the last one, each with the beginning of the next."""
+        """All messages before the last message, each with the beginning of the next message."""
         match self.max_tokens:
             case None:
                 first, more = "", "((analysis | note) next)*"
@@ -85,6 +86,6 @@ class MessageGrammar:
 def message_grammar(
     token_id: Callable[[str], int | None], begun: str, max_tokens: int | None
 ) -> MessageGrammar | None:
-    """Return the grammar for an output's messages; None if their markers are not tokens."""
+    """Return the grammar for an output's messages; None if the markers are not tokens."""
     ids = {name: found for name in _MARKERS if (found := token_id(f"<|{name}|>")) is not None}
     return MessageGrammar(ids, begun, max_tokens) if len(ids) == len(_MARKERS) else None

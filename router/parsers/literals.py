@@ -1,8 +1,8 @@
 """Converts a JSON or Python literal that arrives in pieces to JSON without white space.
 
-The output is always the beginning of some valid JSON text, because reading stops before the first
-character that does not fit. Characters whose JSON depends on later ones, such as a Python escape,
-are held back until those arrive.
+What has been returned is always the beginning of a valid JSON text, because reading stops before
+the first character that does not fit. Characters whose JSON depends on later characters, such as a
+Python escape, are held back until these arrive.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 MAX_DEPTH: Final = 100
-"""Deepest nesting; parsers of clients may have similar limits."""
+"""Maximum depth of nesting; clients' parsers may have similar limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Dialect:
 
     quotes: str
     words: Mapping[str, str]
-    """Maps words that are values to JSON."""
+    """Maps words that are values, such as true, to JSON."""
     escapes: Mapping[str, str]
-    """Maps the character after a backslash to the JSON of both."""
+    """Maps the character after a backslash to the JSON of the whole escape."""
     has_byte_escapes: bool
     """Whether \\x41 is an escape, and an unknown escape stands for itself."""
 
@@ -59,7 +59,7 @@ _CLASS: Final = {**dict.fromkeys("123456789", "d"), "E": "e"}
 
 
 class LiteralText:
-    """One literal; push text until it is done or broken."""
+    """One literal. Push text until the literal is done or broken."""
 
     def __init__(self, dialect: Dialect = JSON) -> None:
         self.is_done = False
@@ -73,15 +73,15 @@ class LiteralText:
         """The current scalar: its quote, "number" or "word"."""
         self._number = ""
         self._held = ""
-        """An escape or a word that has begun."""
+        """The part read so far of an escape or a word."""
 
     @property
     def num_held(self) -> int:
-        """How many characters at the end have been read but not returned yet."""
+        """How many of the last characters read have not been returned yet."""
         return len(self._held)
 
     def push(self, text: str, at: int) -> tuple[str, int]:
-        """Read `text` from `at` on; return the new JSON, and where reading stopped."""
+        """Read `text` from index `at`; return the new JSON, and the index where reading stopped."""
         shown: list[str] = []
         while at < len(text) and not self.is_done and not self.is_broken:
             if self._within == "number":
@@ -97,7 +97,7 @@ class LiteralText:
     def end(self) -> bool:
         """Signal the end of the text; return whether the literal is complete.
 
-        A number may be complete only now, because digits could have followed.
+        A number is complete only at the end of the text, because more digits could have followed.
         """
         if self._within == "number" and self._number in _NUMBER_ENDS:
             self._end_value()

@@ -50,7 +50,7 @@ class Pieces:
 
     def __init__(self) -> None:
         self.num_calls = 0
-        """Number of calls that have begun since the output's start."""
+        """The number of calls that have begun in this output."""
         self._pieces: list[Piece] = []
 
     def text(self, text: str) -> None:

@@ -22,7 +22,7 @@ class OutputReader:
 
     def push(self, text: str) -> list[Piece]:
         """Read more text; hold back only text that is ambiguous so far."""
-        # In slices, because a search for the next marker scans all unread text.
+        # Add the text in slices, because a search for the next marker scans all unread text.
         for start in range(0, len(text), _SLICE_CHARS):
             self._source.add(text[start : start + _SLICE_CHARS])
             next(self._reading, None)
@@ -40,7 +40,7 @@ class OutputReader:
 
 
 class TwoReaders:
-    """Parses an output with one reader, and the text that it returns with another."""
+    """Parses an output with one reader, and that reader's text pieces with another reader."""
 
     def __init__(self, first: Reader, second: Reader) -> None:
         self._first, self._second = first, second

@@ -1,9 +1,9 @@
 """Text that arrives in pieces, behind an interface that hides the pieces from parsers.
 
 A parser is a generator that yields whenever it needs more text. Methods that may wait are
-generators, too (`yield from`). Their results do not depend on how the text is cut into pieces, so
-neither do the parser's. The text read since `mark` is kept, so that it can be shown if it turns out
-not to be a call.
+generators, too (`yield from`). Their results do not depend on how the text is cut into pieces, so a
+parser's results do not depend on the cuts either. The text read since `mark` is kept, to be shown
+if it turns out not to be a call.
 """
 
 import re
@@ -14,7 +14,7 @@ from router.parsers.literals import LiteralText
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
-"""Yields whenever more text is needed."""
+"""A generator that yields whenever it needs more text."""
 
 _SPACE = re.compile(r"\s*")
 
@@ -49,7 +49,7 @@ class Source:
         return self._has_ended and self._at == len(self._text)
 
     def take_back(self) -> str:
-        """Return the text read since the mark, and set the mark here."""
+        """Return the text read since the mark, and set the mark after this text."""
         read = self._text[: self._at]
         self.mark()
         return read
@@ -78,7 +78,7 @@ class Source:
         return self._text[self._at]
 
     def has(self, literal: str) -> Reading[bool]:
-        """Read `literal` if it comes next; return whether it did."""
+        """Read `literal` if it comes next; return whether it was read."""
         while not self._text.startswith(literal, self._at):
             if not literal.startswith(self._text[self._at : self._at + len(literal)]):
                 return False
@@ -88,14 +88,14 @@ class Source:
         return True
 
     def has_any(self, literals: Sequence[str]) -> Reading[bool]:
-        """Read one of `literals` if it comes next; return whether it did."""
+        """Read one of `literals` if one comes next; return whether one was read."""
         for literal in literals:
             if (yield from self.has(literal)):
                 return True
         return False
 
     def expect(self, literal: str) -> Reading[None]:
-        """Read `literal`, or its beginning if the text ends there; else raise MalformedError."""
+        """Read `literal`, or a part if the text ends within it; else raise MalformedError."""
         if (yield from self.has(literal)):
             return
         rest = self._text[self._at :]
@@ -135,9 +135,9 @@ class Source:
     ) -> Reading[str]:
         """Read up to and including the first of `literals`; show the text before it as it arrives.
 
-        With `trims`, white space before the literal is not shown. Text that was read but not shown
-        stays after the mark. Returns "" at the end of the text; the unshown text may then be the
-        beginning of a literal.
+        If `trims` is true, white space before the literal is not shown. Text that was read but not
+        shown stays after the mark. Returns "" at the end of the text; the unshown text may then be
+        the beginning of a literal.
         """
         self.mark()
         while True:
@@ -172,7 +172,7 @@ class Source:
                 return
             if not (yield from self.wait()):
                 if not value.end():
-                    show(self.take_back())  # the output was cut short, so this is, too
+                    show(self.take_back())  # the output was cut short within this literal
                     raise MalformedError
                 return
 
@@ -190,7 +190,7 @@ class Source:
 
 
 def _num_certain(text: str, literals: Sequence[str]) -> int:
-    """Count the characters before the first that may begin one of `literals`."""
+    """Count the characters before the first one at which one of `literals` may begin."""
     certain = len(text)
     for literal in literals:
         start = max(0, len(text) - len(literal) + 1)

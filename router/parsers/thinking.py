@@ -13,13 +13,13 @@ class Thinking:
     begin: str
     end: str
     other_ends: tuple[str, ...] = ()
-    """Markers of calls, which also end thinking without being part of it."""
+    """Markers of calls. They also end thinking, but are not part of it."""
 
     def has_begun(self, prompt: str, continued: str = "") -> bool:
         """Whether a prompt ends within thinking.
 
-        The first marker comes from the template, or from `continued`, the assistant's message at
-        the prompt's end.
+        The marker that begins thinking comes from the template, or from `continued`, the
+        assistant's message at the prompt's end.
         """
         if continued:
             return continued.rfind(self.begin) > continued.rfind(self.end)
@@ -29,7 +29,7 @@ class Thinking:
         """Read thinking, if there is any; white space around it is part of the syntax."""
         source.mark()
         yield from source.skip_space()
-        # A model may repeat a marker that the prompt already has.
+        # A model may repeat a marker with which the prompt ends.
         if not (yield from source.has(self.begin)) and not has_begun:
             source.rewind()
             return

@@ -1,8 +1,8 @@
 """Parses tool calls in an output as it arrives, by the markers of a model family's syntax.
 
 A call begins once its name is known and its arguments have begun. From then on, the arguments are
-passed on as they arrive. If the text breaks the syntax before that, all of it is plain text. If it
-does so later, the call ends there and the rest is plain text.
+passed on as they arrive. If the text breaks the syntax before the call begins, all of it is plain
+text. If the text breaks the syntax later, the call ends there, and the rest is plain text.
 """
 
 import json
@@ -21,7 +21,7 @@ from router.parsers.pieces import Pieces, new_call_id
 from router.parsers.source import MalformedError, Reading, Source
 
 Tools = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of each offered function's arguments."""
+"""Maps the name of each offered function to the JSON schema of its arguments."""
 
 _NAME: Final = re.compile(r"[\w.:/-]*")
 _IDENTIFIER: Final = re.compile(r"[\w.]*")
@@ -69,12 +69,12 @@ class CallSyntax(Protocol):
     """The syntax between a call's markers."""
 
     def read(self, calls: Calls) -> Reading[None]:
-        """Read one call; raises MalformedError."""
+        """Read one call; may raise MalformedError."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectBody:
-    """`{"name": …, "arguments": {…}}`, in any order; "parameters" is the same as "arguments"."""
+    """`{"name": …, "arguments": {…}}`, in any order; "parameters" may replace "arguments"."""
 
     def read(self, calls: Calls) -> Reading[None]:
         source = calls.source
@@ -98,7 +98,7 @@ class ObjectBody:
             elif key == "id" and not call_id:
                 call_id = yield from _read_string(source)
                 if has_begun and not (call_id.isascii() and call_id.isalnum()):
-                    raise MalformedError  # too late for an id; it may be another field
+                    raise MalformedError  # an id can no longer be set; this may be another field
             elif key != "type" or (yield from _read_string(source)) != "function":
                 raise MalformedError
             if has_begun:
@@ -113,7 +113,7 @@ class ObjectBody:
             calls.begin(name, call_id)
             calls.pieces.arguments(held or "{}")
         else:
-            yield from source.has("}")  # models forget it
+            yield from source.has("}")  # models sometimes forget it
         source.mark()
 
     def _arguments(self, calls: Calls, name: str, call_id: str) -> Reading[str]:
@@ -140,9 +140,9 @@ class NamedBody:
     fence: tuple[str, str] = ("", "")
     """The text around the object."""
     has_ids: bool = False
-    """Whether there is an id instead of the name: functions.NAME:INDEX."""
+    """Whether a call has the id functions.NAME:INDEX instead of a name."""
     id_marker: str = ""
-    """The text between the name and an id; empty: there is no such id."""
+    """The text between the name and an id; empty: no id follows the name."""
 
     def read(self, calls: Calls) -> Reading[None]:
         source = calls.source
@@ -171,7 +171,7 @@ class NamedBody:
 
 @dataclass(frozen=True, slots=True)
 class MistralBody:
-    """A list of objects, as older models write it, or a name and an object."""
+    """A list of objects, as older models write calls, or a name and an object."""
 
     listed: ObjectBody
     named: NamedBody
@@ -218,7 +218,7 @@ class TaggedBody:
         try:
             yield from self._read_parameters(calls, calls.tools.get(name, {}))
         except MalformedError:
-            if not source.is_over:  # a value that was cut short must look incomplete
+            if not source.is_over:  # the JSON of a value that was cut short must be incomplete
                 pieces.arguments("}")
             raise
         pieces.arguments("}")
@@ -350,7 +350,7 @@ class Syntax:
     """The text between calls that have no markers around them."""
     at_start: bool = False
     """Whether an output may begin with a call without a marker. Such a call must name an offered
-    function, because other text may look the same."""
+    function, because ordinary text may look like a call."""
     is_section_optional: bool = False
     has_short_ids: bool = False
 
@@ -460,7 +460,7 @@ def _is_text(schema: Any) -> bool:
 
 
 def _cut(text: str) -> str:
-    """Return the beginning of the JSON of a value that was cut short."""
+    """Return incomplete JSON for a value that was cut short."""
     value = LiteralText()
     _, at = value.push(text, 0)
     return text if at >= len(text.rstrip()) else _json(text)[:-1]
@@ -479,7 +479,7 @@ _TYPE_OF: Final = {
 
 
 def _typed(text: str, schema: Any) -> str:
-    """Return the JSON of a value by its schema; text of no allowed type becomes a string."""
+    """Return the JSON of a value; text that has no type allowed by the schema becomes a string."""
     types, stripped = _types(schema), text.strip()
     try:
         value = (

@@ -1,4 +1,4 @@
-"""Admits requests, unless their id is live, the limit is reached, or the router drains.
+"""Admits a request, unless its id is live, the limit is reached, or the router drains.
 
 Three places refuse requests under overload. This module limits the live requests of this router, to
 bound its memory. `router/schedulers/pool.py` refuses early when all schedulers have reported full
@@ -26,7 +26,7 @@ from rpc.observe import telemetry
 log = structlog.get_logger()
 
 _LAST_BYTES_S = 0.2
-"""Time for clients to read the last bytes; closing a socket may discard unread bytes."""
+"""How long clients have to read the last bytes; a socket that closes may discard unread bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,9 +39,9 @@ class AdmittedRequest:
     """The model's name in the router's flags; for an adapter, its base model's."""
     span: Span
     admitted_at: float
-    """On the event loop's clock."""
+    """The time of admission, on the event loop's clock."""
     live: LiveRequest | None = None
-    """None until the prompt is tokenized, or until a scheduler sends the request to resume."""
+    """None until the prompt is tokenized or, for a resumed request, until a scheduler sends it."""
     ended_by: QuireError | None = None
     """The error that ended the request while `live` was None."""
 
@@ -89,9 +89,9 @@ class Admission:
     def admit(self, tenant: str, request_id: str, model: str) -> AdmittedRequest:
         """Admit a request, and begin its span, which `release` ends.
 
-        `model` is the model's name in the router's flags. Raises `UnavailableError` during a drain;
-        `AlreadyExistsError` if a request with this tenant and id is live; `TooBusyError` beyond
-        `max_live_requests`.
+        `model` is the model's name in the router's flags. Raises `UnavailableError` during a drain,
+        `AlreadyExistsError` if a request with this tenant and id is live, and `TooBusyError` if
+        `max_live_requests` are live.
         """
         if self._is_draining:
             raise UnavailableError("the router is draining; send the request to another one")

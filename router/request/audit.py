@@ -22,8 +22,8 @@ from router.live.live_request import LiveRequest
 log = structlog.get_logger()
 
 _MAX_WAITING: Final = 4096
-"""Limit on requests that wait to be written. Further ones are missing from the log; clients are not
-affected."""
+"""Limit on requests that wait to be written. Further requests are missing from the log; their
+clients do not notice."""
 
 
 class AuditLogError(Exception):
@@ -31,10 +31,10 @@ class AuditLogError(Exception):
 
 
 class AuditLog:
-    """Writes one file; no other process may write it."""
+    """Writes one file, which no other process may write."""
 
     def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
-        """Open the file; raises AuditLogError.
+        """Open the file; may raise AuditLogError.
 
         Before a line would make the file longer than `max_bytes`, the file is renamed to PATH.1,
         PATH.1 to PATH.2, and so on; the oldest of `num_files` files is deleted.

@@ -37,7 +37,7 @@ class Cells:
     def __init__(
         self, cells: Sequence[Inference], entry: Entry, on_demand: OnDemand | None = None
     ) -> None:
-        """`cells` has at least one cell; their names differ, and they share `entry`.
+        """`cells` has at least one cell. The names of the cells differ, and all share `entry`.
 
         Requests that name no model go to the first cell.
         """
@@ -53,10 +53,10 @@ class Cells:
         return tuple(cell.model.name for cell in self.all)
 
     def of(self, model: str) -> Inference:
-        """Return the cell that serves a model or an adapter; the first cell for an empty name.
+        """Return the cell that serves a model or an adapter; if the name is empty, the first cell.
 
-        With several cells, an unknown name raises `NotFoundError`. A single cell is returned for
-        every name and checks the name itself.
+        If there are several cells, an unknown name raises `NotFoundError`. If there is one cell, it
+        is returned for any name, and checks the name itself.
         """
         if len(self.all) == 1 or not model:
             return self.all[0]
@@ -78,7 +78,8 @@ class Cells:
     def only(self, model: str) -> Inference:
         """Return the cell of a model; the name may be empty only if there is one cell.
 
-        Raises `InvalidArgumentError` without a name, `NotFoundError` for an unknown one.
+        Raises `InvalidArgumentError` if there are several cells and no name, and `NotFoundError` if
+        the name is unknown.
         """
         if not model and len(self.all) > 1:
             raise InvalidArgumentError(
@@ -87,7 +88,7 @@ class Cells:
         return self.of(model)
 
     def some(self, model: str) -> Sequence[Inference]:
-        """Return the cell of a model, or all cells for an empty name; raises like `of`."""
+        """Return the cell of a model, or all cells if the name is empty; raises like `of`."""
         return [self.of(model)] if model else self.all
 
     def infos(self) -> tuple[Model, ...]:
@@ -117,7 +118,7 @@ class Cells:
     async def use(self, model: str, *, is_patient: bool = False) -> Inference:
         """Return the cell of a request's model; if models are loaded on demand, load it first.
 
-        A patient request does not unload a model that is busy with impatient requests.
+        For a patient request, no model that is busy with impatient requests is unloaded.
 
         Raises like `of` and `OnDemand.wait_until_loaded`.
         """
@@ -128,7 +129,7 @@ class Cells:
             return cell
 
     async def known(self, model: str) -> Inference:
-        """Return a model's cell once its limits are known, which needs the model's first load."""
+        """Return a model's cell; load the model first if its limits are not known yet."""
         cell = self.of(model)
         return cell if cell.model.infos() else await self.use(model)
 
@@ -167,10 +168,11 @@ class Cells:
         model: str,
         ask: Callable[[Inference, bool], Awaitable[T]],
     ) -> T:
-        """Call `ask` for the cell that has a resumable request, trying one cell after another.
+        """Call `ask` for one cell after another, until one has the resumable request.
 
         The second argument of `ask` is whether an earlier attempt was charged to the quota. Clients
-        do not retry after `NotFoundError`, so it is raised only if every cell could be searched.
+        do not retry after `NotFoundError`, so this error is raised only if every cell could be
+        searched.
         """
         with refusals_counted():
             try:
@@ -191,7 +193,7 @@ class Cells:
     def abort(self, request_ids: Iterable[str], tenant: str = "") -> None:
         """End live requests of the caller's tenant at this router; ignore unknown ids.
 
-        Their calls end with ABORTED. `tenant` is the tenant that the call names.
+        Their calls end with ABORTED. `tenant` is the tenant that the caller claims.
         """
         tenant, wanted = self.entry.tenant_of(tenant), {*request_ids}
         for each in self.admitted:
@@ -213,7 +215,7 @@ class Cells:
     async def load(self, model: str = "") -> Load:
         """Return the load of a model's schedulers, or of all connected schedulers.
 
-        Raises `NotFoundError` for an unknown model; `UnavailableError` if no scheduler answers.
+        Raises `NotFoundError` for an unknown model, and `UnavailableError` if no scheduler answers.
         """
         return sum_loads(await self._known(model, self._load_of))
 
@@ -222,11 +224,11 @@ class Cells:
             return await cell.schedulers.load()
         except UnavailableError:
             if self.on_demand is not None and (load := await self.on_demand.load_of(cell)):
-                return load  # not connected, because the schedulers have had no model yet
+                return load  # not connected, because these schedulers have not had a model yet
             raise
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
-        """Return which sequences hold which KV blocks; raises the schedulers' errors.
+        """Return which sequences hold which KV blocks; may raise a scheduler's error.
 
         Raises `PermissionDeniedError` if the call's API key belongs to a tenant.
         """
@@ -249,7 +251,7 @@ class Cells:
         return watch_kv(self.only(model).schedulers, worker)
 
     async def _known(self, model: str, ask: Callable[[Inference], Awaitable[T]]) -> list[T]:
-        """Ask cells concurrently; raise an error only if none answers."""
+        """Ask the cells concurrently; raise an error only if no cell answers."""
 
         async def one(cell: Inference) -> T | QuireError:
             try:
@@ -291,7 +293,7 @@ class Cells:
 def join_health(cells: Sequence[tuple[str, Health]], router: Health) -> None:
     """Declare the router ready while at least one cell is ready.
 
-    The status names the other cells.
+    The status names the cells that are not ready.
     """
 
     def update() -> None:

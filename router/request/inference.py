@@ -1,4 +1,4 @@
-"""Checks, prepares, submits and resumes requests; every API calls this."""
+"""Checks, prepares, submits and resumes requests, for every API."""
 
 import asyncio
 import secrets
@@ -44,7 +44,7 @@ from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 
 _SEED_BITS = 63
-"""Number of bits in a drawn seed, which fits a signed 64-bit integer in every language."""
+"""Number of bits in a seed that is drawn; it fits a signed 64-bit integer in every language."""
 
 
 class Inference:
@@ -63,7 +63,7 @@ class Inference:
     ) -> None:
         """Serve one model; `model_name` is its name in the router's flags.
 
-        `stream_interval` is for requests that have none.
+        `stream_interval` is the default for requests that do not set it.
         """
         self.name = model_name
         self._metrics = metrics.of_model(model_name)
@@ -83,8 +83,8 @@ class Inference:
     def check_room(self, model: str) -> None:
         """Raise some errors of `generate` early, for APIs that do work before they call it.
 
-        Raises `NotFoundError` for an unknown model, `TooBusyError` if the schedulers' queues are
-        full.
+        Raises `NotFoundError` for an unknown model, and `TooBusyError` if the schedulers' queues
+        are full.
         """
         with refusals_counted(self.name):
             self.model.check_name(model)
@@ -93,21 +93,21 @@ class Inference:
     async def check_capacity(self, num_requests: int, n: int) -> None:
         """Check that all requests of one call, with `n` outputs each, could be live at once.
 
-        Raises `InvalidArgumentError` if they could not; then a retry is useless.
+        Raises `InvalidArgumentError` if they never could, so that a retry is useless.
         """
         with refusals_counted(self.name):
             self._admission.check_capacity(num_requests)
             await self.schedulers.check_capacity(num_requests * n)
 
     async def generate(self, request: GenerateRequest, *, is_kept: bool = False) -> LiveRequest:
-        """Submit a request; the caller reads the result under `async with`.
+        """Submit a request; the caller reads the result within `async with`.
 
-        With `is_kept`, the usage is stored with the turn and not counted here.
+        If `is_kept` is true, the usage is stored with the turn, so it is not counted here.
 
-        Raises `InvalidArgumentError` naming field, value and limit; `NotFoundError` for an unknown
-        model; `AlreadyExistsError` if a request with this id is live; `TooBusyError` beyond
-        `max_live_requests`, or if the schedulers' queues are full; `UnavailableError` while
-        draining or cut off from the scheduler; `DeadlineExceededError` if the deadline passed while
+        Raises `InvalidArgumentError` that names field, value and limit; `NotFoundError` for an
+        unknown model; `AlreadyExistsError` if a request with this id is live; `TooBusyError` if
+        `max_live_requests` are live, or the schedulers' queues are full; `UnavailableError` while
+        the router drains or has no scheduler; `DeadlineExceededError` if the deadline passed while
         the prompt was tokenized.
         """
         with refusals_counted(self.name):
@@ -252,14 +252,14 @@ class Inference:
     async def resume(self, request: ResumeRequest, *, is_free: bool = False) -> LiveRequest:
         """Continue a request after the events that its client has.
 
-        The caller reads it as after `generate`. With `is_free`, the call is not charged to the
-        tenant's quota.
+        The caller reads the result as after `generate`. If `is_free` is true, the call is not
+        charged to the tenant's quota.
 
         The caller must have checked that the tenant owns the request (`Cells.resume`). If another
         call, at any router, is reading the request, that call ends with `AbortedError`. Raises
         `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError` if the
-        client claims more than was produced; `FailedPreconditionError` for lost log-probabilities;
-        `TooBusyError` and `UnavailableError` like `generate`.
+        client claims more than was produced; `FailedPreconditionError` if log-probabilities that
+        the client lacks are lost; `TooBusyError` and `UnavailableError` like `generate`.
         """
         live = await self._take_over(
             request.request_id, request.tenant, request.deadline, is_free=is_free
@@ -272,9 +272,9 @@ class Inference:
         return live
 
     def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
-        """Submit a request that another process had accepted, with its events so far.
+        """Submit a request, with its events so far, that another process had accepted.
 
-        The caller reads it from its first token on. Raises the errors of `generate`.
+        The caller reads the result from its first token on. Raises the errors of `generate`.
         """
         record = found.record
         adapter = record.sampling.adapter
@@ -325,7 +325,7 @@ class Inference:
         try:
             now = asyncio.get_running_loop().time()
             new_lease = lease = self._quotas.begin(tenant, now, is_free=is_free)
-            # The stream's task starts the request, and needs this call's API key to do so
+            # The stream's task will start the request, and needs this call's API key then
             caller = copy_context()
             return await self.schedulers.resume(
                 request_id,
@@ -374,10 +374,10 @@ class Inference:
             raise NotFoundError(
                 f"request {request_id!r} cannot be resumed: it was not submitted as resumable"
             )
-        # Without a scheduler, this router has the only copy.
+        # While no scheduler has the request, this router has the only copy.
         if live.live_seq_keys and not self.schedulers.is_kept(live):
             raise self.schedulers.unavailable()
-        # Do not cancel it: if the other call is refused, the request can still be resumed.
+        # Do not cancel the request: if the new call is refused, the request can still be resumed.
         self.schedulers.leave(live)
         live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
@@ -427,7 +427,7 @@ def _most_tokens(
 
 @contextmanager
 def refusals_counted(model: str = "") -> Iterator[None]:
-    """Count an error of the block as a refused request, for its model if the name is known."""
+    """Count an error in the `with` block as a refused request of `model`, if that is known."""
     try:
         yield
     except QuireError as error:

@@ -29,7 +29,7 @@ MAX_QUESTIONS: Final = 16
 
 MAX_ANSWERED: Final = 2**17
 """Maximum number of tokens in an answer that lists tokens, unless the model's context is longer.
-The event loop writes the answer: a million tokens take 0.1 s."""
+The event loop writes the answer, which takes 0.1 s for a million tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,17 @@ class PreparedRequest:
     """A request's prompt and structured output in the form that workers need."""
 
     prompt_token_ids: "array[int]"
-    """int32; may be empty."""
+    """An array of int32, which may be empty."""
     structured: StructuredOutput | None
     """The form as a grammar."""
     num_first_tokens: int = 0
-    """As in `Pooling`."""
+    """See `Pooling.num_first_tokens`."""
 
 
 class ModelText:
     """Tokenizes and detokenizes for the served model.
 
-    Methods with a `model` raise the errors of `ServedModel.info`.
+    Methods that take a `model` may raise the errors of `ServedModel.info`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ModelText:
         max_pending_prompts: int,
         chats: ChatSettings = ChatSettings(),  # noqa: B008 - it never changes
     ) -> None:
-        """`num_threads` threads tokenize prompts; at most `max_pending_prompts` wait or run."""
+        """`num_threads` threads tokenize; at most `max_pending_prompts` prompts wait or run."""
         self._chats = chats
         self._tokenizers = tokenizers
         self._model = model
@@ -80,7 +80,7 @@ class ModelText:
 
     @property
     def max_token_bytes(self) -> int:
-        """Maximum number of bytes of one token's text; at least 1."""
+        """The length in bytes of the longest token's text, but at least 1."""
         return max(1, self._tokenizer.table.max_piece_bytes)
 
     def max_text_bytes(self, model: Model) -> int:
@@ -92,8 +92,8 @@ class ModelText:
     async def prepare(self, request: GenerateRequest) -> PreparedRequest:
         """Tokenize the prompt and make the grammar, in a thread.
 
-        Raises `InvalidArgumentError` for a malformed form, `TooBusyError` beyond
-        `max_pending_prompts`.
+        Raises `InvalidArgumentError` for a malformed form, and `TooBusyError` if
+        `max_pending_prompts` are pending.
         """
         return await self._prompts.run(lambda: self._prepare(request))
 
@@ -157,13 +157,13 @@ class ModelText:
         return OutputParsers(tools, thinking, self._tokenizer.token_id, self._tokenizer.is_special)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result; raises `TooBusyError` as `prepare`."""
+        """Run `work` in a thread and return its result; raises `TooBusyError` like `prepare`."""
         return await self._prompts.run(work)
 
     def infill(self, prefix: str, suffix: str) -> str:
         """Return the prompt that asks for the text between a prefix and a suffix.
 
-        Raises `UnimplementedError` if the model has no tokens for that.
+        Raises `UnimplementedError` if the model has no tokens for infilling.
         """
         prompt = infill(prefix, suffix, self._tokenizer.token_id)
         if prompt is None:
@@ -185,8 +185,8 @@ class ModelText:
         with `add_special_tokens=False`.
 
         Raises `InvalidArgumentError` if the messages cannot fit the model's context or the template
-        refuses them, `UnimplementedError` if the model has no template, `TooBusyError` beyond
-        `max_pending_prompts`.
+        refuses them, `UnimplementedError` if the model has no template, and `TooBusyError` if
+        `max_pending_prompts` are pending.
         """
         chosen = template or self.chat_template(model)
         return await self._prompts.run(self._rendering(model, messages, chosen, template_kwargs))
@@ -212,10 +212,11 @@ class ModelText:
     async def tokenize(
         self, model: str, text: str, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Turn text into token ids, as for generation.
+        """Turn text into the token ids that `generate` would use.
 
         Raises `InvalidArgumentError` for a text that cannot fit the context, or whose tokens exceed
-        both the context and `MAX_ANSWERED`; `TooBusyError` beyond `MAX_QUESTIONS`.
+        both the context and `MAX_ANSWERED`; raises `TooBusyError` if `MAX_QUESTIONS` calls are
+        pending.
         """
         info = self._model.info(model)
         check_text("text", text, info, self.max_text_bytes(info))
@@ -231,7 +232,7 @@ class ModelText:
         template: ChatTemplate | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Convert a chat to token ids, as `render_chat` and `tokenize`; raises their errors."""
+        """Convert a chat to token ids; raises the errors of `render_chat` and `tokenize`."""
         chosen = template or self.chat_template(model)
         render = self._rendering(model, messages, chosen, template_kwargs)
         token_ids = await self._questions.run(
@@ -245,8 +246,8 @@ class ModelText:
     ) -> str:
         """Turn token ids into text.
 
-        Raises `InvalidArgumentError` for more tokens than fit the context, `TooBusyError` beyond
-        `MAX_QUESTIONS`.
+        Raises `InvalidArgumentError` for more tokens than fit the context, and `TooBusyError` if
+        `MAX_QUESTIONS` calls are pending.
         """
         info = self._model.info(model)
         check_count("token_ids", len(token_ids), info.max_model_len)
@@ -262,11 +263,11 @@ class ModelText:
         """
         return functools.partial(self._tokenizer.decode, skip_special_tokens=False)
 
-    # These methods take no model name: adapters share the tokenizer, and outputs of an adapter
-    # continue after the adapter was unloaded.
+    # These methods take no model name, because adapters share the model's tokenizer, and outputs of
+    # an adapter continue after the adapter was unloaded.
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single token; U+FFFD for parts of a character."""
+        """Return the text of a single token, with U+FFFD for an incomplete character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:

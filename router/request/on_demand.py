@@ -1,12 +1,12 @@
 """Loads the model of a request, in place of the model that was used least recently.
 
 Unloading a model loses no request: the model's scheduler keeps the requests with their tokens, and
-they continue after the model's next load. Until then they count as demand for the model. So models
-that are all busy take turns, and each stays loaded for a minimum time. Requests of the lowest
-priority, such as lines of batches, are patient: a model that is busy with other requests is not
-unloaded for them. A model that has had no request for some time may be unloaded, too; the next
-request loads it. Only one router may load models on demand at the same schedulers, since two
-routers might load two models at once.
+they continue after the model's next load. Until then they count as demand for the model. So if more
+models are busy than fit, the models take turns, and each stays loaded for a minimum time. Requests
+of the lowest priority, such as lines of batches, are patient: a model that is busy with other
+requests is not unloaded for them. A model that has had no request for some time may be unloaded,
+too; its next request loads it again. Only one router may load models on demand at the same
+schedulers, since two routers might load two models at once.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ log = structlog.get_logger()
 
 
 def is_patient(priority: int) -> bool:
-    """Whether a request of this priority waits for as long as the loaded models are busy."""
+    """Whether a request of this priority waits while the loaded models are busy."""
     return priority == -MAX_PRIORITY
 
 
 class OnDemand:
-    """Decides which of the models are loaded; `run` does the work."""
+    """Decides which models are loaded; `run` loads and unloads them."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class OnDemand:
         tls: ClientTls | None = None,
         tick_s: float = TICK_S,
     ) -> None:
-        """At most `max_waiting` calls wait; with `idle_unload_s` None, idle models stay loaded."""
+        """At most `max_waiting` calls wait; if `idle_unload_s` is None, idle models stay loaded."""
         self._cells = {cell: _Demand() for cell in cells}
         self._loading = LoadingCalls(tls)
         self._max_loaded = max_loaded
@@ -66,12 +66,12 @@ class OnDemand:
         """Whether a model has been loaded or requested; until then the first model is wanted."""
 
     async def wait_until_loaded(self, cell: Inference, *, is_patient: bool = False) -> None:
-        """Return when requests can be submitted.
+        """Wait until requests can be submitted to a cell.
 
         Raises:
             TooBusyError: Too many calls are waiting.
-            UnavailableError: The model cannot be loaded (the message says why), or the router is
-            draining.
+            UnavailableError: The model cannot be loaded, as the message explains, or the router
+            drains.
         """
         self._has_begun = True
         demand = self._cells[cell]
@@ -91,7 +91,7 @@ class OnDemand:
             del demand.waiters[waiter]
 
     async def load_of(self, cell: Inference) -> Load | None:
-        """Return the load of a cell's schedulers, connected or not; None: none answers."""
+        """Return the load of a cell's schedulers, connected or not; None: no scheduler answers."""
         return await self._loading.sum_of_loads(cell.schedulers.target_to_is_connected)
 
     def drain(self) -> None:
@@ -122,7 +122,7 @@ class OnDemand:
                 await self._unload_idle(idle)
 
     def _look(self) -> Inference | None:
-        """Update which models are loaded and in use; return the model to load next, if any."""
+        """Record which models are loaded and in use; return the model to load next, if any."""
         now = asyncio.get_running_loop().time()
         # A router cannot connect to a scheduler that has had no model since its start. Without a
         # scheduler the router is not ready, so it might never get a request that loads a model.
@@ -184,9 +184,10 @@ class OnDemand:
             demand.loaded_at = demand.seen_at = None
 
     def _torn(self) -> Inference | None:
-        """Return a model that was unloaded while idle, is used again, and is still loaded.
+        """Return a model that was to be unloaded while idle, but is still loaded and used again.
 
-        Some workers could not unload it, or have restarted with it; the others may lack it.
+        Some workers could not unload the model, or have restarted with it; other workers may lack
+        it.
         """
         now = asyncio.get_running_loop().time()
         for cell, demand in self._cells.items():
@@ -220,10 +221,10 @@ class OnDemand:
         )
 
     async def _make_room_and_load(self, wanted: Inference) -> None:
-        """Load a model, unless no other model may be unloaded yet.
+        """Load a model, unless another must be unloaded first and none may be unloaded yet.
 
         Raises:
-            QuireError: The model cannot be loaded, or the other one cannot be unloaded.
+            QuireError: The model cannot be loaded, or another model cannot be unloaded.
         """
         loads = dict(
             zip(
@@ -285,13 +286,13 @@ class OnDemand:
         return min(free, key=self._last_use, default=None)
 
     def _last_use(self, cell: Inference) -> tuple[float, float]:
-        """Return the sort key; of models that are in use now, the one loaded first comes first."""
+        """Return a sort key; of models in use now, the one that was loaded first comes first."""
         demand = self._cells[cell]
         return demand.used_at, demand.stays_since or 0.0
 
 
 class _Demand:
-    """The state of a model, and the calls that wait for it; times are on the event loop's clock."""
+    """The state of a model, and the calls that wait for it. Times are on the event loop's clock."""
 
     def __init__(self) -> None:
         self.waiters: dict[asyncio.Future[None], bool] = {}
@@ -299,10 +300,10 @@ class _Demand:
         self.used_at = 0.0
         self.wanted_at: float | None = None
         self.loaded_at: float | None = None
-        """None: no connected scheduler has a worker with the model."""
+        """Since when a connected scheduler has had a worker with the model; None: none has."""
         self.seen_at: float | None = None
-        """Since when its schedulers, connected or not, have reported a worker with the model; None:
-        they report none."""
+        """Since when the model's schedulers, connected or not, have reported a worker with the
+        model; None: they report none."""
         self.retry_at = 0.0
         self.left_at: float | None = None
         """When the model was last unloaded as idle; None: never, or all its workers have loaded it

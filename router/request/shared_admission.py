@@ -10,7 +10,7 @@ from router.request.admission import Admission
 from router.request.audit import AuditLog
 
 _MAX_ESCAPE_BYTES = 6
-"""JSON writes one byte of text in at most this many bytes, as in \\u0041."""
+"""JSON needs at most this many bytes for one byte of text, as in \\u0041."""
 
 
 class Entry:
@@ -23,7 +23,7 @@ class Entry:
         usage: UsageCounts | None = None,
         audit: AuditLog | None = None,
     ) -> None:
-        """With `api_keys`, the key of a call determines its tenant.
+        """If `api_keys` is not None, the key of a call determines its tenant.
 
         `usage` counts the usage of requests; `audit` logs their prompts and outputs.
         """
@@ -50,7 +50,7 @@ class Entry:
     def tenant_of(self, claimed: str) -> str:
         """Return the tenant of a call that names the tenant `claimed`.
 
-        Raises like `tenant_of_caller`; if calls have no API keys, like `check_tenant`.
+        Raises the errors of `tenant_of_caller` or, if calls have no API keys, of `check_tenant`.
         """
         if self.has_api_keys:
             return tenant_of_caller(claimed)

@@ -1,6 +1,6 @@
 """Attributes of the `request` span. They contain sizes and parameters, never text.
 
-Their names follow OpenTelemetry's conventions; those of latencies are vLLM's.
+The names follow OpenTelemetry's conventions, except that latencies have vLLM's names.
 """
 
 from opentelemetry.util.types import AttributeValue

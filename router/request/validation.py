@@ -35,7 +35,7 @@ from router.text.size_limits import check_text
 _BEAM_ALLOWS: Final = frozenset(
     ("temperature", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "adapter")
 )
-"""Fields of `SamplingParams` that a request may set with a beam search."""
+"""Fields of `SamplingParams` that a request with a beam search may set."""
 
 
 def check_request(request: GenerateRequest, model: Model, max_prompt_bytes: int) -> None:
@@ -102,7 +102,7 @@ def _check_stop(stop: Sequence[str]) -> None:
 
 
 def _check_bad_words(request: GenerateRequest) -> None:
-    """Check the parameters with `bad_words`, which workers enforce as structured output."""
+    """Check what may be set together with `bad_words`, which become structured output."""
     if request.sampling.structured is not None:
         raise InvalidArgumentError("bad_words", "is set; with structured it must be unset")
     if request.beam is not None:
@@ -110,7 +110,7 @@ def _check_bad_words(request: GenerateRequest) -> None:
 
 
 def _check_structured(sampling: SamplingParams, model: Model) -> None:
-    """Check the parameters with structured output; the form itself is checked with its grammar."""
+    """Check what may be set together with a form; `to_grammar` checks the form itself."""
     if not model.structured_output:
         raise UnimplementedError("sampling.structured: this model does not support it")
     # An end-of-sequence token ends the form.
@@ -187,7 +187,7 @@ def complete_sampling(
 
 
 def check_prompt_length(num_prompt_tokens: int, model: Model, field: str = "prompt") -> None:
-    """Check that the prompt has a token, and not more than the model accepts."""
+    """Check that the prompt has at least one token, and not more than the model accepts."""
     if num_prompt_tokens == 0:
         raise InvalidArgumentError(field, "is empty; it must have at least 1 token")
     if num_prompt_tokens > model.max_prompt_len:

@@ -1,4 +1,4 @@
-"""Computes vectors of many inputs, or scores of pairs of texts; every API calls this."""
+"""Computes embeddings of many inputs, or scores of pairs of texts, for every API."""
 
 import asyncio
 import math
@@ -22,14 +22,14 @@ T = TypeVar("T")
 MAX_INPUTS: Final = 2048
 """Limit on the inputs of one call, as in OpenAI's API."""
 MAX_NUMBERS: Final = 2**22
-"""Limit on the numbers of all vectors of one call."""
+"""Limit on the numbers in all embeddings of one call."""
 MAX_AT_ONCE: Final = 64
-"""Limit on inputs of one call that are live at a time, to leave room for other calls."""
+"""Limit on the inputs of one call that are computed at once, to leave room for other calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """The vector of one input."""
+    """The embedding of one input."""
 
     values: Float32Array
     num_tokens: int
@@ -43,7 +43,7 @@ def pooling_of(
     normalize: bool | None = None,
     dimensions: int | None = None,
 ) -> Pooling:
-    """Return the pooling for a request: the model's defaults, except for given values."""
+    """Return the pooling for a request; a value that is None is the model's default."""
     default = model.abilities.pooling or Pooling(PoolingKind.LAST, normalize=True)
     return Pooling(
         default.kind if kind is None else kind,
@@ -59,7 +59,7 @@ def check_inputs(
     dimensions: int | None,
     max_numbers: int = MAX_NUMBERS,
 ) -> None:
-    """Check the number of inputs of a call; raises InvalidArgumentError."""
+    """Check the number of inputs of a call; may raise InvalidArgumentError."""
     size = dimensions or model.abilities.embedding_size or 1
     most = min(MAX_INPUTS, max(1, max_numbers // size))
     if not 1 <= num_inputs <= most:
@@ -77,12 +77,12 @@ async def make_vectors(
     *,
     max_at_once: int = MAX_AT_ONCE,
 ) -> list[Vector]:
-    """Compute the vectors of requests, whose `sampling` is ignored.
+    """Compute an embedding for each request; the requests' `sampling` is ignored.
 
-    At most `max_at_once` are live at a time. If the service is too busy for the first input, the
-    call fails; once an input is accepted, refused ones are retried. If one fails, the others are
-    cancelled. `name` and `pair_name` return the names that errors use for the input and for the
-    pair at an index.
+    At most `max_at_once` requests are live at a time. If the service is too busy for the first one,
+    the call fails; once a request is accepted, refused requests are retried. If a request fails,
+    the others are cancelled. `name` and `pair_name` return the names that errors use for the input
+    and for the pair at an index.
     """
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, pooling=pooling)
     vectors: list[Vector | None] = [None] * len(requests)
@@ -148,12 +148,12 @@ async def score_pairs(
     first_name: Callable[[int], str],
     second_name: Callable[[int], str],
 ) -> Scores:
-    """Score each text of `seconds` with the text of `firsts` at its index, or with the only one.
+    """Score each text of `seconds` with the text of `firsts` at the same index, or the only text.
 
     `first_name` and `second_name` return the name that errors use for the text at an index.
 
     A model with a classification head scores pairs, which the logistic function maps to (0, 1).
-    With other models, the score is the cosine of the two vectors, in [-1, 1].
+    With other models, the score is the cosine of the two embeddings, in [-1, 1].
     """
     model = inference.model.info(seconds[0].model)
     num_firsts = len(firsts)

@@ -1,4 +1,4 @@
-"""Calls to a scheduler, other than the router's stream, and the sum of several loads."""
+"""Calls to a scheduler in addition to the router's stream; sums the loads of several schedulers."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
@@ -24,7 +24,7 @@ _NOT_ADDED: Final = ("block_size", "fragmentation", "host_fragmentation")
 
 
 class SchedulerCalls:
-    """Calls to one scheduler through one channel; they raise its errors as `QuireError`."""
+    """Calls to one scheduler through one channel; the scheduler's errors become `QuireError`."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ class SchedulerCalls:
         return workers
 
     async def load_adapter(self, name: str, directory: str) -> adapters_pb2.LoadAdapterResponse:
-        """Load a LoRA adapter at all workers; this may take long."""
+        """Load a LoRA adapter at all workers, which may take a long time."""
         request = adapters_pb2.LoadAdapterRequest(name=name, directory=directory)
         response: adapters_pb2.LoadAdapterResponse = await _call(
             self._adapters.LoadAdapter, request, timeout_s=None

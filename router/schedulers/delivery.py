@@ -1,4 +1,4 @@
-"""Decides when tokens go to clients: at once, or merged while the router is busy."""
+"""Decides when tokens go to clients: immediately or, while the router is busy, merged."""
 
 import asyncio
 import time
@@ -13,9 +13,9 @@ _MOST_BUSY: Final = 0.7
 _LONGEST_S: Final = 0.05
 """Limit on the time between two waves while tokens wait, however busy the router is."""
 _FEW: Final = 32
-"""Up to this many streams are written immediately: merging their tokens would save little."""
+"""Up to this many streams are written immediately, because merging would save little."""
 _LONGEST_HOLD_S: Final = 0.005
-"""Longest time that a wave holds the event loop before other callbacks have their turn."""
+"""Maximum time for which a wave holds the event loop before other callbacks run."""
 _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 
 
@@ -40,11 +40,11 @@ class Delivery:
         self._now, self._busy_s = now, busy_s or wanted_s
         self._waiting: dict[LiveRequest, None] = {}  # an ordered set
         self._wave: dict[LiveRequest, None] = {}
-        """The rest of a wave that has given way."""
+        """The rest of a wave that has let other callbacks run."""
         self._timer: asyncio.Handle | None = None
-        """Calls the next wave, or the rest of this one."""
+        """Starts the next wave, or the rest of the current one."""
         self._last_at, self._last_busy_s = now(), self._busy_s()
-        """When the last wave began, on the event loop's clock and on that of `busy_s`."""
+        """When the last wave began, on the event loop's clock and on the clock of `busy_s`."""
 
     def add(self, changed: Iterable[LiveRequest]) -> None:
         """Flush requests, now or in the next wave."""

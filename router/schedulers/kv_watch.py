@@ -12,7 +12,7 @@ from router.schedulers.pool import Schedulers
 _LOOK_S: Final = 0.25
 """How often to look for schedulers that are not watched yet."""
 _MAX_UNREAD: Final = 16
-"""Limit on unread messages here; further ones wait at the schedulers, which limit them."""
+"""Limit on unread messages here; more messages wait at the schedulers, which limit them."""
 
 
 async def watch_kv(
@@ -42,7 +42,7 @@ async def watch_kv(
 
 
 class _Watches:
-    """A task for each connected scheduler."""
+    """Runs a task for each connected scheduler, which reads its events."""
 
     def __init__(
         self,

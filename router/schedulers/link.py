@@ -54,7 +54,7 @@ class LinkConfig:
     router_id: str
     max_message_mb: int
     tls: ClientTls | None = None
-    """None: no TLS."""
+    """How to connect by TLS; None: no TLS."""
     model_name: str = ""
     """The model's name in metrics, from the router's flags."""
 
@@ -63,10 +63,10 @@ class LinkOwner(Protocol):
     """Callbacks of a link, called from its task; only `prepare` may wait."""
 
     async def prepare(self, model: ModelInfo) -> None:
-        """Read the model's tokenizer; raises MisfitError."""
+        """Read the model's tokenizer; raises MisfitError if it cannot be read."""
 
     def check_fit(self, link: "SchedulerLink", model: ModelInfo) -> None:
-        """Check a scheduler's model before it is used; raises MisfitError."""
+        """Check a scheduler's model before it is used; raises MisfitError if it does not fit."""
 
     def connected(self, link: "SchedulerLink") -> None:
         """Called when the link is connected and has submitted its live requests."""
@@ -97,7 +97,7 @@ class SchedulerLink:
         self.max_waiting: int | None = None
         """Limit on sequences that wait at one of the scheduler's workers; None: unknown."""
         self.status = f"waiting for the scheduler at {target}"
-        """Why no scheduler is connected; meaningless while one is."""
+        """Why no scheduler is connected; it has no meaning while one is connected."""
         self.is_starting = True
         """Whether `status` is normal during a start."""
         self.hang: str | None = None
@@ -110,9 +110,9 @@ class SchedulerLink:
         """When the link was made or lost its scheduler, on the event loop's clock; None: it is
         connected."""
         self.table = LiveTable(of_model(config.model_name))
-        """The live sequences at the scheduler; without one, those for the next scheduler."""
+        """The live sequences of the scheduler or, if none is connected, of the next one."""
         self.room: int | None = None
-        """Last known room in the scheduler's queues, in sequences; None: no limit reported."""
+        """The last known room in the scheduler's queues, in sequences; None: no limit reported."""
         self.is_unloaded = False
         """Whether all workers have unloaded the model, so that requests wait."""
         self._config = config
@@ -124,12 +124,12 @@ class SchedulerLink:
         self._knows_unpin = False
         self._calls: SchedulerCalls | None = None
         self._limit = asyncio.timeout(None)
-        """Ends the current stream when it expires."""
+        """A timeout that ends the current stream when it expires."""
         self._why_expired = ""
         self._backoff_s = _MIN_BACKOFF_S
         self._is_urgent = asyncio.Event()
         self._hurries_until = 0.0
-        """Until when to retry often, on the event loop's clock."""
+        """The time, on the event loop's clock, until which retries are frequent."""
 
     @property
     def is_connected(self) -> bool:
@@ -159,7 +159,7 @@ class SchedulerLink:
             self._outbox.submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
-        """Cancel live sequences of one request; no more of their events are delivered."""
+        """Cancel live sequences of one request; no more events of these are delivered."""
         key_to_live = self.table.take(seq_keys)
         # Without a scheduler, removing the sequences from the table is enough.
         if not key_to_live or self._outbox is None:
@@ -192,11 +192,11 @@ class SchedulerLink:
     # --- for the owner --------------------------------------------------------------------------
 
     def leave_superseded(self, epoch: int) -> None:
-        """End the stream, because the scheduler with `epoch` has taken over its workers."""
+        """End the stream, because the scheduler with `epoch` has taken over this one's workers."""
         self._expire(f"the scheduler with epoch {epoch} has taken over its workers")
 
     def hurry(self) -> None:
-        """Retry the connection now, and often for a while, because another scheduler is missing."""
+        """Retry now, and often for a while, because another scheduler was lost."""
         self._backoff_s = _MIN_BACKOFF_S
         self._hurries_until = asyncio.get_running_loop().time() + _HURRY_S
         self._is_urgent.set()
@@ -204,7 +204,7 @@ class SchedulerLink:
     # --- the stream -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Connect to one scheduler after another until cancelled; only bugs raise."""
+        """Connect to one scheduler after another until cancelled; any error is a bug."""
         try:
             await self._keep_stream()
         finally:
@@ -221,7 +221,7 @@ class SchedulerLink:
                 reason = "the scheduler ended the stream"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {explain(error.details() or '')}"
-                if self._misfit is not None:  # the scheduler with the wrong model is gone
+                if self._misfit is not None:  # the scheduler with the wrong model has gone
                     self._misfit = None
                     self._wait(f"waiting for the scheduler at {self.target}")
             except TimeoutError:
@@ -427,7 +427,7 @@ async def _read(call: Any) -> SchedulerMessage | None:
 
 
 async def _poll(stub: scheduler_pb2_grpc.SchedulerServiceStub, heartbeat: Heartbeat) -> None:
-    """Poll a scheduler that waits for its model: before the welcome it sends no heartbeats."""
+    """Poll a scheduler that waits for its model, because it sends no heartbeats yet."""
     while True:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await stub.GetSchedulerLoad(

@@ -40,7 +40,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A sequence left the queue."""
+    """A sequence has left the queue."""
 
     seq_key: int
     num_cached_tokens: int
@@ -52,7 +52,7 @@ class PromptPart:
 
     seq_key: int
     position: int
-    """The index of the first token in the prompt."""
+    """The index, in the prompt, of the part's first token."""
     logprobs: tuple[TokenLogprob, ...]
 
 
@@ -73,7 +73,7 @@ class Ending:
     stop_token_id: int | None
     error: OutputError | None
     cumulative_logprob: float | None = None
-    """Set only for outputs of a beam search."""
+    """The sum of the tokens' log-probabilities, set only for outputs of a beam search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class StepEvents:
 
     seq_keys: list[int]
     token_ids: list[int]
-    """Parallel to `seq_keys`."""
+    """The token of each sequence in `seq_keys`, at the same index."""
     logprobs: Mapping[int, TokenLogprob]
-    """By index in `token_ids`."""
+    """The log-probabilities of some tokens, by the index in `token_ids`."""
     prompt_scores: tuple[PromptPart, ...]
     admissions: tuple[Admitted, ...]
     pins: tuple[Pin, ...]
@@ -106,7 +106,7 @@ class StepEvents:
     adapters: tuple[LoraAdapter, ...] | None = None
     """The adapters that requests may name from now on."""
     is_unloaded: bool | None = None
-    """Whether all workers have unloaded the model; requests wait then."""
+    """Whether all workers have unloaded the model, so that requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Resumption:
     """A resumed request, which this router owns from now on."""
 
     record: ReplayRecord
-    """The request as submitted, with this router's keys and without the deadline."""
+    """The request as it was submitted, but with this router's keys and without the deadline."""
     stop_options: StopOptions
     n: int
     so_far: StepEvents

@@ -13,7 +13,7 @@ _HEARTBEAT: Final = scheduler_pb2.ConnectRequest(heartbeat=scheduler_pb2.RouterH
 
 
 class Outbox:
-    """Requests to submit, in order, and sequences to cancel; only `next` waits.
+    """Requests to submit, in order, and sequences to cancel. Only `next` waits.
 
     A request is serialized when it is sent, and dropped if it ends before that. So while a
     scheduler does not read, memory grows only by a few bytes per cancelled sequence and per call
@@ -22,7 +22,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._submits: dict[int, LiveRequest] = {}
-        """Maps the first sequence key to the request."""
+        """Maps the first sequence key of each pending request to the request."""
         self._cancels: list[int] = []
         self._messages: deque[scheduler_pb2.ConnectRequest] = deque()
         self._filled = asyncio.Event()
@@ -50,7 +50,7 @@ class Outbox:
         self._filled.set()
 
     def resume(self, request_id: str, tenant: str, first_seq_key: int) -> None:
-        """Resume a request; sent after earlier `leave`s, which may name the same request."""
+        """Resume a request, after earlier calls of `leave`, which may be for the same request."""
         resume = scheduler_pb2.Resume(
             request_id=request_id, tenant=tenant, first_seq_key=first_seq_key
         )
@@ -70,7 +70,7 @@ class Outbox:
             self._filled.set()
 
     async def next(self) -> scheduler_pb2.ConnectRequest:
-        """Wait for the next message. Cancellations go first, because they make room."""
+        """Wait for the next message. Cancellations come first, because they make room."""
         while not self:
             self._filled.clear()
             await self._filled.wait()

@@ -24,7 +24,7 @@ PREFIX_TOKENS: Final = 64
 """How many tokens of a prompt are hashed; a few KV blocks."""
 _SLACK: Final = 1.25
 _MIN_SEQS: Final = 4
-"""Up to this many sequences per worker are not balanced, to keep similar prompts together."""
+"""While no worker has more sequences than this, similar prompts stay together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Candidate:
 
     name: str
     num_seqs: int
-    """Last known number of its sequences."""
+    """The last known number of sequences at the scheduler."""
     num_workers: int = 1
-    """At least 1."""
+    """The number of its workers, at least 1."""
     room: int | None = None
-    """Last known room in its queue; None: no limit reported."""
+    """The last known room in its queue, in sequences; None: no limit reported."""
 
 
 def has_room(room: int | None, n: int) -> bool:
@@ -73,7 +73,7 @@ def _score(text: str) -> bytes:
 
 
 _REFRESH_S = 1.0
-"""How often to poll the schedulers' loads, if there are several. Other routers add to the loads."""
+"""Interval at which the loads of several schedulers are polled; other routers add to the loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class _LastLoad:
     """A scheduler's last known load."""
 
     num_other_seqs: int = 0
-    """Sequences of other routers."""
+    """The number of sequences of other routers."""
     num_workers: int = 1
 
 
@@ -103,7 +103,7 @@ class SchedulerPlacement:
         self._last_loads.pop(link, None)
 
     def choose(self, live: LiveRequest, links: Sequence[SchedulerLink]) -> SchedulerLink:
-        """Return the one of `links` that gets a request; `links` must not be empty."""
+        """Return the link, among `links`, that gets a request; `links` must not be empty."""
         adapter = live.record.sampling.adapter
         # If no scheduler has the adapter, any of them will refuse the request
         if adapter is not None:

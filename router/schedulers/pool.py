@@ -69,12 +69,12 @@ class Schedulers:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether a connected scheduler has a worker with the model, as far as known."""
+        """Whether a connected scheduler is known to have a worker with the model."""
         return any(not link.is_unloaded for link in self._connected)
 
     @property
     def num_live_seqs(self) -> int:
-        """Sequences of this router that run, or wait for a scheduler or a model."""
+        """The number of this router's sequences that run, or wait for a scheduler or a model."""
         return sum(len(link.table) for link in self._links)
 
     @property
@@ -125,10 +125,10 @@ class Schedulers:
     async def check_capacity(self, num_seqs: int) -> None:
         """Check that `num_seqs` sequences could be live at once without any other load.
 
-        Raises InvalidArgumentError if they could not, UnavailableError without a scheduler.
+        Raises InvalidArgumentError if not, and UnavailableError if there is no scheduler.
         """
         links = [(link, link.max_waiting or 0) for link in self._connected]
-        # The queue of one worker is long enough, so do not ask for the loads.
+        # If the queue of one worker is long enough, do not ask for the loads.
         if any(most == 0 or num_seqs <= most for _, most in links):
             return
         loads = await asyncio.gather(*(link.calls.load() for link, _ in links))
@@ -156,11 +156,11 @@ class Schedulers:
         return first
 
     def submit(self, live: LiveRequest) -> None:
-        """Submit a request; there must be no await between reserving its keys and this call."""
+        """Submit a request; nothing may be awaited between `reserve_seq_keys` and this call."""
         self._placement.choose(live, self._connected).submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
-        """Cancel live sequences of one request; no more events of them are delivered."""
+        """Cancel live sequences of one request; no more events of these are delivered."""
         for link in self._links:
             link.cancel(seq_keys)
 
@@ -241,7 +241,7 @@ class Schedulers:
         return {link.target: link.is_connected for link in self._links}
 
     async def load(self) -> Load:
-        """Return the sum of the schedulers' loads; raises UnavailableError without one."""
+        """Return the sum of the schedulers' loads; raises UnavailableError if none is connected."""
         if not self._connected:
             raise self.unavailable()
         return sum_loads(await asyncio.gather(*(link.calls.load() for link in self._connected)))
@@ -249,7 +249,7 @@ class Schedulers:
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
         """Return which sequences hold which KV blocks.
 
-        Raises the schedulers' errors; `UnavailableError` without a scheduler.
+        May raise a scheduler's error; raises `UnavailableError` if there is no scheduler.
         """
         return await self._ask_all(lambda link: link.calls.describe_kv(query))
 
@@ -342,7 +342,7 @@ class Schedulers:
         self._model = together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
-        """Move the live requests of lost and superseded schedulers to a connected one."""
+        """Move the live requests of lost and superseded schedulers to the connected one."""
         for other in self._links:
             self._move_all(other, [link])
             if other.is_connected and other.epoch in link.superseded_epochs:

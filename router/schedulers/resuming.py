@@ -1,4 +1,4 @@
-"""Calls that wait for the scheduler to send the request that they resume."""
+"""Calls that resume a request, and wait until the scheduler sends it."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class ResumingCalls:
         self._calls: dict[int, tuple[StartResumed, asyncio.Future[LiveRequest]]] = {}
 
     async def wait(self, first_seq_key: int, start: StartResumed) -> LiveRequest:
-        """Wait for the answer; raises the error passed to `fail`."""
+        """Wait for the answer; raises the error that `fail` gets."""
         answer: asyncio.Future[LiveRequest] = asyncio.get_running_loop().create_future()
         self._calls[first_seq_key] = start, answer
         try:
@@ -35,7 +35,7 @@ class ResumingCalls:
     def answer(
         self, resumption: Resumption, replay: Callable[[LiveRequest], None]
     ) -> LiveRequest | None:
-        """Start the request and let `replay` push its past events; None if the call has ended.
+        """Start the request and let `replay` push its past events; return None if no call waits.
 
         Errors of `start` and `replay` are raised both here and in the waiting call.
         """

@@ -9,7 +9,7 @@ from contract.info import ModelInfo
 def can_continue(model: ModelInfo, earlier: ModelInfo) -> bool:
     """Whether outputs of `earlier` can continue with `model`.
 
-    Outputs of an adapter that is gone or changed cannot continue: the scheduler refuses them.
+    Outputs of an adapter that is gone or changed cannot continue; the scheduler refuses these.
     """
     return can_share(model, replace(earlier, adapters=model.adapters))
 

@@ -23,7 +23,7 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name that requests use; of a model that an operator loaded, the workers' name."""
+        """The name that requests use; if an operator loaded the model, the workers' name for it."""
         model = self._schedulers.model
         return self._name if model is None or not model.directory else model.id
 
@@ -53,7 +53,7 @@ class ServedModel:
         if model is None:
             raise self._schedulers.unavailable()
         adapter = None if name in ("", self.name) else self._adapters()[name]
-        # The limit leaves room for an output token, which a model for vectors does not produce.
+        # The limit leaves room for an output token, which a model for embeddings does not produce.
         num_unused = not model.abilities.generates
         return Model(
             self.name if adapter is None else adapter.name,
@@ -77,7 +77,7 @@ class ServedModel:
         return (self.name, *self._adapters())
 
     def has_adapter(self, name: str) -> bool:
-        """Whether an adapter of this name is known; adapters stay known without a scheduler."""
+        """Whether an adapter of this name is known; it stays so while no scheduler is connected."""
         return name in self._adapters()
 
     def has(self, name: str, digest: bytes) -> bool:

@@ -110,7 +110,7 @@ def record_to_bytes(live: LiveRequest, request: GenerateRequest) -> bytes:
 
 
 def record_from_bytes(record: bytes) -> Resumption:
-    """Parse the bytes of `record_to_bytes`; raises InvalidArgumentError."""
+    """Parse what `record_to_bytes` has made; may raise InvalidArgumentError."""
     try:
         submit = scheduler_pb2.Submit.FromString(record)
     except DecodeError as error:
@@ -181,7 +181,7 @@ def message_from_proto(message: scheduler_pb2.ConnectResponse) -> SchedulerMessa
 
 
 def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepEvents:
-    # Python ints are faster here, because each is used once, as a key or in an `array`.
+    # Python ints are faster here, because each number is used once, as a key or in an `array`.
     seq_keys = unpack_uint64(message.seq_keys, "step.seq_keys").tolist()
     token_ids = unpack_int32(message.token_ids, "step.token_ids").tolist()
     if token_ids and (least := min(token_ids)) < 0:

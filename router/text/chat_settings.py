@@ -15,7 +15,7 @@ MAX_TEMPLATE_CHARS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """Settings for chats, from the router's flags of the same names."""
+    """Settings of chats; the router's flags have the same names."""
 
     tool_parser: str = BY_TEMPLATE
     reasoning_parser: str = BY_TEMPLATE
@@ -25,8 +25,8 @@ class ChatSettings:
         """Compile a request's template; it runs in a sandbox, but without a time limit.
 
         Raises:
-            InvalidArgumentError: The service does not trust requests' templates, or this one is
-                malformed or too long.
+            InvalidArgumentError: The service does not trust requests' templates, or this template
+                is malformed or too long.
         """
         if not self.trust_request_chat_template:
             raise InvalidArgumentError(

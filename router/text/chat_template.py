@@ -1,8 +1,8 @@
 """Renders a chat into a prompt with the model's own Jinja template.
 
 Templates are written for the environment of the `transformers` library. This module provides the
-same: a sandbox, the same whitespace rules, and the names `raise_exception`, `strftime_now`,
-`tojson` and `{% generation %}`.
+same environment: a sandbox, the same whitespace rules, and the names `raise_exception`,
+`strftime_now`, `tojson` and `{% generation %}`.
 """
 
 import json
@@ -20,7 +20,7 @@ import jinja2.sandbox
 from contract.errors import InvalidArgumentError
 
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
-"""Errors that a template may raise on messages of an unexpected shape."""
+"""Errors that a template may raise if messages have an unexpected shape."""
 
 
 _END_OF_CONTENT = "\ue000end of content\ue000"
@@ -28,7 +28,7 @@ _END_OF_CONTENT = "\ue000end of content\ue000"
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here it has no effect."""
+    """`{% generation %}` marks the assistant's text for training; in a prompt it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -44,7 +44,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens` maps names that templates use, such as `bos_token`, to texts.
 
-        Raises `jinja2.TemplateSyntaxError`.
+        May raise `jinja2.TemplateSyntaxError`.
         """
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True,
@@ -76,7 +76,7 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt, with a generation prompt unless `add_generation_prompt` is False.
 
-        With `continue_final_message`, the prompt ends with the last message's content.
+        If `continue_final_message` is true, the prompt ends with the last message's content.
 
         Other `kwargs`, such as `tools`, are passed to the template. Raises `InvalidArgumentError`
         if the template refuses the messages or fails on them.

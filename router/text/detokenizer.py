@@ -9,9 +9,10 @@ class Detokenizer:
     """Decodes one output token by token, without splitting characters.
 
     A token adds bytes (see `TokenTable`), which are decoded incrementally as UTF-8. So the cost of
-    a token does not depend on the output's length, and at most three bytes are held back. The
-    pieces concatenate to the same text as decoding everything at once. Bytes that are not UTF-8
-    become U+FFFD, one for each maximal ill-formed part, as the Unicode standard recommends.
+    a token does not depend on the output's length, and at most three bytes are held back. All
+    returned pieces together are the text that decoding everything at once would give. Bytes that
+    are not UTF-8 become U+FFFD, one for each maximal ill-formed part, as the Unicode standard
+    recommends.
     """
 
     def __init__(self, table: TokenTable, *, skip_special_tokens: bool) -> None:
@@ -24,14 +25,14 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Return the text that this token completes; "" within a character."""
         if token_id >= len(self._pieces):
-            return ""  # models pad their vocabulary beyond the tokenizer's
+            return ""  # models pad their vocabulary, so it is larger than the tokenizer's
         piece = self._pieces[token_id]
         if self._at_start and piece:
             self._at_start = False
             piece = self._table.leading_space.strip(piece)
         if not self._is_within_character:
             try:
-                return piece.decode()  # a third of the incremental decoder's time
+                return piece.decode()  # takes a third of the incremental decoder's time
             except UnicodeDecodeError:
                 pass
         text = self._utf8.decode(piece)

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle prompts: markers around the texts before and after the output."""
+"""Makes fill-in-the-middle prompts: markers, and the texts before and after the output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Bounds texts and chats before they are tokenized or rendered."""
+"""Checks the sizes of texts and chats before they are tokenized or rendered."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from contract.value_checks import check_count, check_unicode
 
 
 def check_text(field: str, text: str, model: Model, max_bytes: int) -> None:
-    """Check a text's size before it is tokenized: a text above `max_bytes` cannot fit."""
+    """Check a text's size before it is tokenized; above `max_bytes` it cannot fit the context."""
     _check_num_bytes(field, check_unicode(field, text), model, max_bytes)
 
 

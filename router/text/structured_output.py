@@ -26,9 +26,9 @@ MAX_WORDS: Final = 256
 MAX_WORD_CHARS: Final = 128
 """Maximum number of characters of each of the `bad_words`."""
 _MAX_KEPT: Final = 64
-"""Number of cached grammars; requests often have the same form."""
+"""How many grammars to cache; many requests have the same form."""
 _MAX_KEPT_CHARS: Final = 16_384
-"""Largest cached form. A grammar may have several times as many bytes."""
+"""Length of the longest form to cache. Its grammar may have several times as many bytes."""
 
 _FIELD: Final = "sampling.structured"
 
@@ -39,9 +39,9 @@ _JSON: Final = json.JSONDecoder()
 
 
 def to_grammar(structured: StructuredOutput, before: str = "") -> StructuredOutput:
-    """Convert a form to a grammar; takes up to a second in extreme cases.
+    """Convert a form to a grammar; in extreme cases, this takes up to a second.
 
-    `before` has grammar rules for the text before the form; the first of them is named `before`.
+    `before` contains grammar rules for the text before the form; the first rule is named `before`.
 
     Raises:
         InvalidArgumentError: The form is too large, malformed, or uses an unsupported feature.
@@ -106,8 +106,8 @@ def _grammar(form: str, texts: Sequence[str], field: str) -> str:
 
 
 def _check_lark(grammar: str, field: str) -> None:
-    """Check the schemas in a grammar; raises InvalidArgumentError."""
-    if grammar.lstrip().startswith("{"):  # llguidance takes JSON instead of Lark, too
+    """Check the schemas in a grammar; may raise InvalidArgumentError."""
+    if grammar.lstrip().startswith("{"):  # llguidance would accept JSON instead of Lark
         raise InvalidArgumentError(field, "is JSON; it must be Lark")
     schemas = []
     for term in _JSON_TERM.finditer(grammar):
@@ -123,7 +123,7 @@ def _check_lark(grammar: str, field: str) -> None:
 
 
 def _behind(before: str, grammar: str) -> str:
-    """Return a grammar for the part that `before` describes, followed by `grammar`."""
+    """Return a grammar for a text that matches `before`, followed by one that matches `grammar`."""
     parts = (
         json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     )
@@ -134,7 +134,7 @@ def _behind(before: str, grammar: str) -> str:
 def without_words(words: Sequence[str], marker_ids: Collection[int]) -> StructuredOutput:
     """Return a grammar for texts that contain none of `words`.
 
-    `marker_ids` are special tokens, which may occur anywhere but which no text pattern matches.
+    `marker_ids` are special tokens. They may occur anywhere, but no text pattern matches them.
     """
     check_count("bad_words", len(words), MAX_WORDS)
     for i, word in enumerate(words):
@@ -180,10 +180,11 @@ def _json_grammar(schema: str, field: str) -> str:
 # --- multiples ------------------------------------------------------------------------------------
 
 _MAX_REMAINDERS: Final = 2**15
-"""Limit on the least common multiple of a grammar's `multipleOf`, without their trailing zeros,
-times their number. None of llguidance's own limits counts these remainders, and workers enumerate
-all of them when they compile the grammar: 100,003 took 0.1 to 0.3 s, 1,000,003 took 4 s, and 10
-alternatives with a `multipleOf` of about 1,000 had not ended after a minute."""
+"""Limit on a product: the least common multiple of all `multipleOf` in a grammar, without their
+trailing zeros, times the number of `multipleOf`. Workers enumerate this many remainders when they
+compile the grammar, and none of llguidance's own limits counts them. 100,003 remainders took 0.1 to
+0.3 s and 1,000,003 took 4 s; 10 alternatives with a `multipleOf` of about 1,000 had not ended after
+a minute."""
 
 
 def _check_multiples(schemas: Iterable[object], field: str) -> None:
@@ -199,7 +200,7 @@ def _check_multiples(schemas: Iterable[object], field: str) -> None:
 
 
 def _multiples(schemas: Iterable[object]) -> Iterator[int]:
-    """Yield the digits of each `multipleOf`, wherever it is: 25 for 0.25, 36 for 3600."""
+    """Yield the digits of each `multipleOf` in schemas, such as 25 for 0.25 and 36 for 3600."""
     pending = [*schemas]
     while pending:
         value = pending.pop()
@@ -221,15 +222,15 @@ _NOT_INSIDE: Final = frozenset({*_SAME_VALUE, "$defs", "definitions"})
 """Keywords whose schemas do not describe a part of the value."""
 _MAX_EXCERPT_CHARS: Final = 80
 _MAX_JOINED_PATTERNS: Final = 8
-"""Limit on the patterns that one string must match. llguidance's time doubles with each: for
-`a.{N}b` 12 take 12 ms, 16 take 0.2 to 0.6 s and 18 take 2 to 4 s."""
+"""Limit on the patterns that one string must match. llguidance's time doubles with each pattern: 12
+patterns `a.{N}b` take 12 ms, 16 take 0.2 to 0.6 s, and 18 take 2 to 4 s."""
 
 
 def check_refs(root: object, field: str) -> None:
     """Refuse a `$ref` that leads back to itself without descending to a property or an item.
 
-    So that every `$ref` can be followed here, it must be a JSON pointer into the whole schema,
-    `root`. llguidance reports a `$ref` that resolves to nothing.
+    Every `$ref` must be a JSON pointer into the whole schema, `root`, so that it can be followed
+    here. llguidance reports a `$ref` that resolves to nothing.
     """
     id_to_ids: dict[int, list[int]] = {}
     id_to_ref: dict[int, str] = {}
@@ -283,8 +284,9 @@ def check_refs(root: object, field: str) -> None:
 def _num_joined(schema: object, root: object, id_to_num: dict[int, int]) -> int:
     """Return an upper bound on the patterns and formats that apply to one string.
 
-    Of alternatives, and of the parts of an object or list, only the largest number counts.
-    `id_to_num` has the results so far; a `$ref` to a schema around this one counts nothing.
+    Of alternatives, and of the parts of an object or list, only the one with the most patterns
+    counts. `id_to_num` has the results so far. A `$ref` to a schema that contains this one adds
+    nothing.
     """
     if isinstance(schema, list):
         return max((_num_joined(part, root, id_to_num) for part in schema), default=0)

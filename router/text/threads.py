@@ -1,4 +1,4 @@
-"""Threads for tokenizing and similar work; they bound the tasks and are fair to tenants."""
+"""Threads for tokenizing and similar work, with a limit on tasks and fairness among tenants."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ class TextThreads:
     def __init__(self, kind: str, *, num_threads: int, max_pending: int) -> None:
         """At most `max_pending` tasks wait or run; `kind` describes the tasks in errors.
 
-        Beyond that, the tenant with the most waiting tasks loses its newest one.
+        If more tasks come, the tenant with the most waiting tasks loses its newest task.
         """
         self._kind = kind
         self._max_pending = max_pending
@@ -28,7 +28,8 @@ class TextThreads:
         self._tenant_to_tasks: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = (
             OrderedDict()
         )
-        """Waiting tasks by tenant; the first tenant is served next and then becomes the last."""
+        """Waiting tasks by tenant. The first tenant is served next, and then becomes the last
+        one."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=kind)
 
     @property
@@ -37,9 +38,9 @@ class TextThreads:
         return self._num_pending
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread, unless the caller is cancelled before it starts.
+        """Run `work` in a thread, unless the caller is cancelled before `work` starts.
 
-        Raises `TooBusyError` beyond `max_pending`.
+        Raises `TooBusyError` if `max_pending` tasks wait or run.
         """
         tenant = tenant_of_call()
         lost: Future[Any] | None = None
@@ -72,7 +73,7 @@ class TextThreads:
         )
 
     def _take_newest_of_another(self, tenant: str) -> "Future[Any] | None":
-        """Take a waiting task from a tenant that has more than `tenant` will have, if any does."""
+        """Take a waiting task from a tenant that has more tasks than `tenant` will have, if any."""
         num_own = len(self._tenant_to_tasks.get(tenant, ())) + 1
         while True:
             longest = max(self._tenant_to_tasks.values(), key=len, default=deque())

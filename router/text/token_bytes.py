@@ -6,7 +6,7 @@ converted to bytes once:
 
 * byte-level (GPT-2, Llama 3, Qwen): each character of the token stands for one byte;
 * SentencePiece-like (Llama 2, Mistral, Gemma): "▁" stands for a space, `<0xE2>` for one byte;
-* WordPiece (BERT): a token follows a space, unless "##" is before it.
+* WordPiece (BERT): there is a space before each token, unless the token begins with "##".
 """
 
 import json
@@ -51,9 +51,9 @@ class TokenTable:
     """The bytes that each token id adds to a text; `Detokenizer` uses it."""
 
     pieces: list[bytes]
-    """By token id; a special token's piece is its name."""
+    """The bytes of each token, by token id; for a special token, its name."""
     text_pieces: list[bytes]
-    """As `pieces`, but special tokens are empty."""
+    """Like `pieces`, but empty for special tokens."""
     leading_space: LeadingSpace
     max_piece_bytes: int
     """The length of the longest piece."""
@@ -123,7 +123,7 @@ def _piece(token: str, steps: list[Mapping[str, Any]]) -> bytes:
 
 def _word_piece(token: str, prefix: str, *, is_cleaned: bool) -> str:
     token = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
-    if is_cleaned:  # like the `tokenizers` package, token by token
+    if is_cleaned:  # token by token, like the `tokenizers` package
         for dirty, clean in _CLEANED.items():
             token = token.replace(dirty, clean)
     return token

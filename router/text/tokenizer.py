@@ -45,7 +45,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.special_tokens = special_tokens
         self.added_ids = frozenset(tokenizer.get_added_tokens_decoder())
-        """Added tokens, such as markers; text is split at these first."""
+        """Ids of added tokens, such as markers. Text is split at these tokens first."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text; `add_special_tokens` adds tokens such as a leading <s>."""
@@ -65,12 +65,12 @@ class Tokenizer:
         Args:
             text: The text, or the first text of the pair.
             pair: The second text of the pair; None: no pair.
-            most: Most tokens of the result; cuts the text, or the second text of a pair, to fit.
+            most: Maximum number of tokens; the text, or the second text of a pair, is cut to fit.
             add_special_tokens: Whether to add tokens such as [CLS] and [SEP].
 
         Returns:
-            The token ids, and how many of them belong to the first text of a pair; 0 if the
-            tokenizer does not mark token types.
+            The token ids, and how many of them belong to the first text of a pair. The number is 0
+            if the tokenizer does not mark token types.
 
         Raises:
             InvalidArgumentError: The first text leaves no room for the second one.
@@ -93,12 +93,12 @@ class Tokenizer:
         return whole.ids, types.index(1) if 1 in types else 0
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token with this text; None: no single token has it."""
+        """Return the id of the token with this text; None: no single token has this text."""
         token_id: int | None = self._tokenizer.token_to_id(text)
         return token_id
 
     def is_special(self, text: str) -> bool:
-        """Whether `text` is a special token, which outputs leave out."""
+        """Whether `text` is a special token, which outputs do not show."""
         token_id = self.token_id(text)
         return token_id is not None and not self.table.text_pieces[token_id]
 
@@ -111,7 +111,8 @@ class Tokenizer:
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Read `tokenizer.json` and the files beside it.
 
-    Raises FileNotFoundError without a `tokenizer.json`, ValueError for an unknown kind of decoder.
+    Raises FileNotFoundError if there is no `tokenizer.json`, and ValueError for an unknown kind of
+    decoder.
     """
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -170,19 +171,20 @@ class Tokenizers:
     """The current tokenizer, and tokenizers that are being read."""
 
     def __init__(self, first: Tokenizer, cache_dir: Path = DEFAULT_CACHE_DIR) -> None:
-        """`first` is the tokenizer of the model from the flags; `cache_dir` as for `find_model`."""
+        """`first` is the tokenizer of the flags' model; for `cache_dir` see `find_model`."""
         self._cache_dir = cache_dir
         self._directory_to_tokenizer = {_FLAGS: first}
         self._directory_to_read: dict[str, asyncio.Task[Tokenizer]] = {}
-        """Running reads, and reads that ended after their caller was cancelled."""
+        """Tasks that read tokenizers, including those that ended after their caller was
+        cancelled."""
         self.current = first
         """The tokenizer of the served model."""
 
     async def read(self, directory: str) -> None:
-        """Read a directory's tokenizer, unless it was read before; "" is the model from the flags.
+        """Read a directory's tokenizer, unless it was read before; "" means the flags' model.
 
-        If the caller is cancelled, the read continues for the next call. Raises ModelError,
-        FileNotFoundError, or the error that prevented the read.
+        If the caller is cancelled, the read continues for the next call. May raise ModelError,
+        FileNotFoundError, or any other error that prevented the read.
         """
         if directory in self._directory_to_tokenizer:
             return
@@ -209,7 +211,7 @@ class Tokenizers:
     def use(self, directory: str) -> None:
         """Make a tokenizer that has been read the current one.
 
-        Drops all others except that of the model from the flags.
+        Drops all other tokenizers, except the one of the model from the flags.
         """
         self.current = self._directory_to_tokenizer[directory]
         first = self._directory_to_tokenizer[_FLAGS]

@@ -1,4 +1,4 @@
-"""Chooses which stored turns a router claims, so that tenants share it; `store.py` claims them."""
+"""Chooses which turns a router claims, so that tenants share the router; `store.py` claims them."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,8 +11,8 @@ from router.turns.database import Connection, Cursor
 MAX_QUEUES: Final = 1000
 """Limit on the queues that one claim looks at."""
 MAX_MODELS: Final = 100
-"""Limit on the queues of one tenant among them; turns of unknown models, which end at once, could
-make many."""
+"""Limit on one tenant's queues among these. Turns of unknown models, which end at once, could make
+many queues."""
 
 _ORDER: Final = "ORDER BY priority DESC, created_at, position"
 # Each of these conditions matches a partial index, whose columns follow in the order of the query.
@@ -22,7 +22,7 @@ _LIVE_GROUPED: Final = "ended_at IS NULL AND group_id <> ''"
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A set of models: `names`, or all models but these if `are_left_out`."""
+    """A set of models: `names` or, if `are_left_out`, all models except `names`."""
 
     names: tuple[str, ...]
     are_left_out: bool = False
@@ -35,7 +35,7 @@ ALL_MODELS: Final = Models((), are_left_out=True)
 
 
 class Waiting(NamedTuple):
-    """A turn without an owner. Turns are taken over in this order."""
+    """A turn without an owner. Turns are taken over in the order of these tuples."""
 
     negative_priority: int
     created_at: float
@@ -45,18 +45,19 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How much of a router each tenant has, so that its free places go to others."""
+    """How much of a router each tenant uses, so that free places go to other tenants."""
 
     num_running: Mapping[str, int]
     """Number of running turns of groups, by tenant."""
     last_tenant: str = ""
-    """The tenant that was served last, or at which a claim without turns stopped."""
+    """The tenant that was served last; if a claim found no turns, the tenant at which it
+    stopped."""
 
 
 def find_single(
     cursor: Cursor, db: Connection, now: float, limit: int, models: Models
 ) -> list[Waiting]:
-    """Return at most `limit` turns without an owner and a group, in order."""
+    """Return at most `limit` turns without an owner and without a group, in order."""
     chosen = ""
     if models.names:
         places = ", ".join("?" * len(models.names))
@@ -135,10 +136,10 @@ def _first_queue(
 def _share(
     queues: dict[str, deque[Waiting]], limit: int, shares: Shares
 ) -> Iterator[tuple[str, Waiting]]:
-    """Yield the next turn of the tenant with the fewest running ones, and so on.
+    """Yield the next turn of the tenant that has the fewest running turns, and so on.
 
-    Among equals the next tenant after the one served last has its turn. A higher priority goes
-    before all this.
+    Among tenants with equally many, the next one after the last served is chosen. A turn of higher
+    priority always comes first.
     """
     num_running, last = Counter(shares.num_running), shares.last_tenant
     for _ in range(limit):

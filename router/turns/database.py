@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Cursor(Protocol):
-    """The cursor of either database. Statements have `?` for parameters."""
+    """A cursor of SQLite or PostgreSQL. Statements have `?` for parameters."""
 
     @property
     def rowcount(self) -> int: ...
@@ -37,7 +37,7 @@ class Connection(Protocol):
     """The clause with which a SELECT skips rows that other transactions have locked."""
 
     def transaction(self, work: Callable[[Cursor], T]) -> T:
-        """Run `work` in one transaction, durable when this returns; raises StoreError."""
+        """Run `work` in one transaction, which is durable on return; may raise StoreError."""
 
     def now(self, cursor: Cursor) -> float:
         """Return the Unix time by a clock that all routers of one store share."""
@@ -94,7 +94,7 @@ class SqliteConnection:
     skips_locked = ""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file; raises StoreError."""
+        """Open or create the file; raises StoreError if that fails."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
@@ -181,7 +181,7 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
             owner TEXT NOT NULL,
             lease_until DOUBLE PRECISION NOT NULL,
             UNIQUE (tenant, idempotency_key))""",
-        # For the frequent queries: turns without an owner, and old turns.
+        # These indexes are for the frequent queries: turns without an owner, and old turns.
         "CREATE INDEX turns_live ON turns (status, lease_until) WHERE ended_at IS NULL",
         "CREATE INDEX turns_ended ON turns (ended_at) WHERE ended_at IS NOT NULL",
         "CREATE INDEX turns_group ON turns (group_id, position) WHERE group_id <> ''",
@@ -223,7 +223,8 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
             generated_tokens BIGINT NOT NULL,
             reasoning_tokens BIGINT NOT NULL,
             PRIMARY KEY (hour, tenant, key_name, model, adapter))""",
-        # The number of each router's last part of usage, so that no part is added twice.
+        # This table has the number of each router's last part of usage, so that none is added
+        # twice.
         """CREATE TABLE usage_writers (
             writer TEXT PRIMARY KEY,
             number BIGINT NOT NULL,
@@ -231,8 +232,8 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
     ),
     ("ALTER TABLE batches ADD COLUMN key_name TEXT NOT NULL DEFAULT ''",),
     (
-        # Each query of live turns reads an index in order, and no more of it than it needs. A row
-        # may be large, so the conditions of these queries are columns of the indexes, too.
+        # Each query of live turns reads an index in order, and only as much of it as it needs. A
+        # row may be large, so the conditions of these queries are columns of the indexes, too.
         "DROP INDEX turns_live",
         "CREATE INDEX turns_owned ON turns (owner) WHERE ended_at IS NULL AND owner <> ''",
         """CREATE INDEX turns_single ON turns
@@ -271,7 +272,9 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
         "CREATE INDEX files_expiring ON files (expires_at) WHERE expires_at IS NOT NULL",
     ),
 )
-"""The statements that upgrade the schema by one version each; never changed once released.
+"""The statements for each version of the schema, which upgrade the one before it.
+
+Released statements never change.
 
 Both databases accept these statements: SQLite accepts any type name and stores bytes unchanged.
 """

@@ -1,4 +1,4 @@
-"""The counts of a group's ended turns, kept so that nobody has to read a large group."""
+"""The stored counts of a group's ended turns, so that no call has to read a large group."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, fields
@@ -48,7 +48,7 @@ def counts_of(end: TurnEnd) -> GroupCounts:
 
 
 def add_counts(cursor: Cursor, group_to_counts: Mapping[str, GroupCounts]) -> None:
-    """Add counts, in an order that all routers share, so that none waits for another in a ring."""
+    """Add counts, in an order that all routers share, so that no transactions deadlock."""
     for group, counts in sorted(group_to_counts.items()):
         values = counts.completed, counts.failed, counts.result_bytes, *astuple(counts.used)
         cursor.execute(

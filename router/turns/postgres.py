@@ -11,7 +11,7 @@ T = TypeVar("T")
 _CONNECT_S: Final = 5
 _STATEMENT_MS: Final = 10_000
 _STATEMENT_MS_PER_MIB: Final = 1000
-"""Additional timeout per MiB that a statement writes; on two busy cores, 250 ms were measured."""
+"""Additional timeout per MiB that a statement writes; a MiB took 250 ms on two busy cores."""
 
 
 class PostgresConnection:
@@ -20,7 +20,7 @@ class PostgresConnection:
     skips_locked = " FOR UPDATE SKIP LOCKED"
 
     def __init__(self, url: str) -> None:
-        """Connect; raises StoreError."""
+        """Connect; raises StoreError if that fails."""
         try:
             import psycopg  # noqa: PLC0415 - an extra of the package
         except ImportError as error:
@@ -62,7 +62,7 @@ class PostgresConnection:
 
 
 class _Statements:
-    """A cursor that takes `?` for parameters, as SQLite's does."""
+    """A cursor that takes `?` for parameters, like SQLite's cursor."""
 
     def __init__(self, cursor: Any) -> None:
         self._cursor = cursor
@@ -73,7 +73,7 @@ class _Statements:
         return count
 
     def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> None:
-        # PostgreSQL's texts cannot contain NUL; its error would cost the connection.
+        # PostgreSQL's texts cannot contain NUL, and an error would cost the connection.
         taken = [p.replace("\0", "\ufffd") if isinstance(p, str) else p for p in parameters]
         num_mib = sum(len(p) for p in taken if isinstance(p, (bytes, bytearray))) // 2**20
         if num_mib:

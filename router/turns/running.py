@@ -33,12 +33,12 @@ class Seen:
     """How much of a turn a reader has received."""
 
     tokens: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """Number of tokens received of each output."""
+    """The number of tokens received, by output index."""
     ended_at: float | None = None
     """When the turn ended; set once the reader has received the end."""
 
     def end(self) -> float:
-        """Return when the turn ended, or the current time."""
+        """Return when the turn ended; if that is not known, the current time."""
         return self.ended_at or time.time()
 
     def new_of(self, events: Iterable[Event]) -> Iterator[Event]:
@@ -87,7 +87,7 @@ class RunningTurn:
         self.record = turn.record
         self.task: asyncio.Task[None] | None = None
         self.live: LiveRequest | None = None
-        """The request that computes the turn now, or the last that did."""
+        """The request that computes the turn now, or that computed it last."""
         self.answer: Answer | None = None
         self.is_cancelled = False
         self.num_readers = 0
@@ -95,7 +95,7 @@ class RunningTurn:
         """Set once the end is stored."""
         self._outputs: defaultdict[int, _Tokens] = defaultdict(_Tokens)
         self._last: list[Event] = []
-        """The ends of outputs, and the usage."""
+        """The events after all tokens: the ends of outputs, and the usage."""
         self._end: TurnEnd | None = None
         self._is_published = False
         self._is_moved = False
@@ -113,7 +113,7 @@ class RunningTurn:
         match event:
             case OutputDelta():
                 output = self._outputs[event.output_index]
-                # A request that was submitted again sends its tokens from the first one on.
+                # A request that was submitted again sends its tokens from the first token on.
                 num_known = len(output.token_ids) - event.token_offset
                 output.token_ids += event.token_ids[num_known:]
                 output.logprobs += event.logprobs[num_known:]
@@ -180,7 +180,7 @@ class RunningTurn:
     # --- for the store --------------------------------------------------------------------------
 
     def progress(self) -> tuple[Progress, Seen]:
-        """Return what the store lacks, and what it will have once that is written."""
+        """Return what the store lacks, and what it will have once that part is written."""
         after = Seen(self._kept.tokens.copy(), None if self._end is None else self._end.at)
         events = list(after.new_of(self._deltas(self._kept)))
         if self._end is not None:
@@ -212,7 +212,7 @@ class RunningTurn:
         self._tell()
 
     async def read(self, seen: Seen) -> AsyncGenerator[Event, None]:
-        """Yield the events that a reader lacks, until the end; raises MovedError."""
+        """Yield the events that a reader lacks, until the end; may raise MovedError."""
         self.num_readers += 1
         try:
             while True:

@@ -1,4 +1,4 @@
-"""Stores turns and their events. All calls raise `StoreError` while the database fails."""
+"""Stores turns and their events. Every call raises `StoreError` if the database fails."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from router.turns.usage import add_once, add_usage, sweep_usage
 SWEEP_LIMIT: Final = 1000
 """Maximum number of turns that one sweep deletes."""
 LEASE_S: Final = 5.0
-"""How long a router owns a turn after its last write; then any router may take the turn over."""
+"""How long a router owns a turn after its last write; later any router may take the turn over."""
 
 _FIELDS: Final = tuple(field.name for field in fields(Turn))
 _COLUMNS: Final = ", ".join("group_id" if name == "group" else name for name in _FIELDS)
@@ -40,10 +40,10 @@ class Progress:
 
     turn_id: str
     first_number: int
-    """The number of the first of `events`: the count of events stored before."""
+    """The number of the first event in `events`, which is the count of events stored before."""
     events: Sequence[Event] = ()
     record: bytes | None = None
-    """Set only after the turn was submitted for the first time."""
+    """The turn's record, set only after the turn was submitted for the first time."""
     end: TurnEnd | None = None
 
 
@@ -57,11 +57,11 @@ class TurnChanges:
     released: list[str] = field(default_factory=list)
     """Turns to leave to other routers."""
     usage: tuple[int, UsageRows] = (0, {})
-    """The usage of requests that are not turns, and the sequence number of this record."""
+    """A sequence number, and the usage of requests that are not turns."""
 
 
 OF_GROUP: Final = "group_id = ? AND group_id <> ''"
-"""The condition of a group's turns. SQLite uses the index only with its condition."""
+"""The condition for a group's turns. SQLite uses the index only if its condition is repeated."""
 NO_TURNS: Final[Mapping[str, int]] = {}
 
 
@@ -69,7 +69,7 @@ class TurnStore:
     """The turns of all tenants. At any time, at most one router owns a turn."""
 
     def __init__(self, database: Database, owner: str) -> None:
-        """`owner` identifies this router; no other process ever has the same name."""
+        """`owner` identifies this router; no other process ever has the same `owner`."""
         self.database = database
         self._owner = owner
         self._last_tenant = ""
@@ -78,11 +78,11 @@ class TurnStore:
     # --- for the owner --------------------------------------------------------------------------
 
     async def write(self, changes: TurnChanges) -> set[str]:
-        """Write changes atomically; renew the leases of this router's turns.
+        """Write changes atomically, and renew the leases of this router's turns.
 
-        Returns the ids of all turns of this router. Other turns of `changes.accepted` and
-        `changes.progress` are not written: their key was taken, another router owns them, or they
-        were deleted.
+        Returns the ids of all turns of this router. Turns of `changes.accepted` and
+        `changes.progress` whose ids are missing were not written: their key was taken, another
+        router owns them, or they were deleted.
         """
         return await self.database.run(lambda cursor, db: self._write(cursor, db, changes))
 
@@ -125,10 +125,10 @@ class TurnStore:
         models: Models = ALL_MODELS,
         num_running: Mapping[str, int] = NO_TURNS,
     ) -> Sequence[Turn]:
-        """Become the owner of turns without one: higher priority first, then older ones first.
+        """Become the owner of turns that have none: by priority, then from oldest to newest.
 
-        Claims at most `limit` turns without a group, and `group_limit` turns of groups. For the
-        latter, tenants take turns, those with the fewest of `num_running` first.
+        Claims at most `limit` turns without a group, and `group_limit` turns of groups. For turns
+        of groups, the tenants with the lowest `num_running` come first.
         """
 
         def work(cursor: Cursor, db: Connection) -> list[Turn]:
@@ -157,7 +157,7 @@ class TurnStore:
     async def sweep(
         self, retention_s: float, usage_retention_s: float, limit: int = SWEEP_LIMIT
     ) -> int:
-        """Delete old turns that have no group; return how many, at most `limit`.
+        """Delete at most `limit` old turns that have no group; return how many were deleted.
 
         Old usage is deleted, too.
         """
@@ -197,8 +197,8 @@ class TurnStore:
     async def conversation(self, tenant: str, turn_id: str, max_bytes: int) -> Sequence[Turn]:
         """Return a turn and the turns that it continues, oldest first, without their records.
 
-        Returns an empty list if a turn is missing. Raises InvalidArgumentError if there are too
-        many, or if they are too large.
+        Returns an empty list if a turn is missing. Raises InvalidArgumentError if the turns are too
+        many or too large.
         """
         chain = (
             "WITH RECURSIVE chain (id, previous_id, depth) AS ("
@@ -234,7 +234,7 @@ class TurnStore:
         return await self.database.run(work)
 
     async def events(self, turn_id: str, first_number: int = 0) -> Sequence[Event]:
-        """Return a turn's events from a given number on."""
+        """Return a turn's events from number `first_number` on."""
 
         def work(cursor: Cursor, _: Connection) -> list[Event]:
             cursor.execute(
@@ -246,7 +246,7 @@ class TurnStore:
         return await self.database.run(work)
 
     async def end(self, tenant: str, turn_id: str, end: TurnEnd, events: Sequence[Event]) -> bool:
-        """End a live turn of any owner, after its stored events; return whether it was live."""
+        """End a turn of any owner if it is live, with last events; return whether it was live."""
 
         def work(cursor: Cursor, _: Connection) -> bool:
             cursor.execute(
@@ -302,7 +302,7 @@ class TurnStore:
         limit: int = 1000,
         max_bytes: int = 16 * 2**20,
     ) -> Sequence[Turn]:
-        """Return turns of a group in order, up to `max_bytes` but at least one."""
+        """Return turns of a group in order: at most `max_bytes`, but at least one turn."""
         of_group = f"FROM turns WHERE tenant = ? AND {OF_GROUP} AND position >= ?"
         in_order = "ORDER BY position LIMIT ?"
         asked = tenant, group, first_position
@@ -356,7 +356,7 @@ def _write_events(cursor: Cursor, turn_id: str, first: int, events: Sequence[Eve
     for number, event in enumerate(events, first):
         cursor.execute(
             "INSERT INTO turn_events VALUES (?, ?, ?)"
-            # A write whose confirmation is lost is repeated, with more tokens.
+            # A write whose confirmation was lost is repeated, with more tokens.
             " ON CONFLICT (turn_id, number) DO UPDATE SET event = excluded.event",
             (turn_id, number, event_to_proto("", event).SerializeToString()),
         )

@@ -16,7 +16,7 @@ class TurnStatus(StrEnum):
     """Accepted, but not submitted to a scheduler yet."""
     RUNNING = "running"
     COMPLETED = "completed"
-    """The output has ended, by a stop or at its limit."""
+    """The output has ended, at a stop or at its length limit."""
     FAILED = "failed"
     CANCELLED = "cancelled"
 
@@ -43,17 +43,17 @@ class Turn:
     previous_id: str | None = None
     """The turn that this one continues."""
     group: str = ""
-    """The group of the turn, such as a batch; empty: none."""
+    """The group of the turn, such as a batch; empty: no group."""
     position: int = 0
     """The turn's position in its group."""
     priority: int = 0
     idempotency_key: str | None = None
-    """Calls of one tenant with the same key get the same turn."""
+    """All calls of one tenant with the same key get the same turn."""
     fingerprint: bytes = b""
     """A hash of the request, to detect a different request with the same key."""
     status: TurnStatus = TurnStatus.QUEUED
     record: bytes | None = None
-    """The replay record, as `record_to_bytes` writes it; None: never submitted."""
+    """The replay record, as `record_to_bytes` writes it; None: the turn was never submitted."""
     result: bytes | None = None
     """The answer, as JSON of the API; None until the turn has ended."""
     ended_at: float | None = None
@@ -77,4 +77,4 @@ class TurnEnd:
     usage: UsageRows = field(default_factory=dict)
     """The turn's usage, stored together with the end."""
     used: Used = field(default_factory=Used)
-    """Tokens used, for the group's counts only; the tenant's usage is recorded separately."""
+    """The tokens used, for the group's counts only; `usage` has the tenant's usage."""

@@ -49,26 +49,26 @@ _SWEEP_S: Final = 60.0
 _POLL_S: Final = 0.5
 """Interval at which a turn of another router is polled."""
 _MAX_RUNNING: Final = 256
-"""A router takes over ownerless turns of a model while it runs fewer turns of that model than
-this."""
+"""A router takes over ownerless turns of a model while it runs fewer than this many turns of that
+model."""
 _MAX_GROUPED: Final = 32
-"""The same limit for turns of groups, such as lines of batches. It is low, to favour waiting
-clients."""
+"""The same limit for turns of groups, such as lines of batches. It is low, so that clients that
+wait are favoured."""
 _MAX_FAILURES: Final = 3
 """After this many failures without a new token, a turn fails for good."""
 _MIN_BACKOFF_S: Final = 0.1
 _MAX_BACKOFF_S: Final = 5.0
 _CANCEL_S: Final = 5.0
-"""Longest time that a call waits until the end of a cancelled turn is stored."""
+"""Maximum time for which a call waits until the end of a cancelled turn is stored."""
 
 
 class TurnKind(Protocol):
-    """The functions of one API for its turns."""
+    """An API's methods for its turns."""
 
     async def answer(self, turn: Turn) -> Answer | None:
-        """Compute a turn as a whole. None: submit its request and store its tokens instead.
+        """Compute a turn as a whole; or return None, to have its request submitted instead.
 
-        Raises QuireError.
+        May raise QuireError.
         """
 
     async def request(self, turn: Turn) -> GenerateRequest:
@@ -77,10 +77,10 @@ class TurnKind(Protocol):
     async def result(
         self, turn: Turn, status: TurnStatus, events: Sequence[Event], at: float
     ) -> bytes:
-        """Return the answer to store, as JSON, from all events of a turn that ended at `at`."""
+        """Return the answer to store, as JSON, for the events of a turn that ended at time `at`."""
 
     def failure(self, turn: Turn, error: QuireError) -> bytes:
-        """Return the answer to store, as JSON, after `result` has raised; must not raise."""
+        """Return the answer to store, as JSON, after `result` has raised an error; never raises."""
 
 
 class Turns:
@@ -96,9 +96,9 @@ class Turns:
         usage_retention_s: float,
         tick_s: float = TICK_S,
     ) -> None:
-        """`run` writes and takes over turns, and deletes turns and usage after the retention times.
+        """`run` writes and takes over turns, and deletes turns and usage when they are old.
 
-        `usage` counts the usage of requests that are not turns; it is stored here as well.
+        `usage` counts the usage of requests that are not turns; `run` stores that usage, too.
         """
         self.store = store
         self._cells = cells
@@ -125,18 +125,18 @@ class Turns:
     # --- for the APIs ---------------------------------------------------------------------------
 
     async def accept(self, turn: Turn, request: GenerateRequest) -> Turn:
-        """Submit a turn's request, and store the turn; after that it will be completed.
+        """Submit a turn's request, and store the turn; from then on it will be completed.
 
-        Returns the turn, or an earlier one with the same idempotency key.
+        Returns the turn, or an earlier turn with the same idempotency key.
 
         Raises:
             AlreadyExistsError: Another request has the idempotency key.
-            StoreError: The turn cannot be stored, and is not computed either.
-            QuireError: As `Inference.generate` raises.
+            StoreError: The turn cannot be stored, and will not be computed.
+            QuireError: `Inference.generate` has raised it.
         """
         if (known := await self._with_key(turn)) is not None:
             return known
-        # A client that disconnects now must not interrupt this.
+        # A client that disconnects now must not interrupt the submission.
         accepting = asyncio.create_task(self._accept(turn, request))
         return await asyncio.shield(accepting)
 
@@ -180,7 +180,7 @@ class Turns:
         return known
 
     async def find(self, tenant: str, turn_id: str, kind: str) -> Turn:
-        """Return a turn; raises NotFoundError, StoreError."""
+        """Return a turn; may raise NotFoundError or StoreError."""
         turn = await self.store.find(tenant, turn_id)
         if turn is None or turn.kind != kind:
             raise NotFoundError(f"{kind} {turn_id[:128]!r} is not kept, or has been deleted")
@@ -222,7 +222,7 @@ class Turns:
             await asyncio.sleep(_POLL_S)
 
     async def cancel(self, turn: Turn) -> Turn:
-        """Cancel a turn that has not ended; return the turn as it is afterwards."""
+        """Cancel a turn, unless it has ended; return the turn as it is afterwards."""
         running = self._running.get(turn.id)
         if running is not None:
             await self._cancel(running)
@@ -316,9 +316,9 @@ class Turns:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _pace(self, turn: Turn) -> None:
-        """Wait so that at most one grouped turn proceeds in each round of the event loop.
+        """Let at most one grouped turn proceed in each round of the event loop.
 
-        Many lines of a batch end in the same step. Together they would hold up the tokens of
+        Many lines of a batch end in the same step. All at once, they would hold up the tokens of
         clients that wait.
         """
         if turn.group:
@@ -328,7 +328,7 @@ class Turns:
     async def _submit(self, running: RunningTurn) -> LiveRequest:
         turn = running.turn
         await self._pace(turn)
-        # A prompt is made with the model's limits.
+        # To make a prompt, the model's limits must be known.
         cell = await self._cells.use(turn.model, is_patient=is_patient(turn.priority))
         if running.record is not None:
             return cell.restart(record_from_bytes(running.record), running.events)
@@ -338,11 +338,11 @@ class Turns:
         return live
 
     async def _end_of(self, running: RunningTurn) -> TurnEnd:
-        """Make a turn's answer; if that fails, an answer with the failure.
+        """Make a turn's answer; if that fails, make an answer that tells the failure.
 
         Raises:
-            TooBusyError: It may succeed later.
-            UnavailableError: Likewise.
+            TooBusyError: The answer cannot be made now; a retry may succeed.
+            UnavailableError: As for TooBusyError.
         """
         turn, at, kind = running.turn, time.time(), self._kinds[running.turn.kind]
         usage, used = self._usage_of(running, at), running.used
@@ -398,7 +398,7 @@ class Turns:
                     next_sweep = loop.time() + _SWEEP_S
                     num_swept = await self.store.sweep(self._retention_s, self._usage_retention_s)
                     if num_swept == SWEEP_LIMIT:
-                        next_sweep = loop.time()  # there may be more
+                        next_sweep = loop.time()  # there may be more old turns
                 if self._is_failing:
                     log.info("turns can be stored again")
                 self._is_failing = False
@@ -480,7 +480,7 @@ class Turns:
                 await self._take_up_for(cell, only_groups=only_groups)
 
     async def _take_up_for(self, cell: Inference, *, only_groups: bool) -> None:
-        """Take over turns of one model; each model has a separate limit."""
+        """Take over turns of one model; the limits apply to each model separately."""
         own = [each.turn for each in self._running.values() if self._is_for(cell, each.turn)]
         grouped = Counter(turn.tenant for turn in own if turn.group)
         room = 0 if only_groups else max(0, _MAX_RUNNING - len(own) + grouped.total())
@@ -522,7 +522,7 @@ class Turns:
     # --- the end --------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Release at once all turns that no client of this router reads."""
+        """Release immediately all turns that no client of this router reads."""
         self._is_draining = True
         await self._release([each for each in self._running.values() if not each.num_readers])
 
@@ -565,7 +565,7 @@ async def _take(running: RunningTurn, live: LiveRequest) -> OutputError | None:
             case OutputFinished() | Usage():
                 last.append(event)
 
-    await live.send_to(put)  # no task is woken for a token
+    await live.send_to(put)  # a token wakes no task
     if failure is None:
         for event in last:
             running.add(event)

@@ -30,7 +30,7 @@ class UsageRow:
     """The usage of one group."""
 
     group: Mapping[str, str | int]
-    """The value of each grouping; hours and days are given by the Unix time at which they begin."""
+    """The value of each grouping. For an hour or a day, it is the Unix time of its beginning."""
     used: Used
 
 
@@ -62,7 +62,7 @@ def add_once(cursor: Cursor, now: float, writer: str, number: int, rows: UsageRo
 
 
 def sweep_usage(cursor: Cursor, now: float, retention_s: float) -> None:
-    """Delete usage older than `retention_s`, and the last numbers of routers that write no more."""
+    """Delete usage older than `retention_s`, and the numbers of routers that no longer write."""
     cursor.execute("DELETE FROM usage WHERE hour < ?", (hour_of(now - retention_s),))
     cursor.execute("DELETE FROM usage_writers WHERE at < ?", (now - _WRITER_S,))
 

@@ -1,4 +1,4 @@
-"""The routes of the web page: files, which need no API key, and data, which do."""
+"""The routes of the web page: files, which need no API key, and data, which need one."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -62,16 +62,16 @@ class Ui:
         return _file_response(page)
 
     async def _load(self, _: web.Request) -> object:
-        """Return the load of the service: `Load`."""
+        """Return the load of the service, as `Load`."""
         return message_to_json(await self._cells.load())
 
     async def _kv(self, request: web.Request) -> object:
-        """Return which sequences hold which KV blocks: `WorkerKv`s; parameters as in `KvQuery`."""
+        """Return which sequences hold which KV blocks, as `WorkerKv`; parameters: `KvQuery`."""
         workers = await self._cells.describe_kv(query_from_url(KvQuery, request.query))
         return {"workers": [kv_to_json(worker) for worker in workers]}
 
     async def _activity(self, request: web.Request) -> object:
-        """Return the workers' activity: `WorkerActivity`; parameters as in `ActivityQuery`."""
+        """Return the workers' activity, as `WorkerActivity`; parameters: `ActivityQuery`."""
         query = query_from_url(ActivityQuery, request.query)
         workers = await self._cells.describe_activity(query)
         return {"workers": [activity_to_json(worker) for worker in workers]}

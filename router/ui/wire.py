@@ -1,7 +1,7 @@
 """Converts URL queries to protobuf, and messages to JSON values for the page.
 
 Fields are named as in the protos. Bytes are base64. An enum's value is its name in lower case
-without the enum's prefix. Steps and sequences are numerous, so they are sent as columns.
+without the enum's prefix. There are many steps and sequences, so these are sent as columns.
 """
 
 import base64

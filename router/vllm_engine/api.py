@@ -38,7 +38,7 @@ FindDirectory = Callable[[str], Awaitable[Path]]
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Answers the calls of `vllm.grpc.engine.VllmEngine`; an interceptor converts errors."""
+    """Answers `vllm.grpc.engine.VllmEngine`; an interceptor turns errors into statuses."""
 
     def __init__(self, cells: Cells, health: Health, find_directory: FindDirectory) -> None:
         self._cells = cells
@@ -50,7 +50,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: CallContext
     ) -> None:
-        """Stream the deltas and ends; it writes to the context as `InferenceService` does."""
+        """Stream the deltas and ends: write them as `InferenceServicer.Generate` does."""
         parsed = replace(request_from_proto(request), deadline=deadline_of(context))
         parsed = with_precedence(parsed, metadata_of(context))
         async with await self._cell.generate(parsed) as live:

@@ -1,7 +1,7 @@
 """Presents the prefix caches of a cell as the cache of one engine.
 
 A gateway treats a cell as one engine: a block is cached while any worker has it in any tier. The
-gateway finds blocks by their tokens, so a block is reported once its tokens are known.
+gateway finds blocks by their tokens, so a block is reported only once its tokens are known.
 """
 
 import asyncio
@@ -44,15 +44,15 @@ class CellIndex:
 
     def __init__(self) -> None:
         self._holders = BlockHolders[tuple[str, int]]()
-        """Workers and tiers that have a block."""
+        """The workers and tiers that have each block."""
         self._told: set[BlockHash] = set()
         """The blocks that were reported to the gateway."""
 
     def apply(self, message: WatchKvResponse) -> Iterator[list[pb.KvCacheEvent]]:
         """Apply the events of one worker; yield the resulting changes of the cell, in parts.
 
-        A part may be empty. It takes a second to forget a million blocks of a lost worker: let
-        others run between two parts.
+        A part may be empty. The changes come in parts so that other tasks can run in between: to
+        forget a million blocks of a lost worker takes a second.
         """
         events: list[pb.KvCacheEvent] = []
         for event in message.events:

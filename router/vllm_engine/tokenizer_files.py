@@ -33,7 +33,7 @@ def read_tokenizer_files(directory: Path) -> bytes:
 
 
 def chunks_to_proto(archive: bytes) -> Iterator[smg_common_pb2.GetTokenizerChunk]:
-    """Split an archive into messages; the last one has its hash."""
+    """Split an archive into messages; the last message has the archive's hash."""
     digest = hashlib.sha256(archive).hexdigest()
     for start in range(0, len(archive), _CHUNK_BYTES):
         is_last = start + _CHUNK_BYTES >= len(archive)

@@ -101,7 +101,7 @@ def _structured(params: pb.SamplingParams) -> StructuredOutput | None:
 def output_logprobs_to_proto(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
 ) -> pb.OutputLogProbs | None:
-    """Describe output tokens; None without log-probabilities."""
+    """Describe output tokens; return None if there are no log-probabilities."""
     if not logprobs:
         return None
     return pb.OutputLogProbs(
@@ -114,7 +114,7 @@ def output_logprobs_to_proto(
 def input_logprobs_to_proto(
     prompt: Sequence[int], logprobs: Sequence[TokenLogprob]
 ) -> pb.InputLogProbs:
-    """Describe the prompt's tokens; `logprobs` has none for the first token."""
+    """Describe the prompt's tokens; `logprobs` has no entry for the first token."""
     values = [pb.InputTokenLogProb(value=each.logprob) for each in logprobs]
     return pb.InputLogProbs(
         token_logprobs=[pb.InputTokenLogProb(), *values],

@@ -1,8 +1,8 @@
 """A Llama-shaped decoder's layers as one native program: a whole step in one call.
 
-If ops are called one by one, a step of one token spends a third of its time between the ops, in
-Python and in waking threads. Making a program takes as long as a small step. So a program serves
-all steps of about its size, and each run passes the counts and addresses of its step.
+If ops are called one by one, a step of one token spends a third of its time between the ops: in
+Python, and until threads have woken. Making a program takes as long as a small step. So a program
+serves all steps of about its size, and each run passes the counts and addresses of its step.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `D` head dim, `E` hidden
 size.
@@ -23,10 +23,10 @@ from kernels.cpu.program.layer_calls import ALL, WANTED, LayerCalls, NativeLayer
 from kernels.cpu.program.workspace import NativeShape, Workspace
 
 _APART_BYTES: Final = 8 << 20
-"""A program has as many workspaces as fit in this size, but at least two. Its layers take turns
-with them."""
+"""A program has as many workspaces as fit in this size, but at least two, which its layers use in
+turn."""
 _LARGE_TOKENS: Final = 512
-"""The size of a program for more tokens than this is rounded up to a multiple of it."""
+"""The size of a program for more tokens is rounded up to a multiple of this number."""
 _DTYPE: Final = torch.bfloat16
 
 
@@ -35,7 +35,7 @@ class _Size(NamedTuple):
 
     num_tokens: int
     num_wanted: int | None
-    """None: all tokens are wanted, and need no separate memory."""
+    """How many tokens are wanted; None: all are, and need no separate memory."""
     has_partials: bool
     """Whether attention may split sequences and leave partial results."""
     num_ranks: int
@@ -48,13 +48,13 @@ class _Step:
 
     run: Program
     partials: tuple[str, ...]
-    """Names of the addresses for attention's partial results; layers take turns with them."""
+    """Names of the addresses for attention's partial results, which layers use in turn."""
     memory: tuple[torch.Tensor, ...]
     """Tensors that must live as long as the program."""
 
 
 class NativeDecoder:
-    """The layers and the final norm; only one thread may call it at a time."""
+    """The layers and the final norm; only one thread at a time may call a decoder."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class NativeDecoder:
         ]  # fmt: skip
         aheads = self._aheads(attentions)
         calls: list[Call] = []
-        firsts: list[int] = []  # of each layer's calls
+        firsts: list[int] = []  # the index of each layer's first call
         for i, layer in enumerate(self._layers):
             firsts.append(len(calls))
             calls += layer_calls.of(
@@ -199,7 +199,7 @@ class NativeDecoder:
         percent of a step of 2,048 tokens.
         """
         if self._memory.numel() < num_elements:
-            self._steps.clear()  # they would keep the old memory alive
+            self._steps.clear()  # the old programs would keep the old memory alive
             self._memory = torch.empty(num_elements, dtype=_DTYPE)
         return self._memory
 

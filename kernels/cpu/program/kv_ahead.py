@@ -4,7 +4,7 @@ A linear map of many rows hardly uses the memory's bandwidth, while attention of
 sequences mostly waits for memory. So the maps between two attentions fetch KV that the second one
 will read. A map computes its rows in tiles. Each product of a tile, except those of the first tile,
 fetches some *runs*, which are parts of a block's keys or values (`src/kv_ahead.h`). No result
-depends on it.
+depends on what is prefetched.
 """
 
 from collections.abc import Hashable, Mapping
@@ -18,22 +18,22 @@ RUN_STEPS: Final = 128
 """A product fetches one run for every 128 pairs of input features, rounded down. C uses the same
 number."""
 MAX_RUNS: Final = 256
-"""A product that would fetch more runs fetches none. C uses the same number."""
+"""A product that would fetch more runs than this fetches none. C uses the same number."""
 PANEL: Final = 32
 """Output features that a product computes, and that lie together in a packed weight. C uses the
 same number."""
 
 
 class KvAhead(NamedTuple):
-    """The memory of an attention call that one linear map prefetches: C's `struct kv_part`."""
+    """What one linear map prefetches of an attention call's memory: C's `struct kv_part`."""
 
     attention: Call | int
-    """0: the map prefetches nothing."""
+    """The attention call; 0: the map prefetches nothing."""
     num_runs: int
     """At most this many runs are prefetched with each tile of rows after the first."""
     num_runs_after: int
-    """How many runs per tile the maps between this one and the attention prefetch. This map leaves
-    them out."""
+    """How many runs per tile are prefetched by the maps between this map and the attention. This
+    map leaves these runs out."""
 
 
 NOTHING_AHEAD: Final = KvAhead(0, 0, 0)

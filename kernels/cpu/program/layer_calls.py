@@ -1,4 +1,4 @@
-"""The native calls of one decoder layer, for all step sizes that fit their memory.
+"""The native calls of one decoder layer, for any step that fits the calls' memory.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
 heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size.

@@ -15,18 +15,18 @@ from kernels.cpu.library import Call, Field, Library
 from kernels.cpu.linear import PackedLinear
 
 MAPS: Final = ("qkv", "attention_output", "gate_up", "down")
-"""The maps of a layer that adapters add to, in the order in which C counts them."""
+"""The maps of a layer to which adapters may add, in the order in which C numbers them."""
 
 PackedPair: TypeAlias = tuple[PackedLinear, PackedLinear]
-"""An adapter's maps for one map of the model: A from K to R, and B, already scaled, from R to N. R
-is even."""
+"""An adapter's two maps for one map of the model: A from K to R, and B, already scaled, from R to
+N. R is even."""
 
 
 class NativeAdapter:
     """An adapter as C reads it: the addresses of its weights. It never changes."""
 
     def __init__(self, layers: Sequence[Mapping[str, PackedPair]]) -> None:
-        """`layers` has, for each layer, a pair for each map it adds to, by its name in `MAPS`."""
+        """`layers` has, for each layer, the adapter's pairs by the names in `MAPS`."""
         self._layers = tuple(layers)  # C reads them
         self._spans: list[torch.Tensor] = []
         self._table = np.zeros((len(layers) * len(MAPS), 4), np.int64)  # C's `low_rank`
@@ -52,8 +52,8 @@ class NativeAdapter:
 def _spans(panels: torch.Tensor) -> torch.Tensor:
     """Return where each panel of B is not zero: int32[ceil(N / 32), 2], intervals [first, end).
 
-    They count pairs of ranks, of which there are R / 2. If several maps are fused into one, the
-    outputs of each depend only on its own ranks.
+    An interval's ends are indices of pairs of ranks, of which there are R / 2. If several maps are
+    fused into one, the outputs of each depend only on its own ranks.
     """
     is_used = panels.ne(0).flatten(2).any(2)  # [ceil(N / 32), R / 2]
     num_steps = is_used.shape[1]
@@ -71,7 +71,7 @@ class RowAdapters:
     ) -> None:
         """Group tokens by their adapters' `numbers`, int64[T], which are not negative.
 
-        A number that is not in `adapters` means that the token has none.
+        A number that is not in `adapters` means that the token has no adapter.
         """
         num_tokens = len(numbers)
         self._places = np.argsort(numbers, kind="stable")
@@ -94,7 +94,7 @@ class RowAdapters:
 
     @property
     def address(self) -> int:
-        """The address of C's `row_adapters`, which lives as long as this object."""
+        """The address of C's `row_adapters`, a structure that lives as long as this object."""
         return self._table.ctypes.data
 
 

@@ -41,7 +41,7 @@ class NativeShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedWork:
-    """The intermediate results of a map with adapters; both bfloat16."""
+    """The intermediate results of a map with adapters, in bfloat16."""
 
     alone: torch.Tensor
     """[T, N]: results of the model's map."""
@@ -51,7 +51,7 @@ class AdaptedWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
-    """The outputs of one layer's calls, in order; all bfloat16."""
+    """The outputs of one layer's calls, in order, all in bfloat16."""
 
     residual: torch.Tensor  # [T, E]: the sum of all layers before; unused in the first layer
     normed: torch.Tensor  # [T, E]
@@ -68,7 +68,7 @@ class Workspace:
     gated: torch.Tensor  # [T, I]
     output: torch.Tensor  # [T, E]: of the feed-forward part
     adapted: Mapping[str, AdaptedWork]
-    """By the names in `MAPS`; empty if there are no adapters."""
+    """The results of maps with adapters, by the names in `MAPS`; empty if there are no adapters."""
 
     @staticmethod
     def num_elements(shape: NativeShape, num_tokens: int) -> int:
@@ -115,7 +115,8 @@ def _sizes(shape: NativeShape) -> dict[str, tuple[int, ...]]:
         "mlp_residual": hidden,
         "mlp_normed": hidden,
         "gate_up": (0 if shape.is_gated else 2 * dim,),
-        # An odd number of cache lines, so that rows fall into different sets of the cache.
+        # Rows have an odd number of cache lines, so that they fall into different sets of the
+        # cache.
         "gated": (dim + _LINE * (dim // _LINE % 2 == 0) if shape.is_gated else dim,),
         "output": hidden,
     }

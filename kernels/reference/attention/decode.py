@@ -32,8 +32,8 @@ def paged_attention_decode(
     The values may be a view of the keys' first DV numbers, as in multi-head latent attention.
 
     SDPA is called once for each sequence, with its exact length, so no bit of a row depends on
-    other rows of the batch. One padded call for all would take three quarters of the time for 8
-    sequences of equal length, but twice the time for sequences of different lengths.
+    other rows of the batch. A single padded call for all sequences would take three quarters of the
+    time for 8 sequences of equal length, but twice the time for sequences of different lengths.
 
     With `window` only the last `window` slots are read and attended to. With `softcap` each score s
     becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], are one more score of each head in the

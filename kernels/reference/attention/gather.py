@@ -68,8 +68,8 @@ class KvGather:
 class _Blocks:
     """Copies blocks of one cache [B, P, HKV, ...] by their numbers.
 
-    A block is contiguous, and blocks are far apart. numpy copies such rows as a whole, torch
-    element by element: for ten blocks of 8 kB, numpy takes 3 microseconds and torch 46.
+    A block is contiguous, and blocks are far apart. numpy copies each such row as a whole, torch
+    element by element. For ten blocks of 8 kB, numpy takes 3 microseconds and torch 46.
     """
 
     def __init__(self, cache: torch.Tensor) -> None:

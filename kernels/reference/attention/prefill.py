@@ -12,7 +12,8 @@ from kernels.reference.attention.dense import attend_dense
 from kernels.reference.attention.gather import KvGather
 
 # Query tokens are cut at multiples of this number, and SDPA is called for each piece. So keys after
-# a piece are left out (a prompt of 512 takes 0.7 of the time), and masks stay small.
+# a piece are left out, which saves 0.3 of the time for a prompt of 512 tokens, and masks stay
+# small.
 _PIECE: Final = 64
 
 
@@ -33,7 +34,7 @@ def paged_attention_prefill(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with each query token to its sequence's slots up to its position; gives [T, H, DV].
+    """Attend with each query token to its sequence's slots up to its position; returns [T, H, DV].
 
     The rows [query_start_loc[s], query_start_loc[s + 1]) of `query` [T, H, D] are the last
     query_len tokens of sequence s: row i has position seq_len - query_len + i. The keys and values

@@ -30,7 +30,8 @@ from kernels.triton.launch import Launch
 _MIN_SEQS: Final = 256
 """S is rounded up to a power of two of at least this, so that few variants are compiled."""
 _MOST_ROWS: Final = 16
-"""With latent attention, a program has at most this many query heads. Not measured."""
+"""With latent attention, a program has at most this many query heads. The number was not
+measured."""
 
 
 @triton.jit
@@ -250,9 +251,9 @@ def _reduce_splits_kernel(
 
     Sequences whose result is in `out` already are skipped. The host leaves out the launch if no
     table is longer than a split. In a CUDA graph, tables have the maximum length, so the launch
-    stays, and its programs end at once: about 2 us per layer, by estimate. It would need a second
-    set of graphs, with the memory and the captures, to save that in steps whose sequences are all
-    shorter than one split, 128 to 512 tokens.
+    stays, and its programs end immediately; that takes about 2 us per layer, by estimate. To save
+    this time in steps whose sequences are all shorter than one split (128 to 512 tokens), a second
+    set of graphs would have to be captured and kept in memory.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

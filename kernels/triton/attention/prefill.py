@@ -28,7 +28,7 @@ from kernels.triton.launch import Launch
 
 MAX_SPLITS: Final = 32
 _LEAST_POSITIONS: Final = 512
-"""A split has at least this many positions. Not measured."""
+"""A split has at least this many positions. The number was not measured."""
 
 
 @triton.jit
@@ -107,8 +107,8 @@ def _attend_chunks_kernel(
     A token sees all positions up to its own, or with a window the last `window` of them. There is
     one program for each pair of a kv head and a tile of TOKENS query tokens of one sequence; if
     values are wide, one for each part of them. The G heads of each token are rows of the same
-    product, so K and V are read once for all of them. The last tiles start first: the last tile of
-    a chunk sees the most positions, and should not be the last to end.
+    product, so K and V are read once for all of them. The last tiles start first, because the last
+    tile of a chunk sees the most positions, and should not be the last to end.
 
     With `partial_out` each split of a tile's positions has its own program, which leaves a partial
     result for `_merge_chunks_kernel`.
@@ -129,8 +129,8 @@ def _attend_chunks_kernel(
     if partial_out is None and seq_len == 0:  # partial results are written even without positions
         return
 
-    # The positions that the tile's rows see: from the first row's window, rounded down to a tile of
-    # positions.
+    # These are the positions that the tile's rows see: from the first row's window, rounded down to
+    # a tile of positions.
     tile_end = seq_len
     if sharing is None:
         tile_end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)

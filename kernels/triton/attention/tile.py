@@ -308,7 +308,7 @@ def merge_parts(
 
 @triton.jit
 def _load(pointer, inside, dim_mask, IS_MASKED: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Load a tile with only the masks that it needs; a mask costs an instruction per number."""
+    """Load a tile with only the masks that it needs; each mask costs an instruction per number."""
     if IS_MASKED and IS_WHOLE:
         tile = tl.load(pointer, mask=inside, other=0)
     elif IS_MASKED:
@@ -329,7 +329,7 @@ class Heads:
     key_cache: torch.Tensor
     """[B, P, HKV, D + REST]"""
     value_cache: torch.Tensor | None
-    """[B, P, HKV, D]; None: the keys' first numbers."""
+    """[B, P, HKV, D]; None: values are the keys' first numbers."""
     key_scales: torch.Tensor | None
     """[B, P, HKV]"""
     value_scales: torch.Tensor | None

@@ -29,7 +29,7 @@ class RouterFigures:
     code_to_num_refused: Mapping[str, int]
     """Number of refused requests by gRPC status."""
     first_token_s: float
-    """Sum of the times to `num_first_tokens` first tokens."""
+    """The sum of the times to the first token, of `num_first_tokens` requests."""
     num_first_tokens: int
     between_tokens_s: float
     num_between_tokens: int
@@ -43,10 +43,10 @@ class Snapshot:
     """The time on the monotonic clock."""
     load: Load
     kv: tuple[WorkerKv, ...] = ()
-    """The KV of each worker, without the states of single blocks."""
+    """The KV of each worker, without the state of each block."""
     activity: tuple[WorkerActivity, ...] = ()
     router: RouterFigures | None = None
-    """None: the router's HTTP address is unknown, or does not answer."""
+    """None: the router's HTTP address is unknown, or the router does not answer there."""
     note: str = ""
     """Why figures are missing."""
 

@@ -41,7 +41,7 @@ _FREE_SIGN, _SIGN = "░", "█"
 
 
 def draw(console: Console, title: str, before: Snapshot, now: Snapshot) -> RenderableType:
-    """Draw a frame of the console's height; the sequences get the remaining lines."""
+    """Draw a frame of the console's height; sequences fill the lines that remain."""
     rates = rates_between(before, now)
     parts: list[RenderableType] = [
         Text.from_markup(title),
@@ -147,7 +147,7 @@ def _kv(tiers: Sequence[TierSum], load: Load) -> RenderableType:
 
 
 def bar(state_to_num: Mapping[str, int], width: int = _BAR_WIDTH) -> Text:
-    """Draw shares of a whole; each state with blocks has at least one cell."""
+    """Draw shares of a whole as a bar; each state that has blocks gets at least one cell."""
     whole = sum(state_to_num.values())
     text = Text()
     if not whole:
@@ -264,7 +264,7 @@ def _add_numbers(table: Table, *headings: str) -> None:
 
 
 def _shorten(target: str) -> str:
-    """Keep only a socket's file name; all workers of a service share the directory."""
+    """Keep only a socket's file name, because all workers of a service share the directory."""
     return target.rpartition("/")[2] if target.startswith("unix:") else target
 
 

@@ -32,12 +32,12 @@ class ProcessSpec:
     name: str
     argv: tuple[str, ...]
     http_address: str
-    """Where its probes answer, "host:port"."""
+    """The address at which the process answers probes, "host:port"."""
     stop_group: int = 0
-    """Groups stop one after another in ascending order; the processes of a group together."""
+    """Groups stop one after another in ascending order; the processes of a group stop together."""
     environment: Mapping[str, str] = field(default_factory=dict)
     harmless_exit_code: int | None = None
-    """An exit code with which the process may end during the start; it is then started again."""
+    """If the process ends with this exit code during the start, it is started again."""
 
 
 class Child:
@@ -52,7 +52,7 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ProcessSpec, log_file: Path) -> Self:
-        """Start the process; append its output to `log_file`. Raises OSError without a program."""
+        """Start the process; append its output to `log_file`. May raise OSError."""
         with log_file.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *_until_parent_ends(spec.argv),
@@ -70,7 +70,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; the negative signal number if a signal ended it."""
+        """The exit code, negative after a signal; None while the process runs."""
         return self._process.returncode
 
     async def wait(self) -> int:
@@ -104,12 +104,12 @@ def describe_exit(code: int) -> str:
 def _until_parent_ends(argv: tuple[str, ...]) -> tuple[str, ...]:
     """Return a command that runs `argv` and that the kernel kills when this process ends.
 
-    Linux only; elsewhere, children survive a parent that is killed. The command is a program that
-    sets this up and then executes `argv`: `preexec_fn` would need a real fork, which may hang in a
-    process with gRPC's threads.
+    The kernel does so on Linux only; elsewhere, children survive a parent that is killed. The
+    command is a program that asks the kernel for this, and then executes `argv`. `preexec_fn` would
+    need a real fork, which may hang in a process with gRPC's threads.
 
     Raises:
-        FileNotFoundError: There is no such program.
+        FileNotFoundError: There is no program `argv[0]`.
     """
     if (program := shutil.which(argv[0])) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), argv[0])

@@ -17,7 +17,7 @@ from quire.cli.up.service_dir import ServiceInfo
 from quire.cli.up.settings import UpSettings
 
 SHIPPED_MODEL: Final = Path(__file__).parents[3] / "models" / "quire-tiny-python"
-"""The path of the shipped model in a checkout."""
+"""The path, in a checkout, of the model that Quire ships."""
 
 
 _NOT_OF_THE_SERVICE: Final = {
@@ -35,15 +35,15 @@ class Layout:
     """One service, ready to start."""
 
     service: ServiceInfo
-    """The description before the start, when no process has a pid."""
+    """The description before the start, when no process has a pid yet."""
     specs: tuple[ProcessSpec, ...]
 
 
 def choose_models(settings: UpSettings) -> Mapping[str, str]:
     """Return the models' locations by name, in order.
 
-    Paths become absolute; names on the hub and URLs stay as they are. With --demo alone, the demo's
-    model is downloaded if necessary; without a network, the shipped model is used.
+    Paths become absolute; names on the hub and URLs stay as they are. With --demo and no --model,
+    the demo's model is downloaded if necessary; without a network, the shipped model is used.
 
     Raises:
         ModelError: A location cannot be a model, or two models have the same name.
@@ -87,13 +87,13 @@ def _checked(model: str) -> str:
 
 
 def choose_ports(settings: UpSettings) -> ServicePorts:
-    """Choose a port for each flag; raises PortError, which names the flag, if a port is in use."""
+    """Choose a port for each flag; if a port is in use, raises PortError that names the flag."""
     taken: set[int] = set()
 
     def choose(flag: str, asked: int | None, default: int = 0) -> int:
         if asked:
             port = ports.require_free(settings.host, asked, flag)
-        else:  # any port if 0 is requested
+        else:  # any free port if the flag is 0
             port = ports.prefer(settings.host, default if asked is None else 0, taken)
         if port in taken:
             raise ports.PortError(f"{flag}: {port}: another flag has the same port")
@@ -119,7 +119,7 @@ def choose_ports(settings: UpSettings) -> ServicePorts:
                 for i in range(num_workers)
             )
         )
-    # A single router listens on the service's port itself.
+    # If there is one router, it listens on the service's port itself.
     num_own = settings.routers if settings.routers > 1 else 0
     routers = tuple(choose("--http-port", 0) for _ in range(num_own)) or (http,)
     if settings.standby:
@@ -161,7 +161,7 @@ def plan(
 
 
 def described_flags(settings: UpSettings, names: Collection[str] | None = None) -> dict[str, str]:
-    """Describe the flags that define the service, or those in `names`; API keys are left out."""
+    """Describe the flags that define the service, or only those in `names`; leave out API keys."""
     values = settings.model_dump(mode="json", exclude=_NOT_OF_THE_SERVICE)
     return {name: str(value) for name, value in values.items() if names is None or name in names}
 

@@ -6,7 +6,7 @@ from typing import TextIO
 
 
 class LogFiles:
-    """Reads the files of a directory, by the names of their processes; they may not exist yet."""
+    """Reads the log files of the named processes in a directory; a file need not exist yet."""
 
     def __init__(self, log_dir: Path, names: tuple[str, ...]) -> None:
         self._paths = {name: log_dir / f"{name}.log" for name in names}

@@ -20,9 +20,9 @@ from quire.cli.up.settings import (
 from rpc.settings import ENV_PREFIX
 
 EXIT_STALE_EPOCH: Final = 3
-"""A scheduler's exit code when another one has taken over its workers, as in `scheduler_svc`."""
+"""A scheduler's exit code after another one took over its workers, as in `scheduler_svc`."""
 GPU_MEMORY_UTILIZATION: Final = 0.9
-"""The worker's default."""
+"""The worker's default for --gpu-memory-utilization."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class ServicePorts:
 
     http_port: int
     grpc_port: int
-    """0: the router listens on a Unix socket instead."""
+    """The router's gRPC port; 0: it listens on a Unix socket instead."""
     router_http_ports: tuple[int, ...]
-    """The HTTP port of each router; with one router, `http_port`."""
+    """The HTTP port of each router; a single router has `http_port`."""
     scheduler_http_ports: tuple[tuple[int, ...], ...]
-    """The port of each model's scheduler, and of its standby."""
+    """For each model, the port of the scheduler and that of the standby, if there is one."""
     worker_http_ports: tuple[tuple[int, ...], ...]
-    """The ports of each model's workers."""
+    """For each model, the ports of its workers."""
 
 
 class Processes:
@@ -61,14 +61,14 @@ class Processes:
         self._directory = directory
         self._environment = _without_our_own(environment)
         self._num_workers = settings.simulate or settings.num_workers
-        """Workers of each model."""
+        """The number of workers of each model."""
         self._router_names = ["router"]
         if settings.routers > 1:
             self._router_names = [f"router-{i}" for i in range(settings.routers)]
         self.operator_sockets = [
             Path(directory, f"{name}.sock").absolute() for name in self._router_names
         ]
-        """The socket of each router that only operators may use."""
+        """For each router, the socket that only operators may use."""
         if settings.operator_uds is not None:
             self.operator_sockets = [settings.operator_uds.absolute()]
 
@@ -79,7 +79,7 @@ class Processes:
         return [self._worker(cell, i) for cell in cells for i in range(self._num_workers)]
 
     def schedulers(self) -> list[ProcessSpec]:
-        """Return each model's scheduler, and its standby."""
+        """Return each model's scheduler and, if there is one, its standby."""
         return [
             self._scheduler(cell, i)
             for cell, of_cell in enumerate(self._ports.scheduler_http_ports)
@@ -90,7 +90,7 @@ class Processes:
         return [self._router(i) for i in range(len(self._router_names))]
 
     def scheduler_targets(self, cell: int) -> str:
-        """Return the target of a model's scheduler, and that of its standby."""
+        """Return the targets of a model's scheduler and its standby, with a comma between them."""
         numbers = range(len(self._ports.scheduler_http_ports[cell]))
         return ",".join(f"unix:{self._scheduler_socket(cell, i)}" for i in numbers)
 
@@ -139,7 +139,7 @@ class Processes:
             *("--workers", ",".join(f"unix:{socket}" for socket in sockets)),
             *_flags(settings, SCHEDULER_FLAGS),
             *_state_file(settings, data_name, self._environment),
-            # Both get --standby, so whichever restarts becomes the standby.
+            # Both schedulers get --standby, so that whichever restarts becomes the standby.
             *(("--standby", "--standby-http", "--scheduler-id", name) if settings.standby else ()),
             group=1,
         )
@@ -161,7 +161,7 @@ class Processes:
             *_audit_log(settings, i),
             *(() if settings.reflection else ("--no-reflection",)),
             *(() if settings.ui else ("--no-ui",)),
-            # Not for the other processes, which listen on Unix sockets.
+            # The other processes do not need this flag, because they listen on Unix sockets.
             *(("--local-drain",) if settings.local_drain else ()),
             group=0,
             **_secrets(settings),
@@ -182,11 +182,11 @@ class Processes:
         )
 
     def _process_name(self, kind: str, cell: int, suffix: str = "") -> str:
-        """Return a process's name, which has its model's name if there are several models."""
+        """Return a process's name, which contains the model's name if there are several models."""
         names = self._names
         return f"{kind}{f'-{folder_of(names[cell])}' if len(names) > 1 else ''}{suffix}"
 
-    # The sockets are numbered, because a socket's path must be short.
+    # Sockets have numbers instead of names, because a socket's path must be short.
     def _worker_socket(self, cell: int, i: int) -> str:
         return f"{self._directory}/worker-{f'{cell}-' if cell else ''}{i}.sock"
 
@@ -199,7 +199,7 @@ class Processes:
         return ("--model", self._models[name], "--served-model-name", name)
 
     def _listening_flags(self) -> tuple[str, ...]:
-        """Return where each router listens for clients."""
+        """Return the flags that say where each router listens for clients."""
         flags: tuple[str, ...] = ("--grpc-port", str(self._ports.grpc_port))
         if self._settings.uds is not None:
             flags = ("--uds", str(self._settings.uds.absolute()))
@@ -248,7 +248,7 @@ def _secrets(settings: UpSettings) -> dict[str, str]:
 def _turn_store(settings: UpSettings, name: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the turn store as an environment variable.
 
-    By default it is a file that later starts find.
+    By default, the store is a file that later starts find again.
     """
     place = settings.turn_store
     if not place and settings.http_port and not settings.attached:
@@ -268,7 +268,7 @@ def _data_file(environment: Mapping[str, str], kind: str, name: str) -> Path:
 
 
 def _without_our_own(environment: Mapping[str, str]) -> dict[str, str]:
-    """Drop variables that set flags of `up`; QUIRE_HTTP_PORT, for example, is not for workers."""
+    """Drop variables that set flags of `up`; workers must not see QUIRE_HTTP_PORT, for example."""
     own = {ENV_PREFIX + name.upper() for name in UpSettings.model_fields}
     return {name: value for name, value in environment.items() if name.upper() not in own}
 
@@ -309,7 +309,7 @@ def _num_loaded(settings: UpSettings) -> int:
 
 
 def _share_of_device(settings: UpSettings) -> tuple[str, ...]:
-    """Divide a GPU among the models that are loaded at once; others are loaded on demand."""
+    """Divide a GPU's memory among the models that are loaded at once."""
     flags: tuple[str, ...] = () if settings.on_demand is None else ("--unloaded",)
     if settings.gpu_memory_utilization is None and (num_loaded := _num_loaded(settings)) > 1:
         flags += ("--gpu-memory-utilization", f"{GPU_MEMORY_UTILIZATION / num_loaded:.3f}")

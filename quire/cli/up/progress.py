@@ -13,7 +13,7 @@ _MAX_STATUS_CHARS: Final = 72
 
 
 class _Lines:
-    """Prints a line for each change of a status, and for each quarter of its progress."""
+    """Prints a line for each new status, and for each quarter of a status's progress."""
 
     def __init__(self) -> None:
         self._shown: dict[str, tuple[str, int]] = {}
@@ -28,12 +28,12 @@ class _Lines:
             print(f"{name}: {_shorten(readiness.status)}{percent}", flush=True)
 
     def close(self) -> None:
-        """Do nothing: lines need no cleanup."""
+        """Do nothing, because lines need no cleanup."""
 
 
 class _Bars:
     def __init__(self) -> None:
-        # Slow to import, and needed only here.
+        # This import is slow, and needed only here.
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
         # auto_refresh would start a thread, and this process forks.
@@ -73,5 +73,5 @@ def make_display() -> Display:
 
 
 def _shorten(status: str) -> str:
-    """Cut a status to one line; the process's log has all of it."""
+    """Cut a status to fit one line; the process's log has the whole status."""
     return status if len(status) <= _MAX_STATUS_CHARS else status[: _MAX_STATUS_CHARS - 1] + "…"

@@ -1,8 +1,8 @@
 """The private directory of one running service: sockets, logs, and a description of the service.
 
-All services of a user have their directories in one parent. Each holds `service.json` and a `lock`
-file that the supervisor keeps locked while it runs. Unlike a pid, a lock cannot be taken over by an
-unrelated process.
+All services of a user have their directories in one parent. Each directory holds `service.json`,
+and a `lock` file that the supervisor keeps locked while it runs. Unlike a pid, a lock cannot pass
+to an unrelated process.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class ServiceProcess:
     name: str
     http_address: str
     pid: int | None
-    """None between its end and its restart."""
+    """The process id; None between the process's end and its restart."""
     num_restarts: int
 
 
@@ -49,12 +49,12 @@ class ServiceInfo:
     log_dir: str
     processes: tuple[ServiceProcess, ...] = ()
     scheduler_target: str = ""
-    """The scheduler's gRPC target, for operators, or two targets with a comma between them, of
-    which only the serving one listens; empty in files of older releases."""
+    """The scheduler's gRPC target, for operators. If there is a standby, two targets with a comma
+    between them, of which only the serving one listens. Empty in files of older releases."""
     operator_target: str = ""
     """The router's gRPC target for operators; empty in files of older releases."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """The models by their names, in order; empty in files of older releases."""
+    """The location of each model, by its name, in order; empty in files of older releases."""
     scheduler_targets: Mapping[str, str] = field(default_factory=dict)
     """Each model's `scheduler_target`, by model name; empty in files of older releases."""
     other_operator_targets: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class ServiceInfo:
         return ", ".join(self.models) or self.model_name
 
     def is_at(self, http_port: int | None) -> bool:
-        """Whether this is the router's HTTP port; None matches any."""
+        """Whether `http_port` is the router's HTTP port; None matches any port."""
         return http_port is None or self.http_address.endswith(f":{http_port}")
 
 
@@ -87,11 +87,12 @@ class ServiceDir:
 
     @classmethod
     def create(cls, root: Path | None = None) -> Self:
-        """Create a directory; remove those of ended services except the last five."""
+        """Create a directory; remove the directories of ended services, except the last five."""
         parent = _root(root)
         making = _open_lock(parent)
         try:
-            # Under a lock, because a new directory without a lock looks like an ended service's.
+            # Hold a lock meanwhile, because a new directory without a lock looks like an ended
+            # service's.
             fcntl.flock(making, fcntl.LOCK_EX)
             for stale in _left_behind(parent)[_MAX_KEPT:]:
                 shutil.rmtree(stale, ignore_errors=True)
@@ -142,7 +143,8 @@ def running_services(root: Path | None = None) -> Iterator[ServiceInfo]:
     """Return this user's running services, in no particular order."""
     for path in _directories(_root(root)):
         if _is_locked(path):
-            # The service may have just started, or be from another release.
+            # The file may be missing, because the service has just started, or be another
+            # release's.
             with contextlib.suppress(OSError, ValueError):
                 yield _JSON.validate_json((path / "service.json").read_bytes())
 

@@ -101,16 +101,16 @@ class UpSettings(ProcessSettings):
     """Directory for files that are made from GGUF files or downloaded from URLs; default:
     ~/.cache/quire. Models from the hub are in the hub's own cache (HF_HOME)."""
     served_model_name: Annotated[tuple[str, ...], NoDecode] = ()
-    """The name that requests use for the model; empty: the directory's name. With several models,
-    one name for each, in their order."""
+    """The name that requests use for the model; empty: the directory's name. If there are several
+    models, give one name for each, in their order."""
     on_demand: PositiveInt | None = None
-    """Maximum number of models loaded at once. A request loads its model in place of the least
-    recently used one (docs/operations.md). Default: all models are loaded."""
+    """Maximum number of models loaded at once. A model that a request needs replaces the least
+    recently used model (docs/operations.md). Default: all models are loaded."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """With --on-demand, the shortest time in seconds for which a model stays loaded; default: the
-    router's, 10."""
+    router's default, 10."""
     idle_unload_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Unload a model that has had no request for this long, in seconds; the next request loads it
+    """Time in seconds without a request after which a model is unloaded; its next request loads it
     again (docs/operations.md). Default: idle models stay loaded."""
     model_class: str = ""
     """The implementation that runs the model: your class as package.module:Class (docs/models.md),
@@ -127,27 +127,27 @@ class UpSettings(ProcessSettings):
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many workers to start. With CUDA, each has separate devices."""
     prefill_workers: Annotated[int, Field(ge=0, le=64)] = 0
-    """How many workers compute prompts; requests then move with their KV to the decode workers
-    (docs/fleet.md). Set it together with --decode-workers, instead of --workers."""
+    """How many workers compute prompts; after that, requests move with their KV to the decode
+    workers (docs/fleet.md). Set it together with --decode-workers, instead of --workers."""
     decode_workers: Annotated[int, Field(ge=0, le=64)] = 0
     """How many workers decode. Set it together with --prefill-workers."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many routers to start. They share --http-port and --grpc-port. Each gets some of the
-    connections, so a client should open several. docs/performance.md says what a token costs at a
-    router."""
+    """How many routers to start. They share --http-port and --grpc-port. Each router gets some of
+    the connections, so a client should open several. docs/performance.md says what a token costs at
+    a router."""
     standby: bool = False
-    """Start a second scheduler for each model. One of the two serves; when it dies or hangs, the
+    """Start a second scheduler for each model. One of the two serves; if it dies or hangs, the
     other takes over within a few seconds (docs/failure.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the workers compute: cpu, cuda or cuda:N; auto is cuda if there is a GPU, else cpu."""
     tensor_parallel_size: PositiveInt = 1
     """Number of devices among which a worker splits every layer of the model."""
     pipeline_parallel_size: PositiveInt = 1
-    """Number of pipeline stages per worker; each stage has some of the layers, on its own
-    devices."""
+    """Number of pipeline stages per worker; each stage has some of the layers, on devices of its
+    own."""
     simulate: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Start this many simulated workers instead, in one process. A step takes as long as on a GPU,
-    but computes nothing: the text is random."""
+    """Start this many simulated workers, in one process, instead of real ones. A step takes as long
+    as on a GPU, but computes nothing, and the text is random."""
     http_port: Port = 8000
     """HTTP port of the router, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
@@ -170,13 +170,14 @@ class UpSettings(ProcessSettings):
     """Maximum number of tokens of prompt and output together; default: the model's context length.
     """
     max_num_seqs: PositiveInt | None = None
-    """Maximum number of sequences that run at once on a worker; default: the worker's."""
+    """Maximum number of sequences that run at once on a worker; default: the worker's own
+    default."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Maximum number of tokens that one step computes; default: the worker's."""
+    """Maximum number of tokens that one step computes; default: the worker's own default."""
     num_blocks: PositiveInt | None = None
-    """KV blocks of a worker; default: as many as fit in its memory."""
+    """Number of KV blocks of a worker; default: as many as fit in its memory."""
     block_size: PositiveInt | None = None
-    """Tokens per KV block; default: the worker's."""
+    """Number of tokens per KV block; default: the worker's own default."""
     kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Memory for a worker's KV blocks, in GiB; default: as much as fits."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
@@ -185,14 +186,15 @@ class UpSettings(ProcessSettings):
     kv_cache_dtype_skip_layers: str = ""
     """Layers that keep the KV format of auto, counted from 0, such as 0,1,23."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Host memory for KV that does not fit on a worker's device, in GiB; default: the worker's."""
+    """Host memory for KV that does not fit on a worker's device, in GiB; default: the worker's own
+    default."""
     host_kv_codec: str = ""
     """Compression of KV in host memory: none, int8 or fp8; empty: none."""
     disk_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Disk space for KV that does not fit in a worker's host memory, in GiB; default: none."""
     disk_kv_dir: Path | None = None
-    """Directory for KV on the disk, which the next start of the worker reuses; default: KV on the
-    disk does not outlive the worker."""
+    """Directory for KV on the disk. The worker finds this KV again after a restart; default: KV on
+    the disk does not outlive the worker."""
     disk_kv_codec: str = ""
     """Compression of KV on the disk: none, lz4, zstd, gzip, int8 or fp8; empty: none."""
     policy: str = ""
@@ -203,26 +205,29 @@ class UpSettings(ProcessSettings):
     which chooses the cheaper one."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] | None = None
     """Factor by which steps may take longer while a long prompt is computed beside streaming
-    requests; inf: no limit; default: the scheduler's, 1.4."""
+    requests; inf: no limit; default: the scheduler's default, 1.4."""
     max_prompt_step_s: Annotated[float, Field(gt=0)] | None = None
     """Longest duration of a step with prompt tokens, in seconds; inf: no limit; default: the
-    scheduler's, 2."""
+    scheduler's default, 2."""
     eviction: Literal["lru", "lfu", "fifo"] | None = None
     """Which cached KV block to evict first: least recently used (lru), least frequently used (lfu)
     or oldest (fifo); default: lru."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of a GPU's memory for weights, workspace and KV together; default: the worker's."""
+    """Share of a GPU's memory for weights, workspace and KV together; default: the worker's own
+    default."""
     speculative: Literal["ngram", "draft"] | None = None
     """Speculative decoding: propose tokens from earlier text (ngram) or with --draft-model (draft),
-    and verify several in one step. The output stays the same. Default: off."""
+    and verify several tokens in one step. The output stays the same. Default: off."""
     num_draft_tokens: PositiveInt | None = None
-    """Maximum number of tokens to propose at a time; default: the worker's, 4."""
+    """Maximum number of tokens to propose at a time; default: the worker's default, 4."""
     draft_model: ModelName | None = None
     """The model that proposes tokens, given like --model; it needs the same vocabulary."""
     ngram_min: PositiveInt | None = None
-    """Shortest n-gram to look up for a proposal, in tokens; default: the worker's, 2."""
+    """Length in tokens of the shortest n-gram to look up for a proposal; default: the worker's
+    default, 2."""
     ngram_max: PositiveInt | None = None
-    """Longest n-gram to look up for a proposal, in tokens; default: the worker's, 4."""
+    """Length in tokens of the longest n-gram to look up for a proposal; default: the worker's
+    default, 4."""
     num_threads: PositiveInt | None = None
     """Threads of each worker that computes on a CPU; default: all cores, shared evenly."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
@@ -236,19 +241,20 @@ class UpSettings(ProcessSettings):
     ~/.local/share/quire/turns, but none with --http-port 0 or --attached."""
     turn_retention_days: Annotated[float, Field(gt=0)] | None = None
     """How many days stored responses, files and batches are kept after their end; default: the
-    router's, 30."""
+    router's default, 30."""
     usage_retention_days: Annotated[float, Field(gt=0)] | None = None
-    """How many days usage (`quire usage`) is kept; default: the router's, 400."""
+    """How many days usage (`quire usage`) is kept; default: the router's default, 400."""
     audit_log: Path | None = None
-    """File for the prompt and the outputs of every request, as JSON lines; unset: they are not
-    written anywhere. With several routers, the others write FILE-1, FILE-2, and so on."""
+    """File for the prompt and the outputs of every request, as JSON lines; unset: prompts and
+    outputs are not logged. If there are several routers, the others write FILE-1, FILE-2, and so
+    on."""
     ui: bool = True
     """Whether the router serves the web page /ui: live figures of the service, and a playground."""
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] | None = None
-    """How many new tokens of a stream to send together; default: the router's, 1."""
+    """How many new tokens of a stream to send together; default: the router's default, 1."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of requests to trace, if --otlp-traces-endpoint is set and the client's traceparent
-    does not decide; default: the router's, 0.01."""
+    does not decide; default: the router's default, 0.01."""
     detach: bool = False
     """Return when the service is ready, and leave it running; `quire down` stops it."""
     demo: bool = False
@@ -322,7 +328,7 @@ class UpSettings(ProcessSettings):
 
     @property
     def num_workers(self) -> int:
-        """Number of real (not simulated) workers."""
+        """The number of workers per model, if they are not simulated."""
         return self.prefill_workers + self.decode_workers or self.workers
 
     @property

@@ -1,4 +1,4 @@
-"""Keeps processes running: starts them, restarts one that dies, stops them in order."""
+"""Keeps processes running: starts them, restarts those that die, and stops all in order."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from quire.cli.up.service_dir import ServiceProcess
 _LOG_LINES: Final = 15
 _LOG_LINES_RESTART: Final = 3
 _STOP_SLACK_S: Final = 5.0
-"""Time for a process to end after its drain time is over."""
+"""How long a process may take to end after its drain time is over."""
 
 
 class StartError(Exception):
@@ -44,15 +44,15 @@ class _Slot:
         self.spec = spec
         self.child: Child | None = None
         self.num_starts = 0
-        self.num_deaths = 0  # consecutive deaths
+        self.num_deaths = 0  # deaths in a row
 
 
 class Supervisor:
     """Owns the children of one service.
 
-    Until `mark_started`, a process that ends fails the start, except with its `harmless_exit_code`;
-    from then on it is restarted.
-    `report` gets messages for the user; `on_change` is called after each start and each end.
+    Before `mark_started`, the start fails if a process ends with a code other than its
+    `harmless_exit_code`; later such a process is restarted. `report` gets messages for the user;
+    `on_change` is called after each start and each end.
     """
 
     def __init__(
@@ -102,15 +102,15 @@ class Supervisor:
         ]
 
     async def run(self) -> None:
-        """Run until `stop`; when it returns or raises, no process is left.
+        """Run until `stop`; when this method returns or raises an error, no process is left.
 
-        Raises StartError.
+        May raise StartError.
         """
         keepers = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
         try:
             await asyncio.wait(keepers, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            if not self._stopping.is_set():  # the start failed, or we are cancelled: do not drain
+            if not self._stopping.is_set():  # after a failed start or a cancellation, do not drain
                 self._stopping.set()
                 self._forced.set()
             await self._stop_all()
@@ -120,7 +120,7 @@ class Supervisor:
                 raise result
 
     async def _keep(self, slot: _Slot) -> None:
-        """Run one process again and again; return when stopping."""
+        """Run one process again and again, until the supervisor stops."""
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             while not self._stopping.is_set():
@@ -137,7 +137,7 @@ class Supervisor:
                     if self._stopping.is_set():
                         ended.cancel()
                         return  # `_stop_all` stops the child
-                    child.kill()  # including processes that it has started
+                    child.kill()  # and the processes that it has started
                     slot.child = None
                     self._on_change(self.running)
                     self._after_death(slot, child, time.monotonic() - started_at)

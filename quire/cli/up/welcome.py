@@ -18,7 +18,7 @@ _QUESTION: Final = "What is the capital of France?"
 
 
 def how_to_use(service: ServiceInfo) -> str:
-    """Describe the service's addresses, and commands to try first."""
+    """Return a text with the service's addresses, and with commands to try first."""
     url = f"{'https' if service.has_tls else 'http'}://{service.http_address}/v1"
     port = service.http_address.rpartition(":")[2]
     quire = invocation()
@@ -48,7 +48,8 @@ def chats(service: ServiceInfo) -> bool:
 async def run_demo(service: ServiceInfo, settings: UpSettings) -> int:
     """Stream an answer, or a completion, to the terminal; return the exit code.
 
-    Runs in a separate process: this one must not load gRPC, whose threads do not survive a fork.
+    A separate process does this, because the supervisor must not import gRPC, whose threads do not
+    survive a fork.
     """
     tls = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")
     values = {name: value for name in tls if (value := getattr(settings, name))}

@@ -34,7 +34,7 @@ from router.live.live_request import LiveRequest, Room
 from router.request.inference import Inference
 
 _STARTED_AT_ONCE: Final = 32
-"""Readers that start before other callbacks run; all events of their requests may be there."""
+"""How many readers start in one turn of the event loop; all their events may have arrived."""
 
 
 class UsageInStream(Enum):
@@ -43,12 +43,12 @@ class UsageInStream(Enum):
     NEVER = "never"
     AT_END = "at_end"
     ALWAYS = "always"
-    """In every event, which has the usage so far."""
+    """In every event; each has the usage so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One client call: one request per prompt, `n` outputs of each.
+    """One client call, with one request per prompt and `n` outputs of each request.
 
     Output j of request i is choice `i * n + j`.
     """
@@ -60,9 +60,9 @@ class Call:
     stream: bool
     usage_in_stream: UsageInStream
     received: Mapping[int, OutputReceived] | None = None
-    """What the client already has of each output, if it resumes a stream; else None."""
+    """What the client has of each output, if the call resumes a stream; else None."""
     prompts: list[Sequence[int]] = field(default_factory=list)
-    """The token ids of each request's prompt, once known."""
+    """The token ids of each request's prompt, once they are known."""
     field_to_json: Mapping[str, str] = field(default_factory=dict)
     """The JSON names of request fields that differ from `GenerateRequest`'s."""
 
@@ -91,7 +91,7 @@ class Call:
 
 
 async def answer(http: web.Request, inference: Inference, call: Call) -> web.StreamResponse:
-    """Answer the call. When this returns, raises or is cancelled, its requests have ended."""
+    """Answer the call. When this ends in any way, the call's requests have ended."""
     try:
         if len(call.requests) > 1:
             await inference.check_capacity(len(call.requests), call.n)
@@ -200,7 +200,7 @@ async def _stream(
         chunks.put_usage()
         await sse.send_done()
 
-    async def fail(error: QuireError) -> None:  # without [DONE], because the answer is not complete
+    async def fail(error: QuireError) -> None:  # no [DONE], because the answer is incomplete
         if isinstance(error, InvalidArgumentError):
             error = error_with_json_names(call.field_to_json, error)
         await sse.send(error_json(error))
@@ -243,7 +243,7 @@ class _Chunks:
             self._num_tokens = self._position.num_tokens
         self._usages: list[Usage] = []
         self._mark = uuid.uuid4().hex
-        """Placeholder for the text while a frame is made."""
+        """A placeholder for the text while a frame is made."""
         self._has_frames = call.usage_in_stream is not UsageInStream.ALWAYS
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """For each choice, an event's bytes before and after the JSON of its text."""

@@ -17,7 +17,7 @@ from router.http.answers.objects import (
 from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
 
 TokenBytes: TypeAlias = Callable[[int], bytes]
-"""Returns the bytes that a token id adds to the text, which may be part of a character."""
+"""Returns the bytes that a token id adds to the text; they may be part of a character."""
 
 _TEXT_ONLY = {"content"}
 
@@ -49,7 +49,7 @@ class ChatShape:
             has_logprobs: Whether to show log-probabilities of outputs.
             has_prompt_logprobs: Whether to show log-probabilities of the prompt.
             has_token_ids: Whether to show token ids.
-            prompt_token_ids: Returns the prompt, once the call has started.
+            prompt_token_ids: Returns the prompt's token ids, once the call has started.
             new_reader: Makes the reader of one output; None: the whole output is text.
             stop: Stop strings that end a tool call; the reader must read them as well.
         """
@@ -89,7 +89,7 @@ class ChatShape:
         return said
 
     def delta(self, index: int, delta: OutputDelta) -> Json | str:
-        """Return a chunk's choice with the new text; the first also has the role."""
+        """Return a chunk's choice with the new text; the first chunk's also has the role."""
         if self._index_to_reader is None:
             said: Json = {"content": delta.text}
         else:
@@ -198,7 +198,7 @@ class ChatShape:
 
 
 def last_pieces(reader: Reader, finished: OutputFinished, stop: Sequence[str]) -> list[Piece]:
-    """Return an output's last pieces; the reader first gets the stop string if `stop` has it."""
+    """Return an output's last pieces; a stop string that is in `stop` goes to the reader first."""
     pieces: list[Piece] = []
     if finished.stop_string is not None and finished.stop_string in stop:
         pieces += reader.push(finished.stop_string)
@@ -213,7 +213,7 @@ def _sorted(pieces: Sequence[Piece]) -> tuple[str, str, list[CallPiece]]:
 
 
 def _thought_json(thought: str) -> Json:
-    """Return thinking under its older and its newer name."""
+    """Return thinking under the older and the newer name of the field."""
     return {"reasoning_content": thought, "reasoning": thought} if thought else {}
 
 

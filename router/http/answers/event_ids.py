@@ -33,7 +33,7 @@ class StreamPosition:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all outputs."""
+        """The number of tokens of all outputs that the client has."""
         return sum(part.num_tokens for part in self._received.values())
 
     def advance(self, event: OutputDelta | OutputFinished) -> str:
@@ -58,7 +58,7 @@ class StreamPosition:
 def parse_event_id(event_id: str) -> tuple[str, dict[int, OutputReceived]]:
     """Return the request's id, and what the client has of each output.
 
-    Raises InvalidArgumentError.
+    May raise InvalidArgumentError.
     """
     if len(event_id) > _MAX_CHARS or not _PATTERN.fullmatch(event_id):
         raise InvalidArgumentError(

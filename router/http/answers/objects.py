@@ -18,12 +18,12 @@ TokenText: TypeAlias = Callable[[int], str]
 """Returns the text of one token id alone."""
 
 LOWEST_LOGPROB = -9999.0
-"""Replaces -inf, which JSON cannot represent."""
+"""The value that replaces -inf, which JSON cannot represent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt, shown before its output."""
+    """A prompt that is shown before its output."""
 
     text: str
     token_ids: Sequence[int]
@@ -55,7 +55,7 @@ class Shape(Protocol):
         """Add more prompt log-probabilities of a choice; called before its first delta."""
 
     def once(self) -> Json:
-        """Return the extra fields of a whole answer, or of a stream's first event."""
+        """Return the extra fields that a whole answer or a stream's first event has."""
 
     def delta(self, index: int, delta: OutputDelta) -> Json | str:
         """Return a chunk's choice; a string stands for `choice_of_text(index, string)`."""
@@ -94,7 +94,7 @@ class CompletionShape:
     ) -> None:
         """`prompt` returns the prompt of a choice that has started.
 
-        `is_echo_only`: whether only the prompt is shown.
+        `is_echo_only` tells whether only the prompt is shown.
         """
         self._is_echo_only = is_echo_only
         self._has_token_ids = has_token_ids
@@ -118,7 +118,7 @@ class CompletionShape:
         return {}
 
     def delta(self, index: int, delta: OutputDelta) -> Json | str:
-        """Return a chunk's choice with new text; the first time, the prompt comes before it."""
+        """Return a chunk's choice with new text; in the first chunk, the prompt comes before it."""
         if self._is_plain and index in self._started:
             return delta.text
         return {
@@ -150,7 +150,7 @@ class CompletionShape:
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprob | None],
     ) -> Json:
-        """Return text and log-probabilities; the first time with the prompt, if requested."""
+        """Return text and log-probabilities; the first time, if requested, the prompt, too."""
         if self._is_echo_only:
             text, token_ids, logprobs = "", (), ()
         shown: Json = {"token_ids": list(token_ids)} if self._has_token_ids else {}
@@ -208,7 +208,7 @@ def prompt_logprobs_json(
 ) -> list[Json | None]:
     """Return prompt log-probabilities as vLLM does: the likeliest tokens and the prompt's, by id.
 
-    The first token has none.
+    The first token has no log-probability.
     """
 
     def scored(token_id: int, entry: TokenLogprob) -> Json:

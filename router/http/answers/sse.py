@@ -10,7 +10,7 @@ from aiohttp import ClientConnectionResetError, web
 from router.http.strict_json import json_bytes
 
 STARTED: Final = web.RequestKey("started", web.StreamResponse)
-"""The key of the response whose head has been sent; from then on there can be no other response."""
+"""The key of the response whose head has been sent, after which no other response is possible."""
 HEARTBEAT: Final = b":\n\n"
 _HEARTBEAT_S = 1.0
 _MOST_UNSENT_BYTES = 64 * 1024
@@ -39,7 +39,7 @@ class SseResponse:
         self._timer: asyncio.TimerHandle
         self._is_started = asyncio.Event()
         self.first_event: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once there is an event, even before `start`."""
+        """A future that is done once there is an event, even before `start`."""
         self._early = b""
         """Events put before `start`: at most one, and the end of the stream."""
         self.response = web.StreamResponse(
@@ -67,7 +67,7 @@ class SseResponse:
         # A timer costs less than a task that sleeps.
         self._timer = asyncio.get_running_loop().call_later(_HEARTBEAT_S, self._send_heartbeat)
         if self._is_silent and self._transport is not None and self.has_room():
-            with contextlib.suppress(ClientConnectionResetError):  # the next event raises it
+            with contextlib.suppress(ClientConnectionResetError):  # the next event will raise it
                 self.put(self.heartbeat)
         self._is_silent = True
 
@@ -105,7 +105,7 @@ class SseResponse:
 
     @property
     def is_held(self) -> bool:
-        """Whether the head has been sent, but `start` has yet to be called."""
+        """Whether the head has been sent, but `start` has not been called yet."""
         return self._held is not None
 
     def has_room(self) -> bool:
@@ -114,7 +114,7 @@ class SseResponse:
         return self._transport.get_write_buffer_size() <= _MOST_UNSENT_BYTES
 
     async def wait_for_room(self) -> None:
-        """Wait until the client has read enough, or for `start`."""
+        """Wait until `start` has been called and the client has read enough."""
         if self._transport is None:
             await self._is_started.wait()
         while not self.has_room():
@@ -140,7 +140,7 @@ class SseResponse:
         await self.wait_for_room()
 
     async def send_named(self, events: Sequence[Mapping[str, object]]) -> None:
-        """Send events, each named by its `type`, in one write."""
+        """Send events, each of which is named by its `type`, in one write."""
         if events:  # an empty chunk would end the body
             self.put(named_events(events))
             await self.wait_for_room()
@@ -160,7 +160,7 @@ WAITING: Final = web.RequestKey("waiting", SseResponse)
 def sse_of(
     request: web.Request, headers: dict[str, str], heartbeat: bytes = HEARTBEAT
 ) -> SseResponse:
-    """Return the response for a call's events: one whose head has been sent, or a new one."""
+    """Return the response for a call's events: the one whose head has been sent, or a new one."""
     waiting: SseResponse | None = request.get(WAITING)
     if waiting is None:
         return SseResponse(request, headers, heartbeat)
@@ -174,7 +174,7 @@ def sse_event(value: object) -> bytes:
 
 
 def named_events(events: Sequence[Mapping[str, object]]) -> bytes:
-    """Return events, each named by its `type`."""
+    """Return events, each of which is named by its `type`."""
     return b"".join(
         b"event: %b\n%b" % (str(event["type"]).encode(), sse_event(event)) for event in events
     )

@@ -38,7 +38,7 @@ class MessageCall:
         return self.request.request_id
 
     def named(self, error: QuireError) -> QuireError:
-        """Return the error with the field's name in the client's JSON."""
+        """Return the error with the field's name as it is in the client's JSON."""
         if isinstance(error, InvalidArgumentError):
             return error_with_json_names({**FIELD_TO_JSON, **self.plan.field_to_json}, error)
         return error
@@ -54,7 +54,7 @@ class MessageCall:
         return content.stop_reason(finished, is_context_full=is_context_full)
 
     def head(self, live: LiveRequest) -> Json:
-        """Return the message as it is before it has content."""
+        """Return the JSON of the message before it has content."""
         return {
             "id": f"msg_{self.request_id}",
             "type": "message",
@@ -70,7 +70,7 @@ class MessageCall:
 async def answer_message(
     http: web.Request, inference: Inference, call: MessageCall
 ) -> web.StreamResponse:
-    """Answer the call. When this returns, raises or is cancelled, its request has ended."""
+    """Answer the call. When this ends in any way, the call's request has ended."""
     try:
         async with await inference.generate(call.plan.applied_to(call.request)) as live:
             if call.body.stream:

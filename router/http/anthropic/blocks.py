@@ -12,8 +12,8 @@ from router.http.requests import messages as chat
 from router.http.strict_json import Listed, Schema, at_most, json_bytes
 
 _NO_PROMPT = "x-anthropic-billing-header:"
-"""The beginning of the system block in which Claude Code sends its version. The block is left out:
-it differs between sessions, so their prompts would share no prefix."""
+"""The beginning of the system block in which Claude Code sends its version. The block is left out
+because it differs between sessions, whose prompts would then share no prefix."""
 
 
 def _as_blocks(value: object) -> object:
@@ -21,7 +21,7 @@ def _as_blocks(value: object) -> object:
 
 
 class CacheControl(Schema):
-    """A cache mark: a later prompt will begin with the prompt up to here."""
+    """A cache mark: a later prompt is expected to begin with the prompt up to this block."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -56,7 +56,7 @@ class ThinkingBlock(Schema):
 
 
 class ToolUseBlock(CacheMarked):
-    """A call that the assistant made."""
+    """A tool call that the assistant made."""
 
     unimplemented = MappingProxyType({"caller": ({"type": "direct"},), "toolset_name": ()})
 
@@ -67,7 +67,7 @@ class ToolUseBlock(CacheMarked):
 
 
 class ToolResultBlock(CacheMarked):
-    """The result of a call."""
+    """The result of a tool call."""
 
     unimplemented = MappingProxyType({"toolset_name": ()})
 
@@ -113,7 +113,7 @@ def chat_messages(system: Sequence[TextBlock], messages: Sequence[Message]) -> l
     listed = [_message("system", said)] if said else []
     for i, message in enumerate(messages):
         for new in _chat_messages(f"messages[{i}]", message):
-            if listed and new.role == "user" == listed[-1].role:  # one turn of the user
+            if listed and new.role == "user" == listed[-1].role:  # these are one turn of the user
                 before = listed.pop().content or []
                 new = chat.Message.model_construct(  # noqa: PLW2901 - the whole turn
                     role="user", content=[*before, *(new.content or ())]
@@ -126,7 +126,7 @@ def ends_with_assistant(messages: Sequence[Message]) -> bool:
     """Whether the last message is the assistant's, so that the output continues it.
 
     Raises:
-        InvalidArgumentError: That message has blocks other than text.
+        InvalidArgumentError: The last message is the assistant's, and has blocks other than text.
     """
     last = messages[-1]
     if last.role != "assistant":

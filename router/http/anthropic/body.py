@@ -94,7 +94,7 @@ class ThinkingWithBudget(Schema):
 
 
 class ThinkingByModel(Schema):
-    """Thinking of a length that the model decides."""
+    """Thinking whose length the model decides."""
 
     type: Literal["adaptive"]
     display: Literal["summarized", "omitted"] = "summarized"
@@ -126,12 +126,12 @@ class OutputConfig(Schema):
     """The effort for an output, and its form."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """Has an effect only if the model's chat template uses it."""
+    """How much to think. It has an effect only if the model's chat template uses it."""
     format: OutputFormat | None = None
 
 
 class Metadata(Schema):
-    """A label, without effect."""
+    """Labels of a call, which have no effect."""
 
     user_id: str = ""
 
@@ -235,7 +235,7 @@ class CountBody(CacheMarked):
 
     @property
     def cache_pin_s(self) -> float | None:
-        """How long to keep the prompt in the prefix cache: the longest time of all marks."""
+        """The longest time for which a mark pins the prompt in the prefix cache; None: no marks."""
         return max((mark.ttl_s for mark in self._marks()), default=None)
 
 
@@ -260,7 +260,7 @@ class MessagesBody(CountBody):
     top_p: float = 1.0
 
     def request(self, prompt: str, request_id: str, *, max_model_len: int) -> GenerateRequest:
-        """Return the request for a prompt, without the output plan."""
+        """Return the request for a prompt; the output plan is not yet applied to it."""
         return GenerateRequest(
             prompt=prompt,
             model=self.model,

@@ -11,15 +11,16 @@ from router.http.answers.objects import Json
 from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
 
 SIGNATURE: Final = "cXVpcmU="
-"""Placeholder: Anthropic signs thinking to verify it later; Quire accepts any signature."""
+"""A placeholder. Anthropic signs thinking to verify it later; Quire accepts any signature."""
 
 _TEXT, _THINKING, _CALL = "text", "thinking", "tool_use"
 
 
 class ContentEvents:
-    """Makes the events of one output's blocks.
+    """Makes the events of an output's content blocks.
 
-    `index` is a block's index in the content. At most one block is open::
+    In the events, `index` is a block's index in the content. Blocks do not overlap; each has these
+    events::
 
         content_block_start, content_block_delta ..., content_block_stop
     """
@@ -33,7 +34,7 @@ class ContentEvents:
     ) -> None:
         """`new_reader` and `stop` are those of the `OutputPlan`.
 
-        Without `shows_thinking`, thinking blocks are empty.
+        If `shows_thinking` is false, thinking blocks are empty.
         """
         self._reader = None if new_reader is None else new_reader()
         self._stop = stop
@@ -112,7 +113,7 @@ class ContentEvents:
 
 
 def collected(events: Iterable[Json]) -> list[Json]:
-    """Return the content that results from events, as Anthropic's clients compute it."""
+    """Return the content blocks that Anthropic's clients would compute from the events."""
     blocks: list[dict[str, Any]] = []
     arguments = ""
     for event in events:
@@ -134,7 +135,7 @@ def collected(events: Iterable[Json]) -> list[Json]:
 
 
 def _parsed(arguments: str) -> object:
-    """Return a call's input; if the text was cut short, return the part that is complete."""
+    """Return a tool call's input; of a text that was cut short, the part that is complete."""
     try:
         value = from_json(arguments, allow_partial=True)
     except ValueError:

@@ -5,7 +5,7 @@ from typing import Final
 from contract.errors import ContextLengthError, QuireError, QuotaError, TooBusyError
 
 ROOT: Final = "/v1/messages"
-"""Errors of paths below this one have Anthropic's shape."""
+"""Errors at this path, and at paths below it, have Anthropic's shape."""
 
 REQUEST_ID_HEADER: Final = "request-id"
 
@@ -13,7 +13,7 @@ OVERLOADED: Final = 529
 """Anthropic's status for an overloaded service; 429 is for a client that exceeds its quota."""
 
 _TOO_LONG: Final = "prompt is too long"
-"""Clients recognize by these words that they must shorten the conversation."""
+"""Clients shorten the conversation if an error has these words."""
 
 _STATUS_TO_TYPE = {
     401: "authentication_error",

@@ -1,4 +1,4 @@
-"""Accepts batches, and ends each when all lines are answered, time is up, or it is cancelled."""
+"""Accepts batches, and ends each when it is complete, its time is up, or it is cancelled."""
 
 import asyncio
 import time
@@ -45,7 +45,7 @@ _SWEEP_S: Final = 600.0
 MAX_RESULT_BYTES: Final = 128 * 2**20
 """Limit on the bytes of a batch's results, which the database writes as one value.
 
-Measured on two busy cores: PostgreSQL writes them in 32 s and reads them in 5 s.
+On two busy cores, PostgreSQL took 32 s to write this many bytes and 5 s to read them.
 """
 _TOO_LARGE: Final = (
     "results_too_large",
@@ -58,12 +58,12 @@ _UNANSWERED: Final = {
 """Maps a batch's status to the error of its unanswered lines; the default is `_CANCELLED`."""
 _CANCELLED: Final = "batch_cancelled", "the batch was cancelled before this line was answered"
 _KINDS: Final = {TurnStatus.COMPLETED: "output", TurnStatus.FAILED: "error"}
-"""Maps a turn's status to the file with its result."""
+"""Maps a turn's status to the result file for the turn's line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The files and batches of one router's clients."""
+    """Files and batches, for the clients of one router."""
 
     cells: Cells
     turns: Turns
@@ -85,7 +85,7 @@ class Batches:
         return self.cells.entry.tenant_of(headers.get(TENANT_KEY, ""))
 
     async def file(self, tenant: str, file_id: str) -> File:
-        """Return a file; raises NotFoundError."""
+        """Return a file; raises NotFoundError if it is not kept."""
         file = await self.store.file(tenant, file_id)
         if file is None:
             raise NotFoundError(f"file {excerpt(file_id)} is not kept, or has been deleted")
@@ -96,7 +96,7 @@ class Batches:
 
         Raises:
             NotFoundError: There is no such file.
-            FailedPreconditionError: A batch is still being made from it.
+            FailedPreconditionError: A batch's lines are still being read from the file.
         """
         file = await self.file(tenant, file_id)
         for batch in await self.store.live_batches():
@@ -108,7 +108,7 @@ class Batches:
         await self.store.delete_file(file.tenant, file.id)
 
     async def content(self, tenant: str, file_id: str) -> bytes:
-        """Return a file's contents; raises NotFoundError."""
+        """Return a file's contents; raises NotFoundError if the file is not kept."""
         content = await self.store.content(tenant, file_id)
         if content is None:
             raise NotFoundError(f"file {excerpt(file_id)} is not kept, or has been deleted")
@@ -123,12 +123,12 @@ class Batches:
         output_expires_s: float | None = None,
         call: CallKey | None = None,
     ) -> Json:
-        """Store a batch; once this returns, the batch will be completed even after crashes.
+        """Store a batch; after that, it will be completed even if processes crash.
 
-        Returns the batch that the same call created before, if there is one.
+        If the same call has created a batch before, returns that batch.
 
         Raises:
-            AlreadyExistsError: Another call has the key.
+            AlreadyExistsError: A different call has the same idempotency key.
             NotFoundError: There is no such file.
         """
         if call is not None and (known := await self.store.created_by(tenant, call)) is not None:
@@ -160,7 +160,7 @@ class Batches:
         return shown if created == batch_id else await self.shown(await self.find(tenant, created))
 
     async def find(self, tenant: str, batch_id: str) -> Batch:
-        """Return a batch; raises NotFoundError."""
+        """Return a batch; raises NotFoundError if it is not kept."""
         batch = await self.store.batch(tenant, batch_id)
         if batch is None:
             raise NotFoundError(f"batch {excerpt(batch_id)} is not kept, or has been deleted")
@@ -185,7 +185,7 @@ class Batches:
     # --- completion -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Advance the batches that have not ended; several routers may do so at once."""
+        """Advance all live batches; several routers may do so at once."""
         next_sweep = 0.0
         broken: set[str] = set()  # retried at the next sweep
         while True:
@@ -325,7 +325,7 @@ class _Results:
         default_factory=lambda: {"output": bytearray(), "error": bytearray()}
     )
     is_full: bool = False
-    """Whether a result did not fit."""
+    """Whether a result was left out because it did not fit."""
     num_completed: int = 0
     num_failed: int = 0
     _num_bytes: int = 0
@@ -380,7 +380,7 @@ def _problem(code: str, message: str, line: int | None = None, param: str | None
 
 
 def _checked(text: bytes, endpoint: str, seen: Container[str], max_bytes: int) -> str:
-    """Return a line's custom_id; raises InvalidArgumentError."""
+    """Return a line's custom_id; raises InvalidArgumentError if the line is invalid."""
     if len(text) > max_bytes:
         raise InvalidArgumentError(
             "line", f"has {len(text)} bytes; it must have at most {max_bytes} (--max-body-mb)"

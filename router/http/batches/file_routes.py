@@ -25,7 +25,7 @@ from router.http.strict_json import Schema, excerpt, json_bytes
 
 FILES: Final = "/v1/files"
 MAX_STORED_BYTES: Final = 4 * 2**30
-"""Limit on all files of a tenant, with the results of its batches, for the next upload."""
+"""A tenant whose files, including its batches' results, have this size cannot upload more."""
 _MAX_FILES_LISTED: Final = 10_000
 _PURPOSE: Final = "batch"
 _EXPIRY_FIELDS: Final = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}
@@ -34,7 +34,7 @@ MAX_EXPIRES_S: Final = 30 * 86400
 
 
 class ExpiresAfter(Schema):
-    """How long a file is kept, from when it is created."""
+    """How long a file is kept after its creation."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=MIN_EXPIRES_S, le=MAX_EXPIRES_S)]
@@ -50,7 +50,7 @@ def file_routes(batches: Batches) -> list[web.RouteDef]:
     uploads = Places("uploads", per_tenant=4, in_all=16)
     downloads = Places("downloads", per_tenant=4, in_all=16)
     reading = asyncio.Lock()
-    """Held while memory has a whole file to send."""
+    """Held while memory contains a whole file that will be sent."""
 
     async def check_stored(tenant: str) -> None:
         if (num_stored := await store.file_bytes(tenant)) >= MAX_STORED_BYTES:
@@ -138,7 +138,7 @@ def _fingerprint(upload: Upload, kept_s: int | None) -> bytes:
 
 
 def _kept_s(fields: Mapping[str, str]) -> int | None:
-    """Return the seconds of the fields of `expires_after`; raises InvalidArgumentError."""
+    """Return the seconds in the fields of `expires_after`; may raise InvalidArgumentError."""
     expiry = {name: fields[field] for field, name in _EXPIRY_FIELDS.items() if field in fields}
     if not expiry:
         return None

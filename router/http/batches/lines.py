@@ -1,4 +1,4 @@
-"""The lines of a batch. Each becomes a turn, whose result is a line of a result file."""
+"""The lines of a batch. Each line becomes a turn, whose result is a line of a result file."""
 
 import asyncio
 import time
@@ -34,11 +34,11 @@ KIND: Final = "batch line"
 EMBEDDINGS_KIND: Final = "batch embeddings"
 _EMBEDDINGS: Final = "/v1/embeddings"
 _MAX_INPUTS_AT_ONCE: Final = 4
-"""Limit on the inputs of one line that are live at a time, so that batches leave room for other
+"""Limit on the inputs of one line that are computed at once, so that batches leave room for other
 calls."""
 _MAX_NUMBERS: Final = 2**18
-"""Limit on the numbers in one line's vectors, about 5.5 MB of JSON. A router holds the answers of
-many lines."""
+"""Limit on the numbers in one line's embeddings, about 5.5 MB of JSON. A router holds the answers
+of many lines in memory."""
 
 ENDPOINTS: Final[Mapping[str, type[Schema]]] = {
     "/v1/chat/completions": ChatBody,
@@ -75,7 +75,7 @@ class BatchLines:
     async def answer(self, turn: Turn) -> Answer | None:
         """Return the result of a line for embeddings; None for other lines.
 
-        If the router dies, the vectors are computed again.
+        If the router dies, another router computes the embeddings again.
         """
         if turn.kind != EMBEDDINGS_KIND:
             return None
@@ -108,7 +108,7 @@ class BatchLines:
         return await asyncio.to_thread(made)
 
     async def request(self, turn: Turn) -> GenerateRequest:
-        """Return the request of a line; raises QuireError if its body is wrong."""
+        """Return the request of a line; raises QuireError if the line's body is invalid."""
         call = await self._call(turn, self.cells.of(turn.model))
         if isinstance(call, Call):
             if len(call.requests) > 1:
@@ -126,7 +126,7 @@ class BatchLines:
     async def result(
         self, turn: Turn, status: TurnStatus, events: Sequence[Event], at: float
     ) -> bytes:
-        """Return the result line, for the output file or the error file."""
+        """Return a line of the output file or of the error file."""
         if status is TurnStatus.COMPLETED:
             code, body = _OK, await self._answer(turn, events, at)
         else:
@@ -135,7 +135,7 @@ class BatchLines:
         return await _off_loop(turn, lambda turn: line(turn, status_code=code, body=body))
 
     def failure(self, turn: Turn, error: QuireError) -> bytes:
-        """Return the error file's line for a request that cannot be answered."""
+        """Return a line of the error file, for a request that cannot be answered."""
         return line(turn, status_code=error.http_status, body=error_json(error))
 
     async def _call(self, turn: Turn, inference: Inference) -> Call | ResponseCall:
@@ -176,14 +176,14 @@ class BatchLines:
 
 
 async def _off_loop(turn: Turn, work: Callable[[Turn], T]) -> T:
-    """Return `work(turn)`, which parses the line; run it in a thread if the line is large."""
+    """Return `work(turn)`, which parses the turn's line; a thread does this for a large line."""
     if len(turn.body) <= MAX_PARSED_AT_ONCE_BYTES:
         return work(turn)
     return await asyncio.to_thread(work, turn)
 
 
 def _body_of(turn: Turn) -> Schema:
-    """Return a line's request; raises InvalidArgumentError."""
+    """Return a line's request; may raise InvalidArgumentError."""
     asked = parse_line(turn.body)
     for field in _UNSUPPORTED:
         if asked["body"].get(field):
@@ -195,7 +195,7 @@ def _body_of(turn: Turn) -> Schema:
 
 
 def parse_line(text: bytes) -> dict[str, Any]:
-    """Return a line's custom_id, method, url and body; raises InvalidArgumentError."""
+    """Return a line's custom_id, method, url and body; may raise InvalidArgumentError."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise InvalidArgumentError("line", "is not a JSON object")
@@ -256,4 +256,4 @@ def _deadline(turn: Turn) -> float:
 
 
 WINDOW_S: Final = 86400.0
-"""Seconds of OpenAI's `completion_window`, which is always "24h"."""
+"""OpenAI's `completion_window` in seconds; it is always "24h"."""

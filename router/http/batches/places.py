@@ -22,7 +22,7 @@ class Places:
 
     @contextmanager
     def take(self, tenant: str) -> Iterator[None]:
-        """Count a call for as long as the block runs; raises TooBusyError beyond a limit."""
+        """Count a call while the `with` block runs; raises TooBusyError beyond a limit."""
         num, most, whose = self._tenant_to_num[tenant], self._per_tenant, "of this tenant "
         if num < most:
             num, most, whose = self._tenant_to_num.total(), self._in_all, ""

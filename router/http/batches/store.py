@@ -16,7 +16,7 @@ from router.turns.store import OF_GROUP, insert_turn
 from router.turns.turn import Turn
 
 VALIDATING: Final = "validating"
-"""A batch's status while its lines become turns."""
+"""A batch's status while its lines are made into turns."""
 SLICE: Final = 500
 """Limit on the turns that one transaction writes or deletes."""
 
@@ -27,7 +27,7 @@ _IS_KEPT: Final = "(expires_at IS NULL OR expires_at > ?)"
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file without its contents."""
+    """A stored file's fields, without its contents."""
 
     id: str
     tenant: str
@@ -55,12 +55,12 @@ class Batch:
 
     @property
     def file_id(self) -> str:
-        """The input file."""
+        """The id of the input file."""
         return str(self.shown["input_file_id"])
 
 
 class BatchStore:
-    """The files and batches of all tenants; all calls raise StoreError."""
+    """The files and batches of all tenants; any call may raise StoreError."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -68,10 +68,10 @@ class BatchStore:
     # --- files ----------------------------------------------------------------------------------
 
     async def add_file(self, file: File, content: BinaryIO, call: CallKey | None = None) -> str:
-        """Store a file with all of `content`, which is read when the database has time for it.
+        """Store a file; `content` is read from its start once the database has time for it.
 
         Returns:
-            The file's id, or that of the file which the same call stored before.
+            The file's id, or the id of the file that the same call stored before.
 
         Raises:
             AlreadyExistsError: Another call has the key.
@@ -114,7 +114,7 @@ class BatchStore:
     async def files(
         self, tenant: str, wanted: PageQuery, purpose: str | None = None
     ) -> Sequence[File]:
-        """Return a page of the tenant's files, and one more if there is one.
+        """Return a page of the tenant's files, and one file more if there is a next page.
 
         Raises:
             InvalidArgumentError: There is no file with the id `after`.
@@ -161,9 +161,9 @@ class BatchStore:
     # --- batches --------------------------------------------------------------------------------
 
     async def create(self, batch: Batch, call: CallKey | None = None) -> str:
-        """Store a batch without turns, which `fill` adds.
+        """Store a batch; `fill` adds its turns.
 
-        Returns its id, or that of the batch which the same call created before.
+        Returns its id, or the id of the batch that the same call created before.
 
         Raises:
             AlreadyExistsError: Another call has the key.
@@ -182,7 +182,7 @@ class BatchStore:
         )
 
     async def created_by(self, tenant: str, call: CallKey) -> str | None:
-        """Return the id of the batch that a call created; raises AlreadyExistsError."""
+        """Return the id of the batch that a call created; may raise AlreadyExistsError."""
         return await self._database.run(
             lambda cursor, _: _with_key(cursor, "batches", tenant, call)
         )
@@ -201,7 +201,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def fill(self, batch: Batch, turns: Sequence[Turn]) -> bool:
-        """Store more turns of a batch; return False if it takes none, or none at present.
+        """Store more turns of a batch; return False if it takes no turns, or none now.
 
         Transactions must be short, because they delay turns that clients wait for.
         """
@@ -222,7 +222,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def batches(self, tenant: str, wanted: PageQuery) -> Sequence[Batch]:
-        """Return a page of the tenant's batches, and one more if there is one.
+        """Return a page of the tenant's batches, and one batch more if there is a next page.
 
         Raises:
             InvalidArgumentError: There is no batch with the id `after`.
@@ -267,7 +267,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def end_queued(self, batch: Batch) -> None:
-        """End those turns of a batch that no router has started."""
+        """End the turns of a batch that no router has started."""
 
         def work(cursor: Cursor, db: Connection) -> int:
             now = db.now(cursor)
@@ -285,7 +285,7 @@ class BatchStore:
     async def end(
         self, batch: Batch, shown: Json, files: Sequence[tuple[File, bytes | bytearray]]
     ) -> None:
-        """End a batch and store its result files, unless another router has done so."""
+        """End a batch and store its result files, unless another router has ended it."""
 
         def work(cursor: Cursor, _: Connection) -> None:
             cursor.execute(
@@ -326,7 +326,7 @@ class BatchStore:
             pass
 
     async def sweep(self, retention_s: float) -> None:
-        """Delete files and ended batches that are older than this, and files that have expired."""
+        """Delete files and ended batches older than `retention_s`, and files that have expired."""
 
         def work(cursor: Cursor, db: Connection) -> None:
             before = db.now(cursor) - retention_s
@@ -347,7 +347,9 @@ def _page(
     wanted: PageQuery,
     chosen: Mapping[str, object] = MappingProxyType({}),
 ) -> list[Any]:
-    """Return the rows of a page, and one more if there is one; raises InvalidArgumentError.
+    """Return the rows of a page, and one row more if there is a next page.
+
+    Raises InvalidArgumentError if `after` is not the id of a row.
 
     `chosen` maps more conditions to their values.
     """
@@ -386,7 +388,7 @@ def _insert(cursor: Cursor, table: str, row: Mapping[str, Any]) -> bool:
 
 
 def _insert_once(cursor: Cursor, table: str, row: Mapping[str, Any], call: CallKey | None) -> str:
-    """Insert a row; return its id, or that of the row which the same call inserted before."""
+    """Insert a row; return its id, or the id of the row that the same call inserted before."""
     if call is not None:
         row = {**row, "idempotency_key": call.key, "fingerprint": call.fingerprint}
     row_id = str(row["id"])

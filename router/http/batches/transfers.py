@@ -1,4 +1,4 @@
-"""Receives and sends files through temporary files, so that memory holds only pieces of them."""
+"""Receives and sends files through temporary files, so memory holds only pieces of a file."""
 
 import asyncio
 import hashlib
@@ -18,15 +18,15 @@ from rpc.http_server import MALFORMED
 
 MAX_FILE_BYTES: Final = 64 * 2**20
 _MAX_BODY_BYTES: Final = MAX_FILE_BYTES + 2**16
-"""With the boundaries, the headers and the other parts."""
+"""Limit on a whole body: the file, other parts, boundaries and headers."""
 _MAX_LINES: Final = 64
-"""Limit on the lines of a body outside of its parts' contents: boundaries and headers."""
+"""Limit on a body's lines outside its parts' contents; these are boundaries and headers."""
 _MAX_FIELD_BYTES: Final = 64
 _READ_BYTES: Final = 2**16
 _PIECE_BYTES: Final = 2**20
 _UPLOAD_S: Final = 600.0
 _PIECE_S: Final = 60.0
-"""Time for a client to read most of a piece."""
+"""How long a client may take to read most of a piece."""
 _ENCODINGS: Final = ("Content-Encoding", "Content-Transfer-Encoding")
 _UNENCODED: Final = ("identity", "binary", "8bit", "7bit")
 
@@ -164,7 +164,7 @@ async def send(request: web.Request, response: web.StreamResponse, file: BinaryI
     """Write a file, from its beginning, to a response that has begun.
 
     Raises:
-        ClientConnectionResetError: The client is gone, or was too slow to read a piece.
+        ClientConnectionResetError: The client is gone, or reads too slowly.
     """
     await asyncio.to_thread(file.seek, 0)
     while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):

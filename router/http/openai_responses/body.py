@@ -31,7 +31,7 @@ FIELD_TO_JSON: Final[Mapping[str, str]] = MappingProxyType(
         "structured.grammar": "tools",
     }
 )
-"""Maps a request's fields to their JSON names, where they differ."""
+"""Maps a request's fields to their names in the JSON, if these differ."""
 
 
 class ReasoningOptions(Schema):
@@ -43,9 +43,9 @@ class ReasoningOptions(Schema):
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Has no effect: thinking is shown whole, never summarized."""
+    """Has no effect, because thinking is shown whole."""
     max_tokens: Annotated[int, Field(ge=0, le=2**20)] | None = None
-    """From OpenRouter: the limit on thinking tokens."""
+    """A field of OpenRouter: the limit on thinking tokens."""
 
 
 class TextFormat(Schema):
@@ -59,7 +59,7 @@ class TextFormat(Schema):
     """Ignored: every schema is followed strictly."""
 
     def form(self) -> StructuredOutput | None:
-        """Return the form; None: any text. Raises InvalidArgumentError without a schema."""
+        """Return the form; None: any text. Raises InvalidArgumentError if the schema is missing."""
         match self.type:
             case "text":
                 return None
@@ -109,7 +109,7 @@ class ResponseBody(ResponseTools):
     instructions: str = ""
     previous_response_id: str | None = None
     store: bool | None = None
-    """Whether to store the response; None: yes, if the router stores responses."""
+    """Whether to store the response; None: store it if the router stores responses."""
     background: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -128,11 +128,11 @@ class ResponseBody(ResponseTools):
     user: str = ""
     safety_identifier: str = ""
     client_metadata: Annotated[dict[str, Any], at_most(MAX_METADATA), Field(default_factory=dict)]
-    """Labels of Codex, without effect."""
+    """Labels that Codex sends; they have no effect."""
     prompt_cache_key: str = ""
     prompt_cache_retention: CacheRetention | None = None
 
-    # Not OpenAI's, but vLLM's.
+    # These fields are vLLM's, not OpenAI's.
     seed: int | None = None
     top_k: int = 0
     min_p: float = 0.0
@@ -155,7 +155,7 @@ class ResponseBody(ResponseTools):
         return "reasoning.encrypted_content" in self.include
 
     def check(self) -> None:
-        """Check fields against each other; raises InvalidArgumentError."""
+        """Check fields against each other; may raise InvalidArgumentError."""
         self.check_tools()
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options", "is set; it needs stream to be true")
@@ -168,7 +168,7 @@ class ResponseBody(ResponseTools):
             raise InvalidArgumentError("background", "is true; it needs store, which is false")
 
     def conversation(self, earlier: Sequence[Item] = ()) -> Conversation:
-        """Return the chat: items of earlier turns, then the input; raises InvalidArgumentError."""
+        """Return the chat: `earlier` items, then the input; may raise InvalidArgumentError."""
         return Conversation(
             model=self.model,
             messages=messages_of(self.instructions, [*earlier, *self.items], len(earlier)),
@@ -180,7 +180,7 @@ class ResponseBody(ResponseTools):
         )
 
     def request(self, prompt: str, request_id: str) -> GenerateRequest:
-        """Return the request for a prompt, without the output plan."""
+        """Return the request for a prompt; the output plan is not yet applied to it."""
         return GenerateRequest(
             prompt=prompt,
             model=self.model,
@@ -205,7 +205,7 @@ class ResponseBody(ResponseTools):
         )
 
     def shown(self, *, model: str, store: bool) -> Json:
-        """Return the request's fields that a response repeats."""
+        """Return the fields of the body that the response repeats."""
         form = self.text.format
         text: Json = {"type": form.type}
         if form.type == "json_schema":

@@ -20,7 +20,8 @@ from router.schedulers.wire import record_from_bytes
 from router.turns.turn import Turn
 
 _PROMPT_END = 64
-"""Number of a prompt's last tokens, which show whether the output begins within thinking."""
+"""How many of a prompt's last tokens to decode, to see whether the output begins within
+thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class ResponseCall:
         return self.plan.applied_to(self.request)
 
     def named(self, error: InvalidArgumentError) -> InvalidArgumentError:
-        """Return the error with the field's name in the client's JSON."""
+        """Return the error with the field's name as it is in the client's JSON."""
         return error_with_json_names({**FIELD_TO_JSON, **self.plan.field_to_json}, error)
 
     def events(self, inference: Inference) -> ResponseEvents:
@@ -58,7 +59,7 @@ class ResponseCall:
 
 
 def output_text(inference: Inference, request: GenerateRequest) -> OutputText:
-    """Return a converter from tokens to text, which makes the same text as the live output."""
+    """Return a converter from tokens to text; the text is the same as in the live output."""
     sampling, model = request.sampling, inference.model.info(request.model)
     ends = frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids)
     return OutputText(
@@ -82,7 +83,7 @@ def head_of(
 async def prepare(
     inference: Inference, body: ResponseBody, head: Json, earlier: Sequence[Item] = ()
 ) -> ResponseCall:
-    """Make the call for a body that continues `earlier` items; raises QuireError."""
+    """Make the call for a body that continues `earlier` items; may raise QuireError."""
     if body.truncation == "auto":
         prompt, plan = await truncated(inference, body, earlier)
     else:

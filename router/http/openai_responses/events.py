@@ -1,8 +1,8 @@
 """The events of one response, as a function of its tokens alone.
 
-Each token is converted to text and events separately. So a stream that is read again, at another
-router or after all processes have restarted, has the same events with the same numbers, no matter
-in which deltas its tokens arrive.
+Each token is converted to text and events separately. So a stream that a client reads again, at
+another router or after all processes have restarted, has the same events with the same numbers, no
+matter how its tokens are divided into deltas.
 """
 
 import re
@@ -51,7 +51,7 @@ class OutputText:
     def __init__(
         self, detokenizer: Detokenizer, stop: StopMatcher, end_token_ids: Container[int]
     ) -> None:
-        """`end_token_ids` end the output; their text is not part of it."""
+        """The tokens `end_token_ids` end the output; their text is not part of it."""
         self._detokenizer = detokenizer
         self._stop = stop
         self._end_token_ids = end_token_ids
@@ -95,7 +95,7 @@ class ResponseEvents:
             token_bytes: Returns the bytes of a token.
             has_logprobs: Whether to show log-probabilities.
             seals_thinking: Whether reasoning items have `encrypted_content`.
-            name_to_group: Maps a name that the model has seen to group and function.
+            name_to_group: Maps a grouped function's name as the model sees it to (group, function).
         """
         self._head = head
         self._text = text
@@ -154,7 +154,7 @@ class ResponseEvents:
     def take(self, event: Event, now: Callable[[], float]) -> list[Json]:
         """Return the response's events for one event of the output.
 
-        At the end, `now` returns the Unix time for `completed_at`.
+        When the output ends, `now` is called for the Unix time of `completed_at`.
         """
         match event:
             case OutputDelta():
@@ -177,7 +177,7 @@ class ResponseEvents:
         return self._take()
 
     def finish(self, finished: OutputFinished, usage: Usage, at: float) -> list[Json]:
-        """Return the last events of an output that has ended at the Unix time `at`."""
+        """Return the last events; the output ended at the Unix time `at`."""
         pieces = list(self._read(self._text.flush()))
         if self._reader is not None:
             pieces += last_pieces(self._reader, finished, self._call_stop)
@@ -239,7 +239,7 @@ class ResponseEvents:
 
     def _say_text(self, text: str) -> None:
         if self._open is None or self._open["type"] != "message":
-            if not text.strip():  # space between two items belongs to neither
+            if not text.strip():  # space between two items belongs to neither item
                 self._space += text
                 return
             text, self._space = self._space + text, ""
@@ -266,7 +266,7 @@ class ResponseEvents:
         self._add("response.content_part.added", **self._where(), part=part)
 
     def _open_call(self, name: str, call_id: str) -> None:
-        if _OUR_CALL_ID.fullmatch(call_id):  # so that reading the tokens again gives the same id
+        if _OUR_CALL_ID.fullmatch(call_id):  # an id that is the same when the tokens are read again
             call_id = f"call_{self._name}{self._num_calls}"
         self._num_calls += 1
         call: Json = {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
@@ -315,7 +315,7 @@ class ResponseEvents:
         self._add("response.output_item.done", output_index=len(self._output) - 1, item=done)
 
     def _where(self) -> Json:
-        """Return the fields of an event that locate its part of the response."""
+        """Return an event's fields that tell which part of the response it belongs to."""
         assert self._open is not None, "an item is being written"
         where: Json = {"item_id": self._open["id"], "output_index": len(self._output) - 1}
         return where if self._open["type"] == "function_call" else {**where, "content_index": 0}

@@ -54,7 +54,7 @@ def _text_of(parts: Sequence[_InputText | _Refusal]) -> str:
 
 
 class MessageItem(Schema):
-    """A message of the user, the assistant, or the developer."""
+    """A message of the user, the assistant, the developer or the system."""
 
     prefix: ClassVar[str] = "msg_"
 
@@ -131,7 +131,7 @@ class CallOutputItem(Schema):
 
 
 class _Thought(Schema):
-    """A part of thinking, or of its summary."""
+    """A part of the model's thinking, or of a summary of it."""
 
     type: Literal["reasoning_text", "summary_text", "text"]
     text: str
@@ -175,7 +175,7 @@ _KINDS: dict[str, type[Item]] = {
 
 
 def parse_items(value: object) -> list[Item]:
-    """Return the items of `input`; raises QuireError naming the item."""
+    """Return the items of `input`; raises QuireError that names an item if it is invalid."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -202,8 +202,8 @@ def messages_of(
     """Convert items to messages for a chat template.
 
     Consecutive thinking, text and calls of the assistant become one message. All instructions at
-    the start become one system message, because many templates take only one. In errors, item
-    `own_from` is `input[0]`, because the client's input begins there.
+    the start become one system message, because many templates take only one such message. In
+    errors, item number `own_from` is called `input[0]`, because the client's input begins there.
     """
     said: list[tuple[str, Message]] = []  # each with its field's name
     if instructions:
@@ -246,7 +246,7 @@ def _message(role: str, text: str | None, **fields: Any) -> Message:
 
 
 def _joined(last: Message, added: Message, *, is_first: bool) -> Message | None:
-    """Return both as one message; None if they must stay two."""
+    """Return the two messages as one; None if they must stay two."""
     if last.role != added.role:
         return None
     if added.role == "system" and is_first:
@@ -261,7 +261,7 @@ def _joined(last: Message, added: Message, *, is_first: bool) -> Message | None:
 
 
 def sealed(text: str) -> str:
-    """Return thinking as `encrypted_content`, which is encoded but not secret."""
+    """Return thinking as `encrypted_content`: encoded, but not secret."""
     return base64.b64encode(text.encode()).decode()
 
 

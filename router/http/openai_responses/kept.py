@@ -42,7 +42,7 @@ class KeptResponses:
     cells: Cells
     turns: Turns
     max_bytes: int
-    """Limit on the bytes of a conversation that a new response continues."""
+    """Maximum size in bytes of a conversation that a new response continues."""
 
     # --- TurnKind -------------------------------------------------------------------------------
 
@@ -83,9 +83,9 @@ class KeptResponses:
     async def accept(
         self, body: ResponseBody, response_id: str, tenant: str, headers: Mapping[str, str]
     ) -> tuple[Turn, ResponseCall]:
-        """Store and start a new response; return an older one with the same idempotency key.
+        """Store and start a response; return an older one if it has the same idempotency key.
 
-        Raises QuireError.
+        May raise QuireError.
         """
         created_at = time.time()
         kept = json_bytes(
@@ -119,7 +119,7 @@ class KeptResponses:
         return accepted, call
 
     async def earlier(self, tenant: str, previous_id: str | None) -> list[Item]:
-        """Return the items of the turns that a new response continues; raises NotFoundError."""
+        """Return the items of the turns that a new response continues; may raise NotFoundError."""
         if previous_id is None:
             return []
         turns = await self.turns.store.conversation(tenant, previous_id, self.max_bytes)
@@ -145,7 +145,7 @@ class KeptResponses:
         return json_bytes(made.response)
 
     async def shown(self, turn: Turn) -> bytes:
-        """Return the current JSON of a response, which has no output before it has ended."""
+        """Return the current JSON of a response; before its end, its output is empty."""
         if turn.result is not None:
             return turn.result
         body = await body_of(turn)
@@ -155,7 +155,7 @@ class KeptResponses:
 
 
 def unfinished(head: Json, status: str) -> Json:
-    """Return an unfinished response, without output."""
+    """Return the JSON of a response without output."""
     return {
         **head,
         "object": "response",

@@ -36,8 +36,8 @@ from router.turns.turn import Turn
 from router.turns.turns import Turns
 
 _MAX_BODIES = 16
-"""Limit on the conversation that a new response continues, as a multiple of the largest body. Every
-response repeats instructions and tools."""
+"""Limit on the conversation that a new response continues, as a multiple of the largest body. The
+body of each of its turns repeats the instructions and tools."""
 
 LEFT_OUT_HEADER: Final = "X-Quire-Tools-Left-Out"
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -46,13 +46,13 @@ log = structlog.get_logger()
 
 
 def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> list[web.RouteDef]:
-    """Return the routes; without `turns`, responses are not stored."""
+    """Return the routes; if `turns` is None, responses are not stored."""
     kept = None if turns is None else KeptResponses(cells, turns, _MAX_BODIES * bodies.max_bytes)
     if turns is not None and kept is not None:
         turns.serve(KIND, kept)
 
     async def create_response(request: web.Request, call_id: CallId) -> web.StreamResponse:
-        """Answer a conversation, whole, as a stream, or in the background (Responses API)."""
+        """Answer a conversation in one piece, as a stream, or in the background (Responses API)."""
         body = await bodies.read(request, ResponseBody, generates=True)
         body.check()
         response_id = f"resp_{uuid.uuid4().hex}"
@@ -154,7 +154,7 @@ async def _answer_kept(
     call_id: CallId,
     headers: Mapping[str, str],
 ) -> web.StreamResponse:
-    """Answer a call with a stored response, which continues even without its client."""
+    """Answer a call with a stored response, which continues even if the client disconnects."""
     turn, call = await kept.accept(
         body,
         response_id,
@@ -170,7 +170,7 @@ async def _answer_kept(
 
 
 def _told(body: ResponseBody) -> Mapping[str, str]:
-    """Return the header that names the tools that are left out, if there are any."""
+    """Return the header that names the left-out tools, if there are any."""
     return {LEFT_OUT_HEADER: ", ".join(body.left_out)} if body.left_out else {}
 
 
@@ -190,7 +190,7 @@ async def _follow(
 ) -> web.StreamResponse:
     inference = await kept.cells.known(turn.model)
     call = call or await restored(inference, turn)
-    # An error here can still set the status
+    # An error at this point can still set the HTTP status
     made, seen = call.events(inference), Seen()
     async with aclosing(kept.read(turn, seen)) as events:
         return await _stream(
@@ -206,7 +206,7 @@ async def _follow(
 async def _answer(
     http: web.Request, inference: Inference, call: ResponseCall, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Answer a call whose response is not stored; it is cancelled if the client disconnects."""
+    """Answer a call whose response is not stored; a disconnect cancels its request."""
     try:
         async with await inference.generate(call.planned) as live:
             if call.body.stream:

@@ -1,8 +1,8 @@
 """The tools of a response: functions, groups of functions, and hosted tools.
 
-Quire runs no tools itself. Agents offer some hosted tools without being asked to, and a model need
-not use any tool that it is offered; so these are left out, and the client is told. Other hosted
-tools, and a choice of one, are refused by name.
+Quire runs no tools itself. Agents offer some hosted tools by default. A model need not use a tool,
+so these tools are left out, and the client is told. Any other hosted tool is refused by name, and
+so is a choice of one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ class FunctionGroup(Schema):
 
 
 class LeftOutTool(Schema):
-    """A hosted tool that is left out, with any settings."""
+    """A hosted tool that is left out, whatever its settings are."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -93,7 +93,7 @@ _KINDS: dict[str, type[AnyTool]] = {
 
 
 def parse_tools(value: object) -> list[AnyTool]:
-    """Return the tools of `tools`; raises QuireError naming the tool."""
+    """Return the tools of `tools`; raises QuireError that names a tool if it is invalid."""
     if not isinstance(value, list):
         raise InvalidArgumentError("tools", f"is {excerpt(value)}; it must be a list")
     if len(value) > MAX_TOOLS:
@@ -109,7 +109,7 @@ def grouped_name(group: str, name: str) -> str:
 
 
 class ResponseTools(Schema):
-    """The part of a response's body for tools."""
+    """The fields of a response's body that concern tools."""
 
     tools: Annotated[
         list[SerializeAsAny[InstanceOf[Schema]]],
@@ -120,7 +120,7 @@ class ResponseTools(Schema):
     parallel_tool_calls: bool = True
 
     def check_tools(self) -> None:
-        """Check the functions of all groups together; raises InvalidArgumentError."""
+        """Check the functions of all groups together; may raise InvalidArgumentError."""
         names: set[str] = set()
         for path, group, function in self._functions():
             name, made = function.name, "is"
@@ -148,7 +148,7 @@ class ResponseTools(Schema):
 
     @property
     def name_to_group(self) -> Mapping[str, tuple[str, str]]:
-        """Maps the name that the model sees to group and function."""
+        """Maps a grouped function's name as the model sees it to (group, function)."""
         return {
             grouped_name(group.name, tool.name): (group.name, tool.name)
             for _, group, tool in self._functions()
@@ -157,7 +157,7 @@ class ResponseTools(Schema):
 
     @property
     def function_paths(self) -> Sequence[str]:
-        """The field that has each function of `tool_fields`."""
+        """For each function of `tool_fields`, its path in the client's JSON."""
         return [path for path, _, _ in self._functions()]
 
     def tool_fields(self) -> ToolFields:
@@ -182,7 +182,7 @@ class ResponseTools(Schema):
         )
 
     def shown_tools(self) -> Json:
-        """Return the fields as a response repeats them, without tools that are left out."""
+        """Return the fields as a response repeats them; tools that are left out are not in them."""
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = choice.model_dump()
@@ -197,7 +197,7 @@ class ResponseTools(Schema):
         }
 
     def _functions(self) -> Iterator[tuple[str, FunctionGroup | None, FunctionTool]]:
-        """Yield each function with the field that has it, and its group."""
+        """Yield each function's path in the client's JSON, its group, and the function."""
         for i, tool in enumerate(self.tools):
             if isinstance(tool, FunctionTool):
                 yield f"tools[{i}]", None, tool

@@ -10,14 +10,14 @@ from router.http.requests.outputs import OutputPlan
 from router.request.inference import Inference
 
 _SHARE_FOR_OUTPUT = 8
-"""Without `max_output_tokens`, at least the context's length divided by this is left for the
-output."""
+"""If `max_output_tokens` is not set, at least the context's length divided by this number is left
+for the output."""
 
 
 async def truncated(
     inference: Inference, body: ResponseBody, earlier: Sequence[Item]
 ) -> tuple[str, OutputPlan]:
-    """Prepare the longest chat that fits; if none does, the shortest. Raises QuireError."""
+    """Prepare the longest chat that fits, or the shortest if none fits. May raise QuireError."""
     max_model_len = inference.model.info(body.model).max_model_len
     room = max_model_len - (body.max_output_tokens or max_model_len // _SHARE_FOR_OUTPUT)
     items = [*earlier, *body.items]
@@ -49,7 +49,7 @@ async def truncated(
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Leaves out the items from `begin` to `end`, except the user's message at `task`."""
+    """A cut that leaves out the items [begin, end), except the user's message at index `task`."""
 
     begin: int
     end: int
@@ -61,11 +61,12 @@ class _Cut:
 
 
 def _cuts(items: Sequence[Item]) -> list[_Cut]:
-    """Return what may be left out, from least to most.
+    """Return the possible cuts, from the smallest to the largest.
 
-    First whole turns, each of which begins with a message of the user; then the first steps of the
-    last turn, each of which ends with results of calls. No cut lies between a call and its result.
-    Items before the first message of the user always stay, and so does the last such message.
+    The first cuts leave out whole turns, each of which begins with a message of the user. The
+    others also leave out the first steps of the last turn, each of which ends with results of
+    calls. No cut lies between a call and its result. Items before the first message of the user
+    always stay, and so does the last message of the user.
     """
     answered = {item.call_id for item in items if isinstance(item, CallOutputItem)}
     waiting: set[str] = set()

@@ -15,11 +15,11 @@ Variant = TypeVar("Variant", bound=Schema)
 def parse_variant(
     value: object, field: str, type_to_class: Mapping[str, type[Variant]], default: str = ""
 ) -> Variant:
-    """Return the object at `field`; `default` is its type if it has none.
+    """Return the object at `field`; `default` is the type of an object without `type`.
 
     Raises:
-        InvalidArgumentError: It is no object, or a field of it is wrong.
-        UnimplementedError: Its type, or a field of it, is not supported.
+        InvalidArgumentError: The value is no object, or one of its fields is invalid.
+        UnimplementedError: The object's type or one of its fields is not supported.
     """
     if not isinstance(value, dict):
         raise InvalidArgumentError(field, f"is {excerpt(value)}; it must be an object")

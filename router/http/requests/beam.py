@@ -1,4 +1,4 @@
-"""The fields of a body for a beam search, with vLLM's names and `transformers`' values."""
+"""The fields of a body for a beam search: names as in vLLM, values as in `transformers`."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -23,7 +23,7 @@ class BeamFields(Schema):
 
         Raises:
             InvalidArgumentError: A field of a search is set without `use_beam_search`.
-            UnimplementedError: `best_of` differs from `n` without a search.
+            UnimplementedError: `best_of` differs from `n`, and no search is asked for.
         """
         if self.use_beam_search:
             return BeamSearch(
@@ -43,7 +43,7 @@ class BeamFields(Schema):
 
     @property
     def beam_field_to_json(self) -> Mapping[str, str]:
-        """The JSON names of a search's fields."""
+        """Maps a search's fields to their names in the client's JSON."""
         return {
             "beam.width": "n" if self.best_of is None else "best_of",
             "beam.length_penalty": "length_penalty",

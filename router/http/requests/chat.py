@@ -78,7 +78,7 @@ class ChatBody(ToolFields, Body):
 
     @property
     def budget(self) -> int | None:
-        """The budget under any of its names; raises InvalidArgumentError if two differ."""
+        """The thinking budget from any of its fields; raises InvalidArgumentError if two differ."""
         named = [self.thinking_budget, self.thinking_token_budget]
         if self.reasoning is not None:
             named.append(self.reasoning.max_tokens)
@@ -114,7 +114,7 @@ class ChatBody(ToolFields, Body):
         )
 
     def check(self) -> None:
-        """Check fields against each other; raises InvalidArgumentError."""
+        """Check fields against each other; may raise InvalidArgumentError."""
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgumentError(
@@ -138,7 +138,7 @@ class ChatBody(ToolFields, Body):
 
 
 async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Call:
-    """Make the call for a body; raises QuireError."""
+    """Make the call for a body; may raise QuireError."""
     body.check()
     prompt, plan = await body.conversation.prepare(inference)
     field_to_json = {

@@ -20,7 +20,7 @@ Prompts: TypeAlias = tuple[Prompt, ...]
 
 
 def parse_prompts(value: object, field: str = "prompt", most: int = MAX_PROMPTS) -> Prompts:
-    """Parse any of the four shapes: a text, texts, token ids, or lists of token ids."""
+    """Parse a value of one of four shapes: a text, texts, token ids, or lists of token ids."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
@@ -69,7 +69,7 @@ class CompletionBody(Body):
     """The text after the output, for models that fill in the middle."""
 
     def check(self) -> None:
-        """Check fields against each other; raises InvalidArgumentError."""
+        """Check fields against each other; may raise InvalidArgumentError."""
         super().check()
         if self.suffix and self.echo:
             raise InvalidArgumentError("echo", "is true; with suffix it must be false")
@@ -78,12 +78,12 @@ class CompletionBody(Body):
 
     @property
     def is_echo_only(self) -> bool:
-        """Whether only the prompt is requested; one token is computed even then."""
+        """Whether the client wants only the prompt back; one token is computed even then."""
         return self.echo and self.max_tokens == 0
 
 
 def completion_call(inference: Inference, body: CompletionBody, request_id: str) -> Call:
-    """Make the call for a body; raises QuireError."""
+    """Make the call for a body; may raise QuireError."""
     body.check()
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:

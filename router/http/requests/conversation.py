@@ -31,7 +31,8 @@ class Conversation:
 
     model: str
     messages: Iterable[Mapping[str, Any]]
-    """In the form for chat templates (`Message.for_template`); a thread iterates over them."""
+    """Messages in the form for chat templates (`Message.for_template`); a thread iterates over
+    them."""
     tools: ToolFields = _NO_TOOLS
     form: StructuredOutput | None = None
     thinking_budget: int | None = None
@@ -41,7 +42,7 @@ class Conversation:
     continued: str = ""
     """The assistant's last message, if outputs continue it."""
     tool_path: Callable[[int], str] = "tools[{}].function".format
-    """Returns the field of the client's JSON that has a function."""
+    """Returns the path of a function, given by its index, in the client's JSON."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     """Replaces the model's template, if the service trusts requests' templates."""
@@ -49,7 +50,7 @@ class Conversation:
     async def prepare(self, inference: Inference) -> tuple[str, OutputPlan]:
         """Return the prompt, including special tokens, and the plan for its outputs.
 
-        Raises QuireError.
+        May raise QuireError.
         """
         template = inference.text.chat_template(self.model, self.chat_template)
         parsers = inference.text.parsers(template)

@@ -143,7 +143,7 @@ Messages = Annotated[Listed[Message], at_most(MAX_MESSAGES), Field(min_length=1)
 
 
 def for_template(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
-    """Check each message, and yield it for a chat template; raises InvalidArgumentError.
+    """Check each message, and yield it for a chat template; may raise InvalidArgumentError.
 
     The iteration runs in a thread, because the arguments of calls may be long.
     """
@@ -152,7 +152,7 @@ def for_template(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
 
 
 def check_continued(messages: Sequence[Message]) -> None:
-    """Check that the last message can be continued; raises InvalidArgumentError."""
+    """Check that the last message can be continued; may raise InvalidArgumentError."""
     last = messages[-1]
     if last.role != "assistant" or last.tool_calls or not last.text:
         raise InvalidArgumentError(
@@ -170,10 +170,10 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def _parse_arguments(arguments: str, field: str) -> dict[str, Any]:
-    """Return the arguments of an earlier call, or what is whole of them.
+    """Return the arguments of an earlier call; if they were cut short, the complete part.
 
-    A model may have broken off within the arguments, and most templates take only an object. A
-    refusal would end the conversation, because each later turn has the call, too.
+    An output may have ended within the arguments, and most templates take only an object. To refuse
+    the call would end the conversation, because each later turn contains the call, too.
 
     Raises InvalidArgumentError if the text has too many parts.
     """

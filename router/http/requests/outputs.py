@@ -27,7 +27,7 @@ from router.parsers.tool_calls import Tools
 from router.text.structured_output import check_refs
 
 _PROMPT_END_CHARS: Final = 256
-"""Number of a prompt's last characters that a user's reader of thinking gets."""
+"""How many of a prompt's last characters are given to a user's own reader of thinking."""
 
 Thought: TypeAlias = ThinkingGrammar | MessageGrammar
 """The grammar of the thinking before an answer."""
@@ -35,7 +35,7 @@ Thought: TypeAlias = ThinkingGrammar | MessageGrammar
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """The constraints on a chat's outputs, and their reader."""
+    """The constraints on a chat's outputs, and what reads these outputs."""
 
     new_reader: Callable[[], Reader] | None = None
     """Makes the reader of one output; None: the whole output is text."""
@@ -71,7 +71,7 @@ def plan_outputs(
     """Plan the outputs of a chat whose template has made `prompt`.
 
     `continued` is the assistant's message at the prompt's end, if outputs continue it. `tool_path`
-    returns the field of the client's JSON that has a function.
+    returns the path of a function in the client's JSON.
 
     Raises:
         InvalidArgumentError: A schema is not JSON.
@@ -118,7 +118,7 @@ def _plan_text(
 ) -> OutputPlan:
     is_read = parsers.thinking is not None or parsers.reads_messages
     before = "" if thought is None else thought.before("form")
-    if form is not None and not before:  # then the whole output has the form
+    if form is not None and not before:  # the whole output must have the form
         return OutputPlan(structured=form)
     plan = OutputPlan(
         (lambda: new_reader(None)) if is_read else None,
@@ -137,11 +137,11 @@ def _plan_calls(
     new_reader: Callable[..., Reader],
     tool_path: Callable[[int], str],
 ) -> OutputPlan:
-    """Plan outputs that may call functions. A form has no effect on a forced call."""
+    """Plan outputs that may call functions; `form` has no effect if a call is forced."""
     written = None if parsers.family is None else parsers.family.written
     if tools.is_forced and written is None:
         return _plain_json(tools.functions)
-    if thought is None and (tools.is_forced or form is not None):  # then there is no thinking
+    if thought is None and (tools.is_forced or form is not None):  # no thinking is possible
         new_reader = functools.partial(new_reader, has_begun=False, prompt_end="")
     schemas = {function.name: function.schema_of_arguments() for function in tools.offered}
     plan = OutputPlan(
@@ -173,7 +173,7 @@ def _plan_calls(
     if tools.is_alone and stop:
         plan = replace(plan, stop=(stop,))
     strict = [i for i, function in enumerate(tools.offered) if function.strict]
-    # A budget for messages is a grammar of whole outputs, so it must have the calls, too
+    # A budget for messages needs a grammar of whole outputs, which must include the calls
     is_bounded = isinstance(thought, MessageGrammar) and thought.max_tokens is not None
     if not (strict or (is_bounded and grammar) or (tools.is_alone and not stop)):
         return _bounded(plan, thought)
@@ -196,7 +196,7 @@ def _plan_calls(
 
 
 def _checked(functions: Sequence[ForcedFunction]) -> Sequence[ForcedFunction]:
-    """Check the schemas of functions that a grammar will contain; raises InvalidArgumentError."""
+    """Check the schemas of functions before they go into a grammar."""
     for function in functions:
         check_refs(function.schema, "tools")
     return functions
@@ -206,8 +206,8 @@ def _inline(form: StructuredOutput) -> str:
     """Return a form as a term of a grammar.
 
     Raises:
-        InvalidArgumentError: Its schema is not JSON or has an unsupported feature.
-        UnimplementedError: It is not JSON.
+        InvalidArgumentError: The schema is not JSON or has an unsupported feature.
+        UnimplementedError: The form is not a form of JSON.
     """
     field = "structured_outputs.json"
     if form.json_object:
@@ -230,7 +230,7 @@ def _formed(plan: OutputPlan, grammar: str, before: str) -> OutputPlan:
 
 
 def _bounded(plan: OutputPlan, thought: Thought | None) -> OutputPlan:
-    """Return the plan with the thinking budget, if there is one, for outputs of free text."""
+    """Add the thinking budget, if there is one, to a plan for outputs of free text."""
     if thought is None or thought.max_tokens is None:
         return plan
     named = {"structured": "thinking_budget", "structured.grammar": "thinking_budget"}
@@ -238,7 +238,7 @@ def _bounded(plan: OutputPlan, thought: Thought | None) -> OutputPlan:
 
 
 def _plain_json(functions: Sequence[Function]) -> OutputPlan:
-    """Plan one forced call of one of the functions, as plain JSON."""
+    """Plan a forced call of one of the functions; the model writes it as plain JSON."""
     named = {"structured.json_schema": "tools"}
     if len(functions) == 1:
         (function,) = functions

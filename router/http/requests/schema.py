@@ -31,12 +31,12 @@ MAX_METADATA = 16
 """Limit on the entries of `metadata`, as in OpenAI's API."""
 
 NO_EFFECT = frozenset({"user", "safety_identifier", "metadata"})
-"""Fields that are accepted without effect, because they only label calls. Completions are not
-stored, and `store: true` is refused."""
+"""Fields that are accepted but have no effect, because they only label calls. (Completions are not
+stored, and `store: true` is refused.)"""
 
 CacheRetention: TypeAlias = Literal["in_memory", "in-memory", "24h"]
 SESSION_PIN_S: Final = 300.0
-"""How many seconds a session's prompt stays pinned after a turn, while a tool runs or the user
+"""How many seconds a session's prompt stays pinned after a turn. Meanwhile, a tool runs or the user
 reads. This is Anthropic's shorter `ttl`, and about as long as OpenAI keeps prompts in memory."""
 
 
@@ -68,7 +68,7 @@ class StreamOptions(Schema):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """From vLLM: every event has the usage so far."""
+    """A field of vLLM: whether every event has the usage so far."""
 
 
 class Body(StructuredFields, BeamFields):
@@ -93,7 +93,7 @@ class Body(StructuredFields, BeamFields):
         dict[str, float], at_most(MAX_LOGIT_BIAS_ENTRIES), Field(default_factory=dict)
     ]
 
-    # Not OpenAI's, but sent by clients of vLLM.
+    # These fields are not OpenAI's; clients of vLLM send them.
     request_id: RequestId | None = None
     top_k: int = 0
     min_p: float = 0.0
@@ -125,7 +125,7 @@ class Body(StructuredFields, BeamFields):
         return UsageInStream.AT_END if options.include_usage else UsageInStream.NEVER
 
     def check(self) -> None:
-        """Check fields against each other; raises InvalidArgumentError."""
+        """Check fields against each other; may raise InvalidArgumentError."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options", "is set; it needs stream to be true")
         if self.stream_interval is not None and not self.stream:

@@ -15,7 +15,7 @@ JsonSchema = dict[str, Any] | bool
 
 
 class NamedSchema(Schema):
-    """A JSON schema in OpenAI's wrapper; only the schema has an effect."""
+    """A JSON schema in OpenAI's wrapper, whose other fields have no effect."""
 
     name: str = ""
     description: str = ""
@@ -73,7 +73,7 @@ class StructuredOutputs(Schema):
 
 
 class StructuredFields(Schema):
-    """The fields of a body for structured output, in three notations."""
+    """A body's fields for structured output; OpenAI has one notation and vLLM two."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -83,7 +83,7 @@ class StructuredFields(Schema):
     guided_grammar: str | None = None
 
     def structured(self) -> StructuredOutput | None:
-        """Return the form; None: free text. Raises InvalidArgumentError for several forms."""
+        """Return the form; None: free text. Raises InvalidArgumentError if two forms are set."""
         guided = StructuredOutputs.model_construct(
             json_=self.guided_json,
             json_object=False,
@@ -105,7 +105,7 @@ class StructuredFields(Schema):
 
     @property
     def structured_field_to_json(self) -> Mapping[str, str]:
-        """The JSON names of a form's fields."""
+        """Maps a form's fields to their names in the client's JSON."""
         if self.response_format is not None and self.response_format.type != "text":
             return {"structured.json_schema": "response_format.json_schema.schema"}
         prefix = "structured_outputs." if self.structured_outputs is not None else "guided_"

@@ -35,8 +35,8 @@ class TokenizeBody(Schema):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """For a prompt, unset means true. For a chat it must not be true, because the template adds
-    them."""
+    """For a prompt, unset means true. For a chat it must not be true, because the template adds the
+    special tokens."""
     return_token_strs: bool = False
     """Whether to return each token's text, too."""
     add_generation_prompt: bool | None = None
@@ -46,7 +46,7 @@ class TokenizeBody(Schema):
     tools: Annotated[Listed[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
 
     async def token_ids(self, inference: Inference) -> list[int]:
-        """Return the same token ids as `generate` would use; raises QuireError."""
+        """Return the token ids that `generate` would use; may raise QuireError."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidArgumentError("prompt", "or messages must be set, and not both")
         if self.messages is not None:
@@ -96,7 +96,7 @@ class DetokenizeBody(Schema):
 
 
 async def tokenize(inference: Inference, body: TokenizeBody) -> Json:
-    """Answer /tokenize; raises QuireError."""
+    """Answer /tokenize; may raise QuireError."""
     token_ids = await body.token_ids(inference)
     return {
         "count": len(token_ids),
@@ -109,7 +109,7 @@ async def tokenize(inference: Inference, body: TokenizeBody) -> Json:
 
 
 async def detokenize(inference: Inference, body: DetokenizeBody) -> Json:
-    """Answer /detokenize, with special tokens; raises QuireError."""
+    """Answer /detokenize; the text has special tokens. May raise QuireError."""
     try:
         text = await inference.text.detokenize(body.model, body.tokens, skip_special_tokens=False)
     except InvalidArgumentError as error:

@@ -46,7 +46,7 @@ class Tool(Schema):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool for a chat template, with only the fields that the client set."""
+        """Return the tool for a chat template; it has only the fields that the client set."""
         said = self.function.model_dump(exclude_unset=True, exclude={"strict"})
         return {"type": "function", "function": said}
 
@@ -66,7 +66,7 @@ class NamedChoice(Schema):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a chat: those that its template shows, and the calls that the model may make."""
+    """The tools that a chat's template shows, and the calls that the model may make."""
 
     for_template: list[dict[str, Any]]
     offered: Sequence[Function]
@@ -84,7 +84,7 @@ class ToolUse:
 
 
 class ToolFields(Schema):
-    """The part of a chat's body for tools."""
+    """The fields of a chat's body that concern tools."""
 
     tools: Annotated[Listed[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
@@ -166,7 +166,7 @@ def show_tools(
 
 
 def check_names(tools: Sequence[Tool], tool_path: Callable[[int], str]) -> None:
-    """Check that no two tools have the same name; raises InvalidArgumentError."""
+    """Check that no two tools have the same name; may raise InvalidArgumentError."""
     names = [tool.function.name for tool in tools]
     for i, name in enumerate(names):
         if name in names[:i]:

@@ -1,1 +1,1 @@
-"""Commands that use the model: for one prompt, a conversation, vectors or a file of requests."""
+"""Commands that use the model: for a prompt, a conversation, embeddings or a file of requests."""

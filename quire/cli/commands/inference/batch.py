@@ -33,7 +33,7 @@ _RETRIED: Final = frozenset({429, 502, 503, 529})
 _OK: Final = 200
 _MAX_WAIT_S: Final = 30.0
 _PATIENCE_S: Final = 300.0
-"""Longest time that a service may be unreachable: enough for a restart of all its processes."""
+"""How long a service may be unreachable, which is enough to restart all its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Read and check all lines; raises CommandError naming the line."""
+    """Read and check all lines; raises CommandError that names the first invalid line."""
     seen: set[str] = set()
     try:
         with path.open(encoding="utf-8") as file:
@@ -95,7 +95,7 @@ def _parse(place: str, text: str) -> Line:
 
 
 def answered(path: Path) -> set[str]:
-    """Return the ids that an earlier run has answered; remove its other lines."""
+    """Return the ids that an earlier run answered; remove the other lines of its output."""
     if not path.exists():
         return set()
     done: dict[str, bytes] = {}
@@ -119,7 +119,7 @@ def answered(path: Path) -> set[str]:
 
 @contextlib.contextmanager
 def _service(settings: BatchSettings) -> Iterator[tuple[str, str]]:
-    """Find a service, or start one; yield its URL and API key."""
+    """Find a service, or start one; yield the service's URL and API key."""
     if settings.url:
         yield settings.url.rstrip("/").removesuffix("/v1"), settings.api_key.get_secret_value()
         return
@@ -179,7 +179,7 @@ async def _answer(session: aiohttp.ClientSession, line: Line, output: TextIO) ->
     """Write the answer to one line; return whether it succeeded."""
     response, error = None, None
     wait_s, lost_at = 0.5, None
-    # A stored response is not computed again if the connection breaks.
+    # With a key, a stored response is not computed again after the connection has broken.
     headers = {"Idempotency-Key": secrets.token_hex(16)}
     while True:
         try:
@@ -194,7 +194,7 @@ async def _answer(session: aiohttp.ClientSession, line: Line, output: TextIO) ->
                 wait_s, lost_at = float(answer.headers.get("Retry-After", wait_s)), None
         except (aiohttp.ClientError, TimeoutError, ValueError) as failure:
             now = asyncio.get_running_loop().time()
-            lost_at = lost_at or now  # an answer may take longer than `_PATIENCE_S`
+            lost_at = lost_at or now  # counts from the loss, because an answer may take longer
             if now - lost_at > _PATIENCE_S:
                 error = {"code": "unreachable", "message": repr(failure)}
                 break

@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     messages = list(beginning)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        import readline  # noqa: F401, PLC0415 - importing it gives input() its line editing
+        import readline  # noqa: F401, PLC0415 - this import gives input() line editing
 
         print("/new starts a new conversation, Ctrl-C stops an answer, /quit or Ctrl-D ends.")
     target = find_target(settings)

@@ -1,4 +1,4 @@
-"""`quire embed`: turns texts into vectors."""
+"""`quire embed`: turns texts into embeddings."""
 
 import json
 import sys

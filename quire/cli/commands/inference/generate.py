@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def beam_from(settings: GenerateSettings) -> BeamSearch | None:
-    """Return the beam search of the flags; None: sample instead."""
+    """Return the beam search that the flags ask for; None: sample instead."""
     if settings.beam_width is None:
         return None
     stopping: dict[str, bool | Literal["never"]] = {"false": False, "true": True, "never": "never"}
@@ -46,7 +46,7 @@ def beam_from(settings: GenerateSettings) -> BeamSearch | None:
 
 
 def sampling_from(settings: ClientSettings, *, ignore_eos: bool = False) -> SamplingParams:
-    """Return the sampling parameters of the flags."""
+    """Return the sampling parameters that the flags set."""
     return SamplingParams(
         temperature=1.0 if settings.temperature is None else settings.temperature,
         top_p=1.0 if settings.top_p is None else settings.top_p,

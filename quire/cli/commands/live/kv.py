@@ -25,12 +25,12 @@ _STATE_TO_SIGN: Final[dict[int, str]] = {
     kv_pb2.KV_BLOCK_STATE_RETIRED: "x",
 }
 _PACKED: Final = frozenset({"ref_counts", "device_block_ids", "host_block_ids", "disk_block_ids"})
-"""Fields that hold packed int32."""
+"""Fields with packed int32."""
 _NEXT: Final = frozenset({"next_block", "next_seq_id"})
 """Fields in which 0 means none."""
 _LEGEND: Final = "· free   c cached   p pinned   # held   S shared   x retired"
 _MAX_MAP_LINES: Final = 16
-"""Maximum number of lines for one tier on a terminal; the JSON has all blocks."""
+"""Maximum number of lines for one tier on a terminal; JSON output has all blocks."""
 _NUMBER_WIDTH: Final = 9
 
 
@@ -66,7 +66,7 @@ def describe_tier(tier: kv_pb2.TierKv) -> str:
 
 
 def map_lines(states: bytes, first_block: int, width: int) -> Iterator[str]:
-    """Yield a line for each `width` blocks: the first block's number, then a sign per block."""
+    """Yield a line for every `width` blocks: the number of the first, then a sign for each."""
     for start in range(0, len(states), width):
         signs = "".join(_STATE_TO_SIGN.get(state, "?") for state in states[start : start + width])
         yield f"{first_block + start:>{_NUMBER_WIDTH - 1}} {signs}"

@@ -1,4 +1,4 @@
-"""`quire load`: loads the model of one or all unloaded workers, or another model."""
+"""`quire load`: loads a model at one or all unloaded workers: the previous one, or another."""
 
 from collections.abc import Sequence
 from pathlib import Path

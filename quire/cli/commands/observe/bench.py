@@ -75,7 +75,7 @@ async def _load(target: str, settings: BenchSettings) -> _Result:
                 f" {model.max_model_len} tokens"
             )
         sampling = SamplingParams(temperature=0.0, max_tokens=settings.output_len, ignore_eos=True)
-        # All prompts differ, and have a salt of this run, so that the prefix cache never helps.
+        # All prompts differ, and this run has its own salt, so that the prefix cache never helps.
         salt = secrets.token_hex(8)
         prompts = [
             [(7919 * i + 104729 * j) % model.vocab_size for j in range(settings.input_len)]
@@ -149,7 +149,7 @@ def _show_load(console: Console, result: _Result) -> None:
 
 
 def _show_time(console: Console, trace: dict[str, Any], result: _Result) -> None:
-    """Show the spans of the measured part, summed by process."""
+    """Show the spans within the measured time, summed up by process."""
     names: dict[int, str] = {}
     spans: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     began_us = result.began_ns / 1e3

@@ -20,7 +20,7 @@ from rpc.settings import parse_settings
 
 _POLL_S: Final = 0.2
 _SUPERVISOR: Final = "up"
-"""Its lines have another format, so they are shown only on request."""
+"""The supervisor's log lines have another format, so they are shown only on request."""
 
 
 _OWN: Final = ("service",)
@@ -34,9 +34,9 @@ class _Line:
     process: str
     text: str
     fields: dict[str, Any] | None
-    """None: the line is not JSON, as with --log-format console."""
+    """The fields of a JSON line; None: the line is not JSON, as with --log-format console."""
     timestamp: str
-    """The line's time; a line without one has the time of the previous line."""
+    """The line's time; a line without a time gets the time of the previous line."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,7 +88,7 @@ class _Parser:
 
 
 class _About:
-    """Selects the lines about one request: those with its id or with its trace's id."""
+    """Selects the lines about one request: lines with the request's id or its trace's id."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id

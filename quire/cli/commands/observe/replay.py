@@ -11,7 +11,7 @@ from scheduler_svc.journal.report import describe, plan_lines
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire replay`; return the exit code: 1 if a plan differs."""
+    """Run `quire replay`; return the exit code, which is 1 if a plan differs."""
     settings = parse_settings(ReplaySettings, "quire replay", argv)
     try:
         with settings.file.open("rb") as file:

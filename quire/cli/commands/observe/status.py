@@ -19,7 +19,7 @@ from rpc.settings import parse_settings
 
 _TIMEOUT_S = 3.0
 _PROBE_TIMEOUT_S = 10.0
-"""Long, because a healthy process on a busy machine may answer late."""
+"""This timeout is long, because a healthy process on a busy machine may answer late."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,7 +91,7 @@ def _describe(readiness: Readiness | None) -> str:
 
 
 def _show_load(console: Console, target: str, settings: StatusSettings, model: str = "") -> bool:
-    """Show the load that the router reports, for one model or all; return whether it answered."""
+    """Show the load of one model or all, as the router reports it; return whether it answered."""
     title = f"{escape(model)}: " if model else ""
     try:
         with open_client(target, settings) as client:
@@ -106,7 +106,7 @@ def _show_load(console: Console, target: str, settings: StatusSettings, model: s
 
 
 def describe_load(load: Load) -> str:
-    """Describe running sequences and, on further lines, the use of blocks in each tier."""
+    """Describe the load in lines: sequences, the blocks of each tier, the prefix cache."""
     num_used = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
     sequences = (
         f"load: {load.num_requests_running} of {load.max_num_seqs} sequences running,"

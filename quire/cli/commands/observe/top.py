@@ -68,14 +68,14 @@ def _watch(
             try:
                 before, now = now, take()
                 header = hint
-            except QuireError as error:  # keep the last figures, because the router may return
+            except QuireError as error:  # keep the last figures, because the router may come back
                 header = f"{heading}  [red]{escape(str(error))}[/red]"
             live.update(draw(console, header, before, now), refresh=True)
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Read keys without echo; yield a function that waits and returns whether to quit."""
+    """Read keys without echo; yield a function that waits, and returns whether the user quits."""
     if not sys.stdin.isatty():
         yield _sleep
         return

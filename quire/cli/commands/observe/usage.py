@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def unix_time(text: str, flag: str, now: float) -> float:
-    """Return the time that a flag names; raises CommandError."""
+    """Return the Unix time that a flag gives; raises CommandError if `text` is not a time."""
     if ago := re.fullmatch(r"(\d{1,9})([mhd])", text):
         return max(0.0, now - int(ago[1]) * _UNIT_TO_S[ago[2]])
     try:

@@ -12,7 +12,7 @@ from rpc.settings import parse_settings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire probe`; return the exit code: 0 if the process is ready."""
+    """Run `quire probe`; return the exit code, which is 0 if the process is ready."""
     settings = parse_settings(ProbeSettings, "quire probe", argv)
     address = join(reachable(settings.host), settings.http_port)
     answer = asyncio.run(_probe_once(address, tls=settings.tls_cert is not None))

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _chosen(service: ServiceInfo, names: Sequence[str]) -> list[ServiceProcess]:
-    """Return the processes in the order in which they were started: workers first."""
+    """Return the chosen processes in the order in which they were started: workers first."""
     known = [process.name for process in service.processes]
     if unknown := sorted({*names} - {*known}):
         raise CommandError(
@@ -38,7 +38,7 @@ def _chosen(service: ServiceInfo, names: Sequence[str]) -> list[ServiceProcess]:
 
 
 def _restart(service: ServiceInfo, process: ServiceProcess) -> None:
-    """Drain and end a process, and wait until the supervisor's replacement is ready."""
+    """Drain and end a process; wait until the process that replaces it is ready."""
     if process.pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)

@@ -98,7 +98,7 @@ def _supervise(settings: UpSettings, planned: Layout, directory: ServiceDir) -> 
 
 
 async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -> None:
-    """Run the processes until a signal, or until one of them fails to start."""
+    """Run the processes until a signal comes, or until one of them fails to start."""
     info = replace(planned.service, pid=os.getpid())  # `_detach` has forked since the plan
 
     def publish(processes: Sequence[ServiceProcess]) -> None:
@@ -151,7 +151,7 @@ async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -
 
 
 async def _show_start(planned: Layout, check: Callable[[], None] = lambda: None) -> None:
-    """Show the progress until every process is ready, then the duration; `check` may raise."""
+    """Show the progress until all processes are ready, then the duration; `check` may raise."""
     started_at = time.monotonic()
     display = make_display()
     addresses = {spec.name: spec.http_address for spec in planned.specs}
@@ -163,7 +163,7 @@ async def _show_start(planned: Layout, check: Callable[[], None] = lambda: None)
 
 
 def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int:
-    """Fork: the child supervises; the parent waits until the service is ready."""
+    """Fork. The child supervises; the parent waits until the service is ready."""
     failure, report_failure = os.pipe()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -202,7 +202,7 @@ def _exit(number: int, _: object) -> NoReturn:
 def _become_daemon(
     settings: UpSettings, planned: Layout, directory: ServiceDir, report_failure: int
 ) -> None:
-    """Supervise without a terminal; also write a failure to the pipe. Never returns."""
+    """Supervise without a terminal; write a failure to the pipe, too. Never returns."""
     code = 1
     try:
         os.setsid()
@@ -260,7 +260,7 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _attached(settings: UpSettings, stop: Callable[[], None]) -> Iterator[None]:
-    """With --attached, call `stop` when standard input ends."""
+    """If --attached is set, call `stop` when standard input ends."""
     if not settings.attached:
         yield
         return
