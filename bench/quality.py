@@ -166,7 +166,6 @@ async def _score(
 
 
 async def measure(given: argparse.Namespace) -> Results:
-    logs.configure("warning", "console", "quality")
     budget = _QUICK_TOKENS if given.quick else math.inf
     text = None if given.text is None else given.text.read_text(encoding="utf-8")
     found: dict[str, float] = {}
@@ -229,4 +228,5 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    logs.configure("warning", "console", "quality")
     main(_parse(), measure)

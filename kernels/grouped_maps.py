@@ -12,7 +12,7 @@ ALIGNMENT: Final = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedMaps:
-    """The weights of G maps from K to N features, which a kernel finds by their addresses.
+    """The weights of X maps from K to N features, which a kernel finds by their addresses.
 
     A weight is `[N, K]`, or `[K, N]` if `is_by_input`. It may have fewer rows: then the map writes
     only its first outputs, or reads only its first inputs. Rows are dense.
@@ -23,11 +23,11 @@ class GroupedMaps:
     num_out: int
     """N."""
     weights: list[torch.Tensor | None]
-    """By group; None: rows of this group are left out. The caller owns the list and the tensors."""
+    """By map; None: the rows of this map are left out. The caller owns the list and the tensors."""
     addresses: torch.Tensor
-    """int64[G] on the device: the address of each weight, or 0 for None."""
+    """int64[X] on the device: the address of each weight, or 0 for None."""
     sizes: torch.Tensor
-    """int32[G] on the device: the number of rows of each weight."""
+    """int32[X] on the device: the number of rows of each weight."""
     is_by_input: bool = False
 
     @classmethod

@@ -5,9 +5,11 @@ import shutil
 import signal
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, Phase, settings
 
 # A shell that starts the tests in the background ignores SIGINT, and every child would inherit
@@ -49,6 +51,14 @@ def _num_rule_steps() -> Counter[str]:
     """The rule steps of this process's property tests, by kind."""
     module = sys.modules.get("tests.property.test_scheduler")
     return Counter() if module is None else module.SchedulerMachine.num_rule_steps
+
+
+@pytest.fixture(autouse=True)
+def _keeps_the_level_of_logs() -> Iterator[None]:
+    """Fail a test that configures logs and does not undo it: later tests would lose lines."""
+    before = structlog.get_config()["wrapper_class"]
+    yield
+    assert structlog.get_config()["wrapper_class"] is before
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

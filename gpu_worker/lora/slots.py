@@ -25,6 +25,7 @@ from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.weights.linear import Linear, PlainLinear
 from kernels import ops
 from kernels.grouped_maps import GroupedMaps
+from kernels.triton.linear.tile_sizes import fewest_rows
 
 NUM_SLOTS: Final = 64
 """Each slot holds one adapter. A step with an adapter that has no slot runs without graphs."""
@@ -115,8 +116,6 @@ class AdapterSlots:
 
     def compile(self, dtype: torch.dtype) -> None:
         """Launch each variant of the kernel once, so that none is compiled while serving."""
-        from kernels.triton.linear.grouped import fewest_rows  # noqa: PLC0415  needs Triton
-
         ends = torch.zeros(NUM_SLOTS, dtype=torch.int32, device=self._device)
         for num_rows in fewest_rows(NUM_SLOTS):
             order = torch.zeros(num_rows, dtype=torch.int64, device=self._device)

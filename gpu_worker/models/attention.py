@@ -126,40 +126,6 @@ class Decoder(Protocol):
         """Map hidden states `[S, E]` to logits `[S, V]`, in float32 or, on a GPU, in 16 bits."""
 
 
-def paged_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pool: KvPool,
-    layer: int,
-    metadata: AttentionMetadata,
-    scale: float,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Store this step's K and V in `pool`, then attend causally to each sequence.
-
-    Args:
-        query: `[T, H, D]`, rotated.
-        key: `[T, HKV, D]`, rotated.
-        value: `[T, HKV, D]`.
-        pool: Written at the layer's slots; holds earlier tokens' K and V.
-        layer: Layer of the pool.
-        metadata: The batch.
-        scale: Multiplies the scores, usually `D ** -0.5`.
-        window: Tokens that a token sees, itself included; None: all before it.
-        softcap: Scores s become `softcap * tanh(s / softcap)`, after `scale`.
-        sinks: float32[H], an extra score per head, in the softmax's denominator only.
-
-    Returns:
-        `[T, H * D]` in `query`'s dtype.
-    """
-    store_kv(key, value, pool, layer, metadata)
-    return attend(query, pool, layer, metadata, scale, window=window, softcap=softcap, sinks=sinks)
-
-
 def store_kv(
     key: torch.Tensor,
     value: torch.Tensor | None,
@@ -167,7 +133,7 @@ def store_kv(
     layer: int,
     metadata: AttentionMetadata,
 ) -> None:
-    """Store this step's K and V in `pool`: the first half of `paged_attention`.
+    """Store this step's K, which is rotated, and V in `pool`, at the layer's slots.
 
     `value` is None if the pool does not store values (`ModelConfig.latent_dim`).
     """
@@ -183,6 +149,31 @@ def store_kv(
     )
 
 
+def rotary_store_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    pool: KvPool,
+    layer: int,
+    metadata: AttentionMetadata,
+) -> torch.Tensor:
+    """Rotate query and key, store this step's K and V in `pool`; return the query, `[T, H, D]`."""
+    return ops.rotary_store_kv(
+        query,
+        key,
+        value,
+        cos_sin,
+        positions,
+        pool.key_cache(layer),
+        pool.value_cache(layer),
+        metadata.in_layer(pool, layer).slot_mapping,
+        key_scales=pool.key_scales(layer),
+        value_scales=pool.value_scales(layer),
+    )
+
+
 def attend(
     query: torch.Tensor,
     pool: KvPool,
@@ -194,7 +185,21 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend: the second half of `paged_attention`, after `store_kv`."""
+    """Attend causally to each sequence, whose K and V of this step are stored.
+
+    Args:
+        query: `[T, H, D]`, rotated.
+        pool: Holds K and V.
+        layer: Layer of the pool.
+        metadata: The batch.
+        scale: Multiplies the scores, usually `D ** -0.5`.
+        window: Tokens that a token sees, itself included; None: all before it.
+        softcap: Scores s become `softcap * tanh(s / softcap)`, after `scale`.
+        sinks: float32[H], an extra score per head, in the softmax's denominator only.
+
+    Returns:
+        `[T, H * D]` in `query`'s dtype.
+    """
     key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
     out = query.new_empty(len(query), query.shape[1], value_cache.shape[3])
     options: dict[str, Any] = {

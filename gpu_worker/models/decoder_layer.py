@@ -15,6 +15,7 @@ from gpu_worker.weights.grouped_linear import GroupedLinear, group
 from gpu_worker.weights.linear import Linear
 from kernels import ops
 from kernels.cpu.program.low_rank import RowAdapters
+from kernels.triton.linear.tile_sizes import fewest_rows
 
 FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
@@ -147,10 +148,7 @@ class GroupedExperts:
 
     def compile(self, row: torch.Tensor) -> None:
         """Launch each variant of the kernels once, so that none is compiled while serving."""
-        from kernels.triton.linear import grouped, grouped_quantized  # noqa: PLC0415
-
-        modules, num_experts = (grouped, grouped_quantized), len(self.numbers)
-        for num_rows in {n for module in modules for n in module.fewest_rows(num_experts)}:
+        for num_rows in fewest_rows(len(self.numbers)):
             places = self.numbers.new_zeros(num_rows)
             self._products(row, torch.zeros_like(self.numbers, dtype=torch.int32), places, places)
 

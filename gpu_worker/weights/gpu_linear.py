@@ -13,6 +13,7 @@ import torch
 from gpu_worker.weights.linear import Linear, PlainLinear
 from kernels import ops
 from kernels.reference.linear.quantized import pack_nibbles
+from kernels.triton.linear.tile_sizes import fewest_rows
 
 _RUN: Final = 32
 """The number of features in a group is a multiple of this, or the whole row."""
@@ -147,10 +148,8 @@ class QuantizedLinear:
         """Launch each variant of the kernel once, so that none is compiled while serving."""
         if not is_here(self.values.device):
             return
-        from kernels.triton.linear.quantized import FEWEST_ROWS  # noqa: PLC0415  needs Triton
-
         num_in = self.values.shape[0] * (2 if self.values.dtype is torch.uint8 else 1)
-        for num_rows in FEWEST_ROWS:
+        for num_rows in fewest_rows():
             self(torch.zeros(num_rows, num_in, dtype=dtype, device=self.values.device))
 
 

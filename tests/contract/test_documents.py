@@ -24,7 +24,8 @@ FOLDERS = [
     ),
     *("model_files", "router", "rpc", "scheduler_svc", "sim_worker", "tests"),
 ]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/reference").glob("*.md")]
+FOLDERS_OF_PAGES = ".", "docs", "docs/reference", "bench"
+PAGES = [page for folder in FOLDERS_OF_PAGES for page in (ROOT / folder).glob("*.md")]
 FILES = [
     f"/{path.relative_to(ROOT).as_posix()}" for name in FOLDERS for path in (ROOT / name).rglob("*")
 ]
@@ -65,3 +66,9 @@ def test_lines_that_belong_apart_are_not_joined(page):
         compile(textwrap.dedent(code), page.name, "exec", flags)
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     assert not re.findall(r"^.*[.;:] - [A-Z*`].*$", prose, re.MULTILINE), "an item of a list"
+
+
+def test_every_benchmark_is_in_the_table_of_benchmarks():
+    listed = set(re.findall(r"`([\w.]+)`", (ROOT / "bench" / "README.md").read_text()))
+    commands = {path.name for kind in ("*.py", "*.sh") for path in (ROOT / "bench").glob(kind)}
+    assert commands <= listed

@@ -31,9 +31,7 @@ from kernels.grouped_maps import GroupedMaps
 from kernels.sequences import MAX_SHARED, Sequences, SharedPrefixes
 from kernels.triton import configs as tuned
 from kernels.triton.attention import decode, prefill
-from kernels.triton.linear.grouped import tiles_of
-from kernels.triton.linear.grouped_quantized import fewest_rows
-from kernels.triton.linear.quantized import FEWEST_ROWS
+from kernels.triton.linear.tile_sizes import fewest_rows
 from tests.kernels.tensors import make_paged, make_quantized
 
 launchers = SimpleNamespace(
@@ -181,7 +179,7 @@ def launch_others(dtype, num_heads, num_kv_heads, head_dim):
 def launch_quantized_linear(dtype):
     """Each kind of weight in each tile; activations of 32 bits keep their weights dequantized."""
     dtype = dtype if dtype.itemsize == 2 else torch.float16
-    for num_rows in FEWEST_ROWS:
+    for num_rows in fewest_rows():
         x = torch.zeros(num_rows, 4096, dtype=dtype)
         scales = torch.zeros(128, 64, dtype=torch.float16)
         nibbles = torch.zeros(2048, 64, dtype=torch.uint8)
@@ -193,12 +191,9 @@ def launch_quantized_linear(dtype):
 
 def launch_grouped_linear(dtype):
     """Experts, and both maps of LoRA adapters, in each tile."""
-    tiles = tiles_of(dtype)
-    ids = torch.zeros(8 * tiles[-1].rows, dtype=torch.int64)
     ends = torch.zeros(8, dtype=torch.int32)
-    for tile in tiles:
-        num_rows = 8 * tile.rows
-        x, rows = torch.zeros(num_rows, 4096, dtype=dtype), ids[:num_rows]
+    for num_rows in fewest_rows(8):
+        x, rows = torch.zeros(num_rows, 4096, dtype=dtype), torch.zeros(num_rows, dtype=torch.int64)
         maps = GroupedMaps.of([torch.zeros(64, 4096, dtype=dtype)] * 8)
         launchers.grouped_linear(x, maps, ends, rows, None, num_rows, None)
         maps = replace(maps, num_in=64, num_out=4096, is_by_input=True)

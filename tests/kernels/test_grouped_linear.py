@@ -3,7 +3,8 @@ import torch
 
 from kernels import reference
 from kernels.grouped_maps import GroupedMaps
-from kernels.triton.linear.grouped import fewest_rows, grouped_linear, tile_of, tiles_of
+from kernels.triton.linear.grouped import grouped_linear
+from kernels.triton.linear.tile_sizes import BY_ROWS, FLOAT32_BY_ROWS, choose, fewest_rows
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype
 
@@ -95,17 +96,19 @@ def test_rows_reach_past_int32_offsets(device):
     assert_close(grouped_linear(*args), reference.grouped_linear(*args))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_every_tile_is_chosen_by_some_number_of_rows(dtype):
-    tiles = tiles_of(dtype)
+@pytest.mark.parametrize("choices", [BY_ROWS, FLOAT32_BY_ROWS], ids=["16 bits", "32 bits"])
+def test_every_tile_is_chosen_by_some_number_of_rows(choices):
     assert fewest_rows(8) == (1, 129, 513)
-    assert [tile_of(rows, 8, dtype) for rows in fewest_rows(8)] == list(tiles)
-    assert tile_of(128, 8, dtype) == tiles[0]
+    assert [choose(choices, rows, 8) for rows in fewest_rows(8)] == list(choices)
+    assert choose(choices, 128, 8) == choices[0]
+    assert [choose(choices, rows) for rows in fewest_rows()] == list(choices)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_tiles_fit_the_least_shared_memory(dtype):
-    for tile in tiles_of(dtype):
+@pytest.mark.parametrize(
+    ("choices", "dtype"), [(BY_ROWS, torch.bfloat16), (FLOAT32_BY_ROWS, torch.float32)]
+)
+def test_tiles_fit_the_least_shared_memory(choices, dtype):
+    for tile in choices:
         numbers = (tile.rows + tile.columns) * tile.inputs * (tile.num_stages - 1)
         assert numbers * dtype.itemsize < 99 * 1024, "of compute capability 8.6"
 

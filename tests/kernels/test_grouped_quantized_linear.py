@@ -2,12 +2,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.triton.linear.grouped_quantized import (
-    fewest_rows,
-    grouped_quantized_linear,
-    tile_of,
-)
-from kernels.triton.linear.quantized import TILES
+from kernels.triton.linear.grouped_quantized import grouped_quantized_linear
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.test_grouped_linear import ends_of
 from tests.kernels.test_quantized_linear import KINDS, make_weight
@@ -103,12 +98,6 @@ def test_weights_reach_past_int32_offsets(device):
     actual = grouped_quantized_linear(x, values, scales, None, ends, None, None, 1)
     expected = reference.quantized_linear(x, values[-1], scales[-1], None, None)
     assert_close(actual / 100, expected / 100)
-
-
-def test_every_tile_is_chosen_by_some_number_of_rows():
-    assert fewest_rows(8) == (1, 129, 513)
-    assert [tile_of(rows, 8) for rows in fewest_rows(8)] == list(TILES)
-    assert tile_of(128, 8) == TILES[0]
 
 
 def test_no_rows_give_none(device):

@@ -3,7 +3,7 @@ import torch
 
 from kernels import reference
 from kernels.reference.linear.quantized import pack_nibbles, unpack_nibbles
-from kernels.triton.linear.quantized import FEWEST_ROWS, TILES, quantized_linear
+from kernels.triton.linear.quantized import quantized_linear
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype
 
@@ -91,11 +91,6 @@ def test_rows_reach_past_int32_offsets(device):
     weight = make_weight("int4", 64, 40, 2, device)
     x = far_apart((3, 64), torch.float16, device)
     assert_close(quantized_linear(x, *weight, None), reference.quantized_linear(x, *weight, None))
-
-
-def test_every_tile_is_chosen_by_some_number_of_rows():
-    chosen = [next((t for t in TILES if rows <= t.rows), TILES[-1]) for rows in FEWEST_ROWS]
-    assert chosen == list(TILES)
 
 
 def test_no_rows_give_none(device):

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.models.attention import AttentionMetadata, attend
+from gpu_worker.models.attention import AttentionMetadata, attend, rotary_store_kv
 from gpu_worker.models.decoder_layer import (
     DecoderLayer,
     FeedForward,
@@ -172,18 +172,7 @@ class LlamaDecoder:
         if layer.qk_norm is not None:
             query = ops.rms_norm(query, layer.qk_norm.query, config.rms_norm_eps)
             key = ops.rms_norm(key, layer.qk_norm.key, config.rms_norm_eps)
-        return ops.rotary_store_kv(
-            query,
-            key,
-            value,
-            self.cos_sin,
-            positions,
-            pool.key_cache(index),
-            pool.value_cache(index),
-            metadata.in_layer(pool, index).slot_mapping,
-            key_scales=pool.key_scales(index),
-            value_scales=pool.value_scales(index),
-        )
+        return rotary_store_kv(query, key, value, self.cos_sin, positions, pool, index, metadata)
 
 
 def _adapted(index: int, layer: DecoderLayer, metadata: AttentionMetadata) -> DecoderLayer:

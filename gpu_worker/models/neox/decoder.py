@@ -12,13 +12,12 @@ from torch.nn import functional
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.activations import ACTIVATIONS, Activation
-from gpu_worker.models.attention import AttentionMetadata, attend
+from gpu_worker.models.attention import AttentionMetadata, attend, rotary_store_kv
 from gpu_worker.models.neox.config import NeoxConfig, split_neox_config
 from gpu_worker.models.rope_table import rotary_table
 from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.weights.linear import Linear
 from gpu_worker.weights.reader import Weights
-from kernels import ops
 
 _EMBEDDING: Final = "gpt_neox.embed_in.weight"
 
@@ -142,18 +141,7 @@ class NeoxDecoder:
         config = self.config
         heads = layer.qkv(layer.attention_norm(x)).view(-1, config.num_kv_heads, 3, config.head_dim)
         query, key, value = heads.unbind(2)  # [T, H, D] each
-        return ops.rotary_store_kv(
-            query,
-            key,
-            value,
-            self.cos_sin,
-            positions,
-            pool.key_cache(index),
-            pool.value_cache(index),
-            metadata.in_layer(pool, index).slot_mapping,
-            key_scales=pool.key_scales(index),
-            value_scales=pool.value_scales(index),
-        )
+        return rotary_store_kv(query, key, value, self.cos_sin, positions, pool, index, metadata)
 
 
 def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:

@@ -107,7 +107,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Options of attention; see `paged_attention`."""
+    """Options of attention; see `attend`."""
 
     scale: float
     window: int | None

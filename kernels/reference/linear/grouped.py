@@ -1,6 +1,6 @@
 """Linear maps for groups of rows, in plain torch: each row uses one map.
 
-Symbols: `R` rows that are mapped, `G` maps, `K` input features, `N` output features.
+Symbols: `R` rows that are mapped, `X` maps, `K` input features, `N` output features.
 """
 
 import torch
@@ -17,11 +17,11 @@ def grouped_linear(
     num_rows: int,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `out[places[i]] += x[sources[i]] @ w.T`, with the weight w of the group of i.
+    """Compute `out[places[i]] += x[sources[i]] @ w.T`, with the weight w of the map of i.
 
-    i is in [0, R), and R is `num_rows`. Group g has the rows [ends[g - 1], ends[g]); rows after the
-    last end have no group. `sources` and `places` are int64[R], and no place occurs twice; None
-    means i itself. `ends` is int32[G], ascending. `x` is `[*, K]`.
+    i is in [0, R), and R is `num_rows`. Map m has the rows [ends[m - 1], ends[m]); rows after the
+    last end have no map. `sources` and `places` are int64[R], and no place occurs twice; None
+    means i itself. `ends` is int32[X], ascending. `x` is `[*, K]`.
 
     If `out` is None, the products are returned in a new tensor `[R, N]`, in which elements that no
     map writes are undefined. Sums are fp32, and a result is rounded once.

@@ -1,12 +1,9 @@
 """Linear maps for groups of rows: each row uses one map, an expert's or a LoRA adapter's.
 
-Symbols: `R` rows that are mapped, `G` maps, `K` input features, `N` output features.
+Symbols: `R` rows that are mapped, `X` maps, `K` input features, `N` output features.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
-
-from dataclasses import dataclass
-from typing import Final
 
 import torch
 import triton
@@ -14,62 +11,59 @@ import triton.language as tl
 
 from kernels.checks import check_float, check_tensor
 from kernels.grouped_maps import GroupedMaps
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """The tile sizes of the products. None of these numbers was measured."""
-
-    rows: int
-    columns: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-
-_TILES: Final = (Tile(16, 64, 128, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3))
-_FLOAT32_TILES: Final = (Tile(16, 64, 64, 4, 4), _TILES[1], Tile(128, 128, 32, 8, 3))
-"""As `_TILES`, but with fewer input features, to fit 99 KiB of shared memory without spills."""
+from kernels.triton.linear.tile_sizes import BY_ROWS, FLOAT32_BY_ROWS, choose
 
 
 @triton.jit
-def rows_of_tile(ends, num_groups, nth, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the group of the n-th tile, and its rows [first, last of the group).
+def rows_of_tile(ends, num_maps, nth, MAPS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the map of the n-th tile, and its rows [first, last of the map).
 
-    The tiles of all groups are numbered, group by group. Each has up to ROWS rows. After the last
-    tile, there are no rows.
+    The tiles of all maps are numbered, map by map. Each has up to ROWS rows. After the last tile,
+    there are no rows.
     """
-    group = tl.arange(0, GROUPS)
-    is_group = group < num_groups
-    end = tl.load(ends + group, mask=is_group, other=0)
-    start = tl.load(ends + group - 1, mask=is_group & (group > 0), other=0)
-    num_tiles = tl.where(is_group, (end - start + ROWS - 1) // ROWS, 0)
+    each = tl.arange(0, MAPS)
+    is_map = each < num_maps
+    end = tl.load(ends + each, mask=is_map, other=0)
+    start = tl.load(ends + each - 1, mask=is_map & (each > 0), other=0)
+    num_tiles = tl.where(is_map, (end - start + ROWS - 1) // ROWS, 0)
     first_tile = tl.cumsum(num_tiles, axis=0) - num_tiles
     is_own = (nth >= first_tile) & (nth < first_tile + num_tiles)
-    own = tl.sum(tl.where(is_own, group, 0), axis=0)
+    own = tl.sum(tl.where(is_own, each, 0), axis=0)
     first = tl.sum(tl.where(is_own, start + (nth - first_tile) * ROWS, 0), axis=0)
     last = tl.sum(tl.where(is_own, end, 0), axis=0)
     return own, first, last
 
 
+@triton.jit
+def sources_and_places(sources, places, row, is_row):
+    """Return where in `x` each row is read, and where in `out` it is written, as int64."""
+    source = row.to(tl.int64)
+    place = row.to(tl.int64)
+    if sources is not None:
+        source = tl.load(sources + row, mask=is_row, other=0)
+    if places is not None:
+        place = tl.load(places + row, mask=is_row, other=0)
+    return source, place
+
+
 @triton.jit(
-    do_not_specialize=["num_groups"],
+    do_not_specialize=["num_maps"],
     do_not_specialize_on_alignment=["addresses", "sizes", "ends", "sources", "places"],
 )
 def _grouped_linear_kernel(
     x,  # [*, K]
-    addresses,  # int64[G], of weights [N, K]; or [K, N] if IS_BY_INPUT
-    sizes,  # int32[G]: rows of each weight
-    ends,  # int32[G]
+    addresses,  # int64[X], of weights [N, K]; or [K, N] if IS_BY_INPUT
+    sizes,  # int32[X]: rows of each weight
+    ends,  # int32[X]
     sources,  # int64[R], or None
     places,  # int64[R], or None
     out,  # [*, N]
-    num_groups,  # G
+    num_maps,  # X
     x_stride,
     out_stride,
     K,
     N,
-    GROUPS: tl.constexpr,  # a power of two, at least G
+    MAPS: tl.constexpr,  # a power of two, at least X
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -77,12 +71,12 @@ def _grouped_linear_kernel(
     ADDS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """`out[places[i]] += x[sources[i]] @ w.T`, with fp32 sums; w is the weight of the group of i.
+    """`out[places[i]] += x[sources[i]] @ w.T`, with fp32 sums; w is the weight of the map of i.
 
-    Each program computes COLUMNS outputs for up to ROWS rows of one group. There are more programs
+    Each program computes COLUMNS outputs for up to ROWS rows of one map. There are more programs
     than tiles; the rest end at once.
     """
-    own, first, last = rows_of_tile(ends, num_groups, tl.program_id(1), GROUPS, ROWS)
+    own, first, last = rows_of_tile(ends, num_maps, tl.program_id(1), MAPS, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if last > first:
         size = tl.load(sizes + own)
@@ -94,12 +88,7 @@ def _grouped_linear_kernel(
             weight = tl.multiple_of(weight, 16)
             row = first + tl.arange(0, ROWS)
             is_row = row < last
-            source = row.to(tl.int64)
-            place = row.to(tl.int64)
-            if sources is not None:
-                source = tl.load(sources + row, mask=is_row, other=0)
-            if places is not None:
-                place = tl.load(places + row, mask=is_row, other=0)
+            source, place = sources_and_places(sources, places, row, is_row)
             is_column = column < num_out
             x_row = x + source[:, None] * x_stride
             sums = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -134,17 +123,17 @@ def grouped_linear(
     """Compute `kernels.reference.grouped_linear`: return the result, or add it to `out`.
 
     The host reads nothing from the device, so one captured graph works however the rows are divided
-    into groups. Other rows affect a row's result only through R, which decides the tile.
+    among the maps. Other rows affect a row's result only through R, which decides the tile.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
     """
     check_float("x", x, 2)
     check_tensor("x", x, (x.shape[0], maps.num_in), x.dtype, x)
-    num_groups = len(maps.weights)
-    check_tensor("addresses", maps.addresses, (num_groups,), torch.int64, x)
-    check_tensor("sizes", maps.sizes, (num_groups,), torch.int32, x)
-    check_tensor("ends", ends, (num_groups,), torch.int32, x)
+    num_maps = len(maps.weights)
+    check_tensor("addresses", maps.addresses, (num_maps,), torch.int64, x)
+    check_tensor("sizes", maps.sizes, (num_maps,), torch.int32, x)
+    check_tensor("ends", ends, (num_maps,), torch.int32, x)
     for name, index in (("sources", sources), ("places", places)):
         if index is not None:
             check_tensor(name, index, (num_rows,), torch.int64, x)
@@ -155,8 +144,9 @@ def grouped_linear(
         check_tensor("out", out, (out.shape[0], maps.num_out), x.dtype, x)
     if num_rows == 0:
         return out
-    tile = tile_of(num_rows, num_groups, x.dtype)
-    most_tiles = num_rows // tile.rows + min(num_groups, num_rows)
+    choices = FLOAT32_BY_ROWS if x.dtype is torch.float32 else BY_ROWS
+    tile = choose(choices, num_rows, num_maps)
+    most_tiles = num_rows // tile.rows + min(num_maps, num_rows)
     _grouped_linear_kernel[(triton.cdiv(maps.num_out, tile.columns), most_tiles)](
         x,
         maps.addresses,
@@ -165,12 +155,12 @@ def grouped_linear(
         sources,
         places,
         out,
-        num_groups,
+        num_maps,
         x.stride(0),
         out.stride(0),
         maps.num_in,
         maps.num_out,
-        GROUPS=triton.next_power_of_2(num_groups),
+        MAPS=triton.next_power_of_2(num_maps),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         INPUTS=tile.inputs,
@@ -181,22 +171,3 @@ def grouped_linear(
         num_stages=tile.num_stages,
     )
     return out
-
-
-def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Return the tiles for `x` of this dtype, in the order of their rows.
-
-    A launch uses the first tile that has room for the rows of an average group, else the last tile.
-    """
-    return _FLOAT32_TILES if dtype is torch.float32 else _TILES
-
-
-def tile_of(num_rows: int, num_groups: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for `num_rows` rows in all."""
-    average, tiles = num_rows / num_groups, tiles_of(dtype)
-    return next((tile for tile in tiles if average <= tile.rows), tiles[-1])
-
-
-def fewest_rows(num_groups: int) -> tuple[int, ...]:
-    """Return for each tile the least number of rows that chooses it."""
-    return (1, *(tile.rows * num_groups + 1 for tile in _TILES[:-1]))

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_float, check_tensor
-from kernels.triton.linear.grouped import rows_of_tile
-from kernels.triton.linear.quantized import TILES, Tile, check_weight, dequantized_product
+from kernels.triton.linear.grouped import rows_of_tile, sources_and_places
+from kernels.triton.linear.quantized import RUN, check_weight, dequantized_product
+from kernels.triton.linear.tile_sizes import BY_ROWS, choose
 from kernels.triton.quantized_kv import as_bits
 
 
@@ -50,12 +51,7 @@ def _grouped_quantized_linear_kernel(
     if last > first:
         row = first + tl.arange(0, ROWS)
         is_row = row < last
-        source = row.to(tl.int64)
-        place = row.to(tl.int64)
-        if sources is not None:
-            source = tl.load(sources + row, mask=is_row, other=0)
-        if places is not None:
-            place = tl.load(places + row, mask=is_row, other=0)
+        source, place = sources_and_places(sources, places, row, is_row)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         own_scales = own.to(tl.int64) * (K // GROUP) * N
         own_offsets = None
@@ -115,7 +111,7 @@ def grouped_quantized_linear(
     out = x.new_empty(num_rows, num_out)
     if num_rows == 0:
         return out
-    tile = tile_of(num_rows, num_maps)
+    tile = choose(BY_ROWS, num_rows, num_maps)
     most_tiles = num_rows // tile.rows + min(num_maps, num_rows)
     _grouped_quantized_linear_kernel[(triton.cdiv(num_out, tile.columns), most_tiles)](
         x,
@@ -136,19 +132,9 @@ def grouped_quantized_linear(
         MAPS=triton.next_power_of_2(num_maps),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        RUNS=tile.runs,
+        RUNS=tile.inputs // RUN,
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     return out
-
-
-def tile_of(num_rows: int, num_maps: int) -> Tile:
-    """Return the first tile with room for the rows of an average map, else the last tile."""
-    return next((tile for tile in TILES if num_rows <= tile.rows * num_maps), TILES[-1])
-
-
-def fewest_rows(num_maps: int) -> tuple[int, ...]:
-    """Return for each tile the least number of rows that chooses it."""
-    return (1, *(tile.rows * num_maps + 1 for tile in TILES[:-1]))

@@ -5,20 +5,12 @@ Symbols: `T` tokens, `K` input features, `N` output features.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
 
-from typing import Final
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.checks import check_float, check_tensor
-
-_ROWS: Final = 64
-_COLUMNS: Final = 64
-_INPUTS: Final = 64
-_OPTIONS: Final = {"num_warps": 4, "num_stages": 3}
-"""There is one tile size for any number of rows. It has few columns, so that the tiles of a single
-row occupy many processors. None of these numbers was measured."""
+from kernels.triton.linear.tile_sizes import ANY_ROWS
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -79,7 +71,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     out = x.new_empty(num_rows, num_out)
     if num_rows == 0:
         return out
-    _linear_kernel[(triton.cdiv(num_rows, _ROWS), triton.cdiv(num_out, _COLUMNS))](
+    tile = ANY_ROWS
+    _linear_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.columns))](
         x,
         weight,
         bias,
@@ -88,10 +81,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         x.stride(0),
         num_in,
         num_out,
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        INPUTS=_INPUTS,
-        NUM_STAGES=_OPTIONS["num_stages"],
-        **_OPTIONS,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        INPUTS=tile.inputs,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     return out

@@ -1,12 +1,11 @@
 """Linear maps whose weights have 8 or 4 bits, dequantized within the product.
 
-Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features, `R`
-runs of 32 input features.
+Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features. A run
+is 32 consecutive input features.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -15,31 +14,14 @@ import triton.language as tl
 
 from kernels.checks import check_float, check_tensor
 from kernels.triton.configs import num_processors
+from kernels.triton.linear.tile_sizes import BY_ROWS, choose
 from kernels.triton.quantized_kv import as_bits, plain_numbers
 
-_RUN: Final = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """The tile sizes of the product. None of these numbers was measured."""
-
-    rows: int
-    columns: int
-    runs: int
-    """Runs of 32 input features that are multiplied at once."""
-    num_warps: int
-    num_stages: int
-    max_splits: int
-    """The limit on splits of the input features. Splits let a few tiles occupy the whole device."""
-
-
-TILES: Final = (Tile(16, 64, 4, 4, 4, 16), Tile(64, 128, 2, 8, 3, 1), Tile(128, 128, 2, 8, 3, 1))
-"""The first tile with enough rows is used, else the last. The choice depends only on the number of
-rows, so a replayed graph uses the same tile."""
-_ONE_TILE: Final = TILES[1]
-FEWEST_ROWS: Final = (1, *(tile.rows + 1 for tile in TILES[:-1]))
-"""The least number of rows that chooses each tile."""
+RUN: Final = 32
+_ONE_TILE: Final = BY_ROWS[1]
+_MAX_SPLITS: Final = 16
+"""The limit on splits of the input features. Only the smallest tile has splits, which let a few
+tiles occupy the whole device. Not measured."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -60,7 +42,7 @@ def _quantized_linear_kernel(
     IS_INT4: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    RUNS: tl.constexpr,  # R
+    RUNS: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -138,7 +120,7 @@ def dequantized_product(
     for nth in tl.range(first, last, num_stages=NUM_STAGES):
         start = nth * RUNS * 32
         feature = start + run * 32  # the first feature of each run
-        byte_row = (feature // 32 * BYTES)[:, None] + part[None, :]  # [R, BYTES]
+        byte_row = (feature // 32 * BYTES)[:, None] + part[None, :]  # [RUNS, BYTES]
         is_weight = ((feature[:, None] + part[None, :]) < K)[:, :, None] & inside[None, None, :]
         place = byte_row.to(tl.int64)[:, :, None] * N + column[None, None, :]
         stored = tl.load(values + place, mask=is_weight, other=0)
@@ -233,15 +215,12 @@ def quantized_linear(
     out = x.new_empty((num_rows, num_out))
     if num_rows == 0:
         return out
-    tile = next((each for each in TILES if num_rows <= each.rows), TILES[-1])
-    if has_one_tile:
-        tile = _ONE_TILE
+    tile = _ONE_TILE if has_one_tile else choose(BY_ROWS, num_rows)
     grid = triton.cdiv(num_out, tile.columns), triton.cdiv(num_rows, tile.rows)
-    splits = min(
-        tile.max_splits,
-        triton.cdiv(num_in, _RUN * tile.runs),
-        max(1, 4 * num_processors(x.device) // grid[0]),
-    )
+    splits = 1
+    if tile is BY_ROWS[0]:
+        wanted = max(1, 4 * num_processors(x.device) // grid[0])
+        splits = min(_MAX_SPLITS, triton.cdiv(num_in, tile.inputs), wanted)
     partial = out
     if splits > 1:
         partial = x.new_empty((splits, num_rows, num_out), dtype=torch.float32)
@@ -262,7 +241,7 @@ def quantized_linear(
         IS_INT4=values.dtype is torch.uint8,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        RUNS=tile.runs,
+        RUNS=tile.inputs // RUN,
         IS_PARTIAL=splits > 1,
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
@@ -297,10 +276,10 @@ def check_weight(
     check_tensor("values", values, (*stack, value_rows, num_out), values.dtype, x)
     check_tensor("scales", scales, (*stack, num_groups, num_out), scales.dtype, x)
     group = num_in // num_groups
-    if num_in % num_groups or (num_groups > 1 and group % _RUN) or (is_int4 and num_in % _RUN):
+    if num_in % num_groups or (num_groups > 1 and group % RUN) or (is_int4 and num_in % RUN):
         raise ValueError(
             f"scales has {num_groups} groups for {num_in} input features, required are groups of a"
-            f" multiple of {_RUN}"
+            f" multiple of {RUN}"
         )
     if offsets is not None:
         check_tensor("offsets", offsets, tuple(scales.shape), offsets.dtype, x)

@@ -1,0 +1,45 @@
+"""The tile sizes of the products, and the choice among them by the number of rows.
+
+The choice depends only on that number, so a replayed graph uses the same tile. None of the sizes
+was measured. The module does not import Triton.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class TileSizes:
+    rows: int
+    columns: int
+    inputs: int
+    """Input features that are multiplied at once."""
+    num_warps: int
+    num_stages: int
+
+
+ANY_ROWS: Final = TileSizes(64, 64, 64, 4, 3)
+"""For maps that use one tile for any number of rows. Its columns are few, so that the tiles of a
+single row occupy many processors."""
+BY_ROWS: Final = (
+    TileSizes(16, 64, 128, 4, 4),
+    TileSizes(64, 128, 64, 8, 3),
+    TileSizes(128, 128, 64, 8, 3),
+)
+FLOAT32_BY_ROWS: Final = (
+    TileSizes(16, 64, 64, 4, 4),
+    TileSizes(64, 128, 64, 8, 3),
+    TileSizes(128, 128, 32, 8, 3),
+)
+"""For weights in fp32: fewer input features, to fit 99 KiB of shared memory without spills."""
+
+
+def choose(choices: Sequence[TileSizes], num_rows: int, num_maps: int = 1) -> TileSizes:
+    """Return the first with room for the rows of an average map, else the last."""
+    return next((each for each in choices if num_rows <= each.rows * num_maps), choices[-1])
+
+
+def fewest_rows(num_maps: int = 1) -> tuple[int, ...]:
+    """Return for each tile the least number of rows that chooses it."""
+    return (1, *(each.rows * num_maps + 1 for each in BY_ROWS[:-1]))
