@@ -10,7 +10,8 @@ from typing import TypeAlias
 import torch
 
 from contract.lora import LoraAdapter
-from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
+from gpu_worker.models.decoder_layer import DecoderLayer
+from gpu_worker.models.feed_forward import GatedMlp
 from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.linear import PackedLinear

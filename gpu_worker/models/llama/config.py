@@ -1,7 +1,9 @@
 """The configs of Llama-shaped models: Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from gpu_worker.models.experts.config import ExpertsConfig, read_mixtral_experts
 from gpu_worker.models.rope import RopeConfig, rope_from_fields, rotary_dim
 from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import JsonFields
@@ -16,7 +18,7 @@ class LlamaConfig(ModelConfig):
     num_heads: int
     """A multiple of `num_kv_heads`."""
     intermediate_size: int
-    """Size of the MLP, or of each expert."""
+    """MLP size of layers without experts."""
     rms_norm_eps: float
     rope: RopeConfig
     rotary_dim: int
@@ -32,17 +34,8 @@ class LlamaConfig(ModelConfig):
     """Whether the checkpoint has queries, keys and values as one map, and gate and up, too."""
     windows: tuple[int | None, ...]
     """By layer: tokens that a token sees, itself included; None: all before it."""
-    experts: "ExpertsConfig | None"
-    """None: no mixture of experts."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """A mixture of experts as the feed-forward part."""
-
-    num_experts: int
-    num_per_token: int
-    """At most `num_experts`."""
+    experts: ExpertsConfig | None
+    """None: no layer has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +60,15 @@ class _Family:
     """Whether the window needs `use_sliding_window` and applies to some layers only."""
     sliding_window: int | None = None
     """The window if config.json has no such field."""
-    has_experts: bool = False
+    read_experts: Callable[[JsonFields, int], ExpertsConfig | None] | None = None
+    """Takes the fields and the number of layers; None: no layer has experts."""
 
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family(reads_attention_bias=True, reads_mlp_bias=True),
     "MistralForCausalLM": _Family(has_window=True, sliding_window=4096),
     "MixtralForCausalLM": _Family(
-        has_window=True, rope_theta=1e6, rms_norm_eps=1e-5, has_experts=True
+        has_window=True, rope_theta=1e6, rms_norm_eps=1e-5, read_experts=read_mixtral_experts
     ),
     "Phi3ForCausalLM": _Family(
         rms_norm_eps=1e-5, has_rotary_share=True, has_fused_maps=True, has_window=True
@@ -132,7 +126,9 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         qk_norm=family.qk_norm,
         has_fused_maps=family.has_fused_maps,
         windows=_windows(fields, family, common.num_layers),
-        experts=_experts(fields) if family.has_experts else None,
+        experts=None
+        if family.read_experts is None
+        else family.read_experts(fields, common.num_layers),
     )
 
 
@@ -197,14 +193,3 @@ def _layer_types(fields: JsonFields, num_layers: int) -> tuple[str, ...]:
             "layer_types", f"has {unknown[0]!r}; known are sliding_attention and full_attention"
         )
     return tuple(kinds)
-
-
-def _experts(fields: JsonFields) -> ExpertsConfig:
-    num_experts = fields.positive_int("num_local_experts", default=8)
-    num_per_token = fields.positive_int("num_experts_per_tok", default=2)
-    if num_per_token > num_experts:
-        raise fields.error(
-            "num_experts_per_tok",
-            f"is {num_per_token}; it must be at most num_local_experts, {num_experts}",
-        )
-    return ExpertsConfig(num_experts, num_per_token)

@@ -14,19 +14,14 @@ from torch.nn import functional
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, attend
-from gpu_worker.models.decoder_layer import (
-    DecoderLayer,
-    FeedForward,
-    GatedMlp,
-    LikeliestExperts,
-    QkNorm,
-    make_experts,
-)
-from gpu_worker.models.llama.config import ExpertsConfig, LlamaConfig, split_llama_config
+from gpu_worker.models.decoder_layer import DecoderLayer, QkNorm
+from gpu_worker.models.experts.build import build_experts
+from gpu_worker.models.feed_forward import FeedForward, GatedMlp, build_gated_mlp
+from gpu_worker.models.llama.config import LlamaConfig, split_llama_config
 from gpu_worker.models.llama.native_layers import NativeLayers
 from gpu_worker.models.rope_table import rotary_table
 from gpu_worker.ranks.collectives import Ranks
-from gpu_worker.weights.linear import Linear, make_linear
+from gpu_worker.weights.linear import Linear
 from gpu_worker.weights.reader import Weights
 from kernels import ops
 from kernels.cpu.linear import PackedLinear
@@ -259,7 +254,7 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
             )
         ),
         mlp_norm=weights.tensor(f"{layer}.post_attention_layernorm.weight", hidden),
-        feed_forward=weights.summed(_feed_forward(config, layer, weights)),
+        feed_forward=weights.summed(_feed_forward(config, index, weights)),
     )
 
 
@@ -278,43 +273,14 @@ def _qkv(config: LlamaConfig, attention: str, weights: Weights) -> Linear:
     )
 
 
-def _feed_forward(config: LlamaConfig, layer: str, weights: Weights) -> FeedForward:
+def _feed_forward(config: LlamaConfig, index: int, weights: Weights) -> FeedForward:
     """Build this rank's part, whose result is summed with those of other ranks."""
-    if config.experts is None:
-        names = "gate_proj", "up_proj", "down_proj"
-        if config.has_fused_maps:
-            return _fused_mlp(config, f"{layer}.mlp", weights)
-        return _gated_mlp(config, f"{layer}.mlp", names, weights)
-    return _experts(config, config.experts, f"{layer}.block_sparse_moe", weights)
-
-
-def _experts(
-    config: LlamaConfig, experts: ExpertsConfig, module: str, weights: Weights
-) -> FeedForward:
-    names = "w1", "w3", "w2"
-    # The router is never quantized: it is small, and a rounded one would choose other experts.
-    router = weights.tensor(f"{module}.gate.weight", experts.num_experts, config.hidden_size)
-    return make_experts(
-        LikeliestExperts(make_linear(router, None), experts.num_per_token),
-        tuple(
-            _gated_mlp(config, f"{module}.experts.{index}", names, weights)
-            for index in range(experts.num_experts)
-        ),
-        router[:1],
-    )
-
-
-def _gated_mlp(
-    config: LlamaConfig, module: str, names: tuple[str, str, str], weights: Weights
-) -> GatedMlp:
-    gate, up, down = (f"{module}.{name}" for name in names)
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    return GatedMlp(
-        gate_up=weights.split_outputs(
-            hidden, (gate, intermediate, 1), (up, intermediate, 1), bias=config.mlp_bias
-        ),
-        down=weights.split_inputs(intermediate, 1, (down, hidden), bias=config.mlp_bias),
-    )
+    layer, hidden, size = f"model.layers.{index}", config.hidden_size, config.intermediate_size
+    if config.experts is not None and config.experts.layers[index]:
+        return build_experts(config.experts, hidden, layer, weights)
+    if config.has_fused_maps:
+        return _fused_mlp(config, f"{layer}.mlp", weights)
+    return build_gated_mlp(hidden, size, f"{layer}.mlp", weights, bias=config.mlp_bias)
 
 
 def _fused_mlp(config: LlamaConfig, module: str, weights: Weights) -> GatedMlp:

@@ -3,7 +3,8 @@
 import torch
 
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
+from gpu_worker.models.decoder_layer import DecoderLayer
+from gpu_worker.models.feed_forward import GatedMlp
 from gpu_worker.models.llama.config import LlamaConfig
 from kernels.cpu.fields import LayerCaches
 from kernels.cpu.linear import PackedLinear

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from gpu_worker.models.llama.config import ExpertsConfig, LlamaConfig
+from gpu_worker.models.experts.config import ExpertNames, ExpertsConfig
+from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.models.rope import LinearScaling, Llama3Scaling, RopeConfig
 from gpu_worker.weights.json_fields import ModelError, UnsupportedError
@@ -163,7 +164,14 @@ def test_experts_are_mixtrals(tmp_path):
     changes = {"num_local_experts": 6, "num_experts_per_tok": 3}
     assert read(write(tmp_path, **changes)).experts is None
     config = read(write(tmp_path, architectures=["MixtralForCausalLM"], **changes))
-    assert config.experts == ExpertsConfig(num_experts=6, num_per_token=3)
+    assert config.experts == ExpertsConfig(
+        layers=(True,) * 3,
+        num_experts=6,
+        num_per_token=3,
+        intermediate_size=128,
+        has_shares_of_one=True,
+        names=ExpertNames("block_sparse_moe", ("w1", "w3", "w2")),
+    )
     assert (config.rope.theta, config.rms_norm_eps) == (1e6, 1e-5)
 
 
