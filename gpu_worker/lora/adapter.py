@@ -34,7 +34,7 @@ class AdaptedMap:
 
 
 def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
-    """Yield the maps of a layer that adapters may change; with experts, only those of attention."""
+    """Yield the maps of a layer that adapters may change; of experts, none."""
     prefix = f"model.layers.{layer}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     hidden, intermediate = config.hidden_size, config.intermediate_size
@@ -54,7 +54,7 @@ def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
         gate_up = ((f"{mlp}.gate_up_proj", 2 * intermediate),)
     yield AdaptedMap(QKV, hidden, qkv)
     yield AdaptedMap(ATTENTION_OUTPUT, query_size, ((f"{attention}.o_proj", hidden),))
-    if config.experts is None:
+    if config.experts is None or not config.experts.layers[layer]:
         yield AdaptedMap(GATE_UP, hidden, gate_up)
         yield AdaptedMap(DOWN, intermediate, ((f"{mlp}.down_proj", hidden),))
 

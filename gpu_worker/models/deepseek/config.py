@@ -160,8 +160,8 @@ def _experts(fields: JsonFields, family: _Family, num_layers: int) -> ExpertsCon
         return None
     return read_grouped_experts(
         fields,
-        family.routing,
         num_layers,
+        routing=family.routing,
         num_dense=family.num_dense,
         reads_layer_types=family.reads_layer_types,
     )

@@ -1,8 +1,9 @@
 """Reads mixtures of experts from config.json. Needs no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import JsonFields
 
 
@@ -72,11 +73,37 @@ def read_mixtral_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
     )
 
 
+def read_qwen_experts(
+    fields: JsonFields, num_layers: int, *, has_shared: bool = False
+) -> ExpertsConfig:
+    """Read the experts of Qwen and OLMoE; `has_shared`: also the shared one, which has a share.
+
+    Raises:
+        ModelError: A field is missing or malformed, or asks for more experts than there are.
+    """
+    # transformers 5 writes Qwen3's under the second name.
+    name = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    num_experts = fields.positive_int(name)
+    size = fields.positive_int("intermediate_size")
+    step = fields.positive_int("decoder_sparse_step", default=1)
+    dense = fields.int_list("mlp_only_layers")
+    return ExpertsConfig(
+        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+        num_experts=num_experts,
+        num_per_token=_num_per_token(fields, name, num_experts),
+        intermediate_size=fields.positive_int("moe_intermediate_size", default=size),
+        has_shares_of_one=fields.boolean("norm_topk_prob", default=False),
+        shared_size=fields.positive_int("shared_expert_intermediate_size") if has_shared else None,
+        has_shared_gate=has_shared,
+        names=ExpertNames(shared="shared_expert"),
+    )
+
+
 def read_grouped_experts(
     fields: JsonFields,
-    routing: Routing,
     num_layers: int,
     *,
+    routing: Routing,
     num_dense: int,
     reads_layer_types: bool = False,
 ) -> ExpertsConfig | None:
@@ -84,8 +111,8 @@ def read_grouped_experts(
 
     Args:
         fields: The fields of config.json.
-        routing: The family's.
         num_layers: Number of layers.
+        routing: The family's.
         num_dense: How many layers before those with experts have none, if config.json is silent.
         reads_layer_types: Whether `mlp_layer_types`, if set, names the layers with experts.
 
@@ -138,7 +165,25 @@ def read_grouped_experts(
     )
 
 
-def _num_per_token(fields: JsonFields, of: str, num_experts: int, default: int) -> int:
+def split_experts(config: ExpertsConfig, place: Place) -> ExpertsConfig:
+    """Return the config of one rank's part of each expert.
+
+    Raises:
+        ModelError: The experts cannot be split among the ranks.
+    """
+    size, shared_size = config.intermediate_size, config.shared_size
+    if shared_size is not None:
+        shared_size = len(place.share("shared_expert_intermediate_size", shared_size))
+    return replace(
+        config,
+        intermediate_size=len(place.share("moe_intermediate_size", size)),
+        shared_size=shared_size,
+    )
+
+
+def _num_per_token(
+    fields: JsonFields, of: str, num_experts: int, default: int | None = None
+) -> int:
     num_per_token = fields.positive_int("num_experts_per_tok", default=default)
     if num_per_token > num_experts:
         raise fields.error(

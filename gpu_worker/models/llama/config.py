@@ -1,9 +1,17 @@
-"""The configs of Llama-shaped models: Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3."""
+"""The configs of Llama-shaped models, such as Llama, Mistral, Phi-3, Qwen and GLM."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
-from gpu_worker.models.experts.config import ExpertsConfig, read_mixtral_experts
+from gpu_worker.models.experts.config import (
+    ExpertsConfig,
+    Routing,
+    read_grouped_experts,
+    read_mixtral_experts,
+    read_qwen_experts,
+    split_experts,
+)
 from gpu_worker.models.rope import RopeConfig, rope_from_fields, rotary_dim
 from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import JsonFields
@@ -36,22 +44,32 @@ class LlamaConfig(ModelConfig):
     """By layer: tokens that a token sees, itself included; None: all before it."""
     experts: ExpertsConfig | None
     """None: no layer has any."""
+    predicts_further: bool = False
+    """Whether checkpoints may have another layer, which predicts further tokens and is ignored."""
+
+
+class _ReadExperts(Protocol):
+    def __call__(self, fields: JsonFields, *, num_layers: int) -> ExpertsConfig | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
     """An architecture's defaults where config.json is silent, as in `transformers`."""
 
+    bias_field: str | None = None
+    """Says whether queries, keys and values have biases; None: `qkv_bias` does."""
     qkv_bias: bool = False
-    reads_attention_bias: bool = False
-    """Whether `attention_bias` gives all four attention projections a bias."""
+    has_output_bias: bool = False
+    """Whether the attention's output projection has a bias if they have."""
     reads_mlp_bias: bool = False
     qk_norm: bool = False
+    reads_qk_norm: bool = False
+    """Whether `use_qk_norm` says whether queries and keys are normalized."""
     head_dim: int | None = None
     """None: hidden size divided by query heads."""
     rope_theta: float = 10000.0
-    has_rotary_share: bool = False
-    """Whether only a share of a head's dimensions may be rotated."""
+    rotary_share: float | None = None
+    """Share of a head's dimensions that is rotated; None: all are, whatever config.json says."""
     rms_norm_eps: float = 1e-6
     has_fused_maps: bool = False
     has_window: bool = False
@@ -60,30 +78,42 @@ class _Family:
     """Whether the window needs `use_sliding_window` and applies to some layers only."""
     sliding_window: int | None = None
     """The window if config.json has no such field."""
-    read_experts: Callable[[JsonFields, int], ExpertsConfig | None] | None = None
-    """Takes the fields and the number of layers; None: no layer has experts."""
+    read_experts: _ReadExperts | None = None
+    """None: no layer has experts."""
+    predicts_further: bool = False
 
 
+_QWEN_2 = _Family(qkv_bias=True, has_window=True, windows_by_layer=True, sliding_window=4096)
+_QWEN_3 = _Family(bias_field="attention_bias", has_output_bias=True, qk_norm=True)
 _FAMILIES = {
-    "LlamaForCausalLM": _Family(reads_attention_bias=True, reads_mlp_bias=True),
+    "Glm4MoeForCausalLM": _Family(
+        bias_field="attention_bias",
+        reads_qk_norm=True,
+        rotary_share=0.5,
+        rms_norm_eps=1e-5,
+        read_experts=partial(read_grouped_experts, routing=Routing.SIGMOID, num_dense=1),
+        predicts_further=True,
+    ),
+    "LlamaForCausalLM": _Family(
+        bias_field="attention_bias", has_output_bias=True, reads_mlp_bias=True
+    ),
     "MistralForCausalLM": _Family(has_window=True, sliding_window=4096),
     "MixtralForCausalLM": _Family(
         has_window=True, rope_theta=1e6, rms_norm_eps=1e-5, read_experts=read_mixtral_experts
     ),
     "Phi3ForCausalLM": _Family(
-        rms_norm_eps=1e-5, has_rotary_share=True, has_fused_maps=True, has_window=True
+        rms_norm_eps=1e-5, rotary_share=1.0, has_fused_maps=True, has_window=True
     ),
-    "Qwen2ForCausalLM": _Family(
-        qkv_bias=True, has_window=True, windows_by_layer=True, sliding_window=4096
+    "Qwen2ForCausalLM": _QWEN_2,
+    "Qwen2MoeForCausalLM": _Family(
+        bias_field="qkv_bias",
+        qkv_bias=True,
+        read_experts=partial(read_qwen_experts, has_shared=True),
     ),
-    "Qwen3ForCausalLM": _Family(
-        reads_attention_bias=True,
-        qk_norm=True,
-        head_dim=128,
-        has_window=True,
-        windows_by_layer=True,
-        sliding_window=4096,
+    "Qwen3ForCausalLM": replace(
+        _QWEN_3, head_dim=128, has_window=True, windows_by_layer=True, sliding_window=4096
     ),
+    "Qwen3MoeForCausalLM": replace(_QWEN_3, read_experts=read_qwen_experts),
 }
 LLAMA_ARCHITECTURES = tuple(_FAMILIES)
 
@@ -102,8 +132,12 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
     head_dim = fields.positive_int("head_dim", default=family.head_dim or common.head_dim)
     if head_dim % 2:
         raise fields.unsupported("head_dim", f"is {head_dim}; it must be even for rotary embedding")
-    attention_bias = family.reads_attention_bias and fields.boolean("attention_bias", default=False)
-    rope = rope_from_fields(fields, default_theta=family.rope_theta)
+    qkv_bias = family.qkv_bias
+    if family.bias_field is not None:
+        qkv_bias = fields.boolean(family.bias_field, default=qkv_bias)
+    rope = rope_from_fields(
+        fields, default_theta=family.rope_theta, default_share=family.rotary_share or 1.0
+    )
     return LlamaConfig(
         architecture=common.architecture,
         vocab_size=common.vocab_size,
@@ -120,15 +154,17 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         rope=rope,
         rotary_dim=_rotary_dim(fields, family, rope, head_dim),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
-        qkv_bias=family.qkv_bias or attention_bias,
-        output_bias=attention_bias,
+        qkv_bias=qkv_bias,
+        output_bias=qkv_bias and family.has_output_bias,
         mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", default=False),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm
+        or (family.reads_qk_norm and fields.boolean("use_qk_norm", default=False)),
         has_fused_maps=family.has_fused_maps,
         windows=_windows(fields, family, common.num_layers),
         experts=None
         if family.read_experts is None
-        else family.read_experts(fields, common.num_layers),
+        else family.read_experts(fields, num_layers=common.num_layers),
+        predicts_further=family.predicts_further,
     )
 
 
@@ -146,11 +182,12 @@ def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
         num_heads=len(heads),
         num_kv_heads=len(kv_heads),
         intermediate_size=len(place.share("intermediate_size", config.intermediate_size)),
+        experts=None if config.experts is None else split_experts(config.experts, place),
     )
 
 
 def _rotary_dim(fields: JsonFields, family: _Family, rope: RopeConfig, head_dim: int) -> int:
-    if not family.has_rotary_share and rope.rotated_share != 1.0:
+    if family.rotary_share is None and rope.rotated_share != 1.0:
         raise fields.unsupported(
             "partial_rotary_factor", f"is {rope.rotated_share}; only 1.0 is supported"
         )
@@ -160,6 +197,8 @@ def _rotary_dim(fields: JsonFields, family: _Family, rope: RopeConfig, head_dim:
 def _windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
     everywhere = (None,) * num_layers
     if not family.has_window:
+        if fields.boolean("use_sliding_window", default=False):
+            raise fields.unsupported("use_sliding_window", "is true; only false is supported")
         return everywhere
     is_off = family.windows_by_layer and not fields.boolean("use_sliding_window", default=False)
     is_null = fields.has("sliding_window") and fields.get("sliding_window") is None

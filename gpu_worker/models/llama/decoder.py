@@ -1,4 +1,4 @@
-"""The decoder of the Llama-shaped families: Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3.
+"""The decoder of the Llama-shaped families, such as Llama, Mistral, Phi-3, Qwen and GLM.
 
 Symbols: `T` tokens, `N` tokens whose final hidden states are wanted, `S` sequences, `H` query
 heads, `HKV` kv heads, `D` head dim, `R` rotated dimensions of a head, `E` hidden size, `I`
@@ -201,6 +201,8 @@ def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
     if config.tie_word_embeddings:
         weights.ignore(r"lm_head\.weight")  # a copy of the embedding, in some checkpoints
+    if config.predicts_further:
+        weights.ignore(rf"model\.layers\.{config.num_layers}\..*")
     layers = place.layers(config.num_layers)
     cos_sin = rotary_table(config.rope, config.rotary_dim, config.max_model_len)
     embedding = final_norm = lm_head = None

@@ -18,6 +18,13 @@ VARIANTS = [
     ("mistral", {"num_key_value_heads": 1, "sliding_window": None}),
     ("mixtral", {"sliding_window": 33, "num_experts_per_tok": 3}),
     ("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
+    (
+        "glm4_moe",
+        {"use_qk_norm": False, "attention_bias": True, "n_group": 3, "topk_group": 2}
+        | {"routed_scaling_factor": 2.5, "n_shared_experts": 2, "norm_topk_prob": False},
+    ),
+    ("qwen2_moe", {"mlp_only_layers": [0], "norm_topk_prob": True, "qkv_bias": False}),
+    ("qwen3_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2, "norm_topk_prob": False}),
     ("phi3", {"sliding_window": 20, "partial_rotary_factor": 1.0, "num_key_value_heads": 4}),
     (
         "phi3",

@@ -283,7 +283,7 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         ({"head_dim": 15}, "head_dim is 15; it must be even for rotary embedding"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a positive number"),
-        ({"eos_token_id": ["</s>"]}, "eos_token_id is ['</s>']; it must be token ids"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id is ['</s>']; it must be integers of 0 or more"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None"),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; supported: float32"),

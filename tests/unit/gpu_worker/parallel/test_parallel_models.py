@@ -13,8 +13,11 @@ FAMILIES = {
     "mistral": {"num_key_value_heads": 1},
     "mixtral": {},
     "phi3": {},
+    "glm4_moe": {},
     "qwen2": {},
+    "qwen2_moe": {},
     "qwen3": {"tie_word_embeddings": True, "vocab_size": 501},
+    "qwen3_moe": {},
     "gpt_neox": {},
 }
 SHARED_OUT = [
