@@ -54,7 +54,7 @@ _LATENT = {
 }
 """Multi-head latent attention, and experts in the second layer; a family ignores what it lacks."""
 
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 class ModelDirs:
@@ -122,7 +122,7 @@ def make_model(
         "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
         "phi3": {"pad_token_id": 0, "partial_rotary_factor": 0.75},
         "qwen2": {"num_hidden_layers": 3},
-        "qwen2_moe": _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+        "qwen2_moe": _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 96},
         "qwen3": {"head_dim": 24},
         "qwen3_moe": _EXPERTS | {"num_experts": 4, "head_dim": 16, "norm_topk_prob": True},
         "youtu": _LATENT,

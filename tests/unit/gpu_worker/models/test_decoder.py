@@ -138,7 +138,7 @@ def test_sequences_of_mixed_lengths_in_one_batch_equal_transformers(model_dirs, 
         assert_equals_transformers(directory, sequence)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "gpt_neox"])
 def test_a_decode_has_the_same_bits_alone_and_in_company(model_dirs, family):
     # Wide enough that the down projection's sums would be split for a lone row.
     model = load(model_dirs.get(family, intermediate_size=1600))
@@ -169,5 +169,6 @@ def test_bfloat16_is_close_to_float32(model_dirs, family):
     PagedLoop(load(directory, torch.float32), block_size=16).generate([wide], 1)
     PagedLoop(load(directory, torch.bfloat16), block_size=16).generate([narrow], 1)
     expected, actual = torch.stack(wide.logits), torch.stack(narrow.logits)
-    assert (actual - expected).norm() < 0.03 * expected.norm()
+    errors = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.median() < 0.03, "some tokens may choose other experts"
     assert not torch.equal(actual, expected)

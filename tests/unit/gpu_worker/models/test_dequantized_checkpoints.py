@@ -27,7 +27,7 @@ KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_to
 
 
 def assert_stands_for(packed, plain):
-    source = open_model(packed)
+    source = open_model(packed, "transformers")
     model = source.load(torch.float32, CPU, lambda _: None)
     sequence = Sequence(random_prompt(41, seed=1))
     PagedLoop(model, block_size=8, config=source.config).generate([sequence], 64, chunk_len=13)
