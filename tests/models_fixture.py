@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """The families with which every test of the whole service runs."""
 NATIVE_FAMILIES = (
-    *(*FAMILIES, "glm4_moe", "gpt_neox", "mixtral", "phi3", "qwen2_moe", "qwen3_moe"),
+    *(*FAMILIES, "glm", "glm4", "glm4_moe", "gpt_neox", "mixtral", "olmo2", "olmoe", "phi3"),
+    *("qwen2_moe", "qwen3_moe"),
 )
 
 BOS_TOKEN, EOS_TOKEN = "<s>", "</s>"
@@ -54,6 +55,7 @@ _LATENT = {
 }
 """Multi-head latent attention, and experts in the second layer; a family ignores what it lacks."""
 
+_GLM = {"head_dim": 16, "pad_token_id": 0}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
@@ -112,6 +114,8 @@ def make_model(
         "llama": {},
         "deepseek_v2": _LATENT | {"q_lora_rank": None, "n_shared_experts": 2},
         "deepseek_v3": _LATENT | {"n_group": 4, "topk_group": 2},
+        "glm": _GLM,
+        "glm4": _GLM,
         "glm4_moe": _EXPERTS
         | {"n_routed_experts": 6, "first_k_dense_replace": 1, "use_qk_norm": True},
         "glm4_moe_lite": _LATENT,
@@ -120,6 +124,7 @@ def make_model(
         # A window shorter than most prompts.
         "mistral": {"sliding_window": 20, "num_attention_heads": 8},
         "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+        "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
         "phi3": {"pad_token_id": 0, "partial_rotary_factor": 0.75},
         "qwen2": {"num_hidden_layers": 3},
         "qwen2_moe": _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 96},

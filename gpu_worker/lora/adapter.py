@@ -49,8 +49,9 @@ def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
         (f"{mlp}.gate_proj", intermediate),
         (f"{mlp}.up_proj", intermediate),
     )
-    if config.has_fused_maps:
+    if config.has_fused_qkv:
         qkv = ((f"{attention}.qkv_proj", query_size + 2 * kv_size),)
+    if config.has_fused_gate_up:
         gate_up = ((f"{mlp}.gate_up_proj", 2 * intermediate),)
     yield AdaptedMap(QKV, hidden, qkv)
     yield AdaptedMap(ATTENTION_OUTPUT, query_size, ((f"{attention}.o_proj", hidden),))

@@ -15,19 +15,19 @@ from kernels.cpu.program.low_rank import RowAdapters
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QkNorm:
-    """Norms of each head of queries and keys before rotation."""
+    """Norms of queries and keys before rotation: of each head, or of all heads together."""
 
     query: torch.Tensor
-    """`[D]`."""
+    """`[D]`, or `[H * D]`."""
     key: torch.Tensor
-    """`[D]`."""
+    """`[D]`, or `[HKV * D]`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
     """The weights of one layer."""
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     """`[E]`, before attention."""
     qkv: Linear
     """E to (H + 2 * HKV) * D: queries, keys, values."""
@@ -36,9 +36,13 @@ class DecoderLayer:
     """Tokens that a token sees, itself included; None: all before it."""
     attention_output: Linear
     """H * D to E."""
-    mlp_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
     """`[E]`, before the feed-forward part."""
     feed_forward: FeedForward
+    attention_output_norm: torch.Tensor | None = None
+    """`[E]`, of what attention adds to the residual."""
+    mlp_output_norm: torch.Tensor | None = None
+    """`[E]`, of what the feed-forward part adds to the residual."""
 
 
 class LayerAdapters(Protocol):

@@ -14,8 +14,19 @@ from gpu_worker.models.experts.config import (
 )
 from gpu_worker.models.rope import RopeConfig, rope_from_fields, rotary_dim
 from gpu_worker.ranks.shards import Place
-from gpu_worker.weights.json_fields import JsonFields
+from gpu_worker.weights.json_fields import JsonFields, ModelError
 from gpu_worker.weights.model_config import ModelConfig, read_architecture, read_model_config
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """A layer's norms, by their names in a checkpoint; None: there is no such norm."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    """Of the output, before it is added to the residual."""
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +48,33 @@ class LlamaConfig(ModelConfig):
     """Whether the attention's output projection has a bias."""
     mlp_bias: bool
     qk_norm: bool
-    """Whether queries and keys are normalized per head before rotation."""
-    has_fused_maps: bool
-    """Whether the checkpoint has queries, keys and values as one map, and gate and up, too."""
+    """Whether queries and keys are normalized before rotation."""
+    normalizes_heads_together: bool = False
+    """Whether these norms are over all heads; otherwise they are over each head."""
+    norms: NormNames = NormNames()
+    is_interleaved: bool = False
+    """Whether rotation pairs neighbouring dimensions; otherwise it pairs dimension i of each half
+    of the rotated dimensions."""
+    has_fused_qkv: bool
+    """Whether the checkpoint has queries, keys and values as one map."""
+    has_fused_gate_up: bool
+    """Whether the checkpoint has gate and up as one map."""
     windows: tuple[int | None, ...]
     """By layer: tokens that a token sees, itself included; None: all before it."""
     experts: ExpertsConfig | None
     """None: no layer has any."""
     predicts_further: bool = False
     """Whether checkpoints may have another layer, which predicts further tokens and is ignored."""
+
+    @property
+    def has_c_layers(self) -> bool:
+        """Whether there is code in C for all that the layers do between their linear maps."""
+        return (
+            self.experts is None
+            and self.norms == NormNames()
+            and not self.normalizes_heads_together
+            and not self.is_interleaved
+        )
 
 
 class _ReadExperts(Protocol):
@@ -65,13 +94,17 @@ class _Family:
     qk_norm: bool = False
     reads_qk_norm: bool = False
     """Whether `use_qk_norm` says whether queries and keys are normalized."""
+    normalizes_heads_together: bool = False
+    norms: NormNames = NormNames()
+    is_interleaved: bool = False
     head_dim: int | None = None
     """None: hidden size divided by query heads."""
     rope_theta: float = 10000.0
     rotary_share: float | None = None
     """Share of a head's dimensions that is rotated; None: all are, whatever config.json says."""
     rms_norm_eps: float = 1e-6
-    has_fused_maps: bool = False
+    has_fused_qkv: bool = False
+    has_fused_gate_up: bool = False
     has_window: bool = False
     """Whether `sliding_window` is read at all."""
     windows_by_layer: bool = False
@@ -85,7 +118,27 @@ class _Family:
 
 _QWEN_2 = _Family(qkv_bias=True, has_window=True, windows_by_layer=True, sliding_window=4096)
 _QWEN_3 = _Family(bias_field="attention_bias", has_output_bias=True, qk_norm=True)
+_GLM = _Family(
+    bias_field="attention_bias",
+    qkv_bias=True,
+    head_dim=128,
+    rotary_share=0.5,
+    is_interleaved=True,
+    rms_norm_eps=0.00000015625,
+    has_fused_gate_up=True,
+)
+_OLMO = _Family(
+    bias_field="attention_bias",
+    has_output_bias=True,
+    qk_norm=True,
+    normalizes_heads_together=True,
+    rms_norm_eps=1e-5,
+)
 _FAMILIES = {
+    "Glm4ForCausalLM": replace(
+        _GLM,
+        norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+    ),
     "Glm4MoeForCausalLM": _Family(
         bias_field="attention_bias",
         reads_qk_norm=True,
@@ -94,6 +147,7 @@ _FAMILIES = {
         read_experts=partial(read_grouped_experts, routing=Routing.SIGMOID, num_dense=1),
         predicts_further=True,
     ),
+    "GlmForCausalLM": _GLM,
     "LlamaForCausalLM": _Family(
         bias_field="attention_bias", has_output_bias=True, reads_mlp_bias=True
     ),
@@ -101,8 +155,17 @@ _FAMILIES = {
     "MixtralForCausalLM": _Family(
         has_window=True, rope_theta=1e6, rms_norm_eps=1e-5, read_experts=read_mixtral_experts
     ),
+    "Olmo2ForCausalLM": replace(
+        _OLMO,
+        norms=NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ),
+    "OlmoeForCausalLM": replace(_OLMO, read_experts=read_qwen_experts),
     "Phi3ForCausalLM": _Family(
-        rms_norm_eps=1e-5, rotary_share=1.0, has_fused_maps=True, has_window=True
+        rms_norm_eps=1e-5,
+        rotary_share=1.0,
+        has_fused_qkv=True,
+        has_fused_gate_up=True,
+        has_window=True,
     ),
     "Qwen2ForCausalLM": _QWEN_2,
     "Qwen2MoeForCausalLM": _Family(
@@ -128,6 +191,10 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
     activation = fields.get("hidden_act", default="silu")
     if activation != "silu":
         raise fields.unsupported("hidden_act", f"is {activation!r}; only 'silu' is supported")
+    if fields.get("clip_qkv") is not None:
+        raise fields.unsupported(
+            "clip_qkv", f"is {fields.get('clip_qkv')!r}; only null is supported"
+        )
     common = read_model_config(fields)
     head_dim = fields.positive_int("head_dim", default=family.head_dim or common.head_dim)
     if head_dim % 2:
@@ -159,7 +226,11 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", default=False),
         qk_norm=family.qk_norm
         or (family.reads_qk_norm and fields.boolean("use_qk_norm", default=False)),
-        has_fused_maps=family.has_fused_maps,
+        normalizes_heads_together=family.normalizes_heads_together,
+        norms=family.norms,
+        is_interleaved=family.is_interleaved,
+        has_fused_qkv=family.has_fused_qkv,
+        has_fused_gate_up=family.has_fused_gate_up,
         windows=_windows(fields, family, common.num_layers),
         experts=None
         if family.read_experts is None
@@ -174,6 +245,11 @@ def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
     Raises:
         ModelError: The layers or heads cannot be split among the ranks.
     """
+    if config.normalizes_heads_together and place.tensor_size > 1:
+        raise ModelError(
+            f"tensor-parallel-size is {place.tensor_size}; it must be 1 for {config.architecture},"
+            " which normalizes the queries of all heads together"
+        )
     heads = place.share("num_attention_heads", config.num_heads)
     kv_heads = place.share_or_repeat("num_key_value_heads", config.num_kv_heads)
     return replace(

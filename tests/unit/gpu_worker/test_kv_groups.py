@@ -154,7 +154,10 @@ FAMILIES = {
     "qwen2_moe": QWEN2_MOE,
     "qwen2_moe, our own": {},
     "qwen3_moe": {},
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
     "glm4_moe": {},
+    "olmo2": {},
+    "olmoe": {},
     "longcat_flash": LONGCAT,
     "ministral3": {
         "head_dim": 16,

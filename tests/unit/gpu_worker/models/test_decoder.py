@@ -23,6 +23,15 @@ VARIANTS = [
         {"use_qk_norm": False, "attention_bias": True, "n_group": 3, "topk_group": 2}
         | {"routed_scaling_factor": 2.5, "n_shared_experts": 2, "norm_topk_prob": False},
     ),
+    (
+        "glm4",
+        {
+            "attention_bias": False,
+            "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25},
+        },
+    ),
+    ("olmo2", {"num_key_value_heads": 1}),
+    ("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
     ("qwen2_moe", {"mlp_only_layers": [0], "norm_topk_prob": True, "qkv_bias": False}),
     ("qwen3_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2, "norm_topk_prob": False}),
     ("phi3", {"sliding_window": 20, "partial_rotary_factor": 1.0, "num_key_value_heads": 4}),

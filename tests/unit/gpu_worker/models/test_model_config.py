@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gpu_worker.models.experts.config import ExpertNames, ExpertsConfig
+from gpu_worker.models.experts.config import ExpertNames, ExpertsConfig, Routing
 from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.models.rope import LinearScaling, Llama3Scaling, RopeConfig
@@ -55,7 +55,8 @@ def test_every_field_of_a_small_config(tmp_path):
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=10000.0),
         rotary_dim=16,
-        has_fused_maps=False,
+        has_fused_qkv=False,
+        has_fused_gate_up=False,
         max_model_len=2048,
         tie_word_embeddings=False,
         qkv_bias=False,
@@ -175,6 +176,71 @@ def test_experts_are_mixtrals(tmp_path):
     assert (config.rope.theta, config.rms_norm_eps) == (1e6, 1e-5)
 
 
+# GLM-4.5's own config, written by transformers before version 5, without what other tests cover.
+GLM_4_5 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 2,
+    "head_dim": 128,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 1,
+    "use_qk_norm": True,
+}
+QWEN_3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 2,
+    "head_dim": 128,
+    "mlp_only_layers": [1],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 4,
+    "use_sliding_window": False,
+}
+
+
+def test_glm_4_5_s_own(tmp_path):
+    config = read(write(tmp_path, **GLM_4_5))
+    assert (config.qkv_bias, config.output_bias, config.qk_norm) == (True, False, True)
+    assert (config.rotary_dim, config.is_interleaved, config.predicts_further) == (64, False, True)
+    assert config.experts == ExpertsConfig(
+        layers=(False, False, True),
+        num_experts=160,
+        num_per_token=8,
+        intermediate_size=1536,
+        has_shares_of_one=True,
+        share_factor=2.5,
+        routing=Routing.SIGMOID,
+        shared_size=1536,
+    )
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_experts_of_qwen_3_as_old_and_new_transformers_write_them(tmp_path, name):
+    fields = {**QWEN_3_MOE, name: 64}
+    config = read(
+        write(tmp_path, **fields, without=[] if name == "num_experts" else ["num_experts"])
+    )
+    assert config.experts == ExpertsConfig(
+        layers=(False, False, False, True),
+        num_experts=64,
+        num_per_token=8,
+        intermediate_size=768,
+        has_shares_of_one=True,
+        names=ExpertNames(shared="shared_expert"),
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "share", "rotary_dim"),
     [
@@ -228,6 +294,11 @@ def test_unsupported_features_of_the_families_are_named(tmp_path, changes, messa
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
             "rope_parameters.full_attention is unknown; known are attention_factor, beta_fast",
         ),
+        (
+            QWEN_3_MOE | {"use_sliding_window": True},
+            "use_sliding_window is true; only false is supported",
+        ),
+        ({"clip_qkv": 8.0}, "clip_qkv is 8.0; only null is supported"),
         (
             {"rope_scaling": {"type": "ntk", "factor": 4.0}},
             "rope_scaling.rope_type is 'ntk'; supported:",
