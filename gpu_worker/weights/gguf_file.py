@@ -88,7 +88,7 @@ class GgufFile:
         self._bytes = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
         self._file = OpenFile(path)
         self._name_to_rows: dict[str, _Rows] = {}
-        self._in_layers = _IN_LAYERS | experts
+        self._in_layers = {**_IN_LAYERS, **experts}
         for name, tensor in read_header(self.path).tensors.items():
             if not _IN_CONFIG.fullmatch(name):
                 self._add(name, tensor, heads)

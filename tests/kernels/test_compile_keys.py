@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
         ("mixtral", ("kv=fp8",)),
         ("mixtral", ("graphs", "weights=stored")),
         ("qwen2_moe", ("graphs",)),
+        ("glm4", ("graphs",)),
+        ("olmo2", ("kv=int8",)),
         ("deepseek_v3", ("graphs", "weights=int8")),
         ("deepseek_v3", ("graphs", "kv=int8")),
         ("llama", ("graphs", "adapter=a", "ranks")),
