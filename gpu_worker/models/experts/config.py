@@ -1,6 +1,6 @@
 """Reads mixtures of experts from config.json. Needs no torch."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from gpu_worker.ranks.shards import Place
@@ -52,7 +52,7 @@ class ExpertsConfig:
     """MLP size of the shared expert; None: there is none."""
     has_shared_gate: bool = False
     """Whether the shared expert has a share, which depends on the token; otherwise it is 1."""
-    names: ExpertNames = field(default_factory=ExpertNames)
+    names: ExpertNames = ExpertNames()
 
 
 def read_mixtral_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:

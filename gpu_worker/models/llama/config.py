@@ -40,6 +40,8 @@ class LlamaConfig(ModelConfig):
     """MLP size of layers without experts."""
     rms_norm_eps: float
     rope: RopeConfig
+    windowed_rope: RopeConfig | None = None
+    """Of the layers with a window; None: `rope`."""
     rotary_dim: int
     """Rotated dimensions of a head, from the first; even."""
     tie_word_embeddings: bool
@@ -74,6 +76,7 @@ class LlamaConfig(ModelConfig):
             and self.norms == NormNames()
             and not self.normalizes_heads_together
             and not self.is_interleaved
+            and self.windowed_rope is None
         )
 
 
@@ -107,8 +110,13 @@ class _Family:
     has_fused_gate_up: bool = False
     has_window: bool = False
     """Whether `sliding_window` is read at all."""
+    has_window_switch: bool = False
+    """Whether the window needs `use_sliding_window`."""
     windows_by_layer: bool = False
-    """Whether the window needs `use_sliding_window` and applies to some layers only."""
+    """Whether the window applies to some layers only."""
+    ropes_by_layer: bool = False
+    """Whether layers with a window have another rotary embedding: the plain one, if config.json has
+    one for all layers."""
     sliding_window: int | None = None
     """The window if config.json has no such field."""
     read_experts: _ReadExperts | None = None
@@ -116,7 +124,13 @@ class _Family:
     predicts_further: bool = False
 
 
-_QWEN_2 = _Family(qkv_bias=True, has_window=True, windows_by_layer=True, sliding_window=4096)
+_QWEN_2 = _Family(
+    qkv_bias=True,
+    has_window=True,
+    has_window_switch=True,
+    windows_by_layer=True,
+    sliding_window=4096,
+)
 _QWEN_3 = _Family(bias_field="attention_bias", has_output_bias=True, qk_norm=True)
 _GLM = _Family(
     bias_field="attention_bias",
@@ -127,6 +141,7 @@ _GLM = _Family(
     rms_norm_eps=0.00000015625,
     has_fused_gate_up=True,
 )
+_OLMO_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _OLMO = _Family(
     bias_field="attention_bias",
     has_output_bias=True,
@@ -157,7 +172,16 @@ _FAMILIES = {
     ),
     "Olmo2ForCausalLM": replace(
         _OLMO,
-        norms=NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        norms=_OLMO_NORMS,
+    ),
+    "Olmo3ForCausalLM": replace(
+        _OLMO,
+        norms=_OLMO_NORMS,
+        has_window=True,
+        windows_by_layer=True,
+        sliding_window=4096,
+        ropes_by_layer=True,
+        rope_theta=500000.0,
     ),
     "OlmoeForCausalLM": replace(_OLMO, read_experts=read_qwen_experts),
     "Phi3ForCausalLM": _Family(
@@ -174,7 +198,12 @@ _FAMILIES = {
         read_experts=partial(read_qwen_experts, has_shared=True),
     ),
     "Qwen3ForCausalLM": replace(
-        _QWEN_3, head_dim=128, has_window=True, windows_by_layer=True, sliding_window=4096
+        _QWEN_3,
+        head_dim=128,
+        has_window=True,
+        has_window_switch=True,
+        windows_by_layer=True,
+        sliding_window=4096,
     ),
     "Qwen3MoeForCausalLM": replace(_QWEN_3, read_experts=read_qwen_experts),
 }
@@ -202,9 +231,7 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
     qkv_bias = family.qkv_bias
     if family.bias_field is not None:
         qkv_bias = fields.boolean(family.bias_field, default=qkv_bias)
-    rope = rope_from_fields(
-        fields, default_theta=family.rope_theta, default_share=family.rotary_share or 1.0
-    )
+    rope, windowed_rope = _ropes(fields, family)
     return LlamaConfig(
         architecture=common.architecture,
         vocab_size=common.vocab_size,
@@ -219,6 +246,7 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         intermediate_size=fields.positive_int("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", default=family.rms_norm_eps),
         rope=rope,
+        windowed_rope=windowed_rope,
         rotary_dim=_rotary_dim(fields, family, rope, head_dim),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
         qkv_bias=qkv_bias,
@@ -262,6 +290,27 @@ def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
     )
 
 
+def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the rotary embedding, and that of layers with a window if it is another one."""
+    options = {"default_theta": family.rope_theta, "default_share": family.rotary_share or 1.0}
+    if not family.ropes_by_layer:
+        return rope_from_fields(fields, **options), None
+    by_kind = fields.nested("rope_parameters")
+    if not by_kind.values:  # before transformers 5
+        rope = rope_from_fields(fields, **options)
+        return rope, RopeConfig(rope.theta)
+    full, windowed = (
+        rope_from_fields(
+            replace(
+                fields, values={**fields.values, "rope_parameters": by_kind.nested(kind).values}
+            ),
+            **options,
+        )
+        for kind in ("full_attention", "sliding_attention")
+    )
+    return full, windowed
+
+
 def _rotary_dim(fields: JsonFields, family: _Family, rope: RopeConfig, head_dim: int) -> int:
     if family.rotary_share is None and rope.rotated_share != 1.0:
         raise fields.unsupported(
@@ -276,7 +325,7 @@ def _windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int 
         if fields.boolean("use_sliding_window", default=False):
             raise fields.unsupported("use_sliding_window", "is true; only false is supported")
         return everywhere
-    is_off = family.windows_by_layer and not fields.boolean("use_sliding_window", default=False)
+    is_off = family.has_window_switch and not fields.boolean("use_sliding_window", default=False)
     is_null = fields.has("sliding_window") and fields.get("sliding_window") is None
     if is_off or is_null or not (fields.has("sliding_window") or family.sliding_window):
         return everywhere
@@ -284,14 +333,17 @@ def _windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int 
     if not family.windows_by_layer:
         return (window,) * num_layers
     return tuple(
-        window if kind == "sliding_attention" else None for kind in _layer_types(fields, num_layers)
+        window if kind == "sliding_attention" else None
+        for kind in _layer_types(fields, family, num_layers)
     )
 
 
-def _layer_types(fields: JsonFields, num_layers: int) -> tuple[str, ...]:
+def _layer_types(fields: JsonFields, family: _Family, num_layers: int) -> tuple[str, ...]:
     """By layer: "sliding_attention" or "full_attention"."""
     kinds = fields.get("layer_types")
     if kinds is None:
+        if not family.has_window_switch:
+            raise fields.unsupported("layer_types", "is missing")
         # Before transformers 4.53: layers from this one on have the window.
         first = fields.get("max_window_layers", default=28)
         if not isinstance(first, int):

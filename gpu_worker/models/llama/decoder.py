@@ -19,6 +19,7 @@ from gpu_worker.models.experts.build import build_experts
 from gpu_worker.models.feed_forward import FeedForward, GatedMlp, build_gated_mlp
 from gpu_worker.models.llama.config import LlamaConfig, split_llama_config
 from gpu_worker.models.llama.native_layers import NativeLayers
+from gpu_worker.models.rope import RopeConfig
 from gpu_worker.models.rope_table import rotary_table
 from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.weights.linear import Linear
@@ -44,6 +45,8 @@ class LlamaDecoder:
     """E to V; None if a later stage has it."""
     cos_sin: torch.Tensor
     """float32 `[max_model_len, R]`, from `rotary_table`."""
+    windowed_cos_sin: torch.Tensor | None = None
+    """The same of layers with a window; None: `cos_sin`."""
     half_by_half: torch.Tensor | None = None
     """int64[D], if rotation pairs neighbouring dimensions of queries and keys: the order in which
     it pairs dimension i of each half, as `rotary_store_kv` does."""
@@ -192,11 +195,14 @@ class LlamaDecoder:
             key = _norm_heads(key, layer.qk_norm.key, config.rms_norm_eps)
         if self.half_by_half is not None:
             query, key = (x.index_select(2, self.half_by_half) for x in (query, key))
+        cos_sin = self.cos_sin
+        if layer.window is not None and self.windowed_cos_sin is not None:
+            cos_sin = self.windowed_cos_sin
         return ops.rotary_store_kv(
             query,
             key,
             value,
-            self.cos_sin,
+            cos_sin,
             positions,
             pool.key_cache(index),
             pool.value_cache(index),
@@ -236,7 +242,11 @@ def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
     if config.predicts_further:
         weights.ignore(rf"model\.layers\.{config.num_layers}\..*")
     layers = place.layers(config.num_layers)
-    cos_sin = rotary_table(config.rope, config.rotary_dim, config.max_model_len)
+
+    def table(rope: RopeConfig) -> torch.Tensor:
+        cos_sin = rotary_table(rope, config.rotary_dim, config.max_model_len)
+        return cos_sin.to(weights.device)
+
     embedding = final_norm = lm_head = None
     if place.is_first_stage:
         embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
@@ -250,7 +260,8 @@ def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
         layers=decoder_layers,
         final_norm=final_norm,
         lm_head=lm_head,
-        cos_sin=cos_sin.to(weights.device),
+        cos_sin=table(config.rope),
+        windowed_cos_sin=None if config.windowed_rope is None else table(config.windowed_rope),
         half_by_half=_half_by_half(config, weights.device) if config.is_interleaved else None,
         ranks=weights.ranks,
     )

@@ -30,6 +30,22 @@ VARIANTS = [
             "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25},
         },
     ),
+    (
+        "olmo3",
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+        },
+    ),
     ("olmo2", {"num_key_value_heads": 1}),
     ("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
     ("qwen2_moe", {"mlp_only_layers": [0], "norm_topk_prob": True, "qkv_bias": False}),

@@ -225,6 +225,22 @@ def test_glm_4_5_s_own(tmp_path):
     )
 
 
+def test_olmo_3_s_rotation_before_transformers_5(tmp_path):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    directory = write(
+        tmp_path,
+        architectures=["Olmo3ForCausalLM"],
+        layer_types=kinds,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        rope_theta=1e6,
+        sliding_window=512,
+    )
+    config = read(directory)
+    assert config.windows == (512, None, 512)
+    assert config.rope == RopeConfig(1e6, LinearScaling(8.0))
+    assert config.windowed_rope == RopeConfig(1e6)
+
+
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
 def test_experts_of_qwen_3_as_old_and_new_transformers_write_them(tmp_path, name):
     fields = {**QWEN_3_MOE, name: 64}
@@ -298,6 +314,7 @@ def test_unsupported_features_of_the_families_are_named(tmp_path, changes, messa
             QWEN_3_MOE | {"use_sliding_window": True},
             "use_sliding_window is true; only false is supported",
         ),
+        ({"architectures": ["Olmo3ForCausalLM"]}, "layer_types is missing"),
         ({"clip_qkv": 8.0}, "clip_qkv is 8.0; only null is supported"),
         (
             {"rope_scaling": {"type": "ntk", "factor": 4.0}},
