@@ -160,11 +160,8 @@ from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
 from gpu_worker.lora.adapter import AdaptedMap, Adapter, LowRankMap, adapted_maps  # noqa: E402
 from gpu_worker.lora.slots import AdapterSlots  # noqa: E402
-from gpu_worker.models.llama.config import (  # noqa: E402
-    ExpertsConfig,
-    LlamaConfig,
-    split_llama_config,
-)
+from gpu_worker.models.experts.config import ExpertsConfig  # noqa: E402
+from gpu_worker.models.llama.config import LlamaConfig, split_llama_config  # noqa: E402
 from gpu_worker.models.llama.decoder import build_llama  # noqa: E402
 from gpu_worker.models.rope import RopeConfig  # noqa: E402
 from gpu_worker.ranks.collectives import Ranks  # noqa: E402
@@ -195,7 +192,8 @@ CONFIG = LlamaConfig(
     rms_norm_eps=1e-6,
     rope=RopeConfig(theta=10000.0),
     rotary_dim=8,
-    has_fused_maps=False,
+    has_fused_qkv=False,
+    has_fused_gate_up=False,
     tie_word_embeddings=True,
     qkv_bias=False,
     output_bias=False,
@@ -357,7 +355,14 @@ def make_executor(kind: str, *, has_graphs: bool) -> Executor:
     adapters: dict[int, Adapter] = {}
     gpu_linear.is_here = lambda _: has_graphs
     if kind == "experts":
-        config = replace(config, experts=ExpertsConfig(num_experts=8, num_per_token=2))
+        experts = ExpertsConfig(
+            layers=(True,) * config.num_layers,
+            num_experts=8,
+            num_per_token=2,
+            intermediate_size=config.intermediate_size,
+            has_shares_of_one=True,
+        )
+        config = replace(config, experts=experts)
     if kind == "adapters":
         adapters = {number: _adapter(number) for number in (1, 2)}
         limits = replace(limits, adapters={each.id: n for n, each in adapters.items()})

@@ -31,7 +31,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs each nibble of a word holds, from the lowest."""
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _BLOCK = 128
-_KEPT = r".*(embed|lm_head|\.gate\.).*"
+_KEPT = r".*(embed|lm_head|gate\.).*"
 """Names of two-dimensional weights that are never quantized."""
 
 

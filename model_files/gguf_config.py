@@ -10,6 +10,7 @@ _ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
 _END_TOKENS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -60,7 +61,15 @@ def to_config(header: GgufHeader) -> dict[str, Any]:
             f"{header.path}: attention.sliding_window is {fields['attention.sliding_window']};"
             " GGUF files with windows are not supported"
         )
-    if num_experts := fields.get("expert_count", 0):
+    num_experts = fields.get("expert_count", 0)
+    if fields.architecture == "qwen3moe":
+        config |= {
+            "num_experts": num_experts,
+            "num_experts_per_tok": fields["expert_used_count"],
+            "moe_intermediate_size": fields["expert_feed_forward_length"],
+            "norm_topk_prob": True,
+        }
+    elif num_experts:
         config |= {
             "architectures": ["MixtralForCausalLM"],
             "num_local_experts": num_experts,

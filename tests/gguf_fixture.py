@@ -32,6 +32,7 @@ _NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.gate": "ffn_gate_inp",
     **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
     **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
     "self_attn.o_proj": "attn_output",
@@ -60,7 +61,9 @@ def write_gguf(
     replaces fields, or removes those that are None.
     """
     config = json.loads((directory / "config.json").read_text())
-    architecture = "llama" if config["model_type"] == "mixtral" else config["model_type"]
+    architecture = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(
+        config["model_type"], config["model_type"]
+    )
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     fields = _config_fields(architecture, config) | _tokenizer_fields(directory) | metadata
     for name, value in fields.items():
@@ -94,6 +97,7 @@ def _config_fields(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         "rope.freq_base": config["rope_parameters"]["rope_theta"],
         "expert_count": config.get("num_local_experts"),
         "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
     }
     return {f"{architecture}.{name}": value for name, value in fields.items()}
 
@@ -137,7 +141,8 @@ def _tensors(directory: Path, config: dict[str, Any], architecture: str) -> dict
         if architecture == "llama" and part in heads:
             values = _permuted(tensor, heads[part])
         if ".experts." in part:
-            which = {"w1": "gate", "w2": "down", "w3": "up"}[part[-2:]]
+            last = part.rpartition(".")[2].removesuffix("_proj")
+            which = {"w1": "gate", "w2": "down", "w3": "up"}.get(last, last)
             experts.setdefault(f"blk.{layer}.ffn_{which}_exps.{end}", []).append(values)
         else:
             named[f"blk.{layer}.{_NAMES[part]}.{end}"] = values

@@ -9,7 +9,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """The families with which every test of the whole service runs."""
-NATIVE_FAMILIES = (*FAMILIES, "mixtral", "phi3", "gpt_neox")
+NATIVE_FAMILIES = (
+    *(*FAMILIES, "glm", "glm4", "glm4_moe", "gpt_neox", "mixtral", "olmo2", "olmoe", "phi3"),
+    *("qwen2_moe", "qwen3_moe"),
+)
 
 BOS_TOKEN, EOS_TOKEN = "<s>", "</s>"
 BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1
@@ -51,6 +54,9 @@ _LATENT = {
     "mlp_layer_types": ["dense", "sparse"],
 }
 """Multi-head latent attention, and experts in the second layer; a family ignores what it lacks."""
+
+_GLM = {"head_dim": 16, "pad_token_id": 0}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 class ModelDirs:
@@ -108,15 +114,22 @@ def make_model(
         "llama": {},
         "deepseek_v2": _LATENT | {"q_lora_rank": None, "n_shared_experts": 2},
         "deepseek_v3": _LATENT | {"n_group": 4, "topk_group": 2},
+        "glm": _GLM,
+        "glm4": _GLM,
+        "glm4_moe": _EXPERTS
+        | {"n_routed_experts": 6, "first_k_dense_replace": 1, "use_qk_norm": True},
         "glm4_moe_lite": _LATENT,
         "gpt_neox": {"initializer_range": 0.35},
         "minicpm3": _LATENT | {"scale_emb": 2.0, "scale_depth": 3.0, "dim_model_base": 32},
         # A window shorter than most prompts.
         "mistral": {"sliding_window": 20, "num_attention_heads": 8},
         "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+        "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
         "phi3": {"pad_token_id": 0, "partial_rotary_factor": 0.75},
         "qwen2": {"num_hidden_layers": 3},
+        "qwen2_moe": _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 96},
         "qwen3": {"head_dim": 24},
+        "qwen3_moe": _EXPERTS | {"num_experts": 4, "head_dim": 16, "norm_topk_prob": True},
         "youtu": _LATENT,
     }
     config = AutoConfig.for_model(family, **(sizes | by_family.get(family, {}) | overrides))

@@ -73,7 +73,7 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
 
 def _is_all_in_c(config: ModelConfig) -> bool:
     """Return whether kernels in C compute all of a model's layers."""
-    return isinstance(config, LlamaConfig) and config.experts is None and native() is not None
+    return isinstance(config, LlamaConfig) and config.has_c_layers and native() is not None
 
 
 def pick_attention(name: str, device: torch.device) -> AttentionBackend:

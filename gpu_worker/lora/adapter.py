@@ -10,7 +10,8 @@ from typing import TypeAlias
 import torch
 
 from contract.lora import LoraAdapter
-from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
+from gpu_worker.models.decoder_layer import DecoderLayer
+from gpu_worker.models.feed_forward import GatedMlp
 from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.linear import PackedLinear
@@ -33,7 +34,7 @@ class AdaptedMap:
 
 
 def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
-    """Yield the maps of a layer that adapters may change; with experts, only those of attention."""
+    """Yield the maps of a layer that adapters may change; of experts, none."""
     prefix = f"model.layers.{layer}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     hidden, intermediate = config.hidden_size, config.intermediate_size
@@ -48,12 +49,13 @@ def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
         (f"{mlp}.gate_proj", intermediate),
         (f"{mlp}.up_proj", intermediate),
     )
-    if config.has_fused_maps:
+    if config.has_fused_qkv:
         qkv = ((f"{attention}.qkv_proj", query_size + 2 * kv_size),)
+    if config.has_fused_gate_up:
         gate_up = ((f"{mlp}.gate_up_proj", 2 * intermediate),)
     yield AdaptedMap(QKV, hidden, qkv)
     yield AdaptedMap(ATTENTION_OUTPUT, query_size, ((f"{attention}.o_proj", hidden),))
-    if config.experts is None:
+    if config.experts is None or not config.experts.layers[layer]:
         yield AdaptedMap(GATE_UP, hidden, gate_up)
         yield AdaptedMap(DOWN, intermediate, ((f"{mlp}.down_proj", hidden),))
 

@@ -23,7 +23,12 @@ from gpu_worker.models.llama.decoder import build_llama
 from gpu_worker.models.neox.config import read_neox_config, split_neox_config
 from gpu_worker.models.neox.decoder import build_neox
 from gpu_worker.models.rope import with_long_factors
-from gpu_worker.models.text_part import has_text_part, name_alone, text_part
+from gpu_worker.models.text_part import (
+    has_stacked_experts,
+    has_text_part,
+    name_alone,
+    text_part,
+)
 from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import JsonFields, ModelError, UnsupportedError, read_json
@@ -111,7 +116,11 @@ class _CheckpointSource:
                 what = f"your model-class, {what},"
             raise _not_shared(what, place)
         self._stored = read_stored_format(fields)
-        self._is_part = has_text_part(read_json(directory / "config.json"))
+        whole = read_json(directory / "config.json")
+        self._is_part = has_text_part(whole)
+        self._stacked_hidden_size = (
+            fields.positive_int("hidden_size") if has_stacked_experts(whole) else None
+        )
         self._is_dummy = is_dummy
         self._is_batch_invariant = is_batch_invariant
         self._quantization = quantization
@@ -150,6 +159,7 @@ class _CheckpointSource:
             ranks,
             self._stored,
             name_alone if self._is_part else lambda name: name,
+            stacked_hidden_size=self._stacked_hidden_size,
             is_batch_invariant=self._is_batch_invariant,
         )
 

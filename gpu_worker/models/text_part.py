@@ -16,6 +16,8 @@ class _Alone:
     model_type: str
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Fields that older configs omit, with the values that `transformers` gives them."""
+    ties_as_whole: bool = False
+    """Whether the whole's `tie_word_embeddings` counts, even if the part has the field."""
 
 
 _SIZES_OF_7B: Final = {
@@ -63,7 +65,9 @@ _TEXT_PARTS: Final[Mapping[str, Mapping[str, _Alone]]] = {
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": _Alone("Qwen2ForCausalLM", "qwen2")},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": _Alone("Qwen3ForCausalLM", "qwen3")},
     "Qwen3VLMoeForConditionalGeneration": {
-        "qwen3_vl_moe_text": _Alone("Qwen3MoeForCausalLM", "qwen3_moe")
+        "qwen3_vl_moe_text": _Alone(
+            "Qwen3MoeForCausalLM", "qwen3_moe", {"norm_topk_prob": True}, ties_as_whole=True
+        )
     },
     "Qwen3_5ForConditionalGeneration": {
         "qwen3_5_text": _Alone("Qwen3_5ForCausalLM", "qwen3_5_text")
@@ -95,6 +99,11 @@ def has_text_part(fields: JsonFields) -> bool:
     return read_architecture(fields) in _TEXT_PARTS
 
 
+def has_stacked_experts(fields: JsonFields) -> bool:
+    """Whether a checkpoint may have one tensor for all experts of a layer; see `ExpertsFile`."""
+    return read_architecture(fields) == "Qwen3VLMoeForConditionalGeneration"
+
+
 def text_part(fields: JsonFields) -> JsonFields:
     """Return the fields of the text part, or all fields if the model has no other part.
 
@@ -117,7 +126,12 @@ def text_part(fields: JsonFields) -> JsonFields:
     alone = supported[model_type]
     whole = {name: fields.values[name] for name in _OF_THE_WHOLE if fields.get(name) is not None}
     ropes = {name: plain_rope(part.nested(name).values) for name in _ROPES if part.get(name)}
-    its_own = {"architectures": [alone.architecture], "model_type": alone.model_type}
+    its_own: dict[str, object] = {
+        "architectures": [alone.architecture],
+        "model_type": alone.model_type,
+    }
+    if alone.ties_as_whole:
+        its_own["tie_word_embeddings"] = fields.get("tie_word_embeddings")
     values = {**alone.defaults, **whole, **part.values, **ropes, **its_own}
     return JsonFields(fields.path, part.prefix, values)
 

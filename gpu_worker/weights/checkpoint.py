@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from gpu_worker.weights.gguf_file import open_gguf_files
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
+from gpu_worker.weights.stacked_experts import ExpertsFile
 from gpu_worker.weights.tensor_file import Extent, OpenFile, Piece, TensorFile
 
 _SINGLE = "model.safetensors"
@@ -29,15 +30,22 @@ class Checkpoint:
     """The tensors of a model directory, in one file or several: safetensors, pickles or GGUF."""
 
     def __init__(
-        self, directory: Path, rename: Callable[[str], str | None] = lambda name: name
+        self,
+        directory: Path,
+        rename: Callable[[str], str | None] = lambda name: name,
+        stacked_hidden_size: int | None = None,
     ) -> None:
         """Open all files; raises ModelError if one is missing or damaged.
 
-        `rename` maps a tensor's name in its file to its name here; None leaves the tensor out.
+        `rename` maps a tensor's name in its file to its name here; None leaves the tensor out. With
+        `stacked_hidden_size`, the model's hidden size, stacked experts appear one by one.
         """
         self._name_to_file: dict[str, TensorFile] = {}
         self._name_in_file: dict[str, str] = {}
-        for file in _open_files(directory):
+        files = _open_files(directory)
+        if stacked_hidden_size is not None:
+            files = [ExpertsFile(file, stacked_hidden_size) for file in files]
+        for file in files:
             for in_file in file.names:
                 if (name := rename(in_file)) is not None:
                     self._name_to_file[name], self._name_in_file[name] = file, in_file

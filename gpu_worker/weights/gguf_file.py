@@ -6,6 +6,7 @@ are decoded when they are read.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -34,9 +35,19 @@ _IN_LAYERS: Final = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "block_sparse_moe.gate",
 }
-_EXPERTS: Final = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+_MIXTRAL: Final = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_QWEN: Final = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
 _IN_CONFIG: Final = re.compile(r"rope_(freqs|factors_(long|short))\.weight")
 """Tensors whose values are in config.json."""
 _LAYER: Final = re.compile(r"blk\.(\d+)\.(.+)")
@@ -61,13 +72,14 @@ class _Rows:
 class GgufFile:
     """The tensors of one file; see `TensorFile`."""
 
-    def __init__(self, path: Path, heads: dict[str, int]) -> None:
+    def __init__(self, path: Path, heads: dict[str, int], experts: Mapping[str, str]) -> None:
         """Map the file.
 
         Args:
             path: The file.
             heads: Numbers of heads of "attn_q" and "attn_k", if their rows must be reordered: see
                 `_Rows.num_rotated_heads`.
+            experts: Names of tensors of experts, with `{}` for an expert's number.
 
         Raises:
             ModelError: The file is damaged, or has a tensor that no supported architecture has.
@@ -76,6 +88,7 @@ class GgufFile:
         self._bytes = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
         self._file = OpenFile(path)
         self._name_to_rows: dict[str, _Rows] = {}
+        self._in_layers = {**_IN_LAYERS, **experts}
         for name, tensor in read_header(self.path).tensors.items():
             if not _IN_CONFIG.fullmatch(name):
                 self._add(name, tensor, heads)
@@ -140,17 +153,18 @@ class GgufFile:
             return
         index, part = in_layer.groups()
         layer = f"model.layers.{index}"
-        if part not in _IN_LAYERS and part not in _EXPERTS:
+        if part not in self._in_layers:
             raise ModelError(f"{self.path} has {name}, which is unknown")
         if end == "weight" and tensor.type.is_quantized:
             end = tensor.type.name
-        if part in _EXPERTS:
+        in_layer_name = self._in_layers[part]
+        if "{}" in in_layer_name:
             for expert in range(tensor.shape[0]):
-                module = f"{layer}.block_sparse_moe.experts.{expert}.{_EXPERTS[part]}"
+                module = f"{layer}.{in_layer_name.format(expert)}"
                 self._name_to_rows[f"{module}.{end}"] = _Rows(tensor, expert)
             return
         rows = _Rows(tensor, num_rotated_heads=heads.get(part))
-        self._name_to_rows[f"{layer}.{_IN_LAYERS[part]}.{end}"] = rows
+        self._name_to_rows[f"{layer}.{in_layer_name}.{end}"] = rows
 
 
 def open_gguf_files(directory: Path) -> list[GgufFile]:
@@ -163,13 +177,14 @@ def open_gguf_files(directory: Path) -> list[GgufFile]:
     if not paths:
         return []
     metadata = read_header(paths[0].resolve()).metadata
-    heads = {}
+    heads, experts = {}, _QWEN
     if metadata.get("general.architecture") == "llama":
+        experts = _MIXTRAL
         # The converter permutes rows for a rotation of neighbouring pairs.
         num_heads = metadata["llama.attention.head_count"]
         num_kv_heads = metadata.get("llama.attention.head_count_kv", num_heads)
         heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
-    return [GgufFile(path, heads) for path in paths]
+    return [GgufFile(path, heads, experts) for path in paths]
 
 
 def _is_blocks(name: str, rows: _Rows) -> bool:

@@ -65,7 +65,7 @@ class JsonFields:
         value = self.get(name, default=[])
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in items):
-            raise self.error(name, f"is {value!r}; it must be token ids, which are 0 or more")
+            raise self.error(name, f"is {value!r}; it must be integers of 0 or more")
         return list(items)
 
     def nested(self, name: str) -> "JsonFields":

@@ -263,6 +263,7 @@ def load_weights(
     stored: StoredFormat | None = None,
     rename: Callable[[str], str | None] = lambda name: name,
     *,
+    stacked_hidden_size: int | None = None,
     is_batch_invariant: bool = False,
 ) -> ModelT:
     """Build a model with weights read from disk, converted to `dtype`, on `device`.
@@ -282,13 +283,14 @@ def load_weights(
         ranks: The devices that share the model; each reads its part.
         stored: How the checkpoint packs its linear maps; None: not at all.
         rename: See `Checkpoint`.
+        stacked_hidden_size: See `Checkpoint`.
         is_batch_invariant: See `Weights`.
 
     Raises:
         ModelError: A file is missing or damaged; tensors are missing, unexpected or of wrong shape;
             or the model cannot be quantized.
     """
-    checkpoint = Checkpoint(directory, rename)
+    checkpoint = Checkpoint(directory, rename, stacked_hidden_size)
     planned: list[Piece] = []
 
     def note(piece: Piece, _: torch.Tensor) -> None:

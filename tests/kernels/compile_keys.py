@@ -331,7 +331,8 @@ def serve(executor, limits, num_drafts, chance, num_requests):
 
 def main():
     logs.configure("warning", "console", "worker")  # standard output is for the results
-    has_experts = "mixtral" in (MODEL / "config.json").read_text()
+    config = (MODEL / "config.json").read_text()
+    has_experts = "mixtral" in config or "qwen2_moe" in config
     is_special = "weights" in HAS or has_experts
     gpu_linear.is_here = lambda device: is_special and device.type != "meta"
     gpu_linear._capability = lambda _: (8, 0)

@@ -24,6 +24,9 @@ ROOT = Path(__file__).parents[2]
         ("qwen3", ("weights=int4",)),
         ("mixtral", ("kv=fp8",)),
         ("mixtral", ("graphs", "weights=stored")),
+        ("qwen2_moe", ("graphs",)),
+        ("glm4", ("graphs",)),
+        ("olmo2", ("kv=int8",)),
         ("deepseek_v3", ("graphs", "weights=int8")),
         ("deepseek_v3", ("graphs", "kv=int8")),
         ("llama", ("graphs", "adapter=a", "ranks")),
@@ -62,10 +65,10 @@ def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(
     assert "_suppress_kernel" in found["kernels"]
     if family == "llama":  # the others' windows may be too short for splits
         assert "_merge_chunks_kernel" in found["kernels"]
-    has_experts = family in {"mixtral", "deepseek_v3"}
+    has_experts = family in {"mixtral", "qwen2_moe", "deepseek_v3"}
     assert ("_grouped_quantized_linear_kernel" in found["kernels"]) == (
         has_experts and is_quantized
     )
-    has_groups = (family == "mixtral" and not is_quantized) or "adapter=a" in has
+    has_groups = (family in {"mixtral", "qwen2_moe"} and not is_quantized) or "adapter=a" in has
     assert ("_grouped_linear_kernel" in found["kernels"]) == has_groups
     assert all(found["seen"].values()), found["seen"]

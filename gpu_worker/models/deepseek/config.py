@@ -1,9 +1,9 @@
 """The configs of models with multi-head latent attention. Needs no torch."""
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Final
 
+from gpu_worker.models.experts.config import ExpertsConfig, Routing, read_grouped_experts
 from gpu_worker.models.rope import RopeConfig, YarnScaling, rope_from_fields
 from gpu_worker.weights.json_fields import JsonFields
 from gpu_worker.weights.model_config import ModelConfig, read_architecture, read_model_config
@@ -39,45 +39,12 @@ class DeepseekConfig(ModelConfig):
     tie_word_embeddings: bool
     intermediate_size: int
     """MLP size of layers without experts."""
-    has_experts: tuple[bool, ...]
-    """Whether each layer has experts."""
-    experts: "DeepseekExpertsConfig | None"
+    experts: ExpertsConfig | None
     """None: no layer has any."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Multiplies the outputs of attention and feed-forward part."""
     logits_scale: float = 1.0
-
-
-class Routing(Enum):
-    """How experts are scored and chosen."""
-
-    SOFTMAX = "softmax"
-    """As in DeepSeek V2: a group's score is its best expert's."""
-    SIGMOID = "sigmoid"
-    """As in DeepSeek V3: experts are chosen with a bias, and a group's score is the sum of its two
-    best experts' scores."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeepseekExpertsConfig:
-    """Routed experts, and shared ones that compute every token."""
-
-    routing: Routing
-    num_experts: int
-    num_per_token: int
-    num_groups: int
-    """Divides `num_experts`."""
-    num_chosen_groups: int
-    """Number of groups from which the experts of one token come."""
-    has_shares_of_one: bool
-    """Whether the shares of a token's experts are made to sum to 1, before `share_factor` applies.
-    """
-    share_factor: float
-    intermediate_size: int
-    """MLP size of each expert."""
-    num_shared: int
-    """Number of shared experts: one MLP that is this many times as wide as a routed one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +111,6 @@ def read_deepseek_config(fields: JsonFields) -> DeepseekConfig:
         raise fields.error(
             "qk_rope_head_dim", f"is {rotary_dim}; it must be even for rotary embedding"
         )
-    has_experts = _has_experts(fields, family, common.num_layers)
     is_interleaved = family.is_interleaved
     if family.reads_interleave:
         is_interleaved = fields.boolean("rope_interleave", default=is_interleaved)
@@ -173,8 +139,7 @@ def read_deepseek_config(fields: JsonFields) -> DeepseekConfig:
             "tie_word_embeddings", default=family.tie_word_embeddings
         ),
         intermediate_size=fields.positive_int("intermediate_size"),
-        has_experts=has_experts,
-        experts=_experts(fields, family.routing) if family.routing and any(has_experts) else None,
+        experts=_experts(fields, family, common.num_layers),
     )
     return _with_scales(config, fields) if family.has_scales else config
 
@@ -190,66 +155,15 @@ def _attention_scale(query_dim: int, rope: RopeConfig) -> float:
     return float(query_dim**-0.5) * factor
 
 
-def _has_experts(fields: JsonFields, family: _Family, num_layers: int) -> tuple[bool, ...]:
-    """Read which layers have experts: those the config lists, or all after the first dense ones."""
+def _experts(fields: JsonFields, family: _Family, num_layers: int) -> ExpertsConfig | None:
     if family.routing is None:
-        return (False,) * num_layers
-    if fields.get("moe_layer_freq", default=1) != 1:
-        raise fields.unsupported(
-            "moe_layer_freq", f"is {fields.get('moe_layer_freq')!r}; only 1 is supported"
-        )
-    kinds = fields.get("mlp_layer_types")
-    if family.reads_layer_types and kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != num_layers:
-            raise fields.error("mlp_layer_types", f"must be a list of {num_layers} names")
-        unknown = [kind for kind in kinds if kind not in ("dense", "sparse")]
-        if unknown:
-            raise fields.error("mlp_layer_types", f"has {unknown[0]!r}; known are dense and sparse")
-        return tuple(kind == "sparse" for kind in kinds)
-    num_dense = fields.get("first_k_dense_replace", default=family.num_dense)
-    if not isinstance(num_dense, int) or num_dense < 0:
-        raise fields.error("first_k_dense_replace", f"is {num_dense!r}; it must be 0 or more")
-    return tuple(layer >= num_dense for layer in range(num_layers))
-
-
-def _experts(fields: JsonFields, routing: Routing) -> DeepseekExpertsConfig:
-    scoring = fields.get("scoring_func", default=routing.value)
-    if scoring != routing.value:
-        raise fields.unsupported(
-            "scoring_func", f"is {scoring!r}; only {routing.value!r} is supported"
-        )
-    num_experts = fields.positive_int("n_routed_experts")
-    num_per_token = fields.positive_int("num_experts_per_tok")
-    num_groups = fields.positive_int("n_group", default=1)
-    num_chosen_groups = fields.positive_int("topk_group", default=1)
-    if routing is Routing.SOFTMAX:
-        method = fields.get("topk_method", default="greedy")
-        if method == "greedy":
-            num_groups = num_chosen_groups = 1
-        elif method != "group_limited_greedy":
-            supported = "greedy, group_limited_greedy"
-            raise fields.unsupported("topk_method", f"is {method!r}; supported: {supported}")
-    if num_experts % num_groups:
-        raise fields.error("n_group", f"is {num_groups}; it must divide the {num_experts} experts")
-    if num_chosen_groups > num_groups:
-        raise fields.error("topk_group", f"is {num_chosen_groups}; n_group is {num_groups}")
-    num_open = num_experts // num_groups * num_chosen_groups
-    if num_per_token > num_open:
-        raise fields.error(
-            "num_experts_per_tok", f"is {num_per_token}; a token can choose among {num_open}"
-        )
-    return DeepseekExpertsConfig(
-        routing=routing,
-        num_experts=num_experts,
-        num_per_token=num_per_token,
-        num_groups=num_groups,
-        num_chosen_groups=num_chosen_groups,
-        # For V2, transformers ignores the field, and the shares need not sum to 1.
-        has_shares_of_one=routing is Routing.SIGMOID
-        and fields.boolean("norm_topk_prob", default=True),
-        share_factor=fields.number("routed_scaling_factor", default=1.0),
-        intermediate_size=fields.positive_int("moe_intermediate_size"),
-        num_shared=fields.positive_int("n_shared_experts", default=1),
+        return None
+    return read_grouped_experts(
+        fields,
+        num_layers,
+        routing=family.routing,
+        num_dense=family.num_dense,
+        reads_layer_types=family.reads_layer_types,
     )
 
 

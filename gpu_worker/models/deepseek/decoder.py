@@ -11,12 +11,12 @@ from torch.nn import functional
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata
-from gpu_worker.models.decoder_layer import FeedForward, GatedMlp, make_experts
 from gpu_worker.models.deepseek.attention import LatentAttention, build_attention
-from gpu_worker.models.deepseek.config import DeepseekConfig, DeepseekExpertsConfig, Routing
-from gpu_worker.models.deepseek.routing import GroupedRoute
+from gpu_worker.models.deepseek.config import DeepseekConfig
+from gpu_worker.models.experts.build import build_experts
+from gpu_worker.models.feed_forward import FeedForward, build_gated_mlp
 from gpu_worker.models.rope_table import rotary_table
-from gpu_worker.weights.linear import Linear, make_linear
+from gpu_worker.weights.linear import Linear
 from gpu_worker.weights.reader import Weights
 from kernels import ops
 from kernels.cpu.linear import PackedLinear
@@ -32,18 +32,6 @@ class DeepseekLayer:
     mlp_norm: torch.Tensor
     """`[E]`, before the feed-forward part."""
     feed_forward: FeedForward
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertsAndShared:
-    """Routed experts, and a shared one that computes every token."""
-
-    routed: FeedForward
-    shared: GatedMlp
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, E]` to `[T, E]`."""
-        return self.routed(x) + self.shared(x)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,45 +120,13 @@ def build_deepseek(config: DeepseekConfig, weights: Weights) -> DeepseekDecoder:
 
 def _layer(config: DeepseekConfig, index: int, weights: Weights) -> DeepseekLayer:
     hidden, layer = config.hidden_size, f"model.layers.{index}"
-    if config.has_experts[index] and config.experts is not None:
-        feed_forward: FeedForward = _experts(config.experts, hidden, f"{layer}.mlp", weights)
+    if config.experts is not None and config.experts.layers[index]:
+        feed_forward = build_experts(config.experts, hidden, layer, weights)
     else:
-        feed_forward = _gated_mlp(hidden, config.intermediate_size, f"{layer}.mlp", weights)
+        feed_forward = build_gated_mlp(hidden, config.intermediate_size, f"{layer}.mlp", weights)
     return DeepseekLayer(
         input_norm=weights.tensor(f"{layer}.input_layernorm.weight", hidden),
         attention=build_attention(config, f"{layer}.self_attn", weights),
         mlp_norm=weights.tensor(f"{layer}.post_attention_layernorm.weight", hidden),
         feed_forward=feed_forward,
-    )
-
-
-def _experts(
-    experts: DeepseekExpertsConfig, hidden: int, module: str, weights: Weights
-) -> ExpertsAndShared:
-    # The router is in float32 and never quantized: a rounded one would choose other experts.
-    router = weights.tensor(
-        f"{module}.gate.weight", experts.num_experts, hidden, dtype=torch.float32
-    )
-    bias = None
-    if experts.routing is Routing.SIGMOID:
-        name = f"{module}.gate.e_score_correction_bias"
-        bias = weights.tensor(name, experts.num_experts, dtype=torch.float32)
-    size = experts.intermediate_size
-    return ExpertsAndShared(
-        routed=make_experts(
-            GroupedRoute(experts, make_linear(router, None), bias),
-            tuple(
-                _gated_mlp(hidden, size, f"{module}.experts.{index}", weights)
-                for index in range(experts.num_experts)
-            ),
-            router[:1].to(weights.dtype),
-        ),
-        shared=_gated_mlp(hidden, experts.num_shared * size, f"{module}.shared_experts", weights),
-    )
-
-
-def _gated_mlp(hidden: int, size: int, module: str, weights: Weights) -> GatedMlp:
-    return GatedMlp(
-        gate_up=weights.linear(hidden, (f"{module}.gate_proj", size), (f"{module}.up_proj", size)),
-        down=weights.linear(size, (f"{module}.down_proj", hidden)),
     )

@@ -1,11 +1,32 @@
-"""The configs of Llama-shaped models: Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3."""
+"""The configs of Llama-shaped models, such as Llama, Mistral, Phi-3, Qwen and GLM."""
 
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
+from gpu_worker.models.experts.config import (
+    ExpertsConfig,
+    Routing,
+    read_grouped_experts,
+    read_mixtral_experts,
+    read_qwen_experts,
+    split_experts,
+)
 from gpu_worker.models.rope import RopeConfig, rope_from_fields, rotary_dim
 from gpu_worker.ranks.shards import Place
-from gpu_worker.weights.json_fields import JsonFields
+from gpu_worker.weights.json_fields import JsonFields, ModelError
 from gpu_worker.weights.model_config import ModelConfig, read_architecture, read_model_config
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """A layer's norms, by their names in a checkpoint; None: there is no such norm."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    """Of the output, before it is added to the residual."""
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +37,11 @@ class LlamaConfig(ModelConfig):
     num_heads: int
     """A multiple of `num_kv_heads`."""
     intermediate_size: int
-    """Size of the MLP, or of each expert."""
+    """MLP size of layers without experts."""
     rms_norm_eps: float
     rope: RopeConfig
+    windowed_rope: RopeConfig | None = None
+    """Of the layers with a window; None: `rope`."""
     rotary_dim: int
     """Rotated dimensions of a head, from the first; even."""
     tie_word_embeddings: bool
@@ -27,69 +50,162 @@ class LlamaConfig(ModelConfig):
     """Whether the attention's output projection has a bias."""
     mlp_bias: bool
     qk_norm: bool
-    """Whether queries and keys are normalized per head before rotation."""
-    has_fused_maps: bool
-    """Whether the checkpoint has queries, keys and values as one map, and gate and up, too."""
+    """Whether queries and keys are normalized before rotation."""
+    normalizes_heads_together: bool = False
+    """Whether these norms are over all heads; otherwise they are over each head."""
+    norms: NormNames = NormNames()
+    is_interleaved: bool = False
+    """Whether rotation pairs neighbouring dimensions; otherwise it pairs dimension i of each half
+    of the rotated dimensions."""
+    has_fused_qkv: bool
+    """Whether the checkpoint has queries, keys and values as one map."""
+    has_fused_gate_up: bool
+    """Whether the checkpoint has gate and up as one map."""
     windows: tuple[int | None, ...]
     """By layer: tokens that a token sees, itself included; None: all before it."""
-    experts: "ExpertsConfig | None"
-    """None: no mixture of experts."""
+    experts: ExpertsConfig | None
+    """None: no layer has any."""
+    predicts_further: bool = False
+    """Whether checkpoints may have another layer, which predicts further tokens and is ignored."""
+
+    @property
+    def has_c_layers(self) -> bool:
+        """Whether there is code in C for all that the layers do between their linear maps."""
+        return (
+            self.experts is None
+            and self.norms == NormNames()
+            and not self.normalizes_heads_together
+            and not self.is_interleaved
+            and self.windowed_rope is None
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """A mixture of experts as the feed-forward part."""
-
-    num_experts: int
-    num_per_token: int
-    """At most `num_experts`."""
+class _ReadExperts(Protocol):
+    def __call__(self, fields: JsonFields, *, num_layers: int) -> ExpertsConfig | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
     """An architecture's defaults where config.json is silent, as in `transformers`."""
 
+    bias_field: str | None = None
+    """Says whether queries, keys and values have biases; None: `qkv_bias` does."""
     qkv_bias: bool = False
-    reads_attention_bias: bool = False
-    """Whether `attention_bias` gives all four attention projections a bias."""
+    has_output_bias: bool = False
+    """Whether the attention's output projection has a bias if they have."""
     reads_mlp_bias: bool = False
     qk_norm: bool = False
+    reads_qk_norm: bool = False
+    """Whether `use_qk_norm` says whether queries and keys are normalized."""
+    normalizes_heads_together: bool = False
+    norms: NormNames = NormNames()
+    is_interleaved: bool = False
     head_dim: int | None = None
     """None: hidden size divided by query heads."""
     rope_theta: float = 10000.0
-    has_rotary_share: bool = False
-    """Whether only a share of a head's dimensions may be rotated."""
+    rotary_share: float | None = None
+    """Share of a head's dimensions that is rotated; None: all are, whatever config.json says."""
     rms_norm_eps: float = 1e-6
-    has_fused_maps: bool = False
+    has_fused_qkv: bool = False
+    has_fused_gate_up: bool = False
     has_window: bool = False
     """Whether `sliding_window` is read at all."""
+    has_window_switch: bool = False
+    """Whether the window needs `use_sliding_window`."""
     windows_by_layer: bool = False
-    """Whether the window needs `use_sliding_window` and applies to some layers only."""
+    """Whether the window applies to some layers only."""
+    ropes_by_layer: bool = False
+    """Whether layers with a window have another rotary embedding: the plain one, if config.json has
+    one for all layers."""
     sliding_window: int | None = None
     """The window if config.json has no such field."""
-    has_experts: bool = False
+    read_experts: _ReadExperts | None = None
+    """None: no layer has experts."""
+    predicts_further: bool = False
 
 
+_QWEN_2 = _Family(
+    qkv_bias=True,
+    has_window=True,
+    has_window_switch=True,
+    windows_by_layer=True,
+    sliding_window=4096,
+)
+_QWEN_3 = _Family(bias_field="attention_bias", has_output_bias=True, qk_norm=True)
+_GLM = _Family(
+    bias_field="attention_bias",
+    qkv_bias=True,
+    head_dim=128,
+    rotary_share=0.5,
+    is_interleaved=True,
+    rms_norm_eps=0.00000015625,
+    has_fused_gate_up=True,
+)
+_OLMO_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_OLMO = _Family(
+    bias_field="attention_bias",
+    has_output_bias=True,
+    qk_norm=True,
+    normalizes_heads_together=True,
+    rms_norm_eps=1e-5,
+)
 _FAMILIES = {
-    "LlamaForCausalLM": _Family(reads_attention_bias=True, reads_mlp_bias=True),
+    "Glm4ForCausalLM": replace(
+        _GLM,
+        norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+    ),
+    "Glm4MoeForCausalLM": _Family(
+        bias_field="attention_bias",
+        reads_qk_norm=True,
+        rotary_share=0.5,
+        rms_norm_eps=1e-5,
+        read_experts=partial(read_grouped_experts, routing=Routing.SIGMOID, num_dense=1),
+        predicts_further=True,
+    ),
+    "GlmForCausalLM": _GLM,
+    "LlamaForCausalLM": _Family(
+        bias_field="attention_bias", has_output_bias=True, reads_mlp_bias=True
+    ),
     "MistralForCausalLM": _Family(has_window=True, sliding_window=4096),
     "MixtralForCausalLM": _Family(
-        has_window=True, rope_theta=1e6, rms_norm_eps=1e-5, has_experts=True
+        has_window=True, rope_theta=1e6, rms_norm_eps=1e-5, read_experts=read_mixtral_experts
     ),
-    "Phi3ForCausalLM": _Family(
-        rms_norm_eps=1e-5, has_rotary_share=True, has_fused_maps=True, has_window=True
+    "Olmo2ForCausalLM": replace(
+        _OLMO,
+        norms=_OLMO_NORMS,
     ),
-    "Qwen2ForCausalLM": _Family(
-        qkv_bias=True, has_window=True, windows_by_layer=True, sliding_window=4096
-    ),
-    "Qwen3ForCausalLM": _Family(
-        reads_attention_bias=True,
-        qk_norm=True,
-        head_dim=128,
+    "Olmo3ForCausalLM": replace(
+        _OLMO,
+        norms=_OLMO_NORMS,
         has_window=True,
         windows_by_layer=True,
         sliding_window=4096,
+        ropes_by_layer=True,
+        rope_theta=500000.0,
     ),
+    "OlmoeForCausalLM": replace(_OLMO, read_experts=read_qwen_experts),
+    "Phi3ForCausalLM": _Family(
+        rms_norm_eps=1e-5,
+        rotary_share=1.0,
+        has_fused_qkv=True,
+        has_fused_gate_up=True,
+        has_window=True,
+    ),
+    "Qwen2ForCausalLM": _QWEN_2,
+    "Qwen2MoeForCausalLM": _Family(
+        bias_field="qkv_bias",
+        qkv_bias=True,
+        read_experts=partial(read_qwen_experts, has_shared=True),
+    ),
+    "Qwen3ForCausalLM": replace(
+        _QWEN_3,
+        head_dim=128,
+        has_window=True,
+        has_window_switch=True,
+        windows_by_layer=True,
+        sliding_window=4096,
+    ),
+    "Qwen3MoeForCausalLM": replace(_QWEN_3, read_experts=read_qwen_experts),
 }
 LLAMA_ARCHITECTURES = tuple(_FAMILIES)
 
@@ -104,12 +220,18 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
     activation = fields.get("hidden_act", default="silu")
     if activation != "silu":
         raise fields.unsupported("hidden_act", f"is {activation!r}; only 'silu' is supported")
+    if fields.get("clip_qkv") is not None:
+        raise fields.unsupported(
+            "clip_qkv", f"is {fields.get('clip_qkv')!r}; only null is supported"
+        )
     common = read_model_config(fields)
     head_dim = fields.positive_int("head_dim", default=family.head_dim or common.head_dim)
     if head_dim % 2:
         raise fields.unsupported("head_dim", f"is {head_dim}; it must be even for rotary embedding")
-    attention_bias = family.reads_attention_bias and fields.boolean("attention_bias", default=False)
-    rope = rope_from_fields(fields, default_theta=family.rope_theta)
+    qkv_bias = family.qkv_bias
+    if family.bias_field is not None:
+        qkv_bias = fields.boolean(family.bias_field, default=qkv_bias)
+    rope, windowed_rope = _ropes(fields, family)
     return LlamaConfig(
         architecture=common.architecture,
         vocab_size=common.vocab_size,
@@ -124,15 +246,24 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         intermediate_size=fields.positive_int("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", default=family.rms_norm_eps),
         rope=rope,
+        windowed_rope=windowed_rope,
         rotary_dim=_rotary_dim(fields, family, rope, head_dim),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
-        qkv_bias=family.qkv_bias or attention_bias,
-        output_bias=attention_bias,
+        qkv_bias=qkv_bias,
+        output_bias=qkv_bias and family.has_output_bias,
         mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", default=False),
-        qk_norm=family.qk_norm,
-        has_fused_maps=family.has_fused_maps,
+        qk_norm=family.qk_norm
+        or (family.reads_qk_norm and fields.boolean("use_qk_norm", default=False)),
+        normalizes_heads_together=family.normalizes_heads_together,
+        norms=family.norms,
+        is_interleaved=family.is_interleaved,
+        has_fused_qkv=family.has_fused_qkv,
+        has_fused_gate_up=family.has_fused_gate_up,
         windows=_windows(fields, family, common.num_layers),
-        experts=_experts(fields) if family.has_experts else None,
+        experts=None
+        if family.read_experts is None
+        else family.read_experts(fields, num_layers=common.num_layers),
+        predicts_further=family.predicts_further,
     )
 
 
@@ -142,6 +273,11 @@ def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
     Raises:
         ModelError: The layers or heads cannot be split among the ranks.
     """
+    if config.normalizes_heads_together and place.tensor_size > 1:
+        raise ModelError(
+            f"tensor-parallel-size is {place.tensor_size}; it must be 1 for {config.architecture},"
+            " which normalizes the queries of all heads together"
+        )
     heads = place.share("num_attention_heads", config.num_heads)
     kv_heads = place.share_or_repeat("num_key_value_heads", config.num_kv_heads)
     return replace(
@@ -150,11 +286,33 @@ def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
         num_heads=len(heads),
         num_kv_heads=len(kv_heads),
         intermediate_size=len(place.share("intermediate_size", config.intermediate_size)),
+        experts=None if config.experts is None else split_experts(config.experts, place),
     )
 
 
+def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the rotary embedding, and that of layers with a window if it is another one."""
+    options = {"default_theta": family.rope_theta, "default_share": family.rotary_share or 1.0}
+    if not family.ropes_by_layer:
+        return rope_from_fields(fields, **options), None
+    by_kind = fields.nested("rope_parameters")
+    if not by_kind.values:  # before transformers 5
+        rope = rope_from_fields(fields, **options)
+        return rope, RopeConfig(rope.theta)
+    full, windowed = (
+        rope_from_fields(
+            replace(
+                fields, values={**fields.values, "rope_parameters": by_kind.nested(kind).values}
+            ),
+            **options,
+        )
+        for kind in ("full_attention", "sliding_attention")
+    )
+    return full, windowed
+
+
 def _rotary_dim(fields: JsonFields, family: _Family, rope: RopeConfig, head_dim: int) -> int:
-    if not family.has_rotary_share and rope.rotated_share != 1.0:
+    if family.rotary_share is None and rope.rotated_share != 1.0:
         raise fields.unsupported(
             "partial_rotary_factor", f"is {rope.rotated_share}; only 1.0 is supported"
         )
@@ -164,8 +322,10 @@ def _rotary_dim(fields: JsonFields, family: _Family, rope: RopeConfig, head_dim:
 def _windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
     everywhere = (None,) * num_layers
     if not family.has_window:
+        if fields.boolean("use_sliding_window", default=False):
+            raise fields.unsupported("use_sliding_window", "is true; only false is supported")
         return everywhere
-    is_off = family.windows_by_layer and not fields.boolean("use_sliding_window", default=False)
+    is_off = family.has_window_switch and not fields.boolean("use_sliding_window", default=False)
     is_null = fields.has("sliding_window") and fields.get("sliding_window") is None
     if is_off or is_null or not (fields.has("sliding_window") or family.sliding_window):
         return everywhere
@@ -173,14 +333,17 @@ def _windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int 
     if not family.windows_by_layer:
         return (window,) * num_layers
     return tuple(
-        window if kind == "sliding_attention" else None for kind in _layer_types(fields, num_layers)
+        window if kind == "sliding_attention" else None
+        for kind in _layer_types(fields, family, num_layers)
     )
 
 
-def _layer_types(fields: JsonFields, num_layers: int) -> tuple[str, ...]:
+def _layer_types(fields: JsonFields, family: _Family, num_layers: int) -> tuple[str, ...]:
     """By layer: "sliding_attention" or "full_attention"."""
     kinds = fields.get("layer_types")
     if kinds is None:
+        if not family.has_window_switch:
+            raise fields.unsupported("layer_types", "is missing")
         # Before transformers 4.53: layers from this one on have the window.
         first = fields.get("max_window_layers", default=28)
         if not isinstance(first, int):
@@ -197,14 +360,3 @@ def _layer_types(fields: JsonFields, num_layers: int) -> tuple[str, ...]:
             "layer_types", f"has {unknown[0]!r}; known are sliding_attention and full_attention"
         )
     return tuple(kinds)
-
-
-def _experts(fields: JsonFields) -> ExpertsConfig:
-    num_experts = fields.positive_int("num_local_experts", default=8)
-    num_per_token = fields.positive_int("num_experts_per_tok", default=2)
-    if num_per_token > num_experts:
-        raise fields.error(
-            "num_experts_per_tok",
-            f"is {num_per_token}; it must be at most num_local_experts, {num_experts}",
-        )
-    return ExpertsConfig(num_experts, num_per_token)

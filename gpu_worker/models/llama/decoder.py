@@ -1,4 +1,4 @@
-"""The decoder of the Llama-shaped families: Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3.
+"""The decoder of the Llama-shaped families, such as Llama, Mistral, Phi-3, Qwen and GLM.
 
 Symbols: `T` tokens, `N` tokens whose final hidden states are wanted, `S` sequences, `H` query
 heads, `HKV` kv heads, `D` head dim, `R` rotated dimensions of a head, `E` hidden size, `I`
@@ -14,19 +14,15 @@ from torch.nn import functional
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, attend, rotary_store_kv
-from gpu_worker.models.decoder_layer import (
-    DecoderLayer,
-    FeedForward,
-    GatedMlp,
-    LikeliestExperts,
-    QkNorm,
-    make_experts,
-)
-from gpu_worker.models.llama.config import ExpertsConfig, LlamaConfig, split_llama_config
+from gpu_worker.models.decoder_layer import DecoderLayer, QkNorm
+from gpu_worker.models.experts.build import build_experts
+from gpu_worker.models.feed_forward import FeedForward, GatedMlp, build_gated_mlp
+from gpu_worker.models.llama.config import LlamaConfig, split_llama_config
 from gpu_worker.models.llama.native_layers import NativeLayers
+from gpu_worker.models.rope import RopeConfig
 from gpu_worker.models.rope_table import rotary_table
 from gpu_worker.ranks.collectives import Ranks
-from gpu_worker.weights.linear import Linear, make_linear
+from gpu_worker.weights.linear import Linear
 from gpu_worker.weights.reader import Weights
 from kernels import ops
 from kernels.cpu.linear import PackedLinear
@@ -49,6 +45,11 @@ class LlamaDecoder:
     """E to V; None if a later stage has it."""
     cos_sin: torch.Tensor
     """float32 `[max_model_len, R]`, from `rotary_table`."""
+    windowed_cos_sin: torch.Tensor | None = None
+    """The same of layers with a window; None: `cos_sin`."""
+    half_by_half: torch.Tensor | None = None
+    """int64[D], if rotation pairs neighbouring dimensions of queries and keys: the order in which
+    it pairs dimension i of each half, as `rotary_store_kv` does."""
     ranks: Ranks | None = None
     """The other devices, if any."""
 
@@ -73,7 +74,7 @@ class LlamaDecoder:
             last returns its own hidden states, not normalized.
         """
         if self.embedding is None:
-            residual = self._others.receive(len(token_ids), self.layers[0].input_norm)
+            residual = self._others.receive(len(token_ids), self._like)
         else:
             residual = functional.embedding(token_ids, self.embedding)
         adapters = metadata.adapters
@@ -99,15 +100,11 @@ class LlamaDecoder:
                     adapters=None if adapters is None else adapters.native,
                 )
             )
-        eps = self.config.rms_norm_eps
         wanted = None if self.final_norm is None else metadata.wanted
-        out: torch.Tensor | None = None  # output of a branch; the next norm adds it
+        out: torch.Tensor | None = None  # output of a branch; `_add` adds it
         for index, plain_layer in enumerate(self.layers):
             layer = _adapted(index, plain_layer, metadata)
-            if out is None:
-                normed = ops.rms_norm(residual, layer.input_norm, eps)
-            else:
-                normed, residual = ops.add_rms_norm(out, residual, layer.input_norm, eps)
+            normed, residual = self._add(out, residual, layer.input_norm)
             query = self._store(index, layer, normed, positions, pool, metadata)
             if wanted is not None and index == len(self.layers) - 1:
                 query, residual = metadata.select(query), metadata.select(residual)
@@ -118,15 +115,15 @@ class LlamaDecoder:
             attended = attend(
                 query, pool, index, metadata, self.config.head_dim**-0.5, window=layer.window
             )
-            out = layer.attention_output(attended)
-            normed, residual = ops.add_rms_norm(out, residual, layer.mlp_norm, eps)
-            out = layer.feed_forward(normed)
+            out = self._norm(layer.attention_output(attended), layer.attention_output_norm)
+            normed, residual = self._add(out, residual, layer.mlp_norm)
+            out = self._norm(layer.feed_forward(normed), layer.mlp_output_norm)
         assert out is not None, "a decoder has at least one layer"
         if self.final_norm is None:
             hidden = residual + out
             self._others.send_on(hidden)
             return metadata.select(hidden)
-        return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
+        return self._add(out, residual, self.final_norm)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the logits of the next token from final hidden states: `[S, E]` to `[S, V]`.
@@ -152,6 +149,30 @@ class LlamaDecoder:
         assert self.ranks is not None, "a stage of a pipeline has ranks"
         return self.ranks
 
+    @property
+    def _like(self) -> torch.Tensor:
+        """A tensor `[E]` as hidden states are."""
+        norm = self.layers[0].input_norm
+        norm = self.layers[0].attention_output_norm if norm is None else norm
+        assert norm is not None, "a layer has a norm before attention or after it"
+        return norm
+
+    def _add(
+        self, out: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add a branch's output to the residual.
+
+        Returns:
+            The sum, normalized for the next branch, and the sum.
+        """
+        if out is not None and norm is not None:
+            return ops.add_rms_norm(out, residual, norm, self.config.rms_norm_eps)
+        total = residual if out is None else out + residual
+        return self._norm(total, norm), total
+
+    def _norm(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        return x if norm is None else ops.rms_norm(x, norm, self.config.rms_norm_eps)
+
     def _store(
         self,
         index: int,
@@ -170,9 +191,21 @@ class LlamaDecoder:
             heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
         )
         if layer.qk_norm is not None:
-            query = ops.rms_norm(query, layer.qk_norm.query, config.rms_norm_eps)
-            key = ops.rms_norm(key, layer.qk_norm.key, config.rms_norm_eps)
-        return rotary_store_kv(query, key, value, self.cos_sin, positions, pool, index, metadata)
+            query = _norm_heads(query, layer.qk_norm.query, config.rms_norm_eps)
+            key = _norm_heads(key, layer.qk_norm.key, config.rms_norm_eps)
+        if self.half_by_half is not None:
+            query, key = (x.index_select(2, self.half_by_half) for x in (query, key))
+        cos_sin = self.cos_sin
+        if layer.window is not None and self.windowed_cos_sin is not None:
+            cos_sin = self.windowed_cos_sin
+        return rotary_store_kv(query, key, value, cos_sin, positions, pool, index, metadata)
+
+
+def _norm_heads(heads: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalize `[T, H, D]`, each head or all together, by the width of the norm."""
+    num_norms = heads.shape[1] * heads.shape[2] // len(norm)
+    together = heads.reshape(len(heads), num_norms, len(norm))
+    return ops.rms_norm(together, norm, eps).view(heads.shape)
 
 
 def _adapted(index: int, layer: DecoderLayer, metadata: AttentionMetadata) -> DecoderLayer:
@@ -195,8 +228,14 @@ def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
     if config.tie_word_embeddings:
         weights.ignore(r"lm_head\.weight")  # a copy of the embedding, in some checkpoints
+    if config.predicts_further:
+        weights.ignore(rf"model\.layers\.{config.num_layers}\..*")
     layers = place.layers(config.num_layers)
-    cos_sin = rotary_table(config.rope, config.rotary_dim, config.max_model_len)
+
+    def table(rope: RopeConfig) -> torch.Tensor:
+        cos_sin = rotary_table(rope, config.rotary_dim, config.max_model_len)
+        return cos_sin.to(weights.device)
+
     embedding = final_norm = lm_head = None
     if place.is_first_stage:
         embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
@@ -210,9 +249,17 @@ def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
         layers=decoder_layers,
         final_norm=final_norm,
         lm_head=lm_head,
-        cos_sin=cos_sin.to(weights.device),
+        cos_sin=table(config.rope),
+        windowed_cos_sin=None if config.windowed_rope is None else table(config.windowed_rope),
+        half_by_half=_half_by_half(config, weights.device) if config.is_interleaved else None,
         ranks=weights.ranks,
     )
+
+
+def _half_by_half(config: LlamaConfig, device: torch.device) -> torch.Tensor:
+    order = torch.arange(config.head_dim)
+    rotated = order[: config.rotary_dim].view(-1, 2)
+    return torch.cat((rotated[:, 0], rotated[:, 1], order[config.rotary_dim :])).to(device)
 
 
 def _head(config: LlamaConfig, embedding: torch.Tensor | None, weights: Weights) -> Linear:
@@ -225,17 +272,24 @@ def _head(config: LlamaConfig, embedding: torch.Tensor | None, weights: Weights)
 
 
 def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
-    hidden, head_dim = config.hidden_size, config.head_dim
+    hidden, head_dim, norms = config.hidden_size, config.head_dim, config.norms
     layer = f"model.layers.{index}"
     attention = f"{layer}.self_attn"
     qk_norm = None
     if config.qk_norm:
+        together = config.normalizes_heads_together
         qk_norm = QkNorm(
-            weights.tensor(f"{attention}.q_norm.weight", head_dim),
-            weights.tensor(f"{attention}.k_norm.weight", head_dim),
+            *(
+                weights.tensor(f"{attention}.{name}.weight", head_dim * (heads if together else 1))
+                for name, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads))
+            )
         )
+
+    def norm(name: str | None) -> torch.Tensor | None:
+        return None if name is None else weights.tensor(f"{layer}.{name}.weight", hidden)
+
     return DecoderLayer(
-        input_norm=weights.tensor(f"{layer}.input_layernorm.weight", hidden),
+        input_norm=norm(norms.before_attention),
         qkv=_qkv(config, attention, weights),
         qk_norm=qk_norm,
         window=config.windows[index],
@@ -247,15 +301,17 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
                 bias=config.output_bias,
             )
         ),
-        mlp_norm=weights.tensor(f"{layer}.post_attention_layernorm.weight", hidden),
-        feed_forward=weights.summed(_feed_forward(config, layer, weights)),
+        attention_output_norm=norm(norms.after_attention),
+        mlp_norm=norm(norms.before_mlp),
+        feed_forward=weights.summed(_feed_forward(config, index, weights)),
+        mlp_output_norm=norm(norms.after_mlp),
     )
 
 
 def _qkv(config: LlamaConfig, attention: str, weights: Weights) -> Linear:
     hidden, head_dim, bias = config.hidden_size, config.head_dim, config.qkv_bias
     query, key_value = (config.num_heads, head_dim), (config.num_kv_heads, head_dim)
-    if config.has_fused_maps:
+    if config.has_fused_qkv:
         name = f"{attention}.qkv_proj"
         return weights.split_fused(hidden, name, query, key_value, key_value, bias=bias)
     return weights.split_outputs(
@@ -267,43 +323,14 @@ def _qkv(config: LlamaConfig, attention: str, weights: Weights) -> Linear:
     )
 
 
-def _feed_forward(config: LlamaConfig, layer: str, weights: Weights) -> FeedForward:
+def _feed_forward(config: LlamaConfig, index: int, weights: Weights) -> FeedForward:
     """Build this rank's part, whose result is summed with those of other ranks."""
-    if config.experts is None:
-        names = "gate_proj", "up_proj", "down_proj"
-        if config.has_fused_maps:
-            return _fused_mlp(config, f"{layer}.mlp", weights)
-        return _gated_mlp(config, f"{layer}.mlp", names, weights)
-    return _experts(config, config.experts, f"{layer}.block_sparse_moe", weights)
-
-
-def _experts(
-    config: LlamaConfig, experts: ExpertsConfig, module: str, weights: Weights
-) -> FeedForward:
-    names = "w1", "w3", "w2"
-    # The router is never quantized: it is small, and a rounded one would choose other experts.
-    router = weights.tensor(f"{module}.gate.weight", experts.num_experts, config.hidden_size)
-    return make_experts(
-        LikeliestExperts(make_linear(router, None), experts.num_per_token),
-        tuple(
-            _gated_mlp(config, f"{module}.experts.{index}", names, weights)
-            for index in range(experts.num_experts)
-        ),
-        router[:1],
-    )
-
-
-def _gated_mlp(
-    config: LlamaConfig, module: str, names: tuple[str, str, str], weights: Weights
-) -> GatedMlp:
-    gate, up, down = (f"{module}.{name}" for name in names)
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    return GatedMlp(
-        gate_up=weights.split_outputs(
-            hidden, (gate, intermediate, 1), (up, intermediate, 1), bias=config.mlp_bias
-        ),
-        down=weights.split_inputs(intermediate, 1, (down, hidden), bias=config.mlp_bias),
-    )
+    layer, hidden, size = f"model.layers.{index}", config.hidden_size, config.intermediate_size
+    if config.experts is not None and config.experts.layers[index]:
+        return build_experts(config.experts, hidden, layer, weights)
+    if config.has_fused_gate_up:
+        return _fused_mlp(config, f"{layer}.mlp", weights)
+    return build_gated_mlp(hidden, size, f"{layer}.mlp", weights, bias=config.mlp_bias)
 
 
 def _fused_mlp(config: LlamaConfig, module: str, weights: Weights) -> GatedMlp:

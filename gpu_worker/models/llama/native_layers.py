@@ -3,7 +3,8 @@
 import torch
 
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
+from gpu_worker.models.decoder_layer import DecoderLayer
+from gpu_worker.models.feed_forward import GatedMlp
 from gpu_worker.models.llama.config import LlamaConfig
 from kernels.cpu.fields import LayerCaches
 from kernels.cpu.linear import PackedLinear
@@ -28,7 +29,7 @@ class NativeLayers:
         native = [_native_layer(layer) for layer in layers]
         self._layers = [layer for layer in native if layer is not None]
         is_bfloat16 = final_norm.dtype is torch.bfloat16
-        self._is_whole = is_bfloat16 and len(self._layers) == len(layers)
+        self._is_whole = config.has_c_layers and is_bfloat16 and len(self._layers) == len(layers)
         self._shape = NativeShape(
             hidden_size=config.hidden_size,
             num_heads=config.num_heads,
@@ -68,7 +69,7 @@ class NativeLayers:
 
 def _native_layer(layer: DecoderLayer) -> NativeLayer | None:
     mlp = layer.feed_forward
-    if not isinstance(mlp, GatedMlp):
+    if not isinstance(mlp, GatedMlp) or layer.input_norm is None or layer.mlp_norm is None:
         return None
     qkv, output, gate_up, down = layer.qkv, layer.attention_output, mlp.gate_up, mlp.down
     if not (

@@ -152,7 +152,12 @@ FAMILIES = {
     "qwen2": SMALL | {"use_sliding_window": True, "layer_types": [FULL, LOCAL, LOCAL]},
     "afmoe": AFMOE,
     "qwen2_moe": QWEN2_MOE,
-    "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 16},
+    "qwen2_moe, our own": {},
+    "qwen3_moe": {},
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "glm4_moe": {},
+    "olmo2": {},
+    "olmoe": {},
     "longcat_flash": LONGCAT,
     "ministral3": {
         "head_dim": 16,

@@ -108,7 +108,7 @@ def test_what_depends_on_the_batch_is_refused(settings, message):
 def test_models_that_depend_on_the_batch_are_refused(model_dirs):
     for family in ("llama", "gpt_neox"):
         checked_model._check_batch_invariant(open_model(model_dirs.get(family)).config, HOPPER)
-    for family in ("mixtral", "deepseek_v2"):
+    for family in ("mixtral", "qwen3_moe", "deepseek_v2"):
         config = open_model(model_dirs.get(family)).config
         with pytest.raises(ModelError, match=f"must be false for {config.architecture}"):
             checked_model._check_batch_invariant(config, HOPPER)

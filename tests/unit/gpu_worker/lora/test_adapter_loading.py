@@ -182,6 +182,20 @@ def test_experts_are_not_added_to(model_dirs, tmp_path):
     assert_refused(model_dirs, attention, "target_modules has 'w1'", family="mixtral")
 
 
+def test_layers_without_experts_are_added_to(model_dirs, tmp_path):
+    model = model_dirs.get("glm4_moe")  # whose first layer has none
+    adapter = make_adapter(tmp_path / "a", model, 1, targets=("q_proj", "down_proj"))
+    assert_refused(model_dirs, adapter, "mlp.experts.0.down_proj.lora_A", family="glm4_moe")
+
+    def drop_experts(tensors):
+        for name in [name for name in tensors if "experts" in name]:
+            del tensors[name]
+
+    edit_tensors(adapter, drop_experts)
+    (loaded,) = load(model_dirs, ("a", adapter), family="glm4_moe")
+    assert [set(layer) for layer in loaded.layers] == [{"qkv", "down"}, {"qkv"}]
+
+
 @pytest.mark.parametrize(("family", "model_class"), [("gpt_neox", ""), ("llama", "transformers")])
 def test_other_implementations_take_none(model_dirs, adapter, family, model_class):
     options = {"family": family, "model_class": model_class}

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from gpu_worker.models.deepseek.config import DeepseekExpertsConfig, Routing, read_deepseek_config
+from gpu_worker.models.deepseek.config import read_deepseek_config
+from gpu_worker.models.experts.config import ExpertsConfig, Routing
 from gpu_worker.weights.json_fields import ModelError, UnsupportedError, read_json
 
 # DeepSeek V3's own config, written by transformers before version 5.
@@ -69,8 +70,8 @@ def test_deepseek_v3_s_own(tmp_path):
     assert (config.num_kv_heads, config.head_dim, config.latent_dim) == (1, 576, 512)
     assert config.attention_scale == pytest.approx(0.1352338)  # (0.1 ln 40 + 1)^2 / sqrt(192)
     assert config.rope.scaling.attention_factor == 1.0
-    assert config.has_experts == (False,) * 3 + (True,) * 58
-    assert config.experts == DeepseekExpertsConfig(
+    assert config.experts == ExpertsConfig(
+        layers=(False,) * 3 + (True,) * 58,
         routing=Routing.SIGMOID,
         num_experts=256,
         num_per_token=8,
@@ -79,7 +80,7 @@ def test_deepseek_v3_s_own(tmp_path):
         has_shares_of_one=True,
         share_factor=2.5,
         intermediate_size=2048,
-        num_shared=1,
+        shared_size=2048,
     )
 
 

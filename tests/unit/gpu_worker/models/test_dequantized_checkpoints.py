@@ -27,7 +27,7 @@ KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_to
 
 
 def assert_stands_for(packed, plain):
-    source = open_model(packed)
+    source = open_model(packed, "transformers")
     model = source.load(torch.float32, CPU, lambda _: None)
     sequence = Sequence(random_prompt(41, seed=1))
     PagedLoop(model, block_size=8, config=source.config).generate([sequence], 64, chunk_len=13)
@@ -114,7 +114,7 @@ def test_fp8_in_the_text_part_of_a_model_that_takes_images(model_dirs, tmp_path,
 
 
 def test_other_methods_are_refused_by_name(model_dirs, tmp_path):
-    directory = shutil.copytree(model_dirs.get("olmo2"), tmp_path / "model")
+    directory = shutil.copytree(model_dirs.get("starcoder2"), tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq"}
     (directory / "config.json").write_text(json.dumps(config))

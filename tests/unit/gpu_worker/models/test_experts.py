@@ -5,13 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpu_worker.models.decoder_layer import (
-    Experts,
-    GatedMlp,
-    GroupedExperts,
-    LikeliestExperts,
-    make_experts,
-)
+from gpu_worker.models.experts.config import ExpertsConfig
+from gpu_worker.models.experts.mixture import Experts, GroupedExperts, make_experts
+from gpu_worker.models.experts.routing import Router
+from gpu_worker.models.feed_forward import GatedMlp
 from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.gpu_linear import QuantizedLinear, ScaledLinear
 from gpu_worker.weights.linear import PlainLinear
@@ -19,6 +16,13 @@ from gpu_worker.weights.packed_maps import Fp8Weight
 from gpu_worker.weights.quantized_linear import Quantization, make_quantized_linear, quantize
 
 HIDDEN, SIZE, NUM_EXPERTS = 24, 20, 5
+CONFIG = ExpertsConfig(
+    layers=(True,),
+    num_experts=NUM_EXPERTS,
+    num_per_token=2,
+    intermediate_size=SIZE,
+    has_shares_of_one=True,
+)
 
 
 def plain(num_out, num_in, *, has_bias=False):
@@ -28,12 +32,12 @@ def plain(num_out, num_in, *, has_bias=False):
 
 def make_parts(*, has_bias=False):
     torch.manual_seed(0)
-    route = LikeliestExperts(plain(NUM_EXPERTS, HIDDEN), 2)
+    route = Router(CONFIG, plain(NUM_EXPERTS, HIDDEN))
     experts = [
         GatedMlp(plain(2 * SIZE, HIDDEN), plain(HIDDEN, SIZE, has_bias=has_bias))
         for _ in range(NUM_EXPERTS)
     ]
-    return route, experts, route.router.weight[:1]
+    return route, experts, route.scores.weight[:1]
 
 
 def quantized(kind, weight):
@@ -69,7 +73,7 @@ def test_quantized_experts_are_grouped(monkeypatch, kind):
     monkeypatch.setattr(QuantizedLinear, "compile", lambda *_: None)
     torch.manual_seed(0)
     router = torch.randn(NUM_EXPERTS, 64)
-    route = LikeliestExperts(PlainLinear(router.half(), None), 2)
+    route = Router(CONFIG, PlainLinear(router, None))
     maps = [
         (*quantized(kind, torch.randn(64, 64) / 8), *quantized(kind, torch.randn(64, 32) / 8))
         for _ in range(NUM_EXPERTS)

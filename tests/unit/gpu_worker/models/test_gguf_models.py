@@ -63,25 +63,41 @@ def test_greedy_tokens_equal_those_of_transformers(as_directory, tmp_path, famil
     assert ours == pytest.approx(_perplexity(logits[:40], tokens[1:41]), rel=1e-3)
 
 
-def test_experts_that_a_file_joins_are_taken_apart(as_directory, model_dirs):
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("mixtral", {"sliding_window": None}), ("qwen3_moe", {"norm_topk_prob": True})],
+)
+def test_experts_that_a_file_joins_are_taken_apart(as_directory, model_dirs, family, overrides):
     """Transformers cannot read this file; it has the directory that the file was made from."""
-    overrides = {"sliding_window": None, "rope_parameters": {"rope_theta": 10000.0}}
-    _, directory = as_directory("mixtral", "F32", overrides=overrides)
+    overrides |= {"rope_parameters": {"rope_theta": 10000.0}}
+    _, directory = as_directory(family, "F32", overrides=overrides)
     sequence = Sequence(random_prompt(41, seed=1))
     PagedLoop(load(directory), block_size=16).generate([sequence], NUM_TOKENS)
-    assert_equals_transformers(model_dirs.get("mixtral", **SIZES, **overrides), sequence)
+    assert_equals_transformers(model_dirs.get(family, **SIZES, **overrides), sequence)
 
 
-@pytest.mark.parametrize("kind", [*SMALL_KINDS, *K_KINDS])
-def test_bits_stay_packed_where_our_kernel_multiplies(as_directory, kind):
+DENSE = 2 * 256 * (256 + 2 * 128 + 256 + 3 * 256)
+WITH_EXPERTS = 2 * 256 * (64 + 2 * 32 + 64 + 4 * 3 * 64)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "num_packed"),
+    [
+        *(("llama", kind, DENSE) for kind in (*SMALL_KINDS, *K_KINDS)),
+        ("qwen3_moe", "Q4_0", WITH_EXPERTS),
+    ],
+)
+def test_bits_stay_packed_where_our_kernel_multiplies(as_directory, family, kind, num_packed):
     if not can_pack_integers(torch.zeros(8, 256, dtype=torch.int8), torch.bfloat16):
         pytest.skip("this CPU has no kernel of ours")
-    _, directory = as_directory("llama", kind)
+    # All experts: rounded numbers might choose others.
+    overrides = {} if family == "llama" else {"num_experts_per_tok": 4}
+    _, directory = as_directory(family, kind, overrides=overrides)
     with capture_logs() as logs:
         model = load(directory, torch.bfloat16)
     (log,) = (line for line in logs if line["event"] == "quantized checkpoint")
     assert log["dequantized_weights"] == 0
-    assert log["packed_weights"] == 2 * 256 * (256 + 2 * 128 + 256 + 3 * 256)
+    assert log["packed_weights"] == num_packed
     packed, decoded = (Sequence(random_prompt(41, seed=1)) for _ in range(2))
     PagedLoop(model, block_size=16).generate([packed], 1, chunk_len=64)
     PagedLoop(load(directory), block_size=16).generate([decoded], 1, chunk_len=64)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from gpu_worker.models.llama.config import ExpertsConfig, LlamaConfig
+from gpu_worker.models.experts.config import ExpertNames, ExpertsConfig, Routing
+from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.models.rope import LinearScaling, Llama3Scaling, RopeConfig
 from gpu_worker.weights.json_fields import ModelError, UnsupportedError
@@ -54,7 +55,8 @@ def test_every_field_of_a_small_config(tmp_path):
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=10000.0),
         rotary_dim=16,
-        has_fused_maps=False,
+        has_fused_qkv=False,
+        has_fused_gate_up=False,
         max_model_len=2048,
         tie_word_embeddings=False,
         qkv_bias=False,
@@ -163,8 +165,96 @@ def test_experts_are_mixtrals(tmp_path):
     changes = {"num_local_experts": 6, "num_experts_per_tok": 3}
     assert read(write(tmp_path, **changes)).experts is None
     config = read(write(tmp_path, architectures=["MixtralForCausalLM"], **changes))
-    assert config.experts == ExpertsConfig(num_experts=6, num_per_token=3)
+    assert config.experts == ExpertsConfig(
+        layers=(True,) * 3,
+        num_experts=6,
+        num_per_token=3,
+        intermediate_size=128,
+        has_shares_of_one=True,
+        names=ExpertNames("block_sparse_moe", ("w1", "w3", "w2")),
+    )
     assert (config.rope.theta, config.rms_norm_eps) == (1e6, 1e-5)
+
+
+# GLM-4.5's own config, written by transformers before version 5, without what other tests cover.
+GLM_4_5 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 2,
+    "head_dim": 128,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 1,
+    "use_qk_norm": True,
+}
+QWEN_3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 2,
+    "head_dim": 128,
+    "mlp_only_layers": [1],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 4,
+    "use_sliding_window": False,
+}
+
+
+def test_glm_4_5_s_own(tmp_path):
+    config = read(write(tmp_path, **GLM_4_5))
+    assert (config.qkv_bias, config.output_bias, config.qk_norm) == (True, False, True)
+    assert (config.rotary_dim, config.is_interleaved, config.predicts_further) == (64, False, True)
+    assert config.experts == ExpertsConfig(
+        layers=(False, False, True),
+        num_experts=160,
+        num_per_token=8,
+        intermediate_size=1536,
+        has_shares_of_one=True,
+        share_factor=2.5,
+        routing=Routing.SIGMOID,
+        shared_size=1536,
+    )
+
+
+def test_olmo_3_s_rotation_before_transformers_5(tmp_path):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    directory = write(
+        tmp_path,
+        architectures=["Olmo3ForCausalLM"],
+        layer_types=kinds,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        rope_theta=1e6,
+        sliding_window=512,
+    )
+    config = read(directory)
+    assert config.windows == (512, None, 512)
+    assert config.rope == RopeConfig(1e6, LinearScaling(8.0))
+    assert config.windowed_rope == RopeConfig(1e6)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_experts_of_qwen_3_as_old_and_new_transformers_write_them(tmp_path, name):
+    fields = {**QWEN_3_MOE, name: 64}
+    config = read(
+        write(tmp_path, **fields, without=[] if name == "num_experts" else ["num_experts"])
+    )
+    assert config.experts == ExpertsConfig(
+        layers=(False, False, False, True),
+        num_experts=64,
+        num_per_token=8,
+        intermediate_size=768,
+        has_shares_of_one=True,
+        names=ExpertNames(shared="shared_expert"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,6 +311,12 @@ def test_unsupported_features_of_the_families_are_named(tmp_path, changes, messa
             "rope_parameters.full_attention is unknown; known are attention_factor, beta_fast",
         ),
         (
+            QWEN_3_MOE | {"use_sliding_window": True},
+            "use_sliding_window is true; only false is supported",
+        ),
+        ({"architectures": ["Olmo3ForCausalLM"]}, "layer_types is missing"),
+        ({"clip_qkv": 8.0}, "clip_qkv is 8.0; only null is supported"),
+        (
             {"rope_scaling": {"type": "ntk", "factor": 4.0}},
             "rope_scaling.rope_type is 'ntk'; supported:",
         ),
@@ -275,7 +371,7 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         ({"head_dim": 15}, "head_dim is 15; it must be even for rotary embedding"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a positive number"),
-        ({"eos_token_id": ["</s>"]}, "eos_token_id is ['</s>']; it must be token ids"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id is ['</s>']; it must be integers of 0 or more"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None"),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; supported: float32"),

@@ -171,7 +171,10 @@ def test_another_pool_is_another_program(model_dirs):
     assert torch.equal(torch.stack(first.logits), torch.stack(second.logits))
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("mixtral", BF16), ("llama", torch.float32)])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("mixtral", BF16), ("glm", BF16), ("glm4", BF16), ("olmo2", BF16), ("llama", torch.float32)],
+)
 def test_what_has_no_native_code_for_all_of_it_runs_op_by_op(model_dirs, family, dtype):
     model = load(model_dirs.get(family), dtype)
     assert model._native.over(PagedLoop(model, 8).pool) is None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from gpu_worker.loading.early_check import check_config
@@ -120,6 +120,19 @@ def saved(directory, family):
         model = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(directory)
     return model
+
+
+def test_stacked_experts_may_be_transposed(tmp_path):
+    """As in the published checkpoints of Qwen3-VL-MoE; transformers writes them the other way."""
+    whole = saved(tmp_path, "qwen3_vl_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    stacked = [name for name in tensors if ".experts." in name]
+    assert len(stacked) == 4, "two for each of two layers"
+    for name in stacked:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    check(Service(tmp_path), whole)
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -22,7 +22,6 @@ from tests.unit.gpu_worker.models.against_transformers import (
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
 from tests.unit.gpu_worker.test_kv_groups import (
     AFMOE,
-    EXPERTS,
     GEMMA_4,
     GEMMA_N,
     LONGCAT,
@@ -56,12 +55,10 @@ FAMILIES = OWN_ATTENTION | {
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 20, "pad_token_id": 0},
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7},
     "longcat_flash": LONGCAT,
-    "olmo2": {},
     "opt": {"ffn_dim": 112, "word_embed_proj_dim": 64},
     "phi": {"initializer_range": 0.3},
     "phi3": {"sliding_window": 30, "pad_token_id": 0},
     "qwen2_moe": QWEN2_MOE,
-    "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 16},
     "stablelm": {},
     "starcoder2": {"sliding_window": 20, "initializer_range": 0.3},
 }

@@ -142,6 +142,9 @@ def test_in_one_native_call_or_op_by_op_in_bfloat16(model_dirs, monkeypatch, fam
     [
         *MODELS.items(),
         ("mixtral", {}),
+        ("qwen2_moe", {}),
+        ("glm4", {}),
+        ("olmo2", {}),
         ("gpt_neox", {"use_parallel_residual": False}),
         ("deepseek_v3", {}),
     ],

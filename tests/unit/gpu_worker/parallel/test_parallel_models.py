@@ -3,7 +3,9 @@
 import pytest
 
 from bench.quantize import FORMS, write
+from gpu_worker.models.registry import open_model
 from gpu_worker.ranks.shards import Place
+from gpu_worker.weights.json_fields import ModelError
 from tests.models_fixture import ModelDirs
 from tests.unit.gpu_worker.parallel.ranks import NUM_TOKENS, Case, run, run_ranks
 
@@ -13,13 +15,18 @@ FAMILIES = {
     "mistral": {"num_key_value_heads": 1},
     "mixtral": {},
     "phi3": {},
+    "glm4": {},
+    "glm4_moe": {},
+    "olmo2": {},
     "qwen2": {},
+    "qwen2_moe": {},
     "qwen3": {"tie_word_embeddings": True, "vocab_size": 501},
+    "qwen3_moe": {},
     "gpt_neox": {},
 }
 SHARED_OUT = [
-    *((family, TENSOR) for family in FAMILIES),
-    *((family, PIPELINE) for family in ("qwen2", "qwen3", "gpt_neox")),
+    *((family, TENSOR) for family in FAMILIES if family != "olmo2"),
+    *((family, PIPELINE) for family in ("qwen2", "qwen3", "gpt_neox", "olmo2")),
 ]
 
 
@@ -101,6 +108,12 @@ def test_a_quantized_checkpoint_is_shared_out(results):
     alone, rank_0, rank_1 = results["gptq", TENSOR]
     assert rank_0["tokens"] == rank_1["tokens"] == alone["tokens"]
     assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=1e-3)
+
+
+def test_queries_normalized_over_all_heads_are_not_split(tmp_path):
+    reason = "tensor-parallel-size is 2; it must be 1 for Olmo2ForCausalLM, which normalizes"
+    with pytest.raises(ModelError, match=reason):
+        open_model(ModelDirs(tmp_path).get("olmo2"), place=Place(tensor_size=2))
 
 
 @pytest.mark.slow  # four processes

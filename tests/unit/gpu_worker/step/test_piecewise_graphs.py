@@ -128,9 +128,12 @@ def run_randomly(executor, seed, num_steps=25):
     return results
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox", "mixtral"])
+WITHOUT_EXPERTS = ("llama", "mistral", "gpt_neox")
+
+
+@pytest.mark.parametrize("family", [*WITHOUT_EXPERTS, "mixtral", "glm4_moe", "qwen2_moe"])
 def test_random_steps_give_the_same_tokens_as_without_graphs(monkeypatch, model_dirs, family):
-    if family == "mixtral":  # whose experts are grouped on a GPU
+    if family not in WITHOUT_EXPERTS:  # experts are grouped on a GPU
         monkeypatch.setattr(gpu_linear, "is_here", lambda device: device.type == "cpu")
         monkeypatch.setattr(native, "can_pack", lambda _: False)
     source, graphs = open_model(model_dirs.get(family)), FakePieces(monkeypatch)

@@ -207,10 +207,15 @@ def tokens(directory, dtype=torch.float32):
         ("gpt_neox", "gptq"),
         ("deepseek_v3", "gptq_32"),
         ("deepseek_v3", "fp8_block"),
+        ("qwen3_moe", "awq"),
+        ("qwen3_moe", "fp8_block"),
+        ("glm4_moe", "gptq_32"),
     ],
 )
 def test_a_checkpoint_gives_the_tokens_of_what_it_stands_for(model_dirs, tmp_path, family, name):
     sizes = SIZES | LATENT_SIZES if family.startswith("deepseek") else SIZES
+    if family.endswith("moe"):
+        sizes |= {"moe_intermediate_size": 128, "head_dim": 32}
     directory = model_dirs.get(family, **sizes)
     packed = write(directory, tmp_path / "packed", FORMS[name])
     plain = write(directory, tmp_path / "plain", FORMS[name], packed=False)

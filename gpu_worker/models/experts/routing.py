@@ -1,4 +1,4 @@
-"""How DeepSeek's models choose a token's experts: in groups, by softmax or by sigmoid.
+"""Chooses a token's experts, by softmax or by sigmoid, from all or from the best groups.
 
 Symbols: `T` tokens, `E` hidden size, `X` experts, `G` groups of experts, `N` experts per token.
 """
@@ -7,30 +7,33 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_worker.models.deepseek.config import DeepseekExpertsConfig, Routing
+from gpu_worker.models.experts.config import ExpertsConfig, Routing
 from gpu_worker.weights.linear import Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupedRoute:
+class Router:
     """Chooses the best experts of the best groups, in float32."""
 
-    config: DeepseekExpertsConfig
-    router: Linear
+    config: ExpertsConfig
+    scores: Linear
     """E to X, in float32."""
-    bias: torch.Tensor | None
-    """float32[X], added to scores only to choose experts; None with softmax scores."""
+    bias: torch.Tensor | None = None
+    """float32[X], added to sigmoid scores only to choose experts; None with softmax scores."""
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Route`."""
-        config, logits = self.config, self.router(x.float())
+        """Choose N experts for each row of `[T, E]`.
+
+        Returns:
+            Their shares, float32 `[T, N]`, and their numbers, int64 `[T, N]`.
+        """
+        config, logits = self.config, self.scores(x.float())
         if config.routing is Routing.SOFTMAX:
             scores = logits.softmax(-1)  # [T, X]
             merits, num_best = scores, 1
         else:
             assert self.bias is not None, "sigmoid scores have a bias"
-            # On CPUs the last bits of `torch.sigmoid` depend on a number's place in the tensor.
-            scores = torch.stack((logits, torch.zeros_like(logits)), -1).softmax(-1)[..., 0]
+            scores = sigmoid(logits)
             merits, num_best = scores + self.bias, 2
         if config.num_chosen_groups < config.num_groups:
             by_group = merits.view(len(x), config.num_groups, -1)  # [T, G, X / G]
@@ -42,4 +45,12 @@ class GroupedRoute:
         shares = scores.gather(1, chosen)
         if config.has_shares_of_one:
             shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
-        return shares * config.share_factor, chosen
+        return shares if config.share_factor == 1 else shares * config.share_factor, chosen
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Compute the sigmoid; a number's result depends on no other number.
+
+    On CPUs the last bits of `torch.sigmoid` depend on a number's place in the tensor.
+    """
+    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]

@@ -1,0 +1,1 @@
+"""Mixtures of experts, as the feed-forward part of any decoder's layers."""

@@ -1,0 +1,214 @@
+"""Reads mixtures of experts from config.json. Needs no torch."""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from gpu_worker.ranks.shards import Place
+from gpu_worker.weights.json_fields import JsonFields
+
+
+class Routing(Enum):
+    """How experts are scored and chosen."""
+
+    SOFTMAX = "softmax"
+    """The likeliest experts; a group's score is its best expert's."""
+    SIGMOID = "sigmoid"
+    """As in DeepSeek V3: experts are chosen with a bias, and a group's score is the sum of its two
+    best experts' scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names of a layer's experts in a checkpoint."""
+
+    module: str = "mlp"
+    """Contains `gate`, the router, and `experts`."""
+    maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Gate, up and down of each expert."""
+    shared: str = "shared_experts"
+    """The shared expert in the module; with `_gate`, the map to its share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """Experts that a router chooses for each token, and perhaps one that computes every token."""
+
+    layers: tuple[bool, ...]
+    """By layer: whether it has experts."""
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    """MLP size of each expert."""
+    has_shares_of_one: bool
+    """Whether the shares of a token's experts are made to sum to 1, before `share_factor` applies.
+    """
+    share_factor: float = 1.0
+    routing: Routing = Routing.SOFTMAX
+    num_groups: int = 1
+    """Divides `num_experts`."""
+    num_chosen_groups: int = 1
+    """Number of groups from which the experts of one token come."""
+    shared_size: int | None = None
+    """MLP size of the shared expert; None: there is none."""
+    has_shared_gate: bool = False
+    """Whether the shared expert has a share, which depends on the token; otherwise it is 1."""
+    names: ExpertNames = ExpertNames()
+
+
+def read_mixtral_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
+    """Read the experts of Mixtral.
+
+    Raises:
+        ModelError: A field is missing or malformed, or asks for more experts than there are.
+    """
+    name = "num_local_experts"
+    num_experts = fields.positive_int(name, default=8)
+    return ExpertsConfig(
+        layers=(True,) * num_layers,
+        num_experts=num_experts,
+        num_per_token=_num_per_token(fields, name, num_experts, default=2),
+        intermediate_size=fields.positive_int("intermediate_size"),
+        has_shares_of_one=True,
+        names=ExpertNames("block_sparse_moe", ("w1", "w3", "w2")),
+    )
+
+
+def read_qwen_experts(
+    fields: JsonFields, num_layers: int, *, has_shared: bool = False
+) -> ExpertsConfig:
+    """Read the experts of Qwen and OLMoE; `has_shared`: also the shared one, which has a share.
+
+    Raises:
+        ModelError: A field is missing or malformed, or asks for more experts than there are.
+    """
+    # transformers 5 writes Qwen3's under the second name.
+    name = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    num_experts = fields.positive_int(name)
+    size = fields.positive_int("intermediate_size")
+    step = fields.positive_int("decoder_sparse_step", default=1)
+    dense = fields.int_list("mlp_only_layers")
+    return ExpertsConfig(
+        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+        num_experts=num_experts,
+        num_per_token=_num_per_token(fields, name, num_experts),
+        intermediate_size=fields.positive_int("moe_intermediate_size", default=size),
+        has_shares_of_one=fields.boolean("norm_topk_prob", default=False),
+        shared_size=fields.positive_int("shared_expert_intermediate_size") if has_shared else None,
+        has_shared_gate=has_shared,
+        names=ExpertNames(shared="shared_expert"),
+    )
+
+
+def read_grouped_experts(
+    fields: JsonFields,
+    num_layers: int,
+    *,
+    routing: Routing,
+    num_dense: int,
+    reads_layer_types: bool = False,
+) -> ExpertsConfig | None:
+    """Read the experts of DeepSeek and GLM; None if no layer has any.
+
+    Args:
+        fields: The fields of config.json.
+        num_layers: Number of layers.
+        routing: The family's.
+        num_dense: How many layers before those with experts have none, if config.json is silent.
+        reads_layer_types: Whether `mlp_layer_types`, if set, names the layers with experts.
+
+    Raises:
+        ModelError: A field is missing, malformed, or asks for something unsupported.
+    """
+    layers = _layers_after_dense(fields, num_layers, num_dense, reads_layer_types=reads_layer_types)
+    if not any(layers):
+        return None
+    scoring = fields.get("scoring_func", default=routing.value)
+    if scoring != routing.value:
+        raise fields.unsupported(
+            "scoring_func", f"is {scoring!r}; only {routing.value!r} is supported"
+        )
+    num_experts = fields.positive_int("n_routed_experts")
+    num_per_token = fields.positive_int("num_experts_per_tok")
+    num_groups = fields.positive_int("n_group", default=1)
+    num_chosen_groups = fields.positive_int("topk_group", default=1)
+    if routing is Routing.SOFTMAX:
+        method = fields.get("topk_method", default="greedy")
+        if method == "greedy":
+            num_groups = num_chosen_groups = 1
+        elif method != "group_limited_greedy":
+            supported = "greedy, group_limited_greedy"
+            raise fields.unsupported("topk_method", f"is {method!r}; supported: {supported}")
+    if num_experts % num_groups:
+        raise fields.error("n_group", f"is {num_groups}; it must divide the {num_experts} experts")
+    if num_chosen_groups > num_groups:
+        raise fields.error("topk_group", f"is {num_chosen_groups}; n_group is {num_groups}")
+    num_open = num_experts // num_groups * num_chosen_groups
+    if num_per_token > num_open:
+        raise fields.error(
+            "num_experts_per_tok", f"is {num_per_token}; a token can choose among {num_open}"
+        )
+    size = fields.positive_int("moe_intermediate_size")
+    return ExpertsConfig(
+        layers=layers,
+        num_experts=num_experts,
+        num_per_token=num_per_token,
+        intermediate_size=size,
+        # For V2, transformers ignores the field, and the shares need not sum to 1.
+        has_shares_of_one=routing is Routing.SIGMOID
+        and fields.boolean("norm_topk_prob", default=True),
+        share_factor=fields.number("routed_scaling_factor", default=1.0),
+        routing=routing,
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+        # Shared experts are one MLP that is as wide as all of them.
+        shared_size=size * fields.positive_int("n_shared_experts", default=1),
+    )
+
+
+def split_experts(config: ExpertsConfig, place: Place) -> ExpertsConfig:
+    """Return the config of one rank's part of each expert.
+
+    Raises:
+        ModelError: The experts cannot be split among the ranks.
+    """
+    size, shared_size = config.intermediate_size, config.shared_size
+    if shared_size is not None:
+        shared_size = len(place.share("shared_expert_intermediate_size", shared_size))
+    return replace(
+        config,
+        intermediate_size=len(place.share("moe_intermediate_size", size)),
+        shared_size=shared_size,
+    )
+
+
+def _num_per_token(
+    fields: JsonFields, of: str, num_experts: int, default: int | None = None
+) -> int:
+    num_per_token = fields.positive_int("num_experts_per_tok", default=default)
+    if num_per_token > num_experts:
+        raise fields.error(
+            "num_experts_per_tok", f"is {num_per_token}; it must be at most {of}, {num_experts}"
+        )
+    return num_per_token
+
+
+def _layers_after_dense(
+    fields: JsonFields, num_layers: int, num_dense: int, *, reads_layer_types: bool
+) -> tuple[bool, ...]:
+    """Read which layers have experts: those the config lists, or all after the first dense ones."""
+    if fields.get("moe_layer_freq", default=1) != 1:
+        raise fields.unsupported(
+            "moe_layer_freq", f"is {fields.get('moe_layer_freq')!r}; only 1 is supported"
+        )
+    kinds = fields.get("mlp_layer_types")
+    if reads_layer_types and kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise fields.error("mlp_layer_types", f"must be a list of {num_layers} names")
+        unknown = [kind for kind in kinds if kind not in ("dense", "sparse")]
+        if unknown:
+            raise fields.error("mlp_layer_types", f"has {unknown[0]!r}; known are dense and sparse")
+        return tuple(kind == "sparse" for kind in kinds)
+    first = fields.get("first_k_dense_replace", default=num_dense)
+    if not isinstance(first, int) or first < 0:
+        raise fields.error("first_k_dense_replace", f"is {first!r}; it must be 0 or more")
+    return tuple(layer >= first for layer in range(num_layers))

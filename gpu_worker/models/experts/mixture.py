@@ -1,0 +1,132 @@
+"""Computes a mixture of experts: one by one, or grouped on a GPU, beside a shared expert.
+
+Symbols: `T` tokens, `E` hidden size, `X` experts, `N` experts per token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from gpu_worker.models.experts.routing import sigmoid
+from gpu_worker.models.feed_forward import FeedForward, GatedMlp
+from gpu_worker.weights import gpu_linear
+from gpu_worker.weights.grouped_linear import GroupedLinear, group
+from gpu_worker.weights.linear import Linear
+from kernels import ops
+from kernels.triton.linear.tile_sizes import fewest_rows
+
+Route: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Chooses N experts for each row of `[T, E]`, as `Router` does."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """A mixture of experts, and how they are chosen. Immutable."""
+
+    route: Route
+    experts: tuple[FeedForward, ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute `sum_n share_n expert_n(x)` over the N experts of each token.
+
+        Tokens are grouped by expert, so that each expert in use runs once. A row's result does not
+        depend on other rows: the sum is in the order of the row's own experts. The call waits for
+        the device, to learn the number of tokens per expert.
+
+        Args:
+            x: `[T, E]`.
+
+        Returns:
+            `[T, E]`.
+        """
+        shares, chosen = self.route(x)
+        num_tokens, num_chosen = chosen.shape
+        order = chosen.flatten().argsort(stable=True)  # [T * N], by expert
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        grouped = x.index_select(0, order // num_chosen)  # [T * N, E]
+        outputs = torch.cat(
+            [
+                expert(rows)
+                for expert, rows in zip(self.experts, torch.split(grouped, counts), strict=True)
+                if rows.shape[0]
+            ]
+        )
+        by_token = torch.empty_like(outputs)
+        by_token[order] = outputs
+        weighted = by_token.view(num_tokens, num_chosen, -1) * shares.unsqueeze(-1)
+        return weighted.sum(1).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedExperts:
+    """Computes the same as `Experts` with two products over all experts.
+
+    It never waits for the device: the number of tokens per expert stays there, so one graph works
+    for any choice of experts.
+    """
+
+    route: Route
+    gate_up: GroupedLinear
+    down: GroupedLinear
+    numbers: torch.Tensor
+    """int64[X]: the numbers of the experts, from 0."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Experts`."""
+        shares, chosen = self.route(x)
+        num_tokens, num_chosen = chosen.shape
+        by_expert, order = chosen.flatten().sort(stable=True)  # [T * N]
+        ends = torch.searchsorted(by_expert, self.numbers, right=True, out_int32=True)  # [X]
+        by_token = self._products(x, ends, order // num_chosen, order)
+        weighted = by_token.view(num_tokens, num_chosen, -1) * shares.unsqueeze(-1)
+        return weighted.sum(1).to(x.dtype)
+
+    def _products(
+        self, x: torch.Tensor, ends: torch.Tensor, sources: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        num_rows = len(sources)
+        gated = ops.silu_mul(self.gate_up(x, ends, sources, None, num_rows))
+        return self.down(gated, ends, None, places, num_rows)
+
+    def compile(self, row: torch.Tensor) -> None:
+        """Launch each variant of the kernels once, so that none is compiled while serving."""
+        for num_rows in fewest_rows(len(self.numbers)):
+            places = self.numbers.new_zeros(num_rows)
+            self._products(row, torch.zeros_like(self.numbers, dtype=torch.int32), places, places)
+
+
+def make_experts(
+    route: Route, experts: Sequence[GatedMlp], row: torch.Tensor
+) -> Experts | GroupedExperts:
+    """Return the device's fastest form: `GroupedExperts` on a GPU, if its kernels take the maps.
+
+    `row` is `[1, E]`, of any values, with the dtype and on the device of activations.
+    """
+    if gpu_linear.is_here(row.device):
+        gate_up = group([each.gate_up for each in experts])
+        down = group([each.down for each in experts])
+        if gate_up is not None and down is not None:
+            numbers = torch.arange(len(experts), device=row.device)
+            grouped = GroupedExperts(route, gate_up, down, numbers)
+            grouped.compile(row)
+            return grouped
+    return Experts(route, tuple(experts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertsAndShared:
+    """Routed experts, and a shared one that computes every token."""
+
+    routed: FeedForward
+    shared: GatedMlp
+    gate: Linear | None = None
+    """E to 1: the logit of the shared expert's share; None: the share is 1."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, E]` to `[T, E]`."""
+        shared = self.shared(x)
+        if self.gate is not None:
+            shared = shared * sigmoid(self.gate(x))
+        return self.routed(x) + shared

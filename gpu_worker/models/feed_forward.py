@@ -1,0 +1,57 @@
+"""The gated feed-forward part of a layer, or of one of its experts.
+
+Symbols: `T` tokens, `E` hidden size, `I` intermediate size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from gpu_worker.weights.linear import Linear
+from gpu_worker.weights.reader import Weights
+from kernels import ops
+
+FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedMlp:
+    """A gated feed-forward part, or one of several experts."""
+
+    gate_up: Linear
+    """E to 2 * I: gate, then up."""
+    down: Linear
+    """I to E."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute `down(silu(gate(x)) * up(x))`: `[T, E]` to `[T, E]`."""
+        return self.down(ops.silu_mul(self.gate_up(x)))
+
+
+def build_gated_mlp(
+    hidden: int,
+    size: int,
+    module: str,
+    weights: Weights,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    bias: bool = False,
+) -> GatedMlp:
+    """Build this rank's part; the ranks' results are summed.
+
+    Args:
+        hidden: E.
+        size: I.
+        module: The part's name in the checkpoint.
+        weights: The checkpoint.
+        names: The names of gate, up and down in the module.
+        bias: Whether the three maps have biases.
+    """
+    gate, up, down = (f"{module}.{name}" for name in names)
+    return GatedMlp(
+        gate_up=weights.split_outputs(hidden, (gate, size, 1), (up, size, 1), bias=bias),
+        down=weights.split_inputs(size, 1, (down, hidden), bias=bias),
+    )
