@@ -29,9 +29,13 @@ class GroupedMaps:
     sizes: torch.Tensor
     """int32[X] on the device: the number of rows of each weight."""
     is_by_input: bool = False
+    biases: torch.Tensor | None = None
+    """`[X, N]` of whole weights, contiguous; None: zeros."""
 
     @classmethod
-    def of(cls, weights: Sequence[torch.Tensor]) -> "GroupedMaps":
+    def of(
+        cls, weights: Sequence[torch.Tensor], biases: torch.Tensor | None = None
+    ) -> "GroupedMaps":
         """Make maps of whole weights `[N, K]` on one device, which stay where they are.
 
         Raises:
@@ -47,4 +51,4 @@ class GroupedMaps:
         device = weights[0].device
         addresses = torch.tensor([each.data_ptr() for each in weights], device=device)
         sizes = torch.full((len(weights),), num_out, dtype=torch.int32, device=device)
-        return cls(num_in, num_out, list(weights), addresses, sizes)
+        return cls(num_in, num_out, list(weights), addresses, sizes, biases=biases)

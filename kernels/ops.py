@@ -149,6 +149,7 @@ def prepare_prefill(
 
 
 add_rms_norm: Final = _op(reference.add_rms_norm, cpu.add_rms_norm)
+clamped_swiglu: Final = _op(reference.clamped_swiglu, cpu.clamped_swiglu)
 copy_blocks: Final = _op(reference.copy_blocks)
 gather_blocks: Final = _op(reference.gather_blocks)
 greedy: Final = _op(reference.greedy)

@@ -10,7 +10,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """The families with which every test of the whole service runs."""
 NATIVE_FAMILIES = (
-    *(*FAMILIES, "glm", "glm4", "glm4_moe", "gpt_neox", "mixtral", "olmo2", "olmoe", "phi3"),
+    *(
+        *FAMILIES,
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "gpt_neox",
+        "gpt_oss",
+        "mixtral",
+        "olmo2",
+        "olmoe",
+        "phi3",
+    ),
     *("qwen2_moe", "qwen3_moe"),
 )
 
@@ -120,6 +131,14 @@ def make_model(
         | {"n_routed_experts": 6, "first_k_dense_replace": 1, "use_qk_norm": True},
         "glm4_moe_lite": _LATENT,
         "gpt_neox": {"initializer_range": 0.35},
+        "gpt_oss": {
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 20,
+            "pad_token_id": EOS_TOKEN_ID,
+        },
         "minicpm3": _LATENT | {"scale_emb": 2.0, "scale_depth": 3.0, "dim_model_base": 32},
         # A window shorter than most prompts.
         "mistral": {"sliding_window": 20, "num_attention_heads": 8},

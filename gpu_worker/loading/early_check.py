@@ -4,6 +4,7 @@ from typing import Final
 
 from gpu_worker.models.bert.config import BERT_ARCHITECTURES, read_bert_config
 from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
+from gpu_worker.models.gpt_oss.config import GPT_OSS_ARCHITECTURE, read_gpt_oss_config
 from gpu_worker.models.llama.config import LLAMA_ARCHITECTURES, read_llama_config
 from gpu_worker.models.neox.config import read_neox_config
 from gpu_worker.models.rope import with_long_factors
@@ -18,6 +19,7 @@ _READERS: Final = {
     **dict.fromkeys(LLAMA_ARCHITECTURES, read_llama_config),
     **dict.fromkeys(DEEPSEEK_ARCHITECTURES, read_deepseek_config),
     **dict.fromkeys(BERT_ARCHITECTURES, read_bert_config),
+    GPT_OSS_ARCHITECTURE: read_gpt_oss_config,
     "GPTNeoXForCausalLM": read_neox_config,
 }
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from contract.lora import LoraAdapter
 from gpu_worker.lora.adapter import AdaptedMap, Adapter, LowRankMap, adapted_maps, native_adapter
+from gpu_worker.models.gpt_oss.config import GPT_OSS_ARCHITECTURE
 from gpu_worker.models.llama.config import LLAMA_ARCHITECTURES, LlamaConfig
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 from gpu_worker.weights.linear import make_linear
@@ -122,7 +123,7 @@ def load_adapter(
     if not isinstance(model, LlamaConfig):
         raise ModelError(
             f"{model.architecture} does not support LoRA adapters; they are supported for"
-            f" {', '.join(LLAMA_ARCHITECTURES)} in our own implementation"
+            f" {', '.join((*LLAMA_ARCHITECTURES, GPT_OSS_ARCHITECTURE))} in our own implementation"
         )
     digest = _digest(directory)
     config = read_adapter_config(directory)

@@ -43,6 +43,8 @@ class DecoderLayer:
     """`[E]`, of what attention adds to the residual."""
     mlp_output_norm: torch.Tensor | None = None
     """`[E]`, of what the feed-forward part adds to the residual."""
+    sinks: torch.Tensor | None = None
+    """float32[H]: see `attend`."""
 
 
 class LayerAdapters(Protocol):

@@ -15,6 +15,13 @@ from kernels import ops
 
 FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
+Gate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Multiplies the activation of gate with up: maps `[T, 2 * I]`, gate and up, to `[T, I]`."""
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """Multiply SiLU of gate with up, as most families do."""
+    return ops.silu_mul(gate_up)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,10 +32,11 @@ class GatedMlp:
     """E to 2 * I: gate, then up."""
     down: Linear
     """I to E."""
+    gate: Gate = silu_gate
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute `down(silu(gate(x)) * up(x))`: `[T, E]` to `[T, E]`."""
-        return self.down(ops.silu_mul(self.gate_up(x)))
+        """Compute `down(silu(gate(x)) * up(x))`, or with another gate: `[T, E]` to `[T, E]`."""
+        return self.down(self.gate(self.gate_up(x)))
 
 
 def build_gated_mlp(

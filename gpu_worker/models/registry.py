@@ -14,6 +14,12 @@ from gpu_worker.models.bert.config import BERT_ARCHITECTURES, read_bert_config
 from gpu_worker.models.bert.encoder import build_bert
 from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
 from gpu_worker.models.deepseek.decoder import build_deepseek
+from gpu_worker.models.gpt_oss.config import (
+    GPT_OSS_ARCHITECTURE,
+    read_gpt_oss_config,
+    split_gpt_oss_config,
+)
+from gpu_worker.models.gpt_oss.decoder import build_gpt_oss
 from gpu_worker.models.llama.config import (
     LLAMA_ARCHITECTURES,
     read_llama_config,
@@ -88,6 +94,7 @@ _LLAMA: Final = _Family(read_llama_config, build_llama, split_llama_config)
 _NATIVE: Final = {
     **dict.fromkeys(LLAMA_ARCHITECTURES, _LLAMA),
     **dict.fromkeys(BERT_ARCHITECTURES, _Family(read_bert_config, build_bert)),
+    GPT_OSS_ARCHITECTURE: _Family(read_gpt_oss_config, build_gpt_oss, split_gpt_oss_config),
     "GPTNeoXForCausalLM": _Family(read_neox_config, build_neox, split_neox_config),
     **dict.fromkeys(DEEPSEEK_ARCHITECTURES, _Family(read_deepseek_config, build_deepseek)),
 }

@@ -12,7 +12,7 @@ import torch
 
 from gpu_worker.weights.linear import Linear, PlainLinear
 from kernels import ops
-from kernels.reference.linear.quantized import pack_nibbles
+from kernels.reference.linear.quantized import HALF_RUN, pack_nibbles
 from kernels.triton.linear.tile_sizes import fewest_rows
 
 _RUN: Final = 32
@@ -73,6 +73,16 @@ def pack_fp8(
         return ScaledLinear(values.contiguous(), scales.t().contiguous(), bias)
     _tell_once(why_not)
     return _packed(values.t(), scales.t(), None, bias, dtype)
+
+
+def pack_mxfp4(
+    blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> "QuantizedLinear":
+    """Lay out a weight of MXFP4 as `kernels.cpu.linear.pack_mxfp4` does; `can_pack` must hold."""
+    # Of a group's 32 features, a byte has two neighbours; the kernel takes two that are 16 apart.
+    low, high = blocks[:, :, : HALF_RUN // 2], blocks[:, :, HALF_RUN // 2 :]
+    values = torch.stack((low & 15 | high << 4, low >> 4 | high & 0xF0), 3)  # [N, G, 8, 2]
+    return _packed(values.flatten(1).t(), scales.t(), None, bias, dtype)
 
 
 def batch_invariant(linear: Linear, dtype: torch.dtype) -> Linear:

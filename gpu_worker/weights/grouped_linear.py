@@ -49,6 +49,8 @@ class QuantizedGroup:
     scales: torch.Tensor
     """`[X, G, N]`"""
     offsets: torch.Tensor | None
+    bias: torch.Tensor | None
+    """`[X, N]`"""
 
     def __call__(
         self,
@@ -60,7 +62,8 @@ class QuantizedGroup:
     ) -> torch.Tensor:
         """See `GroupedLinear`."""
         return ops.grouped_quantized_linear(
-            x, self.values, self.scales, self.offsets, ends, sources, places, num_rows
+            *(x, self.values, self.scales, self.offsets, ends, sources, places, num_rows),
+            bias=self.bias,
         )
 
 
@@ -70,17 +73,17 @@ def group(linears: Sequence[Linear]) -> GroupedLinear | None:
     Plain weights stay where they are, and quantized ones are copied. Fp8 weights are multiplied as
     16-bit numbers; activations are not rounded.
     """
-    plain = [each.weight for each in linears if isinstance(each, PlainLinear) and each.bias is None]
+    plain = [each for each in linears if isinstance(each, PlainLinear)]
     if len(plain) == len(linears):
-        return PlainGroup(GroupedMaps.of(plain))
-    found = map(_as_quantized, linears)
-    quantized = [each for each in found if each is not None and each.bias is None]
-    kinds = {(each.values.shape, each.values.dtype, each.scales.dtype) for each in quantized}
-    if (
-        len(quantized) < len(linears)
-        or len(kinds) > 1
-        or len({x.scales.shape for x in quantized}) > 1
-    ):
+        if len({each.bias is None for each in plain}) > 1:
+            return None
+        return PlainGroup(GroupedMaps.of([each.weight for each in plain], _biases(plain)))
+    quantized = [each for each in map(_as_quantized, linears) if each is not None]
+    kinds = {
+        (x.values.shape, x.values.dtype, x.scales.shape, x.scales.dtype, x.bias is None)
+        for x in quantized
+    }
+    if len(quantized) < len(linears) or len(kinds) > 1:
         return None
     offsets = None
     if any(each.offsets is not None for each in quantized):
@@ -88,7 +91,14 @@ def group(linears: Sequence[Linear]) -> GroupedLinear | None:
             [torch.zeros_like(x.scales) if x.offsets is None else x.offsets for x in quantized]
         )
     values = torch.stack([each.values for each in quantized])
-    return QuantizedGroup(values, torch.stack([each.scales for each in quantized]), offsets)
+    scales = torch.stack([each.scales for each in quantized])
+    return QuantizedGroup(values, scales, offsets, _biases(quantized))
+
+
+def _biases(linears: Sequence[PlainLinear | QuantizedLinear]) -> torch.Tensor | None:
+    """Join the biases `[X, N]` of maps that all have one; None if they have none."""
+    biases = [each.bias for each in linears if each.bias is not None]
+    return torch.stack(biases) if biases else None
 
 
 def _as_quantized(linear: Linear) -> QuantizedLinear | None:

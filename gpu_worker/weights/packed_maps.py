@@ -1,4 +1,4 @@
-"""Reads linear maps that a quantized checkpoint packs: AWQ, GPTQ, GGUF integers, scaled fp8.
+"""Reads linear maps that a quantized checkpoint packs: AWQ, GPTQ, GGUF, scaled fp8, MXFP4.
 
 Symbols: `N` output features of a linear map, `K` its input features, `G` groups of input features,
 `W` integers in a word of 32 bits.
@@ -18,6 +18,7 @@ from gpu_worker.weights.checkpoint import has_nan
 from gpu_worker.weights.gguf_blocks import BLOCK_BYTES, BLOCK_SIZES, unpack_blocks
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.linear import Linear, make_linear
+from gpu_worker.weights.mxfp4 import Mxfp4Weight, can_pack_mxfp4, pack_mxfp4
 from gpu_worker.weights.quantized_linear import (
     Quantization,
     QuantizedWeight,
@@ -25,9 +26,11 @@ from gpu_worker.weights.quantized_linear import (
     make_quantized_linear,
 )
 from gpu_worker.weights.stored_format import (
+    MXFP4_GROUP_SIZE,
     Fp8Format,
     GgufFormat,
     IntegerFormat,
+    Mxfp4Format,
     Packing,
     ScaleShape,
     StoredFormat,
@@ -238,6 +241,8 @@ class PackedMaps:
                 self._marks = (stored.scale_name,)
             case GgufFormat():
                 self._marks = BLOCK_SIZES
+            case Mxfp4Format():
+                self._marks = ()  # the model asks for experts by their own names
 
     @property
     def unused(self) -> str:
@@ -295,6 +300,19 @@ class PackedMaps:
         scales = torch.cat([part.scales for part in parts_fp8]).to(self._device)
         return gpu_linear.pack_fp8(values, scales, bias, self._dtype)
 
+    def mxfp4(self, weight: Mxfp4Weight, bias: torch.Tensor | None) -> Linear:
+        """Make the map of a weight that the model has read, on its device."""
+        num_out, num_groups = weight.scales.shape
+        if self._device == _META:
+            shape = num_out, num_groups * MXFP4_GROUP_SIZE
+            return make_linear(torch.empty(shape, dtype=self._dtype, device=_META), bias)
+        num_weights = weight.scales.numel() * MXFP4_GROUP_SIZE
+        if can_pack_mxfp4(weight, self._dtype):
+            self._num_packed += num_weights
+            return pack_mxfp4(weight, bias, self._dtype)
+        self._num_dequantized += num_weights
+        return make_linear(weight.dequantized().to(self._dtype), bias)
+
     def dense(self, piece: Piece) -> torch.Tensor:
         """Return the weight `[N, K]` of a piece, dequantized.
 
@@ -337,6 +355,7 @@ class PackedMaps:
             return unpack_fp8(self._stored, tensors, rows, columns)
         if isinstance(self._stored, GgufFormat):
             return self._of_blocks(name, piece)
+        assert isinstance(self._stored, IntegerFormat), "no map is marked as MXFP4"
         self._refuse_sizes(self._stored, name, num_out, num_in)
         tensors = self._read(name, integer_tensors(self._stored, num_out, num_in))
         self._refuse_order(self._stored, name, num_in)

@@ -80,9 +80,7 @@ class Weights:
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a tensor of this shape, in the dtype of all weights unless `dtype` is given."""
-        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        self._fill(Piece(name, shape), out)
-        return out
+        return self.part(Piece(name, shape), dtype)
 
     def dense(self, name: str, num_out: int, num_in: int) -> torch.Tensor:
         """Return the weight of a linear map, `[N, K]`, for a model that multiplies parts of it.
@@ -100,7 +98,13 @@ class Weights:
 
     def rows(self, name: str, rows: range, *shape: int) -> torch.Tensor:
         """Return some rows of a tensor of this shape."""
-        return self._joined([Piece(name, shape, (slice(rows.start, rows.stop),))])
+        return self.part(Piece(name, shape, (slice(rows.start, rows.stop),)))
+
+    def part(self, piece: Piece, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a part of a tensor, in the dtype of all weights unless `dtype` is given."""
+        out = torch.empty(piece.piece_shape, dtype=dtype or self.dtype, device=self.device)
+        self._fill(piece, out)
+        return out
 
     def linear(self, num_in: int, *parts: tuple[str, int], bias: bool = False) -> Linear:
         """Make a linear map, or fuse several with the same input by joining their outputs.
@@ -208,14 +212,20 @@ class Weights:
         pieces = [Piece(f"{name}.weight", shape, where) for name, shape, where in parts]
         if self.packed is not None and any(self.packed.has(name) for name, _, _ in parts):
             return self._of_any_batch(self.packed.linear(pieces, joined_bias))
-        weight = self._joined(pieces)
+        return self.of_weight(parts[0][0], self._joined(pieces), joined_bias)
+
+    def of_weight(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Make a map of a weight `[N, K]` that the model has read; quantized as `linear` does.
+
+        `name` is its name in errors.
+        """
         num_in = weight.shape[1]
         if self._quantization is not None and not can_quantize(num_in, self._quantization):
             raise ModelError(
-                f"quantization is {self._quantization.value}; {parts[0][0]} has {num_in} input"
+                f"quantization is {self._quantization.value}; {name} has {num_in} input"
                 " features, which must be a multiple of 32"
             )
-        return self._map(weight, joined_bias, self._quantization)
+        return self._map(weight, bias, self._quantization)
 
     def _map(
         self, weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantization | None

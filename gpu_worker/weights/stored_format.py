@@ -12,6 +12,7 @@ from gpu_worker.weights.json_fields import JsonFields
 from model_files.gguf_config import QUANT_METHOD
 
 _GROUP_SIZES: Final = (32, 64, 128)
+MXFP4_GROUP_SIZE: Final = 32
 _DEQUANTIZED: Final = ("fp8", "mxfp4")
 _WHOLE: Final = -1
 """The group size in config.json that means one group of all input features."""
@@ -76,7 +77,15 @@ class GgufFormat:
     """Its name in the log."""
 
 
-StoredFormat: TypeAlias = IntegerFormat | Fp8Format | GgufFormat
+@dataclass(frozen=True, slots=True)
+class Mxfp4Format:
+    """Experts in MXFP4, which their model reads (`gpu_worker.weights.mxfp4`)."""
+
+    title = "mxfp4"
+    """Its name in the log."""
+
+
+StoredFormat: TypeAlias = IntegerFormat | Fp8Format | GgufFormat | Mxfp4Format
 
 
 def read_stored_format(fields: JsonFields) -> StoredFormat | None:
@@ -173,6 +182,7 @@ _METHODS: Final[dict[str, Callable[[JsonFields], StoredFormat]]] = {
     "gptq": _gptq,
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
+    "mxfp4": lambda _: Mxfp4Format(),
     QUANT_METHOD: lambda _: GgufFormat(),
 }
 

@@ -84,6 +84,9 @@ class Library:
             " query_stride_t query_stride_h key_stride_t key_stride_h cos_sin_stride",
         )
         self.silu_mul = kernel("silu_mul", "type num_tokens width *gate_up *out stride_t")
+        self.clamped_swiglu = kernel(
+            "clamped_swiglu", "type num_tokens width *gate_up *out stride_t .alpha .limit"
+        )
         side = (
             "{0}.format *{0}.new *{0}.cache *{0}.scales {0}.stride_t {0}.stride_h"
             " {0}.cache_stride_b {0}.cache_stride_p {0}.cache_stride_h"

@@ -4,6 +4,7 @@ Symbols: `T` tokens, `H` heads, `K` input features, `N` output features, `G` gro
 features.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -18,6 +19,8 @@ from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 _KEPT_AS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 3}
 """C's number for a format of weights, by the dtype of panels; an int16 holds four 4-bit weights."""
+_KEPT_AS_MXFP4: Final = 4
+"""The same if the scales are uint8."""
 _UNROLL: Final = 8
 """Number of input features of integer weights that C unpacks together."""
 _GROUP_MULTIPLE: Final = 32
@@ -47,7 +50,7 @@ def pack(
         padded = functional.pad(_padded(weight), (0, weight.shape[1] % 2))
         panels = padded.view(-1, PANEL, padded.shape[1] // 2, 2).transpose(1, 2)
     # The factors of an adapter may be packed while the model computes on the pinned threads.
-    packed = _packed(weight, panels, None, None, bias, weight.dtype, touches=not is_low_rank)
+    packed = _packed(weight.shape, panels, None, None, bias, weight.dtype, touches=not is_low_rank)
     return replace(packed, _is_low_rank=is_low_rank)
 
 
@@ -109,11 +112,46 @@ def pack_integers(
         shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int32).view(4, 1)
         words = (nibbles << shifts).sum(3, dtype=torch.int32)  # [N / 32, 32, K / 8, 2]
         panels = words.transpose(1, 2).to(torch.int16)
-    return _packed(values, panels, scales, offsets, bias, dtype)
+    return _packed(values.shape, panels, scales, offsets, bias, dtype)
+
+
+def can_pack_mxfp4(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether `pack_mxfp4` takes weights on `device`, for activations of this dtype."""
+    return device.type == "cpu" and dtype in DTYPES and native() is not None
+
+
+def pack_mxfp4(
+    blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> "PackedLinear":
+    """Lay out a weight of MXFP4 for `x @ weight.T + bias`; `can_pack_mxfp4` must hold.
+
+    Products are those of its exact numbers. It takes as many bytes as before, apart from rows that
+    fill up the last panel.
+
+    Args:
+        blocks: uint8[N, G, 16]: each byte has two numbers, the first in its low bits.
+        scales: uint8[N, G], each the power of two of 32 numbers, plus 127.
+        bias: [N] of `dtype`, or None.
+        dtype: The dtype of the activations, float32 or bfloat16.
+    """
+    num_out, num_groups = scales.shape
+    by_eight = _padded(blocks.flatten(1)).view(torch.int32)  # [N', K / 8], each eight nibbles
+    words = _low_nibbles(by_eight) | _low_nibbles(by_eight >> 4) << 16
+    panels = words.view(-1, PANEL, words.shape[1]).transpose(1, 2).contiguous().unsqueeze(3)
+    panels = panels.view(torch.int16)
+    shape = num_out, _GROUP_MULTIPLE * num_groups
+    return _packed(shape, panels, scales, None, bias, dtype)
+
+
+def _low_nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Join the low nibbles of each byte of `words`, int32, in the low half of a word."""
+    words = words & 0x0F0F0F0F
+    words = (words | words >> 4) & 0x00FF00FF
+    return (words | words >> 8) & 0xFFFF
 
 
 def _packed(
-    weight: torch.Tensor,
+    shape: Sequence[int],
     panels: torch.Tensor,
     scales: torch.Tensor | None,
     offsets: torch.Tensor | None,
@@ -122,10 +160,13 @@ def _packed(
     *,
     touches: bool = True,
 ) -> "PackedLinear":
-    """Pack panels; if `touches`, the threads that will read the memory have touched it first."""
+    """Pack panels of a weight `[N, K]`.
+
+    If `touches`, the threads that will read the memory have touched it first.
+    """
     library = native()
     assert library is not None, "can_pack was not asked"
-    num_out, num_in = weight.shape
+    num_out, num_in = shape
 
     def touch(unused: torch.Tensor) -> None:
         num_panels = len(unused)
@@ -137,8 +178,8 @@ def _packed(
         num_out=num_out,
         num_in=num_in,
         panels=WEIGHT_MEMORY.hold(panels, touch if touches else None),
-        _scales=None if scales is None else _by_panel(scales),
-        _offsets=None if offsets is None else _by_panel(offsets),
+        _scales=None if scales is None else _by_panel(scales, _scale_dtype(scales)),
+        _offsets=None if offsets is None else _by_panel(offsets, torch.float16),
         _bias=None if bias is None else bias.contiguous(),
     )
 
@@ -148,10 +189,14 @@ def _padded(weight: torch.Tensor) -> torch.Tensor:
     return functional.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
 
 
-def _by_panel(of_groups: torch.Tensor) -> torch.Tensor:
-    """Rearrange `[N, G]` to float16[ceil(N / 32), G, 32]."""
+def _scale_dtype(scales: torch.Tensor) -> torch.dtype:
+    return torch.uint8 if scales.dtype is torch.uint8 else torch.float16
+
+
+def _by_panel(of_groups: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rearrange `[N, G]` to [ceil(N / 32), G, 32] of `dtype`."""
     panels = _padded(of_groups).view(-1, PANEL, of_groups.shape[1]).transpose(1, 2)
-    return panels.to(torch.float16).contiguous()
+    return panels.to(dtype).contiguous()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,9 +215,9 @@ class PackedLinear:
     """K."""
     panels: torch.Tensor
     """The weight as C reads it: float32[ceil(N / 32), K, 32], bfloat16[ceil(N / 32), ceil(K / 2),
-    32, 2], int8 of that shape, or for 4 bits int16[ceil(N / 32), K / 8, 32, 2]."""
+    32, 2], int8 of that shape, or for 4 bits and MXFP4 int16[ceil(N / 32), K / 8, 32, 2]."""
     _scales: torch.Tensor | None
-    """float16[ceil(N / 32), G, 32]; None unless the weight is integers."""
+    """float16[ceil(N / 32), G, 32], or uint8 of MXFP4; None if the weight is plain numbers."""
     _offsets: torch.Tensor | None
     _bias: torch.Tensor | None
     _is_low_rank: bool = False
@@ -181,6 +226,11 @@ class PackedLinear:
     def can_gate(self) -> bool:
         """Whether `call` can be gated, because no panel has both gates and gated features."""
         return self.num_out % (2 * PANEL) == 0
+
+    @property
+    def _kept_as(self) -> int:
+        is_mxfp4 = self._scales is not None and self._scales.dtype is torch.uint8
+        return _KEPT_AS_MXFP4 if is_mxfp4 else _KEPT_AS[self.panels.dtype]
 
     @property
     def can_fetch_ahead(self) -> bool:
@@ -228,7 +278,7 @@ class PackedLinear:
         num_in = self.num_in + is_padded
         return (
             num_rows, num_in, self.num_out // (2 if is_gated else 1),
-            DTYPES[self.dtype], _KEPT_AS[self.panels.dtype], DTYPES[out.dtype],
+            DTYPES[self.dtype], self._kept_as, DTYPES[out.dtype],
             x.data_ptr(), self.panels.data_ptr(), address(self._scales), address(self._offsets),
             address(self._bias), out.data_ptr(), num_in // num_groups,
             x.stride(0), out.stride(0), self.num_in, is_gated, self._is_low_rank, *ahead,

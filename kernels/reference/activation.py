@@ -1,4 +1,4 @@
-"""SiLU-gated product in plain torch.
+"""Gated products in plain torch.
 
 Symbols: `T` tokens, `I` intermediate size.
 """
@@ -14,3 +14,14 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """Return `(up + 1) * gate * sigmoid(alpha * gate)` [T, I] for `gate_up` [T, 2 * I].
+
+    Gate, the first half, is at most `limit`, and up is in [-limit, limit]. The result is computed
+    in fp32 and rounded once.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * (gate * torch.sigmoid(alpha * gate))).to(gate_up.dtype)

@@ -1,4 +1,4 @@
-"""SiLU-gated product of the two halves of a projection.
+"""Gated products of the two halves of a projection.
 
 Symbols: `T` tokens, `I` intermediate size.
 """
@@ -54,5 +54,56 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     _silu_mul_kernel[(num_tokens, triton.cdiv(size, _COLUMNS))](
         gate_up, out, gate_up.stride(0), I=size, COLUMNS=_COLUMNS
+    )
+    return out
+
+
+@triton.jit
+def _clamped_swiglu_kernel(
+    gate_up,  # [T, 2 * I]
+    out,  # [T, I], contiguous
+    gate_up_stride_t,
+    I: tl.constexpr,  # noqa: E741
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    COLUMNS: tl.constexpr,  # elements of a program
+):
+    """`out[t, i] = (up + 1) * gate * sigmoid(ALPHA * gate)`, with both clamped.
+
+    One program for each token and COLUMNS elements. All is computed in fp32 and rounded once.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < I
+    row = gate_up + token * gate_up_stride_t
+    gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(row + I + column, mask=inside, other=0.0).to(tl.float32)
+    # Comparisons keep NaN.
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    glu = gate / (1.0 + tl.exp(-ALPHA * gate))
+    tl.store(out + token * I + column, ((up + 1.0) * glu).to(out.dtype.element_ty), mask=inside)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """Compute `kernels.reference.clamped_swiglu`.
+
+    Raises:
+        ValueError: `gate_up` is not 2-dimensional, not a float, odd in width, or has no dense rows.
+    """
+    check_float("gate_up", gate_up, 2)
+    num_tokens, width = gate_up.shape
+    if width % 2 != 0:
+        raise ValueError(f"gate_up has width {width}; it must be a multiple of 2")
+    size = width // 2
+    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    _clamped_swiglu_kernel[(num_tokens, triton.cdiv(size, _COLUMNS))](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        I=size,
+        ALPHA=alpha,
+        LIMIT=limit,
+        COLUMNS=_COLUMNS,
     )
     return out

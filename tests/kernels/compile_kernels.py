@@ -167,6 +167,7 @@ def launch_others(dtype, num_heads, num_kv_heads, head_dim):
     for rotated in {head_dim, head_dim * 3 // 8 * 2}:  # all dims, and three quarters
         launchers.rotary(query, key, torch.zeros(8, rotated), ids)
     launchers.silu_mul(x)
+    launchers.clamped_swiglu(x, 1.702, 7.0)
     launchers.linear(x, torch.zeros(64, hidden, dtype=dtype), weight[:64])
     launchers.suppress(torch.zeros(4, 4096), ids, torch.zeros(4, 128, dtype=torch.int32))
     launchers.greedy(torch.zeros(4, 150_000, dtype=dtype))
@@ -184,6 +185,7 @@ def launch_quantized_linear(dtype):
         scales = torch.zeros(128, 64, dtype=torch.float16)
         nibbles = torch.zeros(2048, 64, dtype=torch.uint8)
         launchers.quantized_linear(x, nibbles, scales, scales, x[0, :64])
+        launchers.quantized_linear(x, nibbles, scales.to(torch.uint8), None, x[0, :64])
         for stored in (torch.int8, torch.float8_e4m3fn):
             values = torch.zeros(4096, 64).to(stored)
             launchers.quantized_linear(x, values, scales[:1].float(), None, None)
@@ -196,6 +198,8 @@ def launch_grouped_linear(dtype):
         x, rows = torch.zeros(num_rows, 4096, dtype=dtype), torch.zeros(num_rows, dtype=torch.int64)
         maps = GroupedMaps.of([torch.zeros(64, 4096, dtype=dtype)] * 8)
         launchers.grouped_linear(x, maps, ends, rows, None, num_rows, None)
+        with_biases = replace(maps, biases=torch.zeros(8, 64, dtype=dtype))
+        launchers.grouped_linear(x, with_biases, ends, rows, None, num_rows, None)
         maps = replace(maps, num_in=64, num_out=4096, is_by_input=True)
         launchers.grouped_linear(x[:, :64], maps, ends, None, rows, num_rows, x)
 
@@ -215,6 +219,9 @@ def launch_grouped_quantized_linear(dtype):
         for weight in weights:
             launchers.grouped_quantized_linear(x, *weight, ends, rows, None, num_rows)
             launchers.grouped_quantized_linear(x, *weight, ends, None, rows, num_rows)
+        mxfp4, bias = (nibbles, scales.to(torch.uint8), None), torch.zeros(8, 64, dtype=dtype)
+        launchers.grouped_quantized_linear(x, *mxfp4, ends, rows, None, num_rows, bias=bias)
+        launchers.grouped_quantized_linear(x, *mxfp4, ends, None, rows, num_rows, bias=bias)
 
 
 def main():

@@ -332,7 +332,7 @@ def serve(executor, limits, num_drafts, chance, num_requests):
 def main():
     logs.configure("warning", "console", "worker")  # standard output is for the results
     config = (MODEL / "config.json").read_text()
-    has_experts = "mixtral" in config or "qwen2_moe" in config
+    has_experts = any(name in config for name in ("mixtral", "qwen2_moe", "gpt_oss"))
     is_special = "weights" in HAS or has_experts
     gpu_linear.is_here = lambda device: is_special and device.type != "meta"
     gpu_linear._capability = lambda _: (8, 0)

@@ -22,6 +22,7 @@ OTHERS = {
     "_add_rms_norm_kernel",
     "_rotary_kernel",
     "_silu_mul_kernel",
+    "_clamped_swiglu_kernel",
     "_suppress_kernel",
     "_linear_kernel",
     "_quantized_linear_kernel",

@@ -11,6 +11,7 @@ import pytest
 from bench.quantize import FORMS, write
 from tests.lora_fixture import make_adapter
 from tests.models_fixture import make_model
+from tests.mxfp4_fixture import write_mxfp4
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
         ("qwen2_moe", ("graphs",)),
         ("glm4", ("graphs",)),
         ("olmo2", ("kv=int8",)),
+        ("gpt_oss", ("graphs", "weights=mxfp4")),
         ("deepseek_v3", ("graphs", "weights=int8")),
         ("deepseek_v3", ("graphs", "kv=int8")),
         ("llama", ("graphs", "adapter=a", "ranks")),
@@ -47,6 +49,8 @@ def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(
         make_adapter(tmp_path / "a", model, seed=1)
     if "weights=stored" in has:
         model = write(model, tmp_path / "packed", FORMS["fp8"])
+    if "weights=mxfp4" in has:
+        model, _ = write_mxfp4(model, tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_keys", str(model), "1", *has],
         env=env | {"PYTHONPATH": str(ROOT)},
@@ -65,7 +69,7 @@ def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(
     assert "_suppress_kernel" in found["kernels"]
     if family == "llama":  # the others' windows may be too short for splits
         assert "_merge_chunks_kernel" in found["kernels"]
-    has_experts = family in {"mixtral", "qwen2_moe", "deepseek_v3"}
+    has_experts = family in {"mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3"}
     assert ("_grouped_quantized_linear_kernel" in found["kernels"]) == (
         has_experts and is_quantized
     )

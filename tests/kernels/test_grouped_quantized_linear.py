@@ -40,6 +40,13 @@ def test_each_row_is_mapped_by_its_group_s_weight(
     ]
     assert_close(expected, torch.cat(each))
     assert_close(grouped_quantized_linear(*args), expected)
+    bias = torch.randn(len(counts), num_out, device=device).to(dtype)
+    with_bias = reference.grouped_quantized_linear(*args, bias=bias)
+    groups = torch.arange(len(counts), device=device).repeat_interleave(
+        torch.tensor(counts, device=device)
+    )
+    assert_close(with_bias, expected + bias[groups])
+    assert_close(grouped_quantized_linear(*args, bias=bias), with_bias)
 
 
 @every_dot_dtype
@@ -111,6 +118,12 @@ def test_what_does_not_fit_is_named(device):
     x, ends = torch.randn(4, 64, device=device), ends_of([1, 3], device)
     values, scales, offsets = make_weights("int4", 2, 64, 40, 2, device)
     rest = ends, None, None, 4
+    bias = torch.randn(2, 41, device=device)[:, :40]
+    with pytest.raises(ValueError, match="bias is not contiguous; it must be"):
+        grouped_quantized_linear(x, values, scales, offsets, *rest, bias=bias)
+    integers = values.to(torch.int8).repeat(1, 2, 1), scales.to(torch.uint8), None
+    with pytest.raises(ValueError, match=r"scales has dtype torch\.uint8, required are values of"):
+        grouped_quantized_linear(x, *integers, *rest)
     for args, message in (
         ((x[:, 1:], values, scales, offsets, *rest), r"values has shape \(2, 32, 40\)"),
         ((x, values[0], scales[0], offsets[0], *rest), "values has 2 dimensions"),

@@ -1,9 +1,12 @@
+import math
+
 import pytest
 import torch
 from torch.nn.functional import linear, pad
 
+from gpu_worker.weights.mxfp4 import Mxfp4Weight
 from kernels.cpu.library import native
-from kernels.cpu.linear import can_pack, can_pack_integers, pack, pack_integers
+from kernels.cpu.linear import can_pack, can_pack_integers, pack, pack_integers, pack_mxfp4
 from tests.kernels.tolerance import assert_close as assert_close_in_dtype
 
 needs_native = pytest.mark.skipif(native() is None, reason="needs native code")
@@ -56,12 +59,52 @@ def test_groups_of_eight_bits_need_no_offsets(group_size, dtype):
         assert torch.equal(apply(x[:num_rows]), together[:num_rows])
 
 
+def random_mxfp4(num_out, num_in):
+    """Blocks and scales, and the weight that they stand for in float64."""
+    blocks = torch.randint(256, (num_out, num_in // 32, 16), dtype=torch.uint8)
+    power = 127 - round(math.log2(3 * num_in**0.5))
+    scales = torch.randint(power - 2, power + 2, blocks.shape[:2], dtype=torch.uint8)
+    return blocks, scales, Mxfp4Weight(blocks, scales).dequantized().double()
+
+
+@needs_native
+@every_dtype
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_in", "num_out"), [(32, 1), (96, 70), (288, 96), (2880, 64)])
+def test_mxfp4_multiplies_as_the_weight_that_it_stands_for(num_in, num_out, has_bias, dtype):
+    blocks, scales, weight = random_mxfp4(num_out, num_in)
+    bias = torch.randn(num_out).to(dtype) if has_bias else None
+    apply = pack_mxfp4(blocks, scales, bias, dtype)
+    x = torch.randn(193, num_in + 6).to(dtype)[:, :num_in]
+    expected = x.double() @ weight.T + (0 if bias is None else bias.double())
+    for num_rows in (0, 1, 2, 5, 12, 13, 37, 100, 193):
+        assert_close(apply(x[:num_rows]), expected[:num_rows].to(dtype))
+
+
+@needs_native
+@every_dtype
+def test_mxfp4_is_exact_and_takes_as_many_bytes_as_before(dtype):
+    powers = torch.arange(255, dtype=torch.uint8).view(255, 1)
+    blocks = torch.arange(16, dtype=torch.uint8).repeat(255, 1, 1) * 16
+    blocks += 15 - torch.arange(16, dtype=torch.uint8)  # every number, twice
+    apply = pack_mxfp4(blocks, powers, None, dtype)
+    weight = Mxfp4Weight(blocks, powers).dequantized()
+    assert weight[127].abs().unique().tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    kept = slice(2, 250)  # others are no normal numbers
+    assert torch.equal(apply(torch.eye(32).to(dtype)).T[kept], weight.to(dtype)[kept])
+    assert torch.equal(apply(torch.eye(96, 32).to(dtype)).T[kept, :32], weight.to(dtype)[kept])
+    held = apply.panels.nbytes + apply._scales.nbytes
+    assert held == 256 * (32 // 2 + 1), "17 bytes for 32 weights, in whole panels of 32 rows"
+
+
 def every_packed(num_out, num_in, dtype):
     """A map of each form."""
     yield pack((torch.randn(num_out, num_in) * num_in**-0.5).to(dtype), None)
     for bits, group_size in EVERY_FORM:
         integers = random_integers(bits, group_size, num_out, num_in)[:3]
         yield pack_integers(bits, *integers, None, dtype)
+    if num_in % 32 == 0:
+        yield pack_mxfp4(*random_mxfp4(num_out, num_in)[:2], None, dtype)
 
 
 @needs_native

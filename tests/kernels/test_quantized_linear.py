@@ -1,17 +1,22 @@
+import math
+
 import pytest
 import torch
 
 from kernels import reference
-from kernels.reference.linear.quantized import pack_nibbles, unpack_nibbles
+from kernels.reference.linear.quantized import E2M1, pack_nibbles, unpack_nibbles
 from kernels.triton.linear.quantized import quantized_linear
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype
 
-KINDS = ["int8", "int8 with offsets", "int4", "fp8"]
+KINDS = ["int8", "int8 with offsets", "int4", "fp8", "mxfp4"]
 
 
 def make_weight(kind, num_in, num_out, num_groups, device):
-    """Values, scales and offsets of a map whose outputs are of size 1."""
+    """Values, scales and offsets of a map whose outputs are of size 1.
+
+    MXFP4 has groups of 32, whatever `num_groups` is.
+    """
     size = num_in**-0.5
     scales = (torch.rand(num_groups, num_out) + 0.5) * size
     offsets = None
@@ -20,6 +25,11 @@ def make_weight(kind, num_in, num_out, num_groups, device):
     elif kind == "int4":
         values = pack_nibbles(torch.randint(0, 16, (num_in, num_out), dtype=torch.uint8))
         scales, offsets = (scales / 4).half(), (-scales * 2).half()
+    elif kind == "mxfp4":
+        values = pack_nibbles(torch.randint(0, 16, (num_in, num_out), dtype=torch.uint8))
+        power = round(math.log2(size / 3))
+        shape = num_in // 32, num_out
+        scales = torch.randint(126 + power, 129 + power, shape, dtype=torch.uint8)
     else:
         values = torch.randint(-127, 128, (num_in, num_out), dtype=torch.int8)
         scales = (scales / 64).half()
@@ -62,6 +72,17 @@ def test_the_twin_by_hand():
     x[0, 3], x[1, 34] = 1, 1
     out = reference.quantized_linear(x, packed, scales, offsets, torch.tensor([10.0, 0.0]))
     assert out.tolist() == [[13.0, 5.0], [10 + 2 * 0.5 - 3, 8.0]]
+
+
+@pytest.mark.parametrize("op", [quantized_linear, reference.quantized_linear])
+def test_every_number_of_mxfp4_is_exact_with_every_scale(op, device):
+    powers = torch.arange(2, 240, dtype=torch.uint8).view(1, -1)  # no larger weights exist
+    numbers = torch.arange(32, dtype=torch.uint8).remainder(16).view(32, 1).repeat(1, 238)
+    expected = torch.tensor(E2M1)[numbers.long()] * 2.0 ** (powers.float() - 127)
+    args = pack_nibbles(numbers).to(device), powers.to(device), None, None
+    identity = torch.eye(32, device=device)
+    assert torch.equal(op(identity, *args).cpu(), expected)
+    assert torch.equal(expected.bfloat16().float(), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -73,6 +73,23 @@ def read_mixtral_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
     )
 
 
+def read_gpt_oss_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
+    """Read the experts of gpt-oss.
+
+    Raises:
+        ModelError: A field is missing or malformed, or asks for more experts than there are.
+    """
+    name = "num_local_experts"
+    num_experts = fields.positive_int(name, default=128)
+    return ExpertsConfig(
+        layers=(True,) * num_layers,
+        num_experts=num_experts,
+        num_per_token=_num_per_token(fields, name, num_experts, default=4),
+        intermediate_size=fields.positive_int("intermediate_size"),
+        has_shares_of_one=True,
+    )
+
+
 def read_qwen_experts(
     fields: JsonFields, num_layers: int, *, has_shared: bool = False
 ) -> ExpertsConfig:

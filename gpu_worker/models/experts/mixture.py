@@ -10,11 +10,10 @@ from typing import TypeAlias
 import torch
 
 from gpu_worker.models.experts.routing import sigmoid
-from gpu_worker.models.feed_forward import FeedForward, GatedMlp
+from gpu_worker.models.feed_forward import FeedForward, Gate, GatedMlp
 from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.grouped_linear import GroupedLinear, group
 from gpu_worker.weights.linear import Linear
-from kernels import ops
 from kernels.triton.linear.tile_sizes import fewest_rows
 
 Route: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -70,6 +69,7 @@ class GroupedExperts:
     route: Route
     gate_up: GroupedLinear
     down: GroupedLinear
+    gate: Gate
     numbers: torch.Tensor
     """int64[X]: the numbers of the experts, from 0."""
 
@@ -87,7 +87,7 @@ class GroupedExperts:
         self, x: torch.Tensor, ends: torch.Tensor, sources: torch.Tensor, places: torch.Tensor
     ) -> torch.Tensor:
         num_rows = len(sources)
-        gated = ops.silu_mul(self.gate_up(x, ends, sources, None, num_rows))
+        gated = self.gate(self.gate_up(x, ends, sources, None, num_rows))
         return self.down(gated, ends, None, places, num_rows)
 
     def compile(self, row: torch.Tensor) -> None:
@@ -102,14 +102,15 @@ def make_experts(
 ) -> Experts | GroupedExperts:
     """Return the device's fastest form: `GroupedExperts` on a GPU, if its kernels take the maps.
 
-    `row` is `[1, E]`, of any values, with the dtype and on the device of activations.
+    The experts have one gate. `row` is `[1, E]`, of any values, with the dtype and on the device of
+    activations.
     """
     if gpu_linear.is_here(row.device):
         gate_up = group([each.gate_up for each in experts])
         down = group([each.down for each in experts])
         if gate_up is not None and down is not None:
             numbers = torch.arange(len(experts), device=row.device)
-            grouped = GroupedExperts(route, gate_up, down, numbers)
+            grouped = GroupedExperts(route, gate_up, down, experts[0].gate, numbers)
             grouped.compile(row)
             return grouped
     return Experts(route, tuple(experts))

@@ -339,19 +339,26 @@ def _windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int 
 
 
 def _layer_types(fields: JsonFields, family: _Family, num_layers: int) -> tuple[str, ...]:
-    """By layer: "sliding_attention" or "full_attention"."""
+    if fields.get("layer_types") is not None:
+        return read_layer_types(fields, num_layers)
+    if not family.has_window_switch:
+        raise fields.unsupported("layer_types", "is missing")
+    # Before transformers 4.53: layers from this one on have the window.
+    first = fields.get("max_window_layers", default=28)
+    if not isinstance(first, int):
+        raise fields.error("max_window_layers", f"is {first!r}; it must be an integer")
+    return tuple(
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
+    )
+
+
+def read_layer_types(fields: JsonFields, num_layers: int) -> tuple[str, ...]:
+    """Read `layer_types`: by layer, "sliding_attention" or "full_attention".
+
+    Raises:
+        ModelError: It is no list of these, one for each layer.
+    """
     kinds = fields.get("layer_types")
-    if kinds is None:
-        if not family.has_window_switch:
-            raise fields.unsupported("layer_types", "is missing")
-        # Before transformers 4.53: layers from this one on have the window.
-        first = fields.get("max_window_layers", default=28)
-        if not isinstance(first, int):
-            raise fields.error("max_window_layers", f"is {first!r}; it must be an integer")
-        return tuple(
-            "sliding_attention" if layer >= first else "full_attention"
-            for layer in range(num_layers)
-        )
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise fields.error("layer_types", f"must be a list of {num_layers} names")
     unknown = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]

@@ -5,6 +5,7 @@ heads, `HKV` kv heads, `D` head dim, `R` rotated dimensions of a head, `E` hidde
 intermediate size, `V` vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -113,7 +114,9 @@ class LlamaDecoder:
                     return residual
                 layer = _adapted(index, plain_layer, metadata)
             attended = attend(
-                query, pool, index, metadata, self.config.head_dim**-0.5, window=layer.window
+                *(query, pool, index, metadata, self.config.head_dim**-0.5),
+                window=layer.window,
+                sinks=layer.sinks,
             )
             out = self._norm(layer.attention_output(attended), layer.attention_output_norm)
             normed, residual = self._add(out, residual, layer.mlp_norm)
@@ -224,6 +227,13 @@ def _native_wanted(metadata: AttentionMetadata) -> NativeWanted | None:
 
 def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
     """Build the part of the decoder for `weights.place`; errors of reading tensors pass through."""
+    return build_decoder(config, weights, lambda index: _layer(config, index, weights))
+
+
+def build_decoder(
+    config: LlamaConfig, weights: Weights, make_layer: Callable[[int], DecoderLayer]
+) -> LlamaDecoder:
+    """Do as `build_llama` does, with layers of the family's own."""
     hidden, place = config.hidden_size, weights.place
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
     if config.tie_word_embeddings:
@@ -239,7 +249,7 @@ def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
     embedding = final_norm = lm_head = None
     if place.is_first_stage:
         embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
-    decoder_layers = tuple(_layer(config, index, weights) for index in layers)
+    decoder_layers = tuple(map(make_layer, layers))
     if place.is_last_stage:
         final_norm = weights.tensor("model.norm.weight", hidden)
         lm_head = weights.joined(_head(config, embedding, weights), config.vocab_size)
@@ -290,17 +300,10 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
 
     return DecoderLayer(
         input_norm=norm(norms.before_attention),
-        qkv=_qkv(config, attention, weights),
+        qkv=attention_input(config, attention, weights),
         qk_norm=qk_norm,
         window=config.windows[index],
-        attention_output=weights.summed(
-            weights.split_inputs(
-                config.num_heads,
-                head_dim,
-                (f"{attention}.o_proj", hidden),
-                bias=config.output_bias,
-            )
-        ),
+        attention_output=attention_output(config, attention, weights),
         attention_output_norm=norm(norms.after_attention),
         mlp_norm=norm(norms.before_mlp),
         feed_forward=weights.summed(_feed_forward(config, index, weights)),
@@ -308,7 +311,16 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
     )
 
 
-def _qkv(config: LlamaConfig, attention: str, weights: Weights) -> Linear:
+def attention_output(config: LlamaConfig, attention: str, weights: Weights) -> Linear:
+    """Make the map from heads to hidden states."""
+    output = f"{attention}.o_proj", config.hidden_size
+    return weights.summed(
+        weights.split_inputs(config.num_heads, config.head_dim, output, bias=config.output_bias)
+    )
+
+
+def attention_input(config: LlamaConfig, attention: str, weights: Weights) -> Linear:
+    """Make the fused map from hidden states to queries, keys and values."""
     hidden, head_dim, bias = config.hidden_size, config.head_dim, config.qkv_bias
     query, key_value = (config.num_heads, head_dim), (config.num_kv_heads, head_dim)
     if config.has_fused_qkv:

@@ -4,7 +4,7 @@ import torch
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.decoder_layer import DecoderLayer
-from gpu_worker.models.feed_forward import GatedMlp
+from gpu_worker.models.feed_forward import GatedMlp, silu_gate
 from gpu_worker.models.llama.config import LlamaConfig
 from kernels.cpu.fields import LayerCaches
 from kernels.cpu.linear import PackedLinear
@@ -69,7 +69,9 @@ class NativeLayers:
 
 def _native_layer(layer: DecoderLayer) -> NativeLayer | None:
     mlp = layer.feed_forward
-    if not isinstance(mlp, GatedMlp) or layer.input_norm is None or layer.mlp_norm is None:
+    if not isinstance(mlp, GatedMlp) or mlp.gate is not silu_gate or layer.sinks is not None:
+        return None
+    if layer.input_norm is None or layer.mlp_norm is None:
         return None
     qkv, output, gate_up, down = layer.qkv, layer.attention_output, mlp.gate_up, mlp.down
     if not (

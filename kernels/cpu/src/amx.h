@@ -153,7 +153,7 @@ static inline void scaled_amx_product(int rows, const struct product *p)
         amx_multiply(has_second, p, p->a + 4 * k, p->b + 4 * PANEL * k, p->group_steps);
         amx_store(has_second, sums, PANEL);
         for (int64_t v = 0; v < PANEL; v += LANES) {
-            vf scale = vf_from_fp16(p->scales + group * PANEL + v), offset = {0};
+            vf scale = scales_at(p, group * PANEL + v), offset = {0};
             if (p->offsets) offset = vf_from_fp16(p->offsets + group * PANEL + v);
             for (int r = 0; r < rows; r++) {
                 float *to = p->c + r * p->ldc + v;

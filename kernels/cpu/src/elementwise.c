@@ -214,6 +214,63 @@ void quire_silu_mul(const struct silu_mul *a)
     run_call(silu_mul_elems(a) > ROWS_WORTH_IT, quire_silu_mul_share, quire_silu_mul_count, a);
 }
 
+/* out[t, i] = (up + 1) * gate * sigmoid(alpha * gate), for gate = min(gate_up[t, i], limit) and up =
+ * gate_up[t, I + i], at most `limit` from 0. It is computed in fp32 and rounded once. */
+struct clamped_swiglu {
+    int64_t type;
+    int64_t num_tokens, width;
+    const void *gate_up; /* [T, 2 * I] */
+    void *out;           /* [T, I], contiguous */
+    int64_t stride_t;
+    double alpha, limit;
+};
+
+INLINE vf clamped_swiglu(const struct clamped_swiglu *a, vf gate, vf up)
+{
+    vf limit = vf_set((float)a->limit);
+    gate = vf_select(gate > limit, limit, gate); /* NaN stays NaN */
+    up = vf_select(up > limit, limit, vf_select(up < -limit, -limit, up));
+    return (up + 1.0f) * (gate / sigmoid_divisor(gate * (float)a->alpha));
+}
+
+INLINE void swiglu_tokens(dtype type, const struct clamped_swiglu *a, int64_t start, int64_t end)
+{
+    int64_t full = a->width - a->width % LANES, rest = a->width % LANES;
+    for (int64_t t = start; t < end; t++) {
+        int64_t gate = t * a->stride_t, up = gate + a->width, out = t * a->width;
+        for (int64_t i = 0; i < full; i += LANES)
+            store(type, a->out, out + i,
+                  clamped_swiglu(a, load(type, a->gate_up, gate + i), load(type, a->gate_up, up + i)));
+        if (rest)
+            store_part(type, a->out, out + full, rest,
+                       clamped_swiglu(a, load_part(type, a->gate_up, gate + full, rest),
+                                      load_part(type, a->gate_up, up + full, rest)));
+    }
+}
+
+void quire_clamped_swiglu_share(const void *args, int64_t share, int64_t num_shares)
+{
+    const struct clamped_swiglu *a = args;
+    BY_DTYPE(a->type, swiglu_tokens, a, share_start(a->num_tokens, share, num_shares),
+             share_start(a->num_tokens, share + 1, num_shares));
+}
+
+static int64_t clamped_swiglu_elems(const struct clamped_swiglu *a)
+{
+    return a->num_tokens * a->width;
+}
+
+int64_t quire_clamped_swiglu_count(const void *args)
+{
+    return shares_of(clamped_swiglu_elems(args), SHARE_ELEMS);
+}
+
+void quire_clamped_swiglu(const struct clamped_swiglu *a)
+{
+    run_call(clamped_swiglu_elems(a) > ROWS_WORTH_IT, quire_clamped_swiglu_share,
+             quire_clamped_swiglu_count, a);
+}
+
 /* out[n] = x[rows[n]]. */
 struct gather {
     int64_t num_rows, row_bytes, stride_bytes; /* the last of x */

@@ -2,10 +2,9 @@
  *
  * Symbols: m rows, K input features, N output features. A weight [N, K] is packed once, when it is
  * loaded, to panels of 32 output features (`b_format` in tile.h), so that what a thread reads is
- * contiguous. A weight is a plain number, or an integer q of 8 or 4 bits that stands for q * scale
- * + offset. A group of input features of one output feature shares scale and offset, which are
- * applied to the sum of the group. bf16 holds each integer exactly, so that products are those of
- * the integers. Weights in bf16 come in pairs of k: if x has an odd number of features, K is one more,
+ * contiguous. A weight is a plain number, or an integer q of 8 or 4 bits, or a number q of 4 bits
+ * (MXFP4), that stands for q * scale + offset. A group of input features of one output feature shares scale and offset, which are
+ * applied to the sum of the group. bf16 holds each q exactly, so that products are those of q. Weights in bf16 come in pairs of k: if x has an odd number of features, K is one more,
  * the weight of that one is zero, and rows are copied with a zero at their end.
  *
  * x in bf16 is multiplied in bf16, if the CPU has a dot product for it, else in fp32. The sums are fp32,
@@ -30,14 +29,16 @@ enum {
 };
 
 /* The storage format of weights. Floats: [K][32] of a panel; the others: `b_format`. */
-typedef enum { FLOAT_WEIGHTS = 0, BF16_WEIGHTS = 1, INT8_WEIGHTS = 2, INT4_WEIGHTS = 3 } kept_as;
+typedef enum { FLOAT_WEIGHTS = 0, BF16_WEIGHTS = 1, INT8_WEIGHTS = 2, INT4_WEIGHTS = 3,
+               MXFP4_WEIGHTS = 4 } kept_as;
 
 struct linear {
     int64_t num_rows, num_in, num_out; /* num_out: columns of `out` */
     int64_t x_type, kept, out_type;    /* with x in bf16, `out` in F32 is rounded to bf16 all the same */
     const void *x;                     /* [m, x_width] */
     const char *weight;
-    const fp16 *scales, *offsets; /* of integers: [panels][groups][32]; offsets may be NULL */
+    const void *scales;   /* fp16, or e8m0 of MXFP4: [panels][groups][32]; NULL for plain numbers */
+    const fp16 *offsets;  /* as scales; or NULL */
     const void *bias;             /* [N] of x's type, or NULL */
     void *out;                    /* [m, num_out]; rows may lie apart, as those of x */
     int64_t group;                /* k of a group: K, or a multiple of 8; of 32 if there are offsets */
@@ -51,7 +52,8 @@ struct linear {
 INLINE bool has_amx_products(const struct linear *a)
 {
 #ifdef HAS_AMX
-    return quire_amx_uses >> a->kept & 1 && a->x_type == BF16 && !a->is_low_rank;
+    const bool is_used = a->kept != MXFP4_WEIGHTS && quire_amx_uses >> a->kept & 1;
+    return is_used && a->x_type == BF16 && !a->is_low_rank;
 #else
     return (void)a, false;
 #endif
@@ -72,7 +74,10 @@ INLINE int64_t height_of(const struct linear *a, int64_t num_rows)
 INLINE b_format format_of(const struct linear *a)
 {
     if (a->kept == BF16_WEIGHTS) return kind_of(a) == PAIRS ? PLAIN : HALVES;
-    return a->kept == INT8_WEIGHTS ? BYTES : a->kept == INT4_WEIGHTS ? NIBBLES : PLAIN;
+    return a->kept == INT8_WEIGHTS    ? BYTES
+           : a->kept == INT4_WEIGHTS  ? NIBBLES
+           : a->kept == MXFP4_WEIGHTS ? E2M1
+                                      : PLAIN;
 }
 
 INLINE int64_t bytes_of_panel(const struct linear *a)
@@ -133,7 +138,7 @@ INLINE void panel_columns(struct tile tile, int rows, int vectors, struct produc
         any_rows(tile, rows, vectors, &p);
         p.b += vectors * bytes;
         p.c += vectors * LANES;
-        if (tile.is_scaled) p.scales += vectors * LANES;
+        if (tile.is_scaled) p.scales += vectors * LANES * p.scale_bytes;
         if (p.offsets) p.offsets += vectors * LANES;
     }
 }
@@ -170,11 +175,13 @@ PANEL_PRODUCT(scaled_floats_product, FLOATS, PLAIN, false, true)
 PANEL_PRODUCT(halves_as_floats_product, FLOATS, HALVES, false, false)
 PANEL_PRODUCT(bytes_as_floats_product, FLOATS, BYTES, false, true)
 PANEL_PRODUCT(nibbles_as_floats_product, FLOATS, NIBBLES, false, true)
+PANEL_PRODUCT(e2m1_as_floats_product, FLOATS, E2M1, false, true)
 PANEL_PRODUCT(pairs_product, PAIRS, PLAIN, false, false)
 PANEL_PRODUCT(later_pairs_product, PAIRS, PLAIN, true, false)
 PANEL_PRODUCT(scaled_pairs_product, PAIRS, PLAIN, false, true)
 PANEL_PRODUCT(bytes_as_pairs_product, PAIRS, BYTES, false, true)
 PANEL_PRODUCT(nibbles_as_pairs_product, PAIRS, NIBBLES, false, true)
+PANEL_PRODUCT(e2m1_as_pairs_product, PAIRS, E2M1, false, true)
 
 /* The product with a panel of this format, or with what is unpacked of one. */
 static product_function *product_of(const struct linear *a, b_format format, bool is_scaled)
@@ -185,10 +192,12 @@ static product_function *product_of(const struct linear *a, b_format format, boo
     if (HAS_BF16_DOT && kind_of(a) == PAIRS)
         return format == BYTES     ? bytes_as_pairs_product
                : format == NIBBLES ? nibbles_as_pairs_product
+               : format == E2M1    ? e2m1_as_pairs_product
                : is_scaled         ? scaled_pairs_product
                                    : pairs_product;
     return format == BYTES     ? bytes_as_floats_product
            : format == NIBBLES ? nibbles_as_floats_product
+           : format == E2M1    ? e2m1_as_floats_product
            : format == HALVES  ? halves_as_floats_product
            : is_scaled         ? scaled_floats_product
                                : floats_product;
@@ -199,9 +208,11 @@ static void unpack_panel(const struct linear *a, const char *panel, int64_t leng
     b_format format = format_of(a);
     if (kind_of(a) == PAIRS) {
         if (format == BYTES) unpack(PAIRS, BYTES, panel, length, out);
+        else if (format == E2M1) unpack(PAIRS, E2M1, panel, length, out);
         else unpack(PAIRS, NIBBLES, panel, length, out);
     } else {
         if (format == BYTES) unpack(FLOATS, BYTES, panel, length, out);
+        else if (format == E2M1) unpack(FLOATS, E2M1, panel, length, out);
         else if (format == NIBBLES) unpack(FLOATS, NIBBLES, panel, length, out);
         else unpack(FLOATS, HALVES, panel, length, out);
     }
@@ -219,10 +230,10 @@ INLINE int64_t chunk_of(const struct linear *a)
 }
 
 /* Multiplies the sums of some rows by scales: of a group that is all of K. */
-static void scale_rows(const fp16 *scales, int64_t num_rows, float *sums)
+static void scale_rows(const struct product *p, int64_t num_rows, float *sums)
 {
     for (int64_t v = 0; v < PANEL; v += LANES) {
-        vf scale = vf_from_fp16(scales + v);
+        vf scale = scales_at(p, v);
         for (int64_t at = v; at < num_rows * PANEL; at += PANEL)
             vf_store(sums + at, vf_load(sums + at) * scale);
     }
@@ -246,7 +257,7 @@ static void unpacked_product(const struct linear *a, const struct rows *rows, co
         weight += bytes;
         p.steps = length / step_k;
         p.fresh = k == 0;
-        if (is_grouped(a)) p.scales = first.scales + group * PANEL;
+        if (is_grouped(a)) p.scales = first.scales + group * PANEL * p.scale_bytes;
         if (a->offsets) p.offsets = first.offsets + group * PANEL;
         for (int64_t tile = 0; tile < num_tiles; tile++) {
             int64_t row = tile * height;
@@ -258,7 +269,7 @@ static void unpacked_product(const struct linear *a, const struct rows *rows, co
             multiply((int)min64(height, num_rows - row), &p);
         }
     }
-    if (a->scales && !is_grouped(a)) scale_rows(first.scales, num_rows, first.c);
+    if (a->scales && !is_grouped(a)) scale_rows(&first, num_rows, first.c);
 }
 
 /* Computes a block of rows, at most CACHED_ROWS, of `panel`. The first tile of rows prefetches the
@@ -274,6 +285,7 @@ static void multiply_panel(const struct linear *a, const struct rows *rows, int6
     const int64_t num_runs = steps / RUN_STEPS, run_steps = num_runs ? ceil_div(steps, num_runs) : steps;
     const bool can_fetch = kind_of(a) == PAIRS && !a->scales && !has_amx_products(a);
     const bool is_lone = num_rows == 1 && a->kept == BF16_WEIGHTS;
+    const int64_t scale_bytes = a->kept == MXFP4_WEIGHTS ? 1 : 2;
     product_function *multiply = product_of(a, format_of(a), a->scales);
     for (int64_t part = 0; part < num_parts; part++) {
         int64_t index = panel + part * num_panels, scale = index * num_groups * PANEL;
@@ -283,7 +295,8 @@ static void multiply_panel(const struct linear *a, const struct rows *rows, int6
                             .ahead_bytes = is_lone ? PREFETCH_BYTES / 4 : PREFETCH_BYTES,
                             .later_steps = run_steps,
                             .later_bytes = ceil_div(next->run_bytes, run_steps),
-                            .scales = a->scales ? a->scales + scale : NULL,
+                            .scales = a->scales ? (const char *)a->scales + scale * scale_bytes : NULL,
+                            .scale_bytes = scale_bytes,
                             .offsets = a->offsets ? a->offsets + scale : NULL,
                             .a_sums = rows->sums, .group_steps = a->group / step_k,
                             .num_groups = num_groups};

@@ -99,13 +99,16 @@ INLINE vf vf_exp2(vf x)
     return (vf)(((vi)exp2_of(n, f) & in_range) | is_nan);
 }
 
-/* x / (1 + exp(-x)) */
-INLINE vf silu(vf x)
+/* 1 / (1 + exp(-x)) is the sigmoid of x; this is what it divides by. */
+INLINE vf sigmoid_divisor(vf x)
 {
     vf power = vf_max(x * vf_set(-1.44269504f), vf_set(-127.0f));
     power = -vf_max(-power, vf_set(-128.0f)); /* 2^128 is infinity, and x / infinity 0 */
-    return x / (1.0f + vf_exp2(power));
+    return 1.0f + vf_exp2(power);
 }
+
+/* x / (1 + exp(-x)) */
+INLINE vf silu(vf x) { return x / sigmoid_divisor(x); }
 
 INLINE float bf16_to_float(bf16 x)
 {
@@ -164,6 +167,24 @@ INLINE vf vf_from_fp16(const fp16 *p)
     vf size = (vf)((bits & 0x7fff) << 13) * 0x1p112f; /* the exponents' biases differ by 112 */
     return (vf)((vu)size | (bits & 0x8000) << 16);
 #endif
+}
+
+/* 2^(x - 127), of powers of two in the format e8m0. */
+INLINE vf vf_from_e8m0(const uint8_t *p)
+{
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    bytes powers;
+    memcpy(&powers, p, sizeof powers);
+    vu bits = __builtin_convertvector(powers, vu);
+    return (vf)(bits << 23 | ((vu)(bits == 0) & 0x00400000)); /* 2^-127 has no leading one */
+}
+
+/* The numbers of 4 bits in the format e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and those below zero. */
+INLINE vf vf_from_e2m1(vu x)
+{
+    vu size = x & 7, is_large = (vu)(size > 1);
+    vu large = (size << 22) + 0x3f000000, small = size * 0x3f000000; /* small: 0 or 0.5 */
+    return (vf)((large & is_large) | (small & ~is_large) | (x & 8) << 28);
 }
 
 /* Number formats of tensors; load and store convert from and to floats. */

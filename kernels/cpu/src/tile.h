@@ -50,8 +50,9 @@ INLINE vf multiply_add(step_kind kind, const char *a, vf b, vf c)
 
 /* What b holds. PLAIN: [steps][ldb] of 4 bytes, each step as `step_kind` takes it. The others are
  * panels of weights, which are unpacked to that: HALVES [K / 2][32][2]; BYTES [K / 2][32][2] bytes;
- * NIBBLES [K / 8][32][2] words of 16 bits, whose nibbles, lowest first, belong to four pairs of k. */
-typedef enum { PLAIN, HALVES, BYTES, NIBBLES } b_format;
+ * NIBBLES [K / 8][32][2] words of 16 bits, whose nibbles, lowest first, belong to four pairs of k; E2M1: the
+ * same, but nibbles are numbers in that format. */
+typedef enum { PLAIN, HALVES, BYTES, NIBBLES, E2M1 } b_format;
 
 /* What is unpacked at a time: so many k of a panel, as steps, and as bytes of a panel. */
 INLINE int turn_k(b_format format) { return format == HALVES ? 2 : 8; }
@@ -61,7 +62,7 @@ INLINE int turn_steps(step_kind kind, b_format format)
 }
 INLINE int64_t panel_bytes(b_format format, int64_t num_in)
 {
-    return num_in * PANEL * (format == NIBBLES ? 1 : format == BYTES ? 2 : 4) / 2;
+    return num_in * PANEL * (format == NIBBLES || format == E2M1 ? 1 : format == BYTES ? 2 : 4) / 2;
 }
 
 /* Vector `v` of the columns of step `t` of a turn. */
@@ -75,17 +76,22 @@ INLINE vf unpacked(step_kind kind, b_format format, const char *b, int t, int v)
         __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at + 1)));
         return (vf)_mm512_cvtne2ps_pbh(high, low);
     }
-    if (kind == PAIRS && format == NIBBLES) {
+    if (kind == PAIRS && (format == NIBBLES || format == E2M1)) {
         static const bf16 integers[32] __attribute__((aligned(64))) = { /* 0 to 15, twice */
             0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
             0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
             0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+        static const bf16 numbers[32] __attribute__((aligned(64))) = { /* of E2M1, twice */
+            0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
+            0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, 0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
+            0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
         __m512i words = _mm512_loadu_si512(b + 64 * v);
-        return (vf)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * t),
-                                            _mm512_load_si512(integers));
+        return (vf)_mm512_permutexvar_epi16(
+            _mm512_srli_epi16(words, 4 * t),
+            _mm512_load_si512(format == E2M1 ? numbers : integers));
     }
 #endif
-    if (kind == PAIRS) { /* integers of 8 bits are bf16 in the upper half of a float */
+    if (kind == PAIRS) { /* integers of 8 bits, and numbers of 4, are bf16 in the upper half of a float */
         vu even = (vu)unpacked(FLOATS, format, b, 2 * t, v);
         vu odd = (vu)unpacked(FLOATS, format, b, 2 * t + 1, v);
         return (vf)(even >> 16 | odd);
@@ -100,7 +106,8 @@ INLINE vf unpacked(step_kind kind, b_format format, const char *b, int t, int v)
     vu pair;
     memcpy(&pair, b + 4 * v * LANES, sizeof pair);
     if (format == HALVES) return (vf)(t % 2 ? pair & 0xffff0000 : pair << 16);
-    return __builtin_convertvector((vi)(pair >> (4 * (t / 2) + 16 * (t % 2)) & 15), vf);
+    vu nibbles = pair >> (4 * (t / 2) + 16 * (t % 2)) & 15;
+    return format == E2M1 ? vf_from_e2m1(nibbles) : __builtin_convertvector((vi)nibbles, vf);
 }
 
 /* What a tile multiplies: c[r][j] (+)= sum over k of a[r][k] * b[k][j]. If there are scales, each group
@@ -117,7 +124,9 @@ struct product {
     int64_t ahead_bytes; /* how far ahead b is fetched from memory; 0: it is in a cache */
     const char *const *later; /* runs that are fetched instead, one after the other; or NULL */
     int64_t later_steps, later_bytes; /* steps that fetch one run, and bytes that a step fetches */
-    const fp16 *scales, *offsets;     /* [groups][PANEL]; or NULL */
+    const char *scales;               /* [groups][PANEL]; or NULL */
+    int64_t scale_bytes;              /* 2: they are fp16; 1: e8m0 */
+    const fp16 *offsets;              /* [groups][PANEL]; or NULL */
     const float *a_sums;              /* [rows][groups], if there are offsets */
     int64_t group_steps, num_groups;
 };
@@ -129,12 +138,18 @@ struct tile {
     bool is_later, is_scaled;
 };
 
+INLINE vf scales_at(const struct product *p, int64_t i)
+{
+    const char *at = p->scales + i * p->scale_bytes;
+    return p->scale_bytes == 1 ? vf_from_e8m0((const uint8_t *)at) : vf_from_fp16((const fp16 *)at);
+}
+
 /* Adds the scaled sums of a group to the totals, and begins the next ones. */
 INLINE void end_group(int rows, int vectors, const struct product *p, int64_t group,
                       vf sum[TILE_ROWS][TILE_VECTORS], vf total[TILE_ROWS][TILE_VECTORS])
 {
     for (int v = 0; v < vectors; v++) {
-        vf scale = vf_from_fp16(p->scales + group * PANEL + v * LANES);
+        vf scale = scales_at(p, group * PANEL + v * LANES);
         for (int r = 0; r < rows; r++) {
             total[r][v] += sum[r][v] * scale;
             sum[r][v] = (vf){0};

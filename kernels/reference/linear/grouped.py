@@ -23,13 +23,14 @@ def grouped_linear(
     last end have no map. `sources` and `places` are int64[R], and no place occurs twice; None
     means i itself. `ends` is int32[X], ascending. `x` is `[*, K]`.
 
-    If `out` is None, the products are returned in a new tensor `[R, N]`, in which elements that no
-    map writes are undefined. Sums are fp32, and a result is rounded once.
+    The bias of the map of i is added, too, if `maps.biases` is given. If `out` is None, the
+    products are returned in a new tensor `[R, N]`, in which elements that no map writes are
+    undefined. Sums are fp32, and a result is rounded once.
     """
     if out is None:
         out = x.new_zeros(num_rows, maps.num_out)
     start = 0
-    for weight, end in zip(maps.weights, ends.tolist(), strict=True):
+    for nth, (weight, end) in enumerate(zip(maps.weights, ends.tolist(), strict=True)):
         if weight is not None and end > start:
             index = torch.arange(start, end, device=x.device)
             read = x[index if sources is None else sources[index]]
@@ -37,6 +38,8 @@ def grouped_linear(
             width = len(weight) if maps.is_by_input else maps.num_in
             wide = weight.float() if maps.is_by_input else weight.float().t()
             product = read[:, :width].float() @ wide  # [*, N], or fewer
+            if maps.biases is not None:
+                product += maps.biases[nth].float()
             product += out[where, : product.shape[1]].float()
             out[where, : product.shape[1]] = product.to(x.dtype)
         start = end

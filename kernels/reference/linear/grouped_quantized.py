@@ -18,12 +18,15 @@ def grouped_quantized_linear(
     sources: torch.Tensor | None,
     places: torch.Tensor | None,
     num_rows: int,
+    *,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `out[places[i]] = x[sources[i]] @ w`, with the weight w of the map of row i.
+    """Compute `out[places[i]] = x[sources[i]] @ w + b`, with the map of row i.
 
     `ends`, `sources`, `places` and `num_rows` are those of `grouped_linear`. `values`, `scales` and
     `offsets` are X weights of `quantized_linear`, one after another: int8 or float8_e4m3fn
-    [X, K, N] or uint8 [X, K / 2, N]; floats [X, G, N].
+    [X, K, N] or uint8 [X, K / 2, N]; floats, or uint8 of MXFP4, [X, G, N]. `bias` is [X, N], of the
+    dtype of `x`.
 
     Returns:
         A new tensor `[R, N]`. Elements that no map writes are undefined.
@@ -35,6 +38,7 @@ def grouped_quantized_linear(
         read = x[index if sources is None else sources[index]]
         where = index if places is None else places[index]
         nth_offsets = None if offsets is None else offsets[nth]
-        out[where] = quantized_linear(read, values[nth], scales[nth], nth_offsets, None)
+        nth_bias = None if bias is None else bias[nth]
+        out[where] = quantized_linear(read, values[nth], scales[nth], nth_offsets, nth_bias)
         start = end
     return out

@@ -6,6 +6,8 @@ Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of inpu
 import torch
 from torch.nn import functional
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of 4 bits of MXFP4 (OCP Microscaling Formats, version 1.0), by their bits."""
 HALF_RUN = 16
 """Of 32 consecutive 4-bit values of an output, the first 16 are the low nibbles of 16 bytes."""
 
@@ -24,19 +26,33 @@ def quantized_linear(
     `values` are int8 or float8_e4m3fn [K, N], or uint8 [K / 2, N] with two numbers from 0 to 15
     each, as `pack_nibbles` lays them out. `scales` [G, N] are floats, each for K / G consecutive
     values of a column. `offsets` are like the scales, or None for zeros. K / G is a multiple of 32,
-    or G is 1. `bias` is [N], of the dtype of `x`.
+    or G is 1.
+
+    If the scales are uint8, the weight is MXFP4: the numbers of `values` stand for those of `E2M1`,
+    and scales for `powers_of_two`. K / G is 32, and there are no offsets.
+
+    `bias` is [N], of the dtype of `x`.
 
     Each weight is computed in fp32 and rounded to the dtype of `x`; sums are fp32. If
     `has_one_tile`, a kernel adds in the same order for any T.
     """
     del has_one_tile
     numbers = unpack_nibbles(values) if values.dtype is torch.uint8 else values
+    if scales.dtype is torch.uint8:
+        numbers = torch.tensor(E2M1, device=x.device)[numbers.int()]
+        scales = powers_of_two(scales)
     by_group = numbers.float().view(scales.shape[0], -1, numbers.shape[1])
     weight = by_group * scales.float().unsqueeze(1)
     if offsets is not None:
         weight += offsets.float().unsqueeze(1)
     weight = weight.view(numbers.shape).to(x.dtype)
     return functional.linear(x, weight.t(), bias)
+
+
+def powers_of_two(stored: torch.Tensor) -> torch.Tensor:
+    """Return `2 ** (stored - 127)`, in fp32, for uint8s below 255: the format e8m0."""
+    bits = stored.int() << 23
+    return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)  # 2^-127 has no leading one
 
 
 def pack_nibbles(numbers: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,7 @@ def _grouped_linear_kernel(
     ends,  # int32[X]
     sources,  # int64[R], or None
     places,  # int64[R], or None
+    biases,  # [X, N], or None
     out,  # [*, N]
     num_maps,  # X
     x_stride,
@@ -71,7 +72,7 @@ def _grouped_linear_kernel(
     ADDS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """`out[places[i]] += x[sources[i]] @ w.T`, with fp32 sums; w is the weight of the map of i.
+    """`out[places[i]] += x[sources[i]] @ w.T + b`, with fp32 sums, by the map of i.
 
     Each program computes COLUMNS outputs for up to ROWS rows of one map. There are more programs
     than tiles; the rest end at once.
@@ -104,6 +105,9 @@ def _grouped_linear_kernel(
                 is_weight = is_in[:, None] & is_column[None, :]
                 some = tl.load(weight + where, mask=is_weight, other=0.0)
                 sums = tl.dot(some_x, some, sums, input_precision="ieee")
+            if biases is not None:
+                bias = biases + own.to(tl.int64) * N + column
+                sums += tl.load(bias, mask=is_column, other=0.0).to(tl.float32)[None, :]
             to = out + place[:, None] * out_stride + column[None, :]
             is_out = is_row[:, None] & is_column[None, :]
             if ADDS:
@@ -137,6 +141,10 @@ def grouped_linear(
     for name, index in (("sources", sources), ("places", places)):
         if index is not None:
             check_tensor(name, index, (num_rows,), torch.int64, x)
+    if maps.biases is not None:
+        check_tensor("biases", maps.biases, (num_maps, maps.num_out), x.dtype, x)
+        if not maps.biases.is_contiguous():
+            raise ValueError("biases is not contiguous; it must be")
     adds = out is not None
     if out is None:
         out = x.new_empty(num_rows, maps.num_out)
@@ -154,6 +162,7 @@ def grouped_linear(
         ends,
         sources,
         places,
+        maps.biases,
         out,
         num_maps,
         x.stride(0),

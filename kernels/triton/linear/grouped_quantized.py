@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kernels.checks import check_float, check_tensor
 from kernels.triton.linear.grouped import rows_of_tile, sources_and_places
-from kernels.triton.linear.quantized import RUN, check_weight, dequantized_product
+from kernels.triton.linear.quantized import RUN, check_weight, dequantized_product, store_sums
 from kernels.triton.linear.tile_sizes import BY_ROWS, choose
 from kernels.triton.quantized_kv import as_bits
 
@@ -24,11 +24,12 @@ from kernels.triton.quantized_kv import as_bits
 def _grouped_quantized_linear_kernel(
     x,  # [*, K]
     values,  # int8 or the bits of e4m3 [X, K, N]; or uint8[X, K / 2, N], two numbers in each
-    scales,  # floats [X, G, N]
+    scales,  # floats [X, G, N]; uint8 if the numbers are MXFP4
     offsets,  # as scales, or None
     ends,  # int32[X]
     sources,  # int64[R], or None
     places,  # int64[R], or None
+    bias,  # [X, N], contiguous, or None
     out,  # [R, N], contiguous
     num_maps,  # X
     x_stride,
@@ -36,14 +37,14 @@ def _grouped_quantized_linear_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,  # input features of a group; K if there is one group
     IS_FP8: tl.constexpr,
-    IS_INT4: tl.constexpr,
+    IS_HALF: tl.constexpr,
     MAPS: tl.constexpr,  # a power of two, at least X
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RUNS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """`out[places[i]] = x[sources[i]] @ (values * scale + offset)`, by the map of i.
+    """`out[places[i]] = x[sources[i]] @ (values * scale + offset) + bias`, by the map of i.
 
     Tiles are those of `_grouped_linear_kernel`, and products those of `_quantized_linear_kernel`.
     """
@@ -60,7 +61,7 @@ def _grouped_quantized_linear_kernel(
         sums = dequantized_product(
             x + source[:, None] * x_stride,
             is_row,
-            values + own.to(tl.int64) * (K // 2 if IS_INT4 else K) * N,
+            values + own.to(tl.int64) * (K // 2 if IS_HALF else K) * N,
             scales + own_scales,
             own_offsets,
             column,
@@ -70,15 +71,18 @@ def _grouped_quantized_linear_kernel(
             K,
             GROUP,
             IS_FP8,
-            IS_INT4,
+            IS_HALF,
             ROWS,
             COLUMNS,
             RUNS,
             NUM_STAGES,
         )
+        own_bias = None
+        if bias is not None:
+            own_bias = bias + own.to(tl.int64) * N
         is_out = is_row[:, None] & (column < N)[None, :]
         to = out + place[:, None] * N + column[None, :]
-        tl.store(to, sums.to(out.dtype.element_ty), mask=is_out)
+        store_sums(to, sums, own_bias, column, column < N, is_out)
 
 
 def grouped_quantized_linear(
@@ -90,6 +94,8 @@ def grouped_quantized_linear(
     sources: torch.Tensor | None,
     places: torch.Tensor | None,
     num_rows: int,
+    *,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `kernels.reference.grouped_quantized_linear`; weights are contiguous.
 
@@ -108,6 +114,10 @@ def grouped_quantized_linear(
     for name, index in (("sources", sources), ("places", places)):
         if index is not None:
             check_tensor(name, index, (num_rows,), torch.int64, x)
+    if bias is not None:
+        check_tensor("bias", bias, (num_maps, num_out), x.dtype, x)
+        if not bias.is_contiguous():
+            raise ValueError("bias is not contiguous; it must be")
     out = x.new_empty(num_rows, num_out)
     if num_rows == 0:
         return out
@@ -121,6 +131,7 @@ def grouped_quantized_linear(
         ends,
         sources,
         places,
+        bias,
         out,
         num_maps,
         x.stride(0),
@@ -128,7 +139,7 @@ def grouped_quantized_linear(
         K=x.shape[1],
         GROUP=group,
         IS_FP8=values.dtype is torch.float8_e4m3fn,
-        IS_INT4=values.dtype is torch.uint8,
+        IS_HALF=values.dtype is torch.uint8,
         MAPS=triton.next_power_of_2(num_maps),
         ROWS=tile.rows,
         COLUMNS=tile.columns,

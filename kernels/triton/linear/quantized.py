@@ -28,7 +28,7 @@ tiles occupy the whole device. Not measured."""
 def _quantized_linear_kernel(
     x,  # [T, K]
     values,  # int8 or the bits of e4m3 [K, N]; or uint8[K / 2, N], two numbers in each
-    scales,  # floats [G, N]
+    scales,  # floats [G, N]; uint8 if the numbers are MXFP4
     offsets,  # as scales, or None
     bias,  # [N], or None
     out,  # [T, N]; fp32 [SPLITS, T, N] if there are several
@@ -39,7 +39,7 @@ def _quantized_linear_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,  # input features of a group; K if there is one group
     IS_FP8: tl.constexpr,
-    IS_INT4: tl.constexpr,
+    IS_HALF: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RUNS: tl.constexpr,
@@ -68,7 +68,7 @@ def _quantized_linear_kernel(
         K,
         GROUP,
         IS_FP8,
-        IS_INT4,
+        IS_HALF,
         ROWS,
         COLUMNS,
         RUNS,
@@ -80,7 +80,7 @@ def _quantized_linear_kernel(
     if IS_PARTIAL:
         tl.store(out + out_place, acc, mask=is_out)
     else:
-        _store(out + out_place, acc, bias, column, inside, is_out)
+        store_sums(out + out_place, acc, bias, column, inside, is_out)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def dequantized_product(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     IS_FP8: tl.constexpr,
-    IS_INT4: tl.constexpr,
+    IS_HALF: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RUNS: tl.constexpr,
@@ -111,8 +111,9 @@ def dequantized_product(
     nibbles those of another, and need no interleaving.
     """
     dtype: tl.constexpr = x_row.dtype.element_ty
+    is_mxfp4: tl.constexpr = scales.dtype.element_ty == tl.uint8
     inside = column < N
-    BYTES: tl.constexpr = 16 if IS_INT4 else 32  # rows of `values` in a run
+    BYTES: tl.constexpr = 16 if IS_HALF else 32  # rows of `values` in a run
     run = tl.arange(0, RUNS)
     part = tl.arange(0, BYTES)
     flat = tl.arange(0, RUNS * BYTES)
@@ -126,16 +127,18 @@ def dequantized_product(
         stored = tl.load(values + place, mask=is_weight, other=0)
         group = (tl.minimum(feature, K - 1) // GROUP).to(tl.int64)
         scale_place = (group[:, None] * N + column[None, :])[:, None, :]
-        scale = tl.load(scales + scale_place, mask=inside[None, None, :], other=0.0).to(tl.float32)
+        scale = tl.load(scales + scale_place, mask=inside[None, None, :], other=0)
+        # `_number` returns numbers of MXFP4 in units of 2^14.
+        scale = _power_of_two(scale) * 16384.0 if is_mxfp4 else scale.to(tl.float32)
         offset = None
         if offsets is not None:
             offset = tl.load(offsets + scale_place, mask=inside[None, None, :], other=0.0)
         x_column = start + flat // BYTES * 32 + flat % BYTES
         is_x = is_row[:, None] & (x_column < K)[None, :]
         some_x = tl.load(x_row + x_column[None, :], mask=is_x, other=0.0)
-        if IS_INT4:
-            low = _weight((stored & 15).to(tl.float32), scale, offset, dtype)
-            high = _weight((stored >> 4).to(tl.float32), scale, offset, dtype)
+        if IS_HALF:
+            low = _weight(_number(stored & 15, is_mxfp4), scale, offset, dtype)
+            high = _weight(_number(stored >> 4, is_mxfp4), scale, offset, dtype)
             other_x = tl.load(x_row + x_column[None, :] + 16, mask=is_x, other=0.0)
             low = tl.reshape(low, [RUNS * BYTES, COLUMNS])
             high = tl.reshape(high, [RUNS * BYTES, COLUMNS])
@@ -151,6 +154,28 @@ def dequantized_product(
 
 
 @triton.jit
+def _number(nibbles, is_mxfp4: tl.constexpr):
+    """Return integers of 4 bits; or numbers of MXFP4, but smaller by a factor of 2^14."""
+    if is_mxfp4:
+        # Read as fp16, the number is that much smaller, because fp16's exponent has a bias of 15,
+        # not 1.
+        bits = nibbles.to(tl.uint16)
+        bits = ((bits & 8) << 12) | ((bits & 7) << 9)
+        number = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        number = nibbles.to(tl.float32)
+    return number
+
+
+@triton.jit
+def _power_of_two(stored):
+    """Return `2^(stored - 127)`."""
+    bits = stored.to(tl.int32) << 23
+    bits = tl.where(bits == 0, 1 << 22, bits)  # 2^-127 has no leading one
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _weight(number, scale, offset, dtype: tl.constexpr):
     weight = number * scale
     if offset is not None:
@@ -159,7 +184,7 @@ def _weight(number, scale, offset, dtype: tl.constexpr):
 
 
 @triton.jit
-def _store(place, sums, bias, column, inside, is_out):
+def store_sums(place, sums, bias, column, inside, is_out):
     if bias is not None:
         sums += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     tl.store(place, sums.to(place.dtype.element_ty), mask=is_out)
@@ -183,7 +208,7 @@ def _sum_splits_kernel(
     for split in range(num_splits):
         place = partial + (split * num_rows + row) * N + column
         sums += tl.load(place, mask=inside, other=0.0)[None, :]
-    _store((out + row * N + column)[None, :], sums, bias, column, inside, inside[None, :])
+    store_sums((out + row * N + column)[None, :], sums, bias, column, inside, inside[None, :])
 
 
 def quantized_linear(
@@ -238,7 +263,7 @@ def quantized_linear(
         K=num_in,
         GROUP=group,
         IS_FP8=values.dtype is torch.float8_e4m3fn,
-        IS_INT4=values.dtype is torch.uint8,
+        IS_HALF=values.dtype is torch.uint8,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         RUNS=tile.inputs // RUN,
@@ -266,20 +291,27 @@ def check_weight(
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
     """
-    check_float("scales", scales, values.dim())
+    is_mxfp4 = scales.dtype is torch.uint8
+    if not is_mxfp4:
+        check_float("scales", scales, values.dim())
     *stack, _, num_out = values.shape
     num_in, num_groups = x.shape[1], scales.shape[-2]
-    is_int4 = values.dtype is torch.uint8
+    is_half = values.dtype is torch.uint8
     if values.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn):
         raise ValueError(f"values has dtype {values.dtype}; it must be uint8, int8 or e4m3")
-    value_rows = num_in // 2 if is_int4 else num_in
+    value_rows = num_in // 2 if is_half else num_in
     check_tensor("values", values, (*stack, value_rows, num_out), values.dtype, x)
     check_tensor("scales", scales, (*stack, num_groups, num_out), scales.dtype, x)
     group = num_in // num_groups
-    if num_in % num_groups or (num_groups > 1 and group % RUN) or (is_int4 and num_in % RUN):
+    if num_in % num_groups or (num_groups > 1 and group % RUN) or (is_half and num_in % RUN):
         raise ValueError(
             f"scales has {num_groups} groups for {num_in} input features, required are groups of a"
             f" multiple of {RUN}"
+        )
+    if is_mxfp4 and (not is_half or group != RUN or offsets is not None):
+        raise ValueError(
+            f"scales has dtype torch.uint8, required are values of uint8 in groups of {RUN} and no"
+            f" offsets; values has dtype {values.dtype}, and groups have {group} input features"
         )
     if offsets is not None:
         check_tensor("offsets", offsets, tuple(scales.shape), offsets.dtype, x)

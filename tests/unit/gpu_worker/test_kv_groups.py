@@ -138,7 +138,7 @@ FAMILIES = {
     "phi3": SMALL,
     "gemma2": GEMMA | {"num_hidden_layers": 6, "query_pre_attn_scalar": 16},
     "gemma3_text": GEMMA | {"num_hidden_layers": 7, "layer_types": [LOCAL] * 5 + [FULL, LOCAL]},
-    "gpt_oss": SMALL | {"head_dim": 16, "num_local_experts": 4},
+    "gpt_oss": {},
     "cohere2": SMALL | {"num_hidden_layers": 4, "layer_types": [LOCAL] * 3 + [FULL]},
     "olmo3": SMALL | {"num_hidden_layers": 4, "layer_types": [LOCAL] * 3 + [FULL]},
     "ministral": SMALL

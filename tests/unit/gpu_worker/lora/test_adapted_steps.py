@@ -92,6 +92,16 @@ def test_with_the_model_and_another_adapter_in_the_same_steps(case):
     assert token_lists(results) == expected(case, PROMPTS, numbers)
 
 
+def test_adapters_of_attention_beside_experts(model_dirs, tmp_path):
+    model, targets = model_dirs.get("gpt_oss"), ("q_proj", "k_proj", "v_proj", "o_proj")
+    for name, seed in (("a", 1), ("b", 2)):
+        make_adapter(tmp_path / name, model, seed, targets=targets)
+    merged = (merge(tmp_path / f"merged-{name}", model, tmp_path / name) for name in "ab")
+    case, numbers = Case(model, (model, *merged)), [1, 0, 2, 1]
+    results = Worker(case).generate(PROMPTS, numbers, starts=[0, 1, 3, 7])
+    assert token_lists(results) == expected(case, PROMPTS, numbers)
+
+
 def test_one_prompt_under_all(case):
     results = token_lists(Worker(case).generate(ONE_PROMPT, [0, 1, 2]))
     assert results == expected(case, ONE_PROMPT, [0, 1, 2])

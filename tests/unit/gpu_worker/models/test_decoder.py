@@ -17,6 +17,7 @@ VARIANTS = [
     ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
     ("mistral", {"num_key_value_heads": 1, "sliding_window": None}),
     ("mixtral", {"sliding_window": 33, "num_experts_per_tok": 3}),
+    ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False}),
     ("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
     (
         "glm4_moe",
@@ -163,7 +164,7 @@ def test_sequences_of_mixed_lengths_in_one_batch_equal_transformers(model_dirs, 
         assert_equals_transformers(directory, sequence)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "gpt_neox", "gpt_oss"])
 def test_a_decode_has_the_same_bits_alone_and_in_company(model_dirs, family):
     # Wide enough that the down projection's sums would be split for a lone row.
     model = load(model_dirs.get(family, intermediate_size=1600))

@@ -10,20 +10,12 @@ from safetensors.torch import load_file, save_file
 from bench.quantize import FORMS, write
 from gpu_worker.models.registry import open_model
 from gpu_worker.weights.json_fields import ModelError
+from tests.mxfp4_fixture import write_mxfp4
 from tests.unit.gpu_worker.models.against_transformers import assert_equals_transformers
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
 
-GPT_OSS = {
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "num_local_experts": 4,
-    "sliding_window": 20,
-    "pad_token_id": 0,
-}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 WIDE = {"hidden_size": 128, "num_attention_heads": 8, "head_dim": 16, "intermediate_size": 256}
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
 def assert_stands_for(packed, plain):
@@ -35,29 +27,7 @@ def assert_stands_for(packed, plain):
 
 
 def test_gpt_oss_with_experts_of_4_bits(model_dirs, tmp_path):
-    directory = model_dirs.get("gpt_oss", **GPT_OSS)
-    packed, plain = (shutil.copytree(directory, tmp_path / name) for name in ("packed", "plain"))
-    tensors = load_file(directory / "model.safetensors")
-    of_packed, of_plain = dict(tensors), dict(tensors)
-    random = torch.Generator().manual_seed(0)
-    for name, weight in tensors.items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            continue
-        num_experts, num_in, num_out = weight.shape
-        groups = num_experts, num_out, num_in // 32
-        codes = torch.randint(16, (*groups, 32), generator=random, dtype=torch.uint8)
-        exponents = torch.randint(122, 126, groups, generator=random, dtype=torch.uint8)
-        of_packed[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
-        of_packed[f"{name}_scales"] = exponents
-        del of_packed[name]
-        values = torch.tensor([*E2M1, *(-value for value in E2M1)])[codes.long()]
-        values *= 2.0 ** (exponents.float().unsqueeze(-1) - 127)
-        of_plain[name] = values.view(num_experts, num_out, num_in).transpose(1, 2).contiguous()
-    save_file(of_packed, packed / "model.safetensors", {"format": "pt"})
-    save_file(of_plain, plain / "model.safetensors", {"format": "pt"})
-    config = json.loads((packed / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": KEPT}
-    (packed / "config.json").write_text(json.dumps(config))
+    packed, plain = write_mxfp4(model_dirs.get("gpt_oss", sliding_window=20), tmp_path)
     assert_stands_for(packed, plain)
 
 

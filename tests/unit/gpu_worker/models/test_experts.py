@@ -12,6 +12,7 @@ from gpu_worker.models.feed_forward import GatedMlp
 from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.gpu_linear import QuantizedLinear, ScaledLinear
 from gpu_worker.weights.linear import PlainLinear
+from gpu_worker.weights.mxfp4 import Mxfp4Weight, pack_mxfp4
 from gpu_worker.weights.packed_maps import Fp8Weight
 from gpu_worker.weights.quantized_linear import Quantization, make_quantized_linear, quantize
 
@@ -46,6 +47,13 @@ def quantized(kind, weight):
         fp8 = Fp8Weight(weight.to(torch.float8_e4m3fn), torch.rand(len(weight), 1) + 0.5)
         linear = ScaledLinear(fp8.values, fp8.scales.t().contiguous(), None)
         return linear, PlainLinear(fp8.dequantized().half(), None)
+    if kind == "mxfp4":
+        num_out, num_in = weight.shape
+        blocks = torch.randint(256, (num_out, num_in // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(121, 124, blocks.shape[:2], dtype=torch.uint8)
+        mxfp4, bias = Mxfp4Weight(blocks, scales), torch.randn(num_out).half()
+        linear = pack_mxfp4(mxfp4, bias, torch.float16)
+        return linear, PlainLinear(mxfp4.dequantized().half(), bias)
     integers = quantize(weight, Quantization(kind.split()[0]))
     if kind == "int8 with some offsets" and torch.rand(()) < 0.5:
         integers = replace(integers, offsets=torch.rand(len(weight), 1).half().float())
@@ -54,9 +62,10 @@ def quantized(kind, weight):
     return linear, PlainLinear(integers.dequantized().half(), None)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
-def test_grouped_experts_equal_experts_one_by_one(monkeypatch, num_tokens):
-    parts = make_parts()
+def test_grouped_experts_equal_experts_one_by_one(monkeypatch, num_tokens, has_bias):
+    parts = make_parts(has_bias=has_bias)
     one_by_one = make_experts(*parts)
     monkeypatch.setattr(gpu_linear, "is_here", lambda _: True)
     grouped = make_experts(*parts)
@@ -67,7 +76,7 @@ def test_grouped_experts_equal_experts_one_by_one(monkeypatch, num_tokens):
     torch.testing.assert_close(grouped(x)[:1], grouped(x[:1]), msg="a row depends on no other")
 
 
-@pytest.mark.parametrize("kind", ["int8", "int8 with some offsets", "int4", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "int8 with some offsets", "int4", "fp8", "mxfp4"])
 def test_quantized_experts_are_grouped(monkeypatch, kind):
     monkeypatch.setattr(gpu_linear, "is_here", lambda _: True)
     monkeypatch.setattr(QuantizedLinear, "compile", lambda *_: None)
@@ -90,8 +99,9 @@ def test_quantized_experts_are_grouped(monkeypatch, kind):
 def test_experts_with_other_maps_run_one_by_one(monkeypatch):
     monkeypatch.setattr(gpu_linear, "is_here", lambda _: True)
     monkeypatch.setattr(QuantizedLinear, "compile", lambda *_: None)
-    assert isinstance(make_experts(*make_parts(has_bias=True)), Experts)
     route, experts, row = make_parts()
+    biased = GatedMlp(experts[0].gate_up, plain(HIDDEN, SIZE, has_bias=True))
+    assert isinstance(make_experts(route, [*experts[1:], biased], row), Experts)
     other = GatedMlp(experts[0].gate_up, lambda x: x)
     assert isinstance(make_experts(route, [*experts[1:], other], row), Experts)
     gate_up, _ = quantized("int8", torch.randn(2 * SIZE, HIDDEN))

@@ -52,7 +52,7 @@ FAMILIES = OWN_ATTENTION | {
     },
     "gemma3_text": GEMMA | {"layer_types": ALTERNATING * 3},
     "gpt2": {},
-    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 20, "pad_token_id": 0},
+    "gpt_oss": {},
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7},
     "longcat_flash": LONGCAT,
     "opt": {"ffn_dim": 112, "word_embed_proj_dim": 64},

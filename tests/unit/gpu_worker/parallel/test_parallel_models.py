@@ -7,6 +7,7 @@ from gpu_worker.models.registry import open_model
 from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import ModelError
 from tests.models_fixture import ModelDirs
+from tests.mxfp4_fixture import write_mxfp4
 from tests.unit.gpu_worker.parallel.ranks import NUM_TOKENS, Case, run, run_ranks
 
 TENSOR, PIPELINE = (2, 1), (1, 2)
@@ -23,10 +24,11 @@ FAMILIES = {
     "qwen3": {"tie_word_embeddings": True, "vocab_size": 501},
     "qwen3_moe": {},
     "gpt_neox": {},
+    "gpt_oss": {},
 }
 SHARED_OUT = [
     *((family, TENSOR) for family in FAMILIES if family != "olmo2"),
-    *((family, PIPELINE) for family in ("qwen2", "qwen3", "gpt_neox", "olmo2")),
+    *((family, PIPELINE) for family in ("qwen2", "qwen3", "gpt_neox", "gpt_oss", "olmo2")),
 ]
 
 
@@ -34,11 +36,13 @@ SHARED_OUT = [
 def results(tmp_path_factory):
     """By variant and sizes: the samples of one process, and of each of two ranks."""
     dirs = ModelDirs(tmp_path_factory.mktemp("models"))
-    keys = [*SHARED_OUT, ("int8", TENSOR), ("gptq", TENSOR)]
+    keys = [*SHARED_OUT, ("int8", TENSOR), ("gptq", TENSOR), ("mxfp4", TENSOR)]
     cases = [Case(str(dirs.get(name, **FAMILIES[name])), *sizes) for name, sizes in SHARED_OUT]
     cases.append(Case(str(dirs.get("llama", num_hidden_layers=1)), *TENSOR, quantization="int8"))
     directory = dirs.get("llama", num_hidden_layers=1, intermediate_size=96)
     cases.append(Case(str(write(directory, directory / "packed", FORMS["gptq_32"])), *TENSOR))
+    packed, _ = write_mxfp4(dirs.get("gpt_oss", intermediate_size=64), directory / "mxfp4")
+    cases.append(Case(str(packed), *TENSOR))
     graphs = [("llama graphs", TENSOR), ("qwen2 graphs", PIPELINE)]
     for name, sizes in graphs:
         family = name.split()[0]
@@ -103,9 +107,10 @@ def test_quantized_weights_are_shared_out(results):
     assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=0.3)
 
 
-def test_a_quantized_checkpoint_is_shared_out(results):
-    """One of its maps cuts groups of 32 in two and is dequantized; the others are not."""
-    alone, rank_0, rank_1 = results["gptq", TENSOR]
+@pytest.mark.parametrize("name", ["gptq", "mxfp4"])
+def test_a_quantized_checkpoint_is_shared_out(results, name):
+    """One of GPTQ's maps cuts groups of 32 in two and is dequantized; the others are not."""
+    alone, rank_0, rank_1 = results[name, TENSOR]
     assert rank_0["tokens"] == rank_1["tokens"] == alone["tokens"]
     assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=1e-3)
 

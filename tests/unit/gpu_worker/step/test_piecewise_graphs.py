@@ -25,6 +25,7 @@ from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.quantized_linear import Quantization
 from kernels.cpu import linear as native
 from tests.models_fixture import ModelDirs
+from tests.mxfp4_fixture import write_mxfp4
 
 CPU = torch.device("cpu")
 LIMITS = Limits(
@@ -131,7 +132,9 @@ def run_randomly(executor, seed, num_steps=25):
 WITHOUT_EXPERTS = ("llama", "mistral", "gpt_neox")
 
 
-@pytest.mark.parametrize("family", [*WITHOUT_EXPERTS, "mixtral", "glm4_moe", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "family", [*WITHOUT_EXPERTS, "mixtral", "glm4_moe", "gpt_oss", "qwen2_moe"]
+)
 def test_random_steps_give_the_same_tokens_as_without_graphs(monkeypatch, model_dirs, family):
     if family not in WITHOUT_EXPERTS:  # experts are grouped on a GPU
         monkeypatch.setattr(gpu_linear, "is_here", lambda device: device.type == "cpu")
@@ -152,6 +155,16 @@ def test_steps_with_quantized_experts_are_captured(monkeypatch, model_dirs, quan
     monkeypatch.setattr(native, "can_pack", lambda _: False)
     source = open_model(model_dirs.get("mixtral", intermediate_size=64), quantization=quantization)
     graphs, dtype = FakePieces(monkeypatch), torch.bfloat16
+    eager = run_randomly(make_executor(source, None, dtype=dtype), 1)
+    assert run_randomly(make_executor(source, graphs, dtype=dtype), 1) == eager
+    assert graphs.num_replays > 10
+
+
+def test_steps_with_experts_in_mxfp4_are_captured(monkeypatch, model_dirs, tmp_path):
+    packed, _ = write_mxfp4(model_dirs.get("gpt_oss"), tmp_path)
+    monkeypatch.setattr(gpu_linear, "is_here", lambda device: device.type == "cpu")
+    monkeypatch.setattr(gpu_linear.QuantizedLinear, "compile", lambda *_: None)
+    source, graphs, dtype = open_model(packed), FakePieces(monkeypatch), torch.bfloat16
     eager = run_randomly(make_executor(source, None, dtype=dtype), 1)
     assert run_randomly(make_executor(source, graphs, dtype=dtype), 1) == eager
     assert graphs.num_replays > 10

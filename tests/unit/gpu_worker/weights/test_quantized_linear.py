@@ -111,8 +111,13 @@ def dequantized_copy(directory, copy, quantization, dtype):
     tensors = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         form = INT8 if name.startswith(("lm_head", "embed_out")) else quantization
-        is_kept = tensor.dim() == 1 or "embed" in name or "gate." in name
-        if "embed_out" in name or not is_kept:
+        is_kept = tensor.dim() == 1 or any(
+            part in name for part in ("embed", "gate.", "router.", "_bias")
+        )
+        if tensor.dim() == 3:  # experts, transposed
+            each = [quantize(t.t().to(dtype), form).dequantized().t() for t in tensor]
+            tensors[name] = torch.stack(each)
+        elif "embed_out" in name or not is_kept:
             tensors[name] = quantize(tensor.to(dtype), form).dequantized()
         else:
             tensors[name] = tensor.to(dtype).float()

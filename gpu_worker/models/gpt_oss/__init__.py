@@ -1,0 +1,1 @@
+"""gpt-oss: a Llama-shaped decoder with sinks, and experts that may be in MXFP4."""

@@ -1,0 +1,57 @@
+"""Weights in MXFP4: numbers of 4 bits; each 32 share a power of two as their scale.
+
+The format: OCP Microscaling Formats (MX), version 1.0.
+
+Symbols: `N` output features of a linear map, `K` its input features, `G` groups of 32 of them.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from gpu_worker.weights import gpu_linear
+from gpu_worker.weights.linear import Linear
+from gpu_worker.weights.stored_format import MXFP4_GROUP_SIZE
+from kernels.cpu import linear as native
+from kernels.reference.linear.quantized import E2M1, powers_of_two
+
+NAN_SCALE: Final = 255
+"""In place of a power of two."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mxfp4Weight:
+    """A weight `[N, K]` as gpt-oss is published."""
+
+    blocks: torch.Tensor
+    """uint8[N, G, 16]: each byte has two numbers of `E2M1`, the first in its low bits."""
+    scales: torch.Tensor
+    """uint8[N, G], for `powers_of_two`."""
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight, exactly: float32 `[N, K]`."""
+        numbers = torch.stack((self.blocks & 15, self.blocks >> 4), 3).flatten(2)  # [N, G, 32]
+        by_group = torch.tensor(E2M1, device=numbers.device)[numbers.int()]
+        return (by_group * powers_of_two(self.scales).unsqueeze(2)).flatten(1)
+
+
+def can_pack_mxfp4(weight: Mxfp4Weight, dtype: torch.dtype) -> bool:
+    """Whether a kernel for the weight's device takes it, for activations of `dtype`."""
+    device, num_groups = weight.scales.device, weight.scales.shape[1]
+    if gpu_linear.is_here(device):
+        return gpu_linear.can_pack(num_groups * MXFP4_GROUP_SIZE, num_groups, dtype, is_int4=True)
+    return native.can_pack_mxfp4(device, dtype)
+
+
+def pack_mxfp4(weight: Mxfp4Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
+    """Make the map `x @ weight.T + bias`; `can_pack_mxfp4` must hold.
+
+    Args:
+        weight: The caller need not keep it.
+        bias: `[N]` of `dtype`.
+        dtype: The dtype of the activations.
+    """
+    if gpu_linear.is_here(weight.scales.device):
+        return gpu_linear.pack_mxfp4(weight.blocks, weight.scales, bias, dtype)
+    return native.pack_mxfp4(weight.blocks, weight.scales, bias, dtype)
