@@ -117,9 +117,11 @@ class AdapterSlots:
     def compile(self, dtype: torch.dtype) -> None:
         """Launch each variant of the kernel once, so that none is compiled while serving."""
         ends = torch.zeros(NUM_SLOTS, dtype=torch.int32, device=self._device)
+        # Layers with experts have fewer maps than those without.
+        all_maps = {name: each for maps in self._maps for name, each in maps.items()}
         for num_rows in fewest_rows(NUM_SLOTS):
             order = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
-            for each in self._maps[0].values():
+            for each in all_maps.values():
                 x = torch.zeros(1, each.down.num_in, dtype=dtype, device=self._device)
                 out = torch.zeros(1, each.up.num_out, dtype=dtype, device=self._device)
                 each.add_to(out, x, order, ends)

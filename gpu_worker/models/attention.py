@@ -126,6 +126,24 @@ class Decoder(Protocol):
         """Map hidden states `[S, E]` to logits `[S, V]`, in float32 or, on a GPU, in 16 bits."""
 
 
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: KvPool,
+    layer: int,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Do as `store_kv` and then `attend`: the function for classes of users (docs/models.md)."""
+    store_kv(key, value, pool, layer, metadata)
+    return attend(query, pool, layer, metadata, scale, window=window, softcap=softcap, sinks=sinks)
+
+
 def store_kv(
     key: torch.Tensor,
     value: torch.Tensor | None,

@@ -254,3 +254,16 @@ def test_company_changes_no_bit(llama, quantization):
     ]
     worker = Worker(llama, torch.bfloat16, quantization)
     assert worker.generate(PROMPTS, numbers, starts=[0, 1, 3, 7]) == alone
+
+
+def test_kernels_for_the_maps_of_all_layers_are_compiled(model_dirs, monkeypatch):
+    """The first layer has experts, which adapters do not change; the second has none."""
+    sizes = set()
+
+    def note(_map, out, x, *_):
+        sizes.add((x.shape[1], out.shape[1]))
+
+    monkeypatch.setattr(slots.SlottedMap, "add_to", note)
+    config = open_model(model_dirs.get("qwen3_moe", mlp_only_layers=[1])).config
+    slots.AdapterSlots(config, CPU).compile(torch.float32)
+    assert sizes == {(64, 128), (64, 64), (64, 224), (112, 64)}
