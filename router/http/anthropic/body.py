@@ -37,6 +37,13 @@ FIELD_TO_JSON: Final = MappingProxyType(
 )
 """Maps a chat's fields to their names in this API."""
 
+_TOOL_WORDS: Final = chat_tools.ToolWords(
+    path="tools[{}]".format,
+    choice="tool_choice.type",
+    forced='"any"',
+    alone="tool_choice.disable_parallel_tool_use is true",
+)
+
 
 class Tool(CacheMarked):
     """A function that the model may call; Anthropic's own tools are not supported."""
@@ -184,7 +191,7 @@ class CountBody(CacheMarked):
             form=None if config.format is None else config.format.form(),
             thinking_budget=budget,
             effort=effort,
-            tool_path="tools[{}]".format,
+            tool_words=_TOOL_WORDS,
             continued=messages[-1].text if is_continued else "",
             template_kwargs=switched | (continued if is_continued else {}),
         )

@@ -20,6 +20,7 @@ from router.http.requests.schema import (
     session_pin_s,
 )
 from router.http.requests.structured import JsonSchema
+from router.http.requests.tools import ToolWords
 from router.http.strict_json import Listed, Schema, at_most
 
 FIELD_TO_JSON: Final[Mapping[str, str]] = MappingProxyType(
@@ -176,7 +177,7 @@ class ResponseBody(ResponseTools):
             form=self.text.format.form(),
             thinking_budget=self.reasoning.max_tokens,
             effort=self.reasoning.effort,
-            tool_path=self.function_paths.__getitem__,
+            tool_words=ToolWords(self.function_paths.__getitem__),
         )
 
     def request(self, prompt: str, request_id: str) -> GenerateRequest:

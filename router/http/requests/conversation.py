@@ -1,13 +1,13 @@
 """A chat in the form that all APIs share, which makes the prompt and plans the outputs."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from contract.errors import UnimplementedError
 from contract.sampling import StructuredOutput
 from router.http.requests.outputs import OutputPlan, plan_outputs
-from router.http.requests.tools import ToolFields, ToolUse
+from router.http.requests.tools import ToolFields, ToolUse, ToolWords
 from router.parsers.choosing import OutputParsers
 from router.request.inference import Inference
 from router.text.chat_template import ChatTemplate
@@ -41,8 +41,8 @@ class Conversation:
     """How much to think, if the chat template supports it."""
     continued: str = ""
     """The assistant's last message, if outputs continue it."""
-    tool_path: Callable[[int], str] = "tools[{}].function".format
-    """Returns the path of a function, given by its index, in the client's JSON."""
+    tool_words: ToolWords = field(default_factory=ToolWords)
+    """What the client's JSON calls `tools`."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     """Replaces the model's template, if the service trusts requests' templates."""
@@ -54,7 +54,7 @@ class Conversation:
         """
         template = inference.text.chat_template(self.model, self.chat_template)
         parsers = inference.text.parsers(template)
-        tools = self.tools.tool_use(template, parsers, self.tool_path)
+        tools = self.tools.tool_use(template, parsers, self.tool_words)
         prompt = await inference.text.render_chat(
             self.model,
             self.messages,
@@ -68,7 +68,7 @@ class Conversation:
         """Return the output plan of a chat whose prompt was prepared before."""
         template = inference.text.chat_template(self.model, self.chat_template)
         parsers = inference.text.parsers(template)
-        tools = self.tools.tool_use(template, parsers, self.tool_path)
+        tools = self.tools.tool_use(template, parsers, self.tool_words)
         return await self._plan(inference, parsers, tools, prompt)
 
     async def _plan(
@@ -82,7 +82,7 @@ class Conversation:
                 prompt=prompt,
                 continued=self.continued,
                 thinking_budget=self.thinking_budget,
-                tool_path=self.tool_path,
+                tool_words=self.tool_words,
             )
         )
 

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from contract.errors import InvalidArgumentError, UnimplementedError
 from contract.request import GenerateRequest, ThinkingMarkers
 from contract.sampling import StructuredOutput
-from router.http.requests.tools import Function, ToolUse
+from router.http.requests.tools import Function, ToolUse, ToolWords
 from router.parsers.call_grammar import (
     CallGrammar,
     ForcedFunction,
@@ -66,12 +66,11 @@ def plan_outputs(
     prompt: str,
     continued: str,
     thinking_budget: int | None,
-    tool_path: Callable[[int], str],
+    tool_words: ToolWords,
 ) -> OutputPlan:
     """Plan the outputs of a chat whose template has made `prompt`.
 
-    `continued` is the assistant's message at the prompt's end, if outputs continue it. `tool_path`
-    returns the path of a function in the client's JSON.
+    `continued` is the assistant's message at the prompt's end, if outputs continue it.
 
     Raises:
         InvalidArgumentError: A schema is not JSON.
@@ -104,7 +103,7 @@ def plan_outputs(
         parsers.new_reader, has_begun=has_begun, prompt_end=prompt[-_PROMPT_END_CHARS:]
     )
     if tools is not None and tools.wants_calls:
-        plan = _plan_calls(parsers, tools, form, thought, new_reader, tool_path)
+        plan = _plan_calls(parsers, tools, form, thought, new_reader, tool_words)
     else:
         plan = _plan_text(parsers, form, thought, new_reader)
     return replace(plan, thinking=parsers.markers(has_begun=has_begun))
@@ -135,7 +134,7 @@ def _plan_calls(
     form: StructuredOutput | None,
     thought: Thought | None,
     new_reader: Callable[..., Reader],
-    tool_path: Callable[[int], str],
+    words: ToolWords,
 ) -> OutputPlan:
     """Plan outputs that may call functions; `form` has no effect if a call is forced."""
     written = None if parsers.family is None else parsers.family.written
@@ -161,8 +160,8 @@ def _plan_calls(
     if form is not None:
         if grammar is None:
             raise UnimplementedError(
-                'tool_choice is "auto" and the output has a form; with this model it must be'
-                ' "none", "required" or name a function, because the grammar of its calls is'
+                f'{words.choice} is "auto" and the output has a form; with this model it must be'
+                f' "none", {words.forced} or name a function, because the grammar of its calls is'
                 " unknown"
             )
         either = grammar.calls_or_form(
@@ -186,12 +185,12 @@ def _plan_calls(
         return _formed(plan, in_text, before)
     if strict:
         raise UnimplementedError(
-            f"{tool_path(strict[0])}.strict is true; with this model it is supported only if"
-            ' tool_choice is "required" or names a function'
+            f"{words.path(strict[0])}.strict is true; with this model it is supported only if"
+            f" {words.choice} is {words.forced} or names a function"
         )
     raise UnimplementedError(
-        "parallel_tool_calls is false; with this model it must be true: its calls have no markers"
-        " that are tokens"
+        f"{words.alone}, which this model does not support: its calls have no markers that are"
+        " tokens"
     )
 
 

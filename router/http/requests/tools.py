@@ -65,6 +65,19 @@ class NamedChoice(Schema):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolWords:
+    """What an API's JSON calls a chat's fields for tools, and their values; for errors."""
+
+    path: Callable[[int], str] = "tools[{}].function".format
+    """Returns the path of a function, given by its index."""
+    choice: str = "tool_choice"
+    forced: str = '"required"'
+    """The value of `choice` that forces a call."""
+    alone: str = "parallel_tool_calls is false"
+    """How a client asks for at most one call."""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools that a chat's template shows, and the calls that the model may make."""
 
@@ -93,7 +106,7 @@ class ToolFields(Schema):
     """Whether an output may have several calls; a named function is called only once."""
 
     def tool_use(
-        self, template: ChatTemplate, parsers: OutputParsers, tool_path: Callable[[int], str]
+        self, template: ChatTemplate, parsers: OutputParsers, words: ToolWords
     ) -> ToolUse | None:
         """Return how the chat uses tools; None: not at all.
 
@@ -103,15 +116,15 @@ class ToolFields(Schema):
                 unknown syntax.
         """
         if not self.tools:
-            if self.tool_choice not in (None, "none", "auto"):
-                raise InvalidArgumentError(
-                    "tool_choice", f"is {excerpt(self._choice_json)}; it needs tools"
-                )
+            if isinstance(self.tool_choice, NamedChoice):
+                self._named(self.tool_choice.function.name)
+            if self.tool_choice == "required":
+                raise InvalidArgumentError(words.choice, f"is {words.forced}; it needs tools")
             return None
         if self.tool_choice == "none" and not template.takes_tools:
-            check_names(self.tools, tool_path)
+            check_names(self.tools, words.path)
             return None
-        shown = show_tools(self.tools, template, tool_path)
+        shown = show_tools(self.tools, template, words.path)
         offered = [tool.function for tool in self.tools]
         is_alone = not self.parallel_tool_calls
         match self.tool_choice:
@@ -120,9 +133,9 @@ class ToolFields(Schema):
             case "auto" | None:
                 if parsers.tools is None:
                     raise UnimplementedError(
-                        'tool_choice is "auto"; with this model it must be "none", "required" or'
-                        " name a function: its template writes calls in an unknown syntax"
-                        " (--tool-parser)"
+                        f'{words.choice} is "auto"; with this model it must be "none",'
+                        f" {words.forced} or name a function: its template writes calls in an"
+                        " unknown syntax (--tool-parser)"
                     )
                 return ToolUse(shown, offered, offered, is_alone=is_alone)
             case "required":
@@ -138,11 +151,6 @@ class ToolFields(Schema):
         raise InvalidArgumentError(
             "tool_choice", f"names the function {excerpt(name)}; tools has no such function"
         )
-
-    @property
-    def _choice_json(self) -> object:
-        choice = self.tool_choice
-        return choice.model_dump() if isinstance(choice, NamedChoice) else choice
 
 
 def show_tools(

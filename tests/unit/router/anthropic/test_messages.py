@@ -472,6 +472,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.test/x.png
         ({"tools": [{**ADD, "defer_loading": True}]}, "defer_loading is true; it is not supported"),
         ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "now"}},
          'tool_choice names the function "now"'),
+        ({"tool_choice": {"type": "tool", "name": "now"}}, 'tool_choice names the function "now"'),
+        ({"tool_choice": {"type": "any"}}, 'tool_choice.type is "any"; it needs tools'),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 'thinking.type is "enabled"'),
         ({"extra_body": {"mcp_servers": [{}]}}, "mcp_servers is .*; it is not supported"),
         ({"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}},
@@ -487,6 +489,26 @@ async def test_invalid_values_are_refused_by_name(client, inference, options, me
     with pytest.raises(anthropic.BadRequestError, match=message) as raised:
         await client.messages.create(**{**ASK, **options})
     assert said(raised.value)[0] == "invalid_request_error"
+    assert not inference.requests
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "message"),
+    [
+        ("{{ tools }}", {}, 'tool_choice.type is "auto"; .* must be "none", "any" or name a'),
+        (
+            "{{ tools }}[TOOL_CALLS]",
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            "tool_choice.disable_parallel_tool_use is true, which this model does not support",
+        ),
+    ],
+)
+async def test_features_that_the_model_lacks_are_refused_by_name(
+    client, inference, template, options, message
+):
+    inference.text.template = ChatTemplate(template, {})
+    with pytest.raises(anthropic.BadRequestError, match=message):
+        await client.messages.create(**ASK, tools=[ADD], **options)
     assert not inference.requests
 
 

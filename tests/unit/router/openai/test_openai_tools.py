@@ -346,7 +346,7 @@ async def test_a_call_that_was_cut_short_says_so(client, inference):
         ({"tools": [ADD, ADD]}, r'tools\[1\].function.name is "add"; another tool has this'),
         ({"tools": [NOW], "tool_choice": NAMED}, 'tool_choice names the function "add"; tools has'),
         ({"tool_choice": "required"}, 'tool_choice is "required"; it needs tools'),
-        ({"tool_choice": NAMED}, "it needs tools"),
+        ({"tool_choice": NAMED}, 'tool_choice names the function "add"; tools has no such'),
         (
             {"tools": [ADD], "extra_body": {"guided_regex": "a"}},
             "structured_outputs.regex is set; with tools it must be unset, or tool_choice must be",
