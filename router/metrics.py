@@ -26,9 +26,9 @@ class BatchedHistogram(Histogram):
         super()._metric_init()
         self._values: list[float] = []
 
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        del exemplar
-        self._values.append(amount)
+    def observe_all(self, amounts: Iterable[float]) -> None:
+        """Observe the values of a step."""
+        self._values += amounts
         if len(self._values) >= self._MOST:
             self._count()
 
@@ -117,7 +117,7 @@ class ModelMetrics:
     request_prompt_tokens: Histogram
     request_generation_tokens: Histogram
     time_to_first_token: Histogram
-    inter_token_latency: Histogram
+    inter_token_latency: BatchedHistogram
     time_per_output_token: Histogram
     e2e_request_latency: Histogram
     scheduler_connected: Gauge

@@ -77,6 +77,43 @@ class LiveRequest:
     requests.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_accepted",
+        "_cancel",
+        "_closed",
+        "_failure",
+        "_first_seq_key",
+        "_has_events",
+        "_has_gaps",
+        "_leave",
+        "_metrics",
+        "_num_outputs_unread",
+        "_num_prompt_logprobs_taken",
+        "_on_closed",
+        "_prompt_logprobs",
+        "_put",
+        "_refusal",
+        "_room",
+        "_submitted_at",
+        "_taken_away",
+        "_timer",
+        "created",
+        "goes_on",
+        "is_resumed",
+        "is_waiting",
+        "model",
+        "num_cached_tokens",
+        "num_pinned_tokens",
+        "num_submits",
+        "outputs",
+        "outputs_with_events",
+        "record",
+        "refused_by",
+        "usage_key",
+        "vector",
+    )
+
     def __init__(
         self,
         record: ReplayRecord,
@@ -96,6 +133,8 @@ class LiveRequest:
         when the reader has read everything or has left.
         """
         self.record = record
+        self._first_seq_key = record.first_seq_key
+        self._has_gaps = record.beam is None
         self.model = model
         self._metrics = metrics
         self.usage_key = usage_key
@@ -126,8 +165,10 @@ class LiveRequest:
         if record.sampling.prompt_logprobs is not None:
             self._prompt_logprobs = []
         self._num_prompt_logprobs_taken = 0
-        self.outputs_with_events: dict[int, None] = {}
-        """An ordered set of the outputs that have an event which is due but not taken yet."""
+        self.outputs_with_events: list[LiveOutput] = []
+        """The outputs that have an event which is due but not taken yet, in order."""
+        self.is_waiting = False
+        """Whether the events wait for a wave; set by `router/schedulers`."""
         self._num_outputs_unread = len(self.outputs)  # outputs whose end the reader lacks
         self._accepted = False  # the reader has an event, so the request cannot be refused
         self._closed = False
@@ -211,33 +252,37 @@ class LiveRequest:
         token_id: int,
         logprob: TokenLogprob | None,
         now: float,
-        *,
-        is_new: bool = True,
+        gaps: list[float] | None,
     ) -> bool:
         """Append a token to an unfinished output; return whether it completes a stop string.
 
         If so, the caller cancels the sequence. The caller calls `flush` after the last token of a
-        step. `now` is on the event loop's clock. `is_new` is False for tokens from before a
-        resumption, which metrics do not count.
+        step. `now` is on the event loop's clock. `gaps` gets the time since the output's previous
+        token; None for tokens from before a resumption, which metrics do not count.
         """
-        output = self.outputs[seq_key - self.record.first_seq_key]
-        if not is_new:
+        output = self.outputs[seq_key - self._first_seq_key]
+        if gaps is None:
             pass
         elif output.last_token_at is None:
             output.first_token_at = now
             if output.index == 0:
                 self._metrics.time_to_first_token.observe(now - self._submitted_at)
-        elif self.record.beam is None:  # all tokens of a beam search arrive at once
-            self._metrics.inter_token_latency.observe(now - output.last_token_at)
+        elif self._has_gaps:  # all tokens of a beam search arrive at once
+            gaps.append(now - output.last_token_at)
         output.last_token_at = now
-        output.push(token_id, logprob)
+        is_due = output.push(token_id, logprob)
+        if is_due and not output.has_event:
+            output.has_event = True
+            self.outputs_with_events.append(output)
         if output.finished is not None:
-            self.outputs_with_events[output.index] = None
             self._observe_end(output)
             return True
-        if len(output.token_ids) >= output.num_tokens_due:
-            self.outputs_with_events[output.index] = None
         return False
+
+    def _add_event(self, output: LiveOutput) -> None:
+        if not output.has_event:
+            output.has_event = True
+            self.outputs_with_events.append(output)
 
     def replay(self, events: Iterable[Event]) -> None:
         """Add the tokens and ends that another process has computed for this request.
@@ -250,9 +295,8 @@ class LiveRequest:
             match event:
                 case OutputDelta():
                     for token_id, logprob in zip_longest(event.token_ids, event.logprobs):
-                        self.push_token(
-                            first + event.output_index, token_id, logprob, now, is_new=False
-                        )
+                        seq_key = first + event.output_index
+                        self.push_token(seq_key, token_id, logprob, now, None)
                 case OutputFinished() if self.outputs[event.output_index].finished is None:
                     seq_key = first + event.output_index
                     self.finish(seq_key, event.finish_reason, event.stop_token_id, event.error)
@@ -303,7 +347,7 @@ class LiveRequest:
                 cumulative_logprob=cumulative_logprob,
             )
         )
-        self.outputs_with_events[output.index] = None
+        self._add_event(output)
         self._observe_end(output)
 
     def flush(self) -> None:
@@ -463,12 +507,12 @@ class LiveRequest:
                 self._accepted = True
                 return scores
         while self.outputs_with_events:
-            index = next(iter(self.outputs_with_events))
-            output = self.outputs[index]
+            output = self.outputs_with_events[0]
             event = output.take()
             # Otherwise the output's end, or the rest of a delta that was too large, is unread.
             if event is None or (output.finished is None and not output.has_rest):
-                del self.outputs_with_events[index]
+                output.has_event = False
+                del self.outputs_with_events[0]
             if event is None:
                 continue
             if isinstance(event, OutputFinished):

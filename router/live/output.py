@@ -27,6 +27,29 @@ class LiveOutput:
     the sequence even if the reader is slow. The conversion takes less than a microsecond per token.
     """
 
+    __slots__ = (
+        "_detokenizer",
+        "_end_taken",
+        "_end_token_ids",
+        "_logprobs",
+        "_may_think",
+        "_num_due",
+        "_num_unread",
+        "_stop_matcher",
+        "_stream_interval",
+        "_text",
+        "_thinking",
+        "finished",
+        "first_token_at",
+        "has_event",
+        "has_rest",
+        "index",
+        "last_token_at",
+        "num_skipped",
+        "skipped",
+        "token_ids",
+    )
+
     def __init__(
         self,
         index: int,
@@ -63,13 +86,19 @@ class LiveOutput:
         self._thinking = None if thinking is None else ThinkingCounter(thinking)
         self._may_think = self._thinking is not None
         self._stream_interval = stream_interval
-        self._num_tokens_taken = 0
-        self.num_tokens_due = 1
-        """How many tokens the output must have for its next delta; the output's end is always
-        due."""
+        # Both are small in most outputs; Python makes no new objects for small integers.
+        self._num_unread = 0
+        """Number of tokens for the next delta."""
+        self._num_due = 1
+        """How many unread tokens there must be for a delta to be due; the output's end always is.
+        """
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._end_taken = False
+        self.has_event = False
+        """Whether an event is due but not taken yet; set by `LiveRequest`."""
+        self.has_rest = False
+        """Whether tokens or text remain that did not fit into the last delta."""
         self.num_skipped: int | None = None
         """How many tokens the reader had when it resumed the request; None: not resumed."""
         self.skipped: OutputDelta | None = None
@@ -81,21 +110,20 @@ class LiveOutput:
         return bool(self.token_ids) and self.token_ids[-1] in self._end_token_ids
 
     @property
-    def has_rest(self) -> bool:
-        """Whether tokens or text remain that did not fit into the last delta."""
-        return self._num_tokens_taken < len(self.token_ids) or bool(self._text)
-
-    @property
     def num_thinking_tokens(self) -> int:
         return 0 if self._thinking is None else self._thinking.num_tokens
 
-    def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Add the next token; if it completes a stop string, end the output."""
+    def push(self, token_id: int, logprob: TokenLogprob | None) -> bool:
+        """Add the next token; if it completes a stop string, end the output.
+
+        Returns whether an event is due.
+        """
         self.token_ids.append(token_id)
+        self._num_unread += 1
         if logprob is not None:
             self._logprobs.append(logprob)
         if token_id in self._end_token_ids:
-            return
+            return self._num_unread >= self._num_due
         text = self._detokenizer.push(token_id)
         if self._may_think and self._thinking is not None:
             self._may_think = self._thinking.push(text)
@@ -105,6 +133,7 @@ class LiveOutput:
                 self.finished = OutputFinished(self.index, FinishReason.STOP, stop_string=found)
         if text:
             self._text.append(text)
+        return self._num_unread >= self._num_due or self.finished is not None
 
     def finish(self, finished: OutputFinished) -> None:
         """End the output, and add the text that was held back."""
@@ -152,31 +181,37 @@ class LiveOutput:
                 text=text[: received.num_text_bytes].decode(),
                 logprobs=tuple(skipped),
             )
-        self._num_tokens_taken = self.num_skipped = received.num_tokens
-        self.num_tokens_due = received.num_tokens + 1
+        self.num_skipped = received.num_tokens
+        self._num_unread = len(self.token_ids) - received.num_tokens
+        self._num_due = 1
         self._end_taken = received.finished
 
     def take(self) -> OutputDelta | OutputFinished | None:
         """Return the next event: deltas with all unread tokens, then the end, then None."""
-        offset, num_tokens = self._num_tokens_taken, len(self.token_ids)
-        if num_tokens - offset > MAX_EVENT_TOKENS:
-            most = self._num_tokens_taken = offset + MAX_EVENT_TOKENS
+        num_unread = self._num_unread
+        offset = len(self.token_ids) - num_unread
+        if num_unread > MAX_EVENT_TOKENS:
+            self._num_unread = num_unread - MAX_EVENT_TOKENS
+            self.has_rest = True
+            most = offset + MAX_EVENT_TOKENS
             logprobs = tuple(self._logprobs[:MAX_EVENT_TOKENS])
             del self._logprobs[:MAX_EVENT_TOKENS]
             # Text is not stored by token, so all of it comes with the last tokens.
             return OutputDelta(self.index, offset, tuple(self.token_ids[offset:most]), "", logprobs)
         text = "".join(self._text)
-        if text or offset < num_tokens:
-            if num_tokens == offset + 1:  # the usual case, which needs no copy of the array
+        if text or num_unread:
+            if num_unread == 1:  # the usual case, which needs no copy of the array
                 token_ids: tuple[int, ...] = (self.token_ids[offset],)
             else:
                 token_ids = tuple(self.token_ids[offset:])
             logprobs = tuple(self._logprobs)
-            self._num_tokens_taken = num_tokens
-            self.num_tokens_due = num_tokens + self._stream_interval
+            if logprobs:
+                self._logprobs.clear()
+            self._num_unread = 0
+            self._num_due = self._stream_interval
             self._text.clear()
-            self._logprobs.clear()
-            if len(text) > MAX_DELTA_CHARS:
+            self.has_rest = len(text) > MAX_DELTA_CHARS
+            if self.has_rest:
                 self._text.append(text[MAX_DELTA_CHARS:])
                 text = text[:MAX_DELTA_CHARS]
             return OutputDelta(self.index, offset, token_ids, text, logprobs)

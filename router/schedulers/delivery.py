@@ -1,8 +1,13 @@
 """Decides when tokens go to clients: immediately or, while the router is busy, merged."""
 
 import asyncio
+import math
+import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +22,8 @@ _FEW: Final = 32
 _LONGEST_HOLD_S: Final = 0.005
 """Maximum time for which a wave holds the event loop before other callbacks run."""
 _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
+_MOST_BYTES: Final = 100
+"""More than three numbers of 64 bits need."""
 
 
 class Delivery:
@@ -38,45 +45,85 @@ class Delivery:
         """`busy_s` returns how long the thread has run or waited for a processor, in seconds."""
         self._loop = loop or asyncio.get_running_loop()
         self._now, self._busy_s = now, busy_s or wanted_s
-        self._waiting: dict[LiveRequest, None] = {}  # an ordered set
-        self._wave: dict[LiveRequest, None] = {}
+        self._waiting: list[LiveRequest] = []
+        """The requests of the next wave, each once, which `LiveRequest.is_waiting` shows."""
+        self._wave: deque[LiveRequest] = deque()
         """The rest of a wave that has let other callbacks run."""
         self._timer: asyncio.Handle | None = None
         """Starts the next wave, or the rest of the current one."""
         self._last_at, self._last_busy_s = now(), self._busy_s()
         """When the last wave began, on the event loop's clock and on the clock of `busy_s`."""
+        self._gives_way_at = self._last_at
+        self._is_begun = False
+        """Whether `begin` has begun the wave to which the next `add` belongs."""
+
+    def begin(self, num_streams: int) -> float:
+        """Begin a wave with a step of this many streams, unless it must wait.
+
+        Returns until when the caller may flush requests itself: each right after its token, when
+        what belongs to the request is in the processor's caches. -inf: not at all. The caller
+        passes all other requests to `add`.
+        """
+        if self._timer is not None or self._wait_s(num_streams) > 0:
+            return -math.inf
+        self._is_begun = True
+        self._start()
+        return self._gives_way_at
 
     def add(self, changed: Iterable[LiveRequest]) -> None:
         """Flush requests, now or in the next wave."""
-        self._waiting.update(dict.fromkeys(changed))
-        if self._timer is None:
+        for live in changed:
+            if not live.is_waiting:
+                live.is_waiting = True
+                self._waiting.append(live)
+        is_begun, self._is_begun = self._is_begun, False
+        if self._timer is not None:
+            return
+        if is_begun:
+            self._flush()
+        else:
             self._begin_or_wait()
 
     def _begin_or_wait(self) -> None:
-        if len(self._waiting) <= _FEW:
-            self._flush()
-            return
-        interval_s = min((self._busy_s() - self._last_busy_s) / _MOST_BUSY, _LONGEST_S)
-        wait_s = self._last_at + interval_s - self._now()
-        if wait_s > 0:
-            self._timer = self._loop.call_later(wait_s, self._flush)
+        if (wait_s := self._wait_s(len(self._waiting))) > 0:
+            self._timer = self._loop.call_later(wait_s, self._begin)
         else:
-            self._flush()
+            self._begin()
+
+    def _wait_s(self, num_streams: int) -> float:
+        """Return how long the next wave must wait, if it has this many streams."""
+        if num_streams <= _FEW:
+            return 0.0
+        interval_s = min((self._busy_s() - self._last_busy_s) / _MOST_BUSY, _LONGEST_S)
+        return self._last_at + interval_s - self._now()
+
+    def _start(self) -> None:
+        self._last_at, self._last_busy_s = self._now(), self._busy_s()
+        self._gives_way_at = self._last_at + _LONGEST_HOLD_S
+
+    def _begin(self) -> None:
+        """Begin a wave."""
+        self._timer = None
+        self._start()
+        self._flush()
+
+    def _go_on(self) -> None:
+        """Flush the rest of a wave that has let other callbacks run."""
+        self._timer = None
+        self._gives_way_at = self._now() + _LONGEST_HOLD_S
+        self._flush_wave()
 
     def _flush(self) -> None:
-        """Begin a wave."""
-        self._last_at, self._last_busy_s = self._now(), self._busy_s()
-        self._wave, self._waiting = self._waiting, {}
-        self._flush_some()
+        self._wave, self._waiting = deque(self._waiting), []
+        self._flush_wave()
 
-    def _flush_some(self) -> None:
-        self._timer = None
-        ends_at = self._now() + _LONGEST_HOLD_S
-        for live in list(self._wave):
-            del self._wave[live]
+    def _flush_wave(self) -> None:
+        while self._wave:
+            live = self._wave.popleft()
+            live.is_waiting = False
             live.flush()
-            if self._now() >= ends_at and self._wave:
-                self._timer = self._loop.call_soon(self._flush_some)
+            if self._now() >= self._gives_way_at and self._wave:
+                self._timer = self._loop.call_soon(self._go_on)
                 return
         if self._waiting:
             self._begin_or_wait()
@@ -85,7 +132,15 @@ class Delivery:
 def wanted_s() -> float:
     """Return how many seconds this thread has run or, on Linux, waited for a processor."""
     try:
-        ran_ns, waited_ns, _ = _SCHEDSTAT.read_bytes().split()
+        file = _opened(_SCHEDSTAT, threading.get_native_id())
+        ran_ns, waited_ns, _ = os.pread(file, _MOST_BYTES, 0).split()
     except OSError:
         return time.thread_time()
     return (int(ran_ns) + int(waited_ns)) * 1e-9
+
+
+@cache
+def _opened(path: Path, thread_id: int) -> int:
+    """Open the file of the thread `thread_id`, once: this takes longer than reading it."""
+    del thread_id
+    return os.open(path, os.O_RDONLY)

@@ -1,6 +1,8 @@
 """The live sequences of one scheduler; delivers the scheduler's events to their requests."""
 
 import asyncio
+import math
+import time
 from collections.abc import Iterable, Sequence
 
 from router.live.live_request import LiveRequest
@@ -61,14 +63,20 @@ class LiveTable:
         for admission in events.admissions:
             if (live := table.get(admission.seq_key)) is not None:
                 live.admit(admission.seq_key, admission.num_cached_tokens)
-        changed: dict[LiveRequest, None] = {}  # an ordered set
+        changed: list[LiveRequest] = []
         for seq_key, vector in events.vectors.items():
             if (live := table.pop(seq_key, None)) is not None:
                 live.set_vector(seq_key, vector)
-                changed[live] = None
+                changed.append(live)
         stopped: list[int] = []
+        gaps: list[float] | None = [] if is_new else None
         num_tokens = 0
         logprobs = events.logprobs
+        # What one step brings for a sequence goes out together.
+        flush_until = -math.inf
+        if len(set(events.seq_keys)) == len(events.seq_keys):
+            flush_until = self._delivery.begin(len(events.seq_keys))
+        lives_ending = {table.get(each.seq_key) for each in events.endings}
         for part in events.prompt_scores:
             if (live := table.get(part.seq_key)) is not None:
                 live.score_prompt(part.position, part.logprobs)
@@ -80,13 +88,17 @@ class LiveTable:
                 continue
             num_tokens += 1
             logprob = logprobs.get(i) if logprobs else None
-            if live.push_token(seq_key, token_id, logprob, now, is_new=is_new):
+            if live.push_token(seq_key, token_id, logprob, now, gaps):
                 del table[seq_key]
                 stopped.append(seq_key)
             if live.outputs_with_events:
-                changed[live] = None
-        if is_new:
+                if live in lives_ending or time.monotonic() >= flush_until:
+                    changed.append(live)
+                else:
+                    live.flush()
+        if gaps is not None:
             self._metrics.generation_tokens.inc(num_tokens)
+            self._metrics.inter_token_latency.observe_all(gaps)
         for ending in events.endings:
             if (live := table.pop(ending.seq_key, None)) is not None:
                 live.finish(
@@ -96,6 +108,6 @@ class LiveTable:
                     ending.error,
                     ending.cumulative_logprob,
                 )
-                changed[live] = None
+                changed.append(live)
         self._delivery.add(changed)
         return stopped

@@ -15,6 +15,8 @@ class Detokenizer:
     recommends.
     """
 
+    __slots__ = ("_at_start", "_is_within_character", "_pieces", "_table", "_utf8")
+
     def __init__(self, table: TokenTable, *, skip_special_tokens: bool) -> None:
         self._table = table
         self._pieces = table.text_pieces if skip_special_tokens else table.pieces

@@ -61,6 +61,7 @@ class ChatShape:
         self._is_plain = not (has_logprobs or has_token_ids)
         """Whether chunks have neither log-probabilities nor token ids."""
         self._prompt_token_ids = prompt_token_ids
+        self.is_text_only = self._is_plain and new_reader is None
         self._stop = stop
         self._scores: list[TokenLogprob] | None = None
         self._introduced: set[int] = set()

@@ -50,6 +50,8 @@ class Shape(Protocol):
     id_prefix: str
     object_name: str
     chunk_object_name: str
+    is_text_only: bool
+    """Whether `delta` returns only the delta's text from a choice's second delta on."""
 
     def score(self, index: int, scores: PromptScores) -> None:
         """Add more prompt log-probabilities of a choice; called before its first delta."""
@@ -103,8 +105,7 @@ class CompletionShape:
         self._prompt = prompt
         self._echo = echo
         self._has_prompt_logprobs = has_prompt_logprobs
-        self._is_plain = not (has_logprobs or has_token_ids or is_echo_only)
-        """Whether chunks after the first show only text."""
+        self.is_text_only = not (has_logprobs or has_token_ids or is_echo_only)
         self._index_to_offset: defaultdict[int, int] = defaultdict(int)
         self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self._started: set[int] = set()
@@ -119,7 +120,7 @@ class CompletionShape:
 
     def delta(self, index: int, delta: OutputDelta) -> Json | str:
         """Return a chunk's choice with new text; in the first chunk, the prompt comes before it."""
-        if self._is_plain and index in self._started:
+        if self.is_text_only and index in self._started:
             return delta.text
         return {
             "index": index,

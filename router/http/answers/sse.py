@@ -26,6 +26,21 @@ class SseResponse:
     ClientConnectionResetError.
     """
 
+    __slots__ = (
+        "_drain",
+        "_early",
+        "_held",
+        "_is_chunked",
+        "_is_silent",
+        "_is_started",
+        "_request",
+        "_timer",
+        "_transport",
+        "first_event",
+        "heartbeat",
+        "response",
+    )
+
     def __init__(
         self, request: web.Request, headers: dict[str, str], heartbeat: bytes = HEARTBEAT
     ) -> None:
@@ -133,6 +148,17 @@ class SseResponse:
         if transport.is_closing():
             raise ClientConnectionResetError("the client is gone")
         transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self._is_chunked else event)
+
+    def put_between(self, frame: tuple[bytes, bytes], text: bytes) -> None:
+        """Send one event: the bytes before and after `text`, and `text`."""
+        before, behind = frame
+        transport = self._transport
+        if transport is None or not self._is_chunked or transport.is_closing():
+            self.put(before + text + behind)
+            return
+        self._is_silent = False
+        num_bytes = len(before) + len(text) + len(behind)
+        transport.write(b"%x\r\n%b%b%b\r\n" % (num_bytes, before, text, behind))
 
     async def send(self, value: object) -> None:
         """Send a value as one event."""

@@ -1,5 +1,6 @@
 """When tokens go to clients: at once, or merged while the router is busy."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -42,6 +43,7 @@ class Live:
 
     def __init__(self) -> None:
         self.num_flushes = 0
+        self.is_waiting = False
 
     def flush(self) -> None:
         self.num_flushes += 1
@@ -140,6 +142,30 @@ def test_a_long_wave_lets_other_callbacks_run_in_between(clocks, delivery):
     assert num_turns == list(range(5, NUM_STREAMS, 5))
     assert counts(lives) == {1}
     assert late.num_flushes == 1
+
+
+def test_a_step_may_flush_for_as_long_as_a_wave_holds_the_loop(clocks, delivery):
+    lives = [Live() for _ in range(NUM_STREAMS)]
+    clocks.advance(1.0)
+    assert delivery.begin(NUM_STREAMS) == pytest.approx(clocks.now + 0.005)
+    clocks.advance(0.004, busy=0.004)
+    delivery.add(lives)  # of the same wave: they do not wait, though the router was busy
+    assert counts(lives) == {1}
+    assert clocks.due is None
+
+
+def test_a_step_flushes_nothing_while_the_next_wave_waits(clocks, delivery):
+    lives = [Live() for _ in range(NUM_STREAMS)]
+    clocks.advance(1.0)
+    delivery.begin(NUM_STREAMS)
+    delivery.add([])
+    clocks.advance(0.010, busy=0.010)
+    assert delivery.begin(NUM_STREAMS) == -math.inf  # it has been busy
+    delivery.add(lives)
+    assert delivery.begin(1) == -math.inf, "a wave waits, and goes first"
+    assert counts(lives) == {0}
+    clocks.advance(0.005)
+    assert counts(lives) == {1}
 
 
 @pytest.mark.parametrize("has_schedstat", [True, False])

@@ -11,11 +11,13 @@ def test_a_batched_histogram_counts_what_a_histogram_counts():
     for kind in (BatchedHistogram, Histogram):
         registry = CollectorRegistry()
         histogram = kind("quire_test", "", buckets=(0.5, 1.0, 4.0), registry=registry)
-        for value in values[:5]:
-            histogram.observe(value)
-        list(registry.collect())
-        for value in values[5:]:
-            histogram.observe(value)
+        for part in (values[:5], values[5:]):
+            if kind is BatchedHistogram:
+                histogram.observe_all(part)
+            else:
+                for value in part:
+                    histogram.observe(value)
+            list(registry.collect())
         (family,) = registry.collect()
         samples.append(
             [(s.name, s.labels, s.value) for s in family.samples if not s.name.endswith("_created")]

@@ -41,7 +41,7 @@ async def test_a_request_is_written_as_it_is_then(router):
     live, submit = await start(router)
     outbox = Outbox()
     outbox.submit(live)
-    live.push_token(submit.first_seq_key, 70, None, 0.0)
+    live.push_token(submit.first_seq_key, 70, None, 0.0, None)
     assert len((await outbox.next()).submit.outputs) == 2
     await live.aclose()
 

@@ -512,6 +512,24 @@ async def test_a_stop_string_does_not_wait_for_more_tokens(router):
     assert (delta.text, finished.stop_string) == ("ab", "c")
 
 
+async def test_what_a_step_brings_for_a_request_goes_out_together(router):
+    live, submit = await start(router, stop=("abc",))
+    key = submit.first_seq_key
+    a, b, c = (router.tokens(letter)[0] for letter in "abx")
+    events = []
+    sending = asyncio.create_task(live.send_to(events.append))
+    await asyncio.sleep(0)
+    await router.scheduler.step({key: [c, a]})
+    await router.scheduler.step({key: [b]}, finished={key: LENGTH})
+    await sending
+    assert events == [
+        OutputDelta(0, 0, (c, a), "x"),
+        OutputDelta(0, 2, (b,), "ab"),  # the end releases what may have begun a stop string
+        OutputFinished(0, FinishReason.LENGTH),
+        Usage(3, 3, 0),
+    ]
+
+
 async def test_the_routers_interval_counts_where_a_request_has_none(router):
     router.inference._stream_interval = 2
     both = [await start(router), await start(router, stream_interval=1)]
