@@ -22,7 +22,7 @@ import uvloop
 from harness.case import Results, Table, arguments, main
 from harness.processes import HOST, environment
 
-from rpc.http2.limits import Limits
+from rpc.http2.limits import ConnectionLimits
 from rpc.http2.server import Http2Server
 
 _METHOD = "Stream"
@@ -37,7 +37,7 @@ _PER_CONNECTION = 64
 
 SERVERS: dict[str, Any] = {
     "grpc.aio": lambda: grpc.aio.server(options=[("grpc.max_concurrent_streams", 4096)]),
-    "rpc.http2": lambda: Http2Server(Limits(_MIB, _MIB, 16384, 4096)),
+    "rpc.http2": lambda: Http2Server(ConnectionLimits(_MIB, _MIB, 16384, 4096)),
 }
 
 

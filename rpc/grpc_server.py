@@ -13,7 +13,7 @@ import grpc.aio
 import structlog
 
 from rpc.file_limit import max_connections
-from rpc.http2.limits import Limits
+from rpc.http2.limits import ConnectionLimits
 from rpc.http2.ports import free_path
 from rpc.http2.server import Http2Server
 from rpc.observe import telemetry
@@ -91,7 +91,7 @@ def make_grpc_server(
         )
         server = grpc.aio.server(options=options, interceptors=chain)
     else:
-        limits = Limits(
+        limits = ConnectionLimits(
             max_received_bytes=(max_received_mb or settings.max_message_mb) * _MIB,
             max_sent_bytes=settings.max_message_mb * _MIB,
             max_metadata_bytes=settings.max_metadata_kb * _KIB,

@@ -9,9 +9,9 @@ from gpu.dense_attention import flex, sdpa
 from kernels import reference
 from kernels.grouped_maps import GroupedMaps
 from kernels.ops import launcher
-from kernels.tuning.workload import Layout, Model, paged_inputs, queries
+from kernels.tuning.workload import ModelSizes, PoolLayout, paged_inputs, queries
 
-LLAMA_8B = Model(32, 8, 128, 16, torch.bfloat16)
+LLAMA_8B = ModelSizes(32, 8, 128, 16, torch.bfloat16)
 _MIB = 1 << 20
 
 
@@ -98,7 +98,7 @@ def main_cases(size: Size) -> list[Case]:
     return [without_flex(named[name]) for name in _MAIN]
 
 
-def _cut(model: Model, size: Size) -> Model:
+def _cut(model: ModelSizes, size: Size) -> ModelSizes:
     if size is WHOLE:
         return model
     return replace(
@@ -110,7 +110,7 @@ def _cut(model: Model, size: Size) -> Model:
     )
 
 
-def _model_text(model: Model) -> str:
+def _model_text(model: ModelSizes) -> str:
     stored = "" if model.stored is None else f" {str(model.stored).removeprefix('torch.')[:6]}"
     return f"{model.num_heads}/{model.num_kv_heads}x{model.head_dim} P{model.block_size}{stored}"
 
@@ -119,9 +119,9 @@ def _decode(
     size: Size,
     text: str,
     seq_lens: Sequence[int],
-    model: Model = LLAMA_8B,
+    model: ModelSizes = LLAMA_8B,
     *,
-    layout: Layout = Layout.BLOCK_MAJOR,
+    layout: PoolLayout = PoolLayout.BLOCK_MAJOR,
     num_layers: int = 4,
     window: int | None = None,
     with_flex: bool = False,
@@ -155,7 +155,7 @@ def _decode(
 
     notes = "" if window is None else f" window {window}"
     notes += "" if num_layers == 4 else f" {num_layers} layers"
-    notes += " layer-major" if layout is Layout.LAYER_MAJOR else ""
+    notes += " layer-major" if layout is PoolLayout.LAYER_MAJOR else ""
     return Case("decode", f"{text} {_model_text(model)}{notes}", prepare)
 
 
@@ -184,9 +184,9 @@ def _decode_cases(size: Size) -> list[Case]:
         model = replace(LLAMA_8B, block_size=block_size)
         if block_size != 16:
             cases.append(_decode(size, "64x8k", uniform, model))
-        cases.append(_decode(size, "64x8k", uniform, model, layout=Layout.LAYER_MAJOR))
+        cases.append(_decode(size, "64x8k", uniform, model, layout=PoolLayout.LAYER_MAJOR))
     # A layer of a whole model: of each block of 2 MiB it reads 64 KiB (69 GB in all).
-    cases += [_decode(size, "64x8k", uniform, layout=each, num_layers=32) for each in Layout]
+    cases += [_decode(size, "64x8k", uniform, layout=each, num_layers=32) for each in PoolLayout]
     return cases
 
 
@@ -194,7 +194,7 @@ def _prefill(
     size: Size,
     text: str,
     chunks: Sequence[tuple[int, int]],  # (query_len, seq_len)
-    model: Model = LLAMA_8B,
+    model: ModelSizes = LLAMA_8B,
     *,
     with_flex: bool = False,
 ) -> Case:

@@ -37,11 +37,11 @@ from kernels.triton.configs import (
     shape_of,
 )
 from kernels.tuning.ahead import compile_ahead
-from kernels.tuning.workload import Model
+from kernels.tuning.workload import ModelSizes
 
 Workload = TypeVar("Workload")
 _REPEATS: Final = 20
-_TINY: Final = Model(2, 1, 16, 16, torch.float16)
+_TINY: Final = ModelSizes(2, 1, 16, 16, torch.float16)
 
 DECODE_SEQ_LENS: Final[tuple[tuple[int, ...], ...]] = (
     (131_072,),
@@ -184,7 +184,7 @@ def _tune(given: argparse.Namespace) -> None:
     """Tune both kernels, and write the file after each."""
     from kernels.tuning.candidates import decode_seconds, prefill_seconds  # noqa: PLC0415  needs Triton
 
-    model = Model(
+    model = ModelSizes(
         num_heads=given.heads,
         num_kv_heads=given.kv_heads,
         head_dim=given.head_dim,

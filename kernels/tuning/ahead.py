@@ -12,7 +12,7 @@ from multiprocessing import get_context
 import torch
 
 from kernels.triton.configs import DecodeConfig, PrefillConfig, forced
-from kernels.tuning.workload import Model
+from kernels.tuning.workload import ModelSizes
 
 _DECODE_SEQ_LENS = ((4096, 512), (16,) * 256)
 """Small workloads that need the same variants of the kernels as large ones."""
@@ -20,7 +20,7 @@ _PREFILL_CHUNKS = (((64, 64),), ((64, 4096),))
 
 
 def compile_ahead(
-    model: Model,
+    model: ModelSizes,
     configs: Sequence[DecodeConfig | PrefillConfig],
     device: torch.device,
     num_processes: int,
@@ -34,7 +34,7 @@ def compile_ahead(
     return num_failed
 
 
-def _launch(model: Model, device: str, config: DecodeConfig | PrefillConfig) -> None:
+def _launch(model: ModelSizes, device: str, config: DecodeConfig | PrefillConfig) -> None:
     from kernels.tuning.candidates import decode_launch, prefill_launch  # noqa: PLC0415  needs Triton
 
     where = torch.device(device)

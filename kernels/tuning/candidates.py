@@ -8,11 +8,11 @@ from kernels.triton.attention.decode import paged_attention_decode
 from kernels.triton.attention.prefill import paged_attention_prefill
 from kernels.triton.configs import DecodeConfig, PrefillConfig, forced
 from kernels.tuning.timing import seconds_of
-from kernels.tuning.workload import Model, paged_inputs, queries
+from kernels.tuning.workload import ModelSizes, paged_inputs, queries
 
 
 def decode_seconds(
-    model: Model,
+    model: ModelSizes,
     config: DecodeConfig,
     seq_lens: Sequence[int],
     device: torch.device,
@@ -24,7 +24,7 @@ def decode_seconds(
 
 
 def prefill_seconds(
-    model: Model,
+    model: ModelSizes,
     config: PrefillConfig,
     chunks: Sequence[tuple[int, int]],
     device: torch.device,
@@ -36,7 +36,7 @@ def prefill_seconds(
 
 
 def decode_launch(
-    model: Model, seq_lens: Sequence[int], device: torch.device
+    model: ModelSizes, seq_lens: Sequence[int], device: torch.device
 ) -> Callable[[], torch.Tensor]:
     """Return a launch of one decode step of sequences of these lengths."""
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def decode_launch(
 
 
 def prefill_launch(
-    model: Model, chunks: Sequence[tuple[int, int]], device: torch.device
+    model: ModelSizes, chunks: Sequence[tuple[int, int]], device: torch.device
 ) -> Callable[[], torch.Tensor]:
     """Return a launch of one step of these chunks, each (query_len, seq_len)."""
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ _LAYER: Final = 1
 _LARGEST_BYTE: Final = 0x70  # of e4m3: finite
 
 
-class Layout(Enum):
+class PoolLayout(Enum):
     """The outermost dimension of the pool."""
 
     BLOCK_MAJOR = "block"
@@ -26,7 +26,7 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelSizes:
     """The properties of a model that attention depends on."""
 
     num_heads: int
@@ -62,10 +62,10 @@ class PagedInputs:
 
 
 def paged_inputs(
-    model: Model,
+    model: ModelSizes,
     seq_lens: Sequence[int],
     device: torch.device,
-    layout: Layout = Layout.BLOCK_MAJOR,
+    layout: PoolLayout = PoolLayout.BLOCK_MAJOR,
     num_layers: int = _NUM_LAYERS,
 ) -> PagedInputs:
     """Return sequences of these lengths in shuffled blocks, which no two sequences share.
@@ -97,7 +97,7 @@ def paged_inputs(
     )
 
 
-def queries(model: Model, num_tokens: int, device: torch.device) -> torch.Tensor:
+def queries(model: ModelSizes, num_tokens: int, device: torch.device) -> torch.Tensor:
     """Return random queries [T, H, D]."""
     shape = num_tokens, model.num_heads, model.head_dim
     return torch.randn(shape, device=device).to(model.dtype)
@@ -107,12 +107,12 @@ def _pool(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    layout: Layout,
+    layout: PoolLayout,
     num_layers: int,
 ) -> torch.Tensor:
     """Return a view [L, 2, B, ...] of random numbers."""
     num_blocks, *rest = shape
-    if layout is Layout.BLOCK_MAJOR:
+    if layout is PoolLayout.BLOCK_MAJOR:
         whole = torch.empty(num_blocks, num_layers, 2, *rest, dtype=dtype, device=device)
         view = whole.permute(1, 2, 0, *range(3, whole.dim()))
     else:

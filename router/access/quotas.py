@@ -78,8 +78,8 @@ class Meter:
         if self.quota.tokens_per_minute is not None:
             self._tokens = TokenBucket(self.quota.tokens_per_minute, self.now)
 
-    def begin(self, now: float, *, is_free: bool = False) -> "Lease":
-        """Count a request until its lease ends. A free request costs nothing and is always allowed.
+    def begin(self, now: float, *, is_free: bool = False) -> "QuotaShare":
+        """Count a request until its share ends. A free request costs nothing and is always allowed.
 
         Raises:
             QuotaError: The quota is used up; nothing is counted.
@@ -89,7 +89,7 @@ class Meter:
             if self._requests is not None:
                 self._requests.take(1, now)
         self.num_live += 1
-        return Lease(self)
+        return QuotaShare(self)
 
     def check(self, num_tokens: int, now: float) -> None:
         """Check that a request of at least `num_tokens` could begin; nothing is counted.
@@ -116,7 +116,7 @@ class Meter:
             )
 
     def reserve(self, num_tokens: int, now: float) -> None:
-        """See `Lease.reserve`."""
+        """See `QuotaShare.reserve`."""
         limit = self.quota.max_tokens_in_flight
         if limit is not None:
             self._forget_left(now)
@@ -173,7 +173,7 @@ class Meter:
             self.take_up(request_id)
 
 
-class Lease:
+class QuotaShare:
     """A request's share of its tenant's quota, while the request is live."""
 
     def __init__(self, meter: Meter) -> None:
@@ -218,6 +218,6 @@ class Quotas:
         """See `Meter.check`."""
         self._meters.get(tenant, self._unlimited).check(num_tokens, now)
 
-    def begin(self, tenant: str, now: float, *, is_free: bool = False) -> Lease:
+    def begin(self, tenant: str, now: float, *, is_free: bool = False) -> QuotaShare:
         """See `Meter.begin`."""
         return self._meters.get(tenant, self._unlimited).begin(now, is_free=is_free)

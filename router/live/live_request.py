@@ -53,7 +53,7 @@ class ReplayRecord:
     """Additional data with which another router can resume the request; None: not resumable."""
 
 
-class Room(Protocol):
+class ClientRoom(Protocol):
     """Tells whether a client can take more events."""
 
     def has_room(self) -> bool: ...
@@ -174,7 +174,7 @@ class LiveRequest:
         self._closed = False
         self._put: Callable[[Event], None] | None = None
         """The argument of `send_to` while `send_to` runs; otherwise None."""
-        self._room: Room | None = None
+        self._room: ClientRoom | None = None
         self._failure: Exception | None = None
         """The error that `_put` has raised."""
         self._taken_away: QuireError | None = None
@@ -449,7 +449,7 @@ class LiveRequest:
             self.finish(seq_key, FinishReason.DEADLINE)
         self.flush()
 
-    async def send_to(self, put: Callable[[Event], None], room: Room | None = None) -> None:
+    async def send_to(self, put: Callable[[Event], None], room: ClientRoom | None = None) -> None:
         """Call `put` with each event as soon as it has arrived and there is room, until the last.
 
         `put` must not wait, because the task that reads from the scheduler calls it. An error of

@@ -25,7 +25,7 @@ from contract.request import GenerateRequest, Model, ResumeRequest, StopOptions
 from contract.sampling import BeamSearch, SamplingParams
 from router import metrics
 from router.access.api_keys import key_of_call
-from router.access.quotas import Lease
+from router.access.quotas import QuotaShare
 from router.access.tenancy import claim
 from router.live.live_request import LiveRequest, ReplayRecord
 from router.live.output import LiveOutput
@@ -124,15 +124,15 @@ class Inference:
         request = replace(request, stream_interval=stream_interval)
         request_id = request.request_id or uuid.uuid4().hex
         admitted = self._admission.admit(request.tenant, request_id, self.name)
-        lease: Lease | None = None
+        share: QuotaShare | None = None
         try:
-            lease = self._quotas.begin(request.tenant, asyncio.get_running_loop().time())
-            live = await self._submit(request, model, admitted, lease, is_kept=is_kept)
+            share = self._quotas.begin(request.tenant, asyncio.get_running_loop().time())
+            live = await self._submit(request, model, admitted, share, is_kept=is_kept)
         except BaseException as error:
             if isinstance(error, Exception):
                 admitted.span.set_status(StatusCode.ERROR, str(error))
-            if lease is not None:
-                lease.end(0)
+            if share is not None:
+                share.end(0)
             self._admission.release(request.tenant, request_id)
             raise
         self._metrics.prompt_tokens.inc(len(live.prompt_token_ids))
@@ -144,7 +144,7 @@ class Inference:
         request: GenerateRequest,
         model: Model,
         admitted: AdmittedRequest,
-        lease: Lease,
+        share: QuotaShare,
         *,
         is_kept: bool,
     ) -> LiveRequest:
@@ -175,7 +175,7 @@ class Inference:
         if sampling.pooling is not None:
             pooling = replace(sampling.pooling, num_first_tokens=prepared.num_first_tokens)
             sampling = replace(sampling, pooling=pooling)
-        lease.reserve(
+        share.reserve(
             _most_tokens(len(prompt), request.n, request.beam, sampling),
             asyncio.get_running_loop().time(),
         )
@@ -200,7 +200,7 @@ class Inference:
             request.thinking,
             request.stream_interval or 1,
         )
-        live = self._start(record, request.n, stop_options, model, lease, is_kept=is_kept)
+        live = self._start(record, request.n, stop_options, model, share, is_kept=is_kept)
         if span.is_recording():
             span.set_attributes(request_span.submitted(live))
         self.schedulers.submit(live)
@@ -212,7 +212,7 @@ class Inference:
         n: int,
         stop_options: StopOptions,
         model: Model,
-        lease: Lease,
+        share: QuotaShare,
         *,
         is_kept: bool = False,
     ) -> LiveRequest:
@@ -244,7 +244,7 @@ class Inference:
             usage_key=UsageKey(record.tenant, key_of_call(), model.parent or model.id, adapter),
             cancel=self.schedulers.cancel,
             leave=self.schedulers.leave,
-            on_closed=lambda live: self._on_closed(live, lease, is_kept=is_kept),
+            on_closed=lambda live: self._on_closed(live, share, is_kept=is_kept),
         )
         self._admission.add(live)
         return live
@@ -281,7 +281,7 @@ class Inference:
         model = self.model.info("" if adapter is None else adapter.name)
         admitted = self._admission.admit(record.tenant, record.request_id, self.name)
         try:
-            lease = self._quotas.begin(record.tenant, asyncio.get_running_loop().time())
+            share = self._quotas.begin(record.tenant, asyncio.get_running_loop().time())
         except BaseException:
             self._admission.release(admitted.tenant, admitted.request_id)
             raise
@@ -292,9 +292,9 @@ class Inference:
                 traceparent=telemetry.inject(trace.set_span_in_context(admitted.span)),
                 resume_record=None,
             )
-            live = self._start(record, found.n, found.stop_options, model, lease, is_kept=True)
+            live = self._start(record, found.n, found.stop_options, model, share, is_kept=True)
         except BaseException:
-            lease.end(0)
+            share.end(0)
             self._admission.release(admitted.tenant, admitted.request_id)
             raise
         try:
@@ -321,24 +321,24 @@ class Inference:
         if (tenant, request_id) in self._admission:
             self._end_reader(request_id, tenant)
         admitted = self._admission.admit(tenant, request_id, self.name)
-        lease: Lease | None = None
+        share: QuotaShare | None = None
         try:
             now = asyncio.get_running_loop().time()
-            new_lease = lease = self._quotas.begin(tenant, now, is_free=is_free)
+            new_share = share = self._quotas.begin(tenant, now, is_free=is_free)
             # The stream's task will start the request, and needs this call's API key then
             caller = copy_context()
             return await self.schedulers.resume(
                 request_id,
                 tenant,
                 lambda found: caller.run(
-                    self._start_resumed, found, admitted, deadline, model, new_lease
+                    self._start_resumed, found, admitted, deadline, model, new_share
                 ),
             )
         except BaseException:
             # The request is absent if it was resumed and its reader has left.
             if (tenant, request_id) in self._admission:
-                if lease is not None:
-                    lease.end(0)
+                if share is not None:
+                    share.end(0)
                 self._admission.release(tenant, request_id)
             raise
 
@@ -348,7 +348,7 @@ class Inference:
         admitted: AdmittedRequest,
         deadline: float | None,
         model: Model,
-        lease: Lease,
+        share: QuotaShare,
     ) -> LiveRequest:
         record = replace(found.record, deadline=deadline)
         if (record.tenant, record.request_id) != (admitted.tenant, admitted.request_id):
@@ -358,8 +358,8 @@ class Inference:
         num_tokens = _most_tokens(
             len(record.prompt_token_ids), found.n, record.beam, record.sampling
         )
-        lease.take_up(record.request_id, num_tokens)
-        live = self._start(record, found.n, found.stop_options, model, lease)
+        share.take_up(record.request_id, num_tokens)
+        live = self._start(record, found.n, found.stop_options, model, share)
         live.is_resumed = True
         return live
 
@@ -381,7 +381,7 @@ class Inference:
         self.schedulers.leave(live)
         live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
-    def _on_closed(self, live: LiveRequest, lease: Lease, *, is_kept: bool) -> None:
+    def _on_closed(self, live: LiveRequest, share: QuotaShare, *, is_kept: bool) -> None:
         if self.entry.usage is not None and not is_kept:
             self.entry.usage.add(live.usage_key, live.used)
         if self.entry.audit is not None:
@@ -389,11 +389,11 @@ class Inference:
         if live.goes_on:
             # This router does not learn how the request ends
             now = asyncio.get_running_loop().time()
-            lease.leave(live.request_id, now, now + self.schedulers.resume_grace_s)
+            share.leave(live.request_id, now, now + self.schedulers.resume_grace_s)
         elif live.num_cached_tokens is None:
-            lease.end(0)  # the scheduler never admitted it
+            share.end(0)  # the scheduler never admitted it
         else:
-            lease.end(len(live.prompt_token_ids) + live.num_completion_tokens)
+            share.end(len(live.prompt_token_ids) + live.num_completion_tokens)
         self._admission.close(live)
 
     def hand_over(self) -> None:

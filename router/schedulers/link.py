@@ -23,7 +23,7 @@ from router.metrics import of_model
 from router.schedulers.calls import SchedulerCalls
 from router.schedulers.live_table import LiveTable
 from router.schedulers.messages import Refusal, Resumption, SchedulerMessage, StepEvents, Welcome
-from router.schedulers.outbox import Outbox
+from router.schedulers.outbox import SchedulerOutbox
 from router.schedulers.resuming import ResumingCalls, StartResumed
 from router.schedulers.wire import message_from_proto
 from rpc.observe import timeline
@@ -85,7 +85,7 @@ class SchedulerLink:
     """Owns the stream to one scheduler and the table of its live requests.
 
     `run` reads the stream and never waits for a request's reader. `submit` and `cancel` put
-    messages into the `Outbox` and never wait.
+    messages into the `SchedulerOutbox` and never wait.
     """
 
     def __init__(self, target: str, config: LinkConfig, owner: LinkOwner) -> None:
@@ -119,7 +119,7 @@ class SchedulerLink:
         self._owner = owner
         self._misfit: MisfitError | None = None
         self._resuming = ResumingCalls()
-        self._outbox: Outbox | None = None
+        self._outbox: SchedulerOutbox | None = None
         """Messages to the scheduler; None while there is no scheduler."""
         self._knows_unpin = False
         self._calls: SchedulerCalls | None = None
@@ -307,7 +307,7 @@ class SchedulerLink:
             self._why_expired = why
             self._limit.reschedule(asyncio.get_running_loop().time())
 
-    async def _meet(self, welcome: Welcome) -> Outbox:
+    async def _meet(self, welcome: Welcome) -> SchedulerOutbox:
         """Adopt the scheduler's model, and submit every live request to the scheduler."""
         try:
             await self._owner.prepare(welcome.model)
@@ -329,7 +329,7 @@ class SchedulerLink:
             num_resubmitted=len(lives),
         )
         self.room, self.is_unloaded = None, False
-        outbox = self._outbox = Outbox()
+        outbox = self._outbox = SchedulerOutbox()
         self.away_since = None
         for live in lives:
             self.submit(live)
@@ -409,7 +409,7 @@ class SchedulerLink:
         if not (is_full and self._owner.refused(self, live)):
             live.refuse(refusal.error)
 
-    def _submit_again(self, live: LiveRequest, outbox: Outbox | None) -> None:
+    def _submit_again(self, live: LiveRequest, outbox: SchedulerOutbox | None) -> None:
         is_live = any(seq_key in self.table for seq_key in live.live_seq_keys)
         # A newer scheduler may already have the request
         if is_live and self._outbox is outbox:
@@ -437,14 +437,14 @@ async def _poll(stub: scheduler_pb2_grpc.SchedulerServiceStub, heartbeat: Heartb
         await asyncio.sleep(BEAT_S)
 
 
-async def _send_heartbeats(outbox: Outbox) -> None:
+async def _send_heartbeats(outbox: SchedulerOutbox) -> None:
     """Send heartbeats to the scheduler, until cancelled."""
     while True:
         outbox.send_heartbeat()
         await asyncio.sleep(BEAT_S)
 
 
-async def _write(call: Any, outbox: Outbox) -> None:
+async def _write(call: Any, outbox: SchedulerOutbox) -> None:
     # When the stream ends, the reader gets the error; the writer only stops.
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while True:

@@ -12,7 +12,7 @@ from router.schedulers.wire import submit_to_proto
 _HEARTBEAT: Final = scheduler_pb2.ConnectRequest(heartbeat=scheduler_pb2.RouterHeartbeat())
 
 
-class Outbox:
+class SchedulerOutbox:
     """Requests to submit, in order, and sequences to cancel. Only `next` waits.
 
     A request is serialized when it is sent, and dropped if it ends before that. So while a

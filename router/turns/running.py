@@ -20,8 +20,8 @@ from contract.outputs import (
 from router.live.live_request import LiveRequest
 from router.live.usage import Used, used_of
 from router.schedulers.wire import record_from_bytes
-from router.turns.store import Progress
-from router.turns.turn import Answer, Turn, TurnEnd, TurnStatus
+from router.turns.store import TurnProgress
+from router.turns.turn import Turn, TurnAnswer, TurnEnd, TurnStatus
 
 
 class MovedError(QuireError):
@@ -88,7 +88,7 @@ class RunningTurn:
         self.task: asyncio.Task[None] | None = None
         self.live: LiveRequest | None = None
         """The request that computes the turn now, or that computed it last."""
-        self.answer: Answer | None = None
+        self.answer: TurnAnswer | None = None
         self.is_cancelled = False
         self.num_readers = 0
         self.done = asyncio.Event()
@@ -179,16 +179,16 @@ class RunningTurn:
 
     # --- for the store --------------------------------------------------------------------------
 
-    def progress(self) -> tuple[Progress, Seen]:
+    def progress(self) -> tuple[TurnProgress, Seen]:
         """Return what the store lacks, and what it will have once that part is written."""
         after = Seen(self._kept.tokens.copy(), None if self._end is None else self._end.at)
         events = list(after.new_of(self._deltas(self._kept)))
         if self._end is not None:
             events += self._last
         record = None if self._is_record_kept else self.record
-        return Progress(self.turn.id, self._num_events_kept, events, record, self._end), after
+        return TurnProgress(self.turn.id, self._num_events_kept, events, record, self._end), after
 
-    def kept(self, progress: Progress, seen: Seen) -> None:
+    def kept(self, progress: TurnProgress, seen: Seen) -> None:
         """Record that a result of `progress()` has been stored."""
         self._kept = seen
         self._num_events_kept += len(progress.events)

@@ -35,7 +35,7 @@ MAX_CHAIN: Final = 1024
 
 
 @dataclass(slots=True)
-class Progress:
+class TurnProgress:
     """The new part of a running turn."""
 
     turn_id: str
@@ -53,7 +53,7 @@ class TurnChanges:
 
     accepted: list[Turn] = field(default_factory=list)
     """New turns, which this router computes."""
-    progress: list[Progress] = field(default_factory=list)
+    progress: list[TurnProgress] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     """Turns to leave to other routers."""
     usage: tuple[int, UsageRows] = (0, {})
@@ -331,7 +331,7 @@ def insert_turn(cursor: Cursor, turn: Turn, owner: str, lease_until: float) -> b
     return cursor.rowcount > 0
 
 
-def _write_progress(cursor: Cursor, progress: Progress) -> None:
+def _write_progress(cursor: Cursor, progress: TurnProgress) -> None:
     _write_events(cursor, progress.turn_id, progress.first_number, progress.events)
     if progress.record is not None:
         cursor.execute(
@@ -340,7 +340,7 @@ def _write_progress(cursor: Cursor, progress: Progress) -> None:
         )
 
 
-def _write_end(cursor: Cursor, progress: Progress, end: TurnEnd) -> str:
+def _write_end(cursor: Cursor, progress: TurnProgress, end: TurnEnd) -> str:
     """Write the end of a turn; return the turn's group."""
     cursor.execute(
         "UPDATE turns SET status = ?, result = ?, ended_at = ?, owner = '' WHERE id = ?"

@@ -60,7 +60,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TurnAnswer:
     """The answer of a turn that was computed as a whole."""
 
     result: bytes

@@ -36,7 +36,7 @@ from router.schedulers.wire import record_from_bytes, record_to_bytes
 from router.turns.claims import Models
 from router.turns.running import MovedError, RunningTurn, Seen
 from router.turns.store import SWEEP_LIMIT, TurnChanges, TurnStore
-from router.turns.turn import Answer, StoreError, Turn, TurnEnd, TurnStatus
+from router.turns.turn import StoreError, Turn, TurnAnswer, TurnEnd, TurnStatus
 
 log = structlog.get_logger()
 
@@ -65,7 +65,7 @@ _CANCEL_S: Final = 5.0
 class TurnKind(Protocol):
     """An API's methods for its turns."""
 
-    async def answer(self, turn: Turn) -> Answer | None:
+    async def answer(self, turn: Turn) -> TurnAnswer | None:
         """Compute a turn as a whole; or return None, to have its request submitted instead.
 
         May raise QuireError.

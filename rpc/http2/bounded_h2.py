@@ -12,7 +12,7 @@ from hpack import Decoder, HPACKDecodingError
 from hyperframe.frame import DataFrame, Frame, GoAwayFrame, HeadersFrame, SettingsFrame
 
 from rpc.http2.inbox import WINDOW_BYTES
-from rpc.http2.limits import Limits
+from rpc.http2.limits import ConnectionLimits
 
 _LENGTH_BYTES: Final = 3
 """Size of the length field, with which each frame begins."""
@@ -83,7 +83,7 @@ class BoundedH2(H2Connection):
     The caller must pass each stream that has closed to `forget`.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         # If h2 checked headers, one malformed call would end all calls of the connection.
         super().__init__(
             H2Configuration(

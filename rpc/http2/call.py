@@ -12,13 +12,13 @@ import structlog
 from rpc.http2.headers import (
     Headers,
     Metadata,
-    Request,
+    RequestHeaders,
     encode_metadata,
     encode_status,
     first_headers,
 )
 from rpc.http2.inbox import Inbox, RefusedMessageError
-from rpc.http2.limits import Limits
+from rpc.http2.limits import ConnectionLimits
 from rpc.http2.outbox import Outbox, OutStream
 
 _EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
@@ -33,7 +33,7 @@ log = structlog.get_logger()
 class Wire(Protocol):
     """The part of a connection that its calls use."""
 
-    limits: Limits
+    limits: ConnectionLimits
     outbox: Outbox
     peer: str
     """The client's address, as gRPC writes it."""
@@ -49,7 +49,9 @@ class Wire(Protocol):
 class Call:
     """A call, from its request headers to the end of its handler."""
 
-    def __init__(self, wire: Wire, stream: OutStream, inbox: Inbox, request: Request) -> None:
+    def __init__(
+        self, wire: Wire, stream: OutStream, inbox: Inbox, request: RequestHeaders
+    ) -> None:
         self.inbox = inbox
         self.stream = stream
         self._wire = wire

@@ -17,7 +17,7 @@ from rpc.http2.bounded_h2 import BoundedH2
 from rpc.http2.call import Call
 from rpc.http2.headers import Headers, Metadata, RefusedRequestError, read_request
 from rpc.http2.inbox import Inbox
-from rpc.http2.limits import FrameBudget, Limits
+from rpc.http2.limits import ConnectionLimits, FrameBudget
 from rpc.http2.outbox import Outbox, OutStream
 from rpc.http2.turns import ParsingTurns
 from rpc.security.client_certificates import auth_context
@@ -47,7 +47,7 @@ logging.getLogger("hpack").setLevel(logging.INFO)
 class Host(Protocol):
     """The part of the server that its connections use."""
 
-    limits: Limits
+    limits: ConnectionLimits
     connections: set["Connection"]
     is_stopping: bool
     turns: ParsingTurns

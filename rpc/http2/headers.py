@@ -35,7 +35,7 @@ ENCODING_TO_WBITS: Final = {_IDENTITY: 0, "deflate": 15, "gzip": 31}
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RequestHeaders:
     """The parsed request headers of a call."""
 
     method: str
@@ -63,7 +63,7 @@ def first_headers(*, accepts_compressed: bool) -> Headers:
     ]
 
 
-def read_request(headers: Headers, max_bytes: int, *, accepts_compressed: bool) -> Request:
+def read_request(headers: Headers, max_bytes: int, *, accepts_compressed: bool) -> RequestHeaders:
     """Parse the request headers of a call.
 
     Raises:
@@ -102,7 +102,7 @@ def read_request(headers: Headers, max_bytes: int, *, accepts_compressed: bool) 
         )
     timeout = name_to_value.get(b"grpc-timeout")
     try:
-        return Request(
+        return RequestHeaders(
             name_to_value[b":path"].decode("latin-1"),
             tuple(_decoded(headers)),
             encoding,

@@ -10,7 +10,7 @@ _SPARE_FRAMES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """Limits of a connection and its calls."""
 
     max_received_bytes: int

@@ -13,7 +13,7 @@ import grpc.aio
 
 from rpc.http2.connection import Connection
 from rpc.http2.headers import Metadata
-from rpc.http2.limits import Limits
+from rpc.http2.limits import ConnectionLimits
 from rpc.http2.ports import ListeningPath, listen_at
 from rpc.http2.turns import ParsingTurns
 
@@ -41,7 +41,7 @@ class Http2Server:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: ConnectionLimits,
         interceptors: Sequence["grpc.aio.ServerInterceptor[Any, Any]"] = (),
         *,
         shares_port: bool = False,

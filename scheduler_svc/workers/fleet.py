@@ -34,7 +34,7 @@ from scheduler_svc.workers.kv.far_tier import FarTier
 from scheduler_svc.workers.kv.prefix_pulls import PrefixPulls
 from scheduler_svc.workers.link import WorkerLink
 from scheduler_svc.workers.placement import Placer, UnplacedRequests, for_prompts, prompt_hashes
-from scheduler_svc.workers.roster import Roster, ServedModel, ask_all
+from scheduler_svc.workers.roster import RequiredModel, Roster, ask_all
 from scheduler_svc.workers.session import Session
 
 _STALL_MARGIN_S = 5.0
@@ -89,7 +89,7 @@ class Fleet:
         self.superseded_epochs: set[int] = set()
         """Epochs of the schedulers from which this one has taken workers over; may include its own
         epoch."""
-        self._served = ServedModel(self.roster)
+        self._served = RequiredModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
         self._awaited: set[Engine] = set()

@@ -147,7 +147,7 @@ def said_by(worker: str, error: BaseException) -> BaseException:
     return type(error)(f"worker {worker}: {error}") if isinstance(error, QuireError) else error
 
 
-class ServedModel:
+class RequiredModel:
     """The model that all workers must have: the first worker's, as long as any worker has it."""
 
     def __init__(self, roster: Roster) -> None:

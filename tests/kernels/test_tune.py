@@ -15,7 +15,7 @@ from kernels.triton.configs import (
 )
 from kernels.tuning import __main__ as tune
 from kernels.tuning.candidates import decode_seconds, prefill_seconds
-from kernels.tuning.workload import Model
+from kernels.tuning.workload import ModelSizes
 
 SHAPE = Shape("bfloat16", "int8", 128, 4)
 DECODE = DecodeConfig(64, 128, 1, 4, 5, 4)
@@ -147,7 +147,7 @@ def test_no_rule_is_an_error_that_names_the_shape():
 
 @pytest.mark.parametrize("stored", [None, torch.int8])
 def test_a_configuration_is_timed_on_the_present_device(stored, device):
-    model = Model(4, 2, 16, 8, torch.float16, stored)
+    model = ModelSizes(4, 2, 16, 8, torch.float16, stored)
     decode = DecodeConfig(16, 32, 8, 4, 1, 1)
     assert decode_seconds(model, decode, [40, 3], device, 1) > 0
     assert prefill_seconds(model, PrefillConfig(16, 16, 4, 1), [(5, 30), (2, 2)], device, 1) > 0

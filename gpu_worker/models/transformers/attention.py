@@ -166,7 +166,7 @@ def base_name(causal: Any) -> str:
     return names[0]
 
 
-class Recording(NamedTuple):
+class ObservedPass(NamedTuple):
     """The facts that one forward pass of a model shows."""
 
     calls: tuple[AttentionCall, ...]
@@ -191,7 +191,7 @@ def _skip_experts(model: nn.Module) -> None:
 
 def record_calls(
     config: PreTrainedConfig, max_model_len: int, *, is_recurrent: bool = False
-) -> Recording:
+) -> ObservedPass:
     """Find out how a model attends, by running it once.
 
     The model is built on the meta device, where tensors have shapes but no contents. Its masks are
@@ -265,7 +265,7 @@ def record_calls(
     calls = tuple(sorted(recorder.calls, key=lambda call: call.layer))
     calls = _with_windows_of_masks(config, calls, recorder.mask_windows)
     recurrent = () if states is None else tuple(states.layers_by_module.values())
-    return Recording(calls, recurrent, _first_position(base))
+    return ObservedPass(calls, recurrent, _first_position(base))
 
 
 def _first_position(base: torch.nn.Module) -> int:

@@ -27,7 +27,7 @@ from gpu_worker.models.text_part import PREFIXES, has_text_part, name_alone, pla
 from gpu_worker.models.transformers.attention import (
     CHUNKED,
     AttentionCall,
-    Recording,
+    ObservedPass,
     base_name,
     batch_dependent_ropes,
     forget_attention,
@@ -69,7 +69,7 @@ class TransformersModel:
         self._first_position = 0
         self._positions: torch.Tensor | None = None
 
-    def use(self, causal: Any, recording: Recording) -> None:
+    def use(self, causal: Any, recording: ObservedPass) -> None:
         """Take over a causal language model whose attention is `attend_in`. Called once."""
         calls, recurrent, self._first_position = recording
         self._windows = {call.layer: call.window for call in calls if isinstance(call.window, int)}

@@ -30,7 +30,7 @@ from router.http.errors import (
     error_with_json_names,
 )
 from router.http.strict_json import json_bytes
-from router.live.live_request import LiveRequest, Room
+from router.live.live_request import ClientRoom, LiveRequest
 from router.request.inference import Inference
 
 _STARTED_AT_ONCE: Final = 32
@@ -211,7 +211,7 @@ async def _stream(
 async def _read_all(
     lives: Sequence[LiveRequest],
     sink: Callable[[int], Callable[[Event], None]],
-    room: Room | None = None,
+    room: ClientRoom | None = None,
 ) -> None:
     """Pass each event of request `i` to `sink(i)`; raise the first exception."""
     if len(lives) == 1:  # the usual case, which needs no task of its own

@@ -26,7 +26,7 @@ from router.http.strict_json import Schema, json_bytes, parse_json
 from router.live.usage import Used
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.turns.turn import Answer, Turn, TurnStatus
+from router.turns.turn import Turn, TurnAnswer, TurnStatus
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class BatchLines:
 
     cells: Cells
 
-    async def answer(self, turn: Turn) -> Answer | None:
+    async def answer(self, turn: Turn) -> TurnAnswer | None:
         """Return the result of a line for embeddings; None for other lines.
 
         If the router dies, another router computes the embeddings again.
@@ -99,11 +99,11 @@ class BatchLines:
             max_numbers=_MAX_NUMBERS,
         )
 
-        def made() -> Answer:
+        def made() -> TurnAnswer:
             told = answer()
             num_tokens = cast(Json, told["usage"])["prompt_tokens"]
             assert isinstance(num_tokens, int), "`embed` counts tokens"
-            return Answer(line(turn, status_code=_OK, body=told), Used(1, num_tokens))
+            return TurnAnswer(line(turn, status_code=_OK, body=told), Used(1, num_tokens))
 
         return await asyncio.to_thread(made)
 

@@ -1,7 +1,7 @@
 """One live beam search, with one sequence per beam."""
 
 from contract.step import SearchState
-from scheduler_svc.core.beams.search import BeamSearcher, Candidates, Hypothesis, num_common
+from scheduler_svc.core.beams.search import BeamCandidates, BeamSearcher, Hypothesis, num_common
 from scheduler_svc.core.interface.events import Finished
 from scheduler_svc.core.interface.request import FinishReason, Request, SeqId
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -32,7 +32,7 @@ class BeamGroup:
         self.parents: tuple[int, ...] | None = None
         """Set between the choice of new beams and the start of their step: for each new beam, the
         index in `places` of the beam that it continues."""
-        self.reports: dict[SeqId, Candidates] = {}
+        self.reports: dict[SeqId, BeamCandidates] = {}
         """The candidates of the beams that have computed their newest token."""
 
     @property

@@ -24,7 +24,7 @@ from itertools import chain
 
 from contract.step import Result
 from scheduler_svc.core.beams.group import BeamGroup
-from scheduler_svc.core.beams.search import Candidates
+from scheduler_svc.core.beams.search import BeamCandidates
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.interface.request import SeqId
 from scheduler_svc.core.plan import PlanBuilder
@@ -208,7 +208,7 @@ class BeamGroups:
             group.places.append(seq)
 
 
-def _by_row(result: Result) -> Iterator[tuple[int, Candidates]]:
+def _by_row(result: Result) -> Iterator[tuple[int, BeamCandidates]]:
     """Yield each row that has candidates, with its candidates."""
     start = 0
     rows, counts = result.candidate_rows.tolist(), result.candidate_counts.tolist()
@@ -216,6 +216,8 @@ def _by_row(result: Result) -> Iterator[tuple[int, Candidates]]:
         end = start + count
         yield (
             row,
-            Candidates(result.candidate_token_ids[start:end], result.candidate_logprobs[start:end]),
+            BeamCandidates(
+                result.candidate_token_ids[start:end], result.candidate_logprobs[start:end]
+            ),
         )
         start = end

@@ -23,7 +23,7 @@ from scheduler_svc.core.interface.request import BeamParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Candidates:
+class BeamCandidates:
     """The likeliest next tokens of one beam, best first; the arrays are parallel."""
 
     token_ids: Int32Array
@@ -115,7 +115,7 @@ class BeamSearcher:
         )
         return True
 
-    def advance(self, candidates: Sequence[Candidates]) -> tuple[int, ...]:
+    def advance(self, candidates: Sequence[BeamCandidates]) -> tuple[int, ...]:
         """Choose the next beams from `candidates`, which are parallel to the beams.
 
         Each beam must have `num_kept` candidates that `min_tokens` allows, or all that exist. A
@@ -142,7 +142,7 @@ class BeamSearcher:
         return tuple(parents[next_].tolist())
 
     def _likeliest(
-        self, candidates: Sequence[Candidates]
+        self, candidates: Sequence[BeamCandidates]
     ) -> tuple[npt.NDArray[np.intp], Int32Array, Float32Array]:
         """Return beam, token and total log-probability of the `num_kept` best, best first."""
         parents = np.repeat(np.arange(len(candidates)), [len(c.token_ids) for c in candidates])

@@ -9,7 +9,7 @@ from contract.outputs import Event, FinishReason, OutputDelta, OutputFinished, T
 from contract.request import GenerateRequest, Model
 from quire.v1 import adapters_pb2, common_pb2
 from quire.v1.common_pb2 import Load
-from router.live.live_request import Room
+from router.live.live_request import ClientRoom
 from router.live.thinking_counter import ThinkingCounter
 from router.parsers.choosing import OutputParsers, choose_parsers
 from router.text.chat_settings import ChatSettings
@@ -85,7 +85,7 @@ class FakeLiveRequest:
         self.num_taken += 1
         return event
 
-    async def send_to(self, put: Callable[[Event], None], room: Room | None = None) -> None:
+    async def send_to(self, put: Callable[[Event], None], room: ClientRoom | None = None) -> None:
         async for event in self:
             if room is not None and not room.has_room():
                 await room.wait_for_room()

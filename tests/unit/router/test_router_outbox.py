@@ -4,7 +4,7 @@ import gc
 import weakref
 
 from contract.request import GenerateRequest
-from router.schedulers.outbox import Outbox
+from router.schedulers.outbox import SchedulerOutbox
 
 
 async def start(router):
@@ -14,7 +14,7 @@ async def start(router):
 
 async def test_submits_and_cancels_go_out(router):
     live, submit = await start(router)
-    outbox = Outbox()
+    outbox = SchedulerOutbox()
     outbox.submit(live)
     outbox.cancel([7, 8])
     outbox.cancel([9])
@@ -26,7 +26,7 @@ async def test_submits_and_cancels_go_out(router):
 async def test_a_request_that_ends_before_it_is_written_is_forgotten_and_not_cancelled(router):
     first, _ = await start(router)
     second, submit = await start(router)
-    outbox = Outbox()
+    outbox = SchedulerOutbox()
     outbox.submit(first)
     outbox.submit(second)
     assert outbox.drop(first)
@@ -39,7 +39,7 @@ async def test_a_request_that_ends_before_it_is_written_is_forgotten_and_not_can
 
 async def test_a_request_is_written_as_it_is_then(router):
     live, submit = await start(router)
-    outbox = Outbox()
+    outbox = SchedulerOutbox()
     outbox.submit(live)
     live.push_token(submit.first_seq_key, 70, None, 0.0, None)
     assert len((await outbox.next()).submit.outputs) == 2
@@ -48,7 +48,7 @@ async def test_a_request_is_written_as_it_is_then(router):
 
 async def test_requests_that_end_while_the_scheduler_does_not_read_cost_no_memory(router):
     (link,) = router.inference.schedulers._links
-    unread = link._outbox = Outbox()  # its messages are not sent
+    unread = link._outbox = SchedulerOutbox()  # its messages are not sent
     refs = []
     for _ in range(20):
         live = await router.inference.generate(GenerateRequest(prompt=(5, 6, 7)))

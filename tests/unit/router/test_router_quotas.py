@@ -42,23 +42,23 @@ def test_requests_per_minute_say_when_to_come_again():
 
 def test_a_refused_request_is_not_counted():
     quota = quotas(max_concurrent_requests=1, requests_per_minute=2)
-    lease = quota.begin("a", 0.0)
+    share = quota.begin("a", 0.0)
     for _ in range(5):
         with pytest.raises(TooBusyError, match="max_concurrent_requests is 1"):
             quota.begin("a", 0.0)
-    lease.end(0)
+    share.end(0)
     quota.begin("a", 0.0)
 
 
 def test_tokens_that_were_not_produced_are_given_back():
     quota = quotas(tokens_per_minute=600)
-    lease = quota.begin("a", 0.0)
-    lease.reserve(600, 0.0)
+    share = quota.begin("a", 0.0)
+    share.reserve(600, 0.0)
     other = quota.begin("a", 0.0)
     with pytest.raises(TooBusyError, match="tokens_per_minute, 600") as caught:
         other.reserve(100, 0.0)
     assert caught.value.retry_after_s == pytest.approx(10.0)
-    lease.end(500)
+    share.end(500)
     other.reserve(100, 0.0)
     with pytest.raises(TooBusyError):
         quota.begin("a", 0.0).reserve(1, 0.0)
@@ -117,10 +117,10 @@ def test_request_that_never_fits_is_the_callers_fault():
 def test_refused_requests_leave_nothing_behind():
     quota = quotas(max_tokens_in_flight=100, tokens_per_minute=100, max_concurrent_requests=2)
     for _ in range(10):
-        lease = quota.begin("a", 0.0)
+        share = quota.begin("a", 0.0)
         with pytest.raises(InvalidArgumentError):
-            lease.reserve(101, 0.0)
-        lease.end(0)
+            share.reserve(101, 0.0)
+        share.end(0)
     quota.begin("a", 0.0).reserve(100, 0.0)
 
 
@@ -138,10 +138,10 @@ def test_a_check_counts_nothing_and_refuses_what_could_not_begin():
     quotas = Quotas({"a": Quota(requests_per_minute=1, tokens_per_minute=60)}, now=0)
     quotas.check("a", 60, now=0)
     quotas.check("other", 10**9, now=0)
-    lease = quotas.begin("a", now=0)
+    share = quotas.begin("a", now=0)
     with pytest.raises(TooBusyError, match="requests_per_minute, 1"):
         quotas.check("a", 1, now=0)
-    lease.reserve(50, now=60)
+    share.reserve(50, now=60)
     quotas.check("a", 10, now=60)
     with pytest.raises(TooBusyError, match="does not have 11 tokens left of its tokens_per_minute"):
         quotas.check("a", 11, now=60)

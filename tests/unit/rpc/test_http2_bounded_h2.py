@@ -19,9 +19,9 @@ from hyperframe.frame import (
 )
 
 from rpc.http2.bounded_h2 import BoundedH2
-from rpc.http2.limits import Limits
+from rpc.http2.limits import ConnectionLimits
 
-LIMITS = Limits(
+LIMITS = ConnectionLimits(
     max_received_bytes=1000,
     max_sent_bytes=1000,
     max_metadata_bytes=4096,

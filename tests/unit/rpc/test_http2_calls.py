@@ -9,12 +9,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from rpc.http2.limits import Limits
+from rpc.http2.limits import ConnectionLimits
 from rpc.http2.server import Http2Server
 
 MIB = 2**20
 EOF = grpc.aio.EOF
-LIMITS = Limits(
+LIMITS = ConnectionLimits(
     max_received_bytes=8 * MIB,
     max_sent_bytes=8 * MIB,
     max_metadata_bytes=16 * 1024,
@@ -37,7 +37,7 @@ class Methods(grpc.GenericRpcHandler):
 
 @contextlib.asynccontextmanager
 async def serving(
-    methods: Methods, address: str, limits: Limits = LIMITS, **options: Any
+    methods: Methods, address: str, limits: ConnectionLimits = LIMITS, **options: Any
 ) -> AsyncIterator[str]:
     server = Http2Server(limits, **options)
     server.add_generic_rpc_handlers([methods])

@@ -28,12 +28,12 @@ from hyperframe.frame import (
 from rpc.http2 import connection as connection_module
 from rpc.http2 import inbox as inbox_module
 from rpc.http2.inbox import WINDOW_BYTES
-from rpc.http2.limits import FrameBudget, Limits
+from rpc.http2.limits import ConnectionLimits, FrameBudget
 from rpc.http2.server import Http2Server
 from rpc.transport import Pings
 
 MAX_BYTES = 200_000
-LIMITS = Limits(
+LIMITS = ConnectionLimits(
     max_received_bytes=MAX_BYTES,
     max_sent_bytes=MAX_BYTES,
     max_metadata_bytes=4096,

@@ -7,7 +7,7 @@ import pytest
 from router.http.batches.store import Batch, BatchStore
 from router.turns.claims import ALL_MODELS, Models
 from router.turns.database import Database, SqliteConnection
-from router.turns.store import Progress, TurnChanges, TurnStore, insert_turn
+from router.turns.store import TurnChanges, TurnProgress, TurnStore, insert_turn
 from router.turns.turn import Turn, TurnEnd, TurnStatus
 
 LINE = Turn("g_1", "t", "batch line", b"{}", 1.0, model="m", group="g", priority=-100)
@@ -79,7 +79,7 @@ async def test_a_write_and_a_batch_s_state_read_neither_its_other_lines(explaine
     await store.claim(0, 2)
     end = TurnEnd(TurnStatus.COMPLETED, b"{}", 9.0)
     plans.clear()
-    await store.write(TurnChanges(progress=[Progress("g_0", 0, record=b"", end=end)]))
+    await store.write(TurnChanges(progress=[TurnProgress("g_0", 0, record=b"", end=end)]))
     await store.count_group("g")
     await store.is_group_live("g")
     await store.list_group("t", "g")

@@ -13,7 +13,7 @@ from router.turns import claims
 from router.turns import store as store_module
 from router.turns.claims import Models
 from router.turns.groups import GroupCounts
-from router.turns.store import Progress, TurnChanges
+from router.turns.store import TurnChanges, TurnProgress
 from router.turns.turn import Turn, TurnEnd, TurnStatus
 from router.turns.usage import read_usage
 
@@ -48,7 +48,7 @@ async def test_a_turn_is_read_as_it_was_written(new_store):
     assert await store.write(TurnChanges([turn])) == {turn.id}
     assert await store.find("t", turn.id) == turn
     assert await store.find_by_key("t", "k") == turn
-    own = await store.write(TurnChanges(progress=[Progress(turn.id, 0, EVENTS, end=END)]))
+    own = await store.write(TurnChanges(progress=[TurnProgress(turn.id, 0, EVENTS, end=END)]))
     assert own == {turn.id}
     ended = replace(turn, status=TurnStatus.COMPLETED, result=END.result, ended_at=END.at)
     assert await store.find("t", turn.id) == ended
@@ -89,7 +89,8 @@ async def test_a_turn_that_is_not_renewed_goes_to_another_router(new_store, monk
     # The first router's remaining events are no longer written.
     delta = OutputDelta(0, 0, (1,), "")
     assert (
-        await first.write(TurnChanges(progress=[Progress(TURN.id, 0, (delta,), end=END)])) == set()
+        await first.write(TurnChanges(progress=[TurnProgress(TURN.id, 0, (delta,), end=END)]))
+        == set()
     )
     assert not await second.events(TURN.id)
     assert (await second.find("t", TURN.id)).status is TurnStatus.RUNNING
@@ -190,7 +191,7 @@ async def test_a_group_counts_its_ended_turns_and_what_they_used(new_store):
         for status in (TurnStatus.COMPLETED, TurnStatus.FAILED)
     )
     ended = TurnChanges(
-        progress=[Progress(f"t{i}", 0, (), end=end) for i, end in enumerate((completed,) * 2)]
+        progress=[TurnProgress(f"t{i}", 0, (), end=end) for i, end in enumerate((completed,) * 2)]
     )
     await store.write(ended)
     await store.write(ended)  # a write whose confirmation was lost
@@ -220,7 +221,7 @@ async def test_a_conversation_is_whole_or_missing_and_bounded(new_store, monkeyp
 async def test_old_turns_are_swept_with_their_events(new_store):
     store = new_store()
     await store.write(TurnChanges([TURN, replace(TURN, id="live")]))
-    await store.write(TurnChanges(progress=[Progress(TURN.id, 0, EVENTS, end=END)]))
+    await store.write(TurnChanges(progress=[TurnProgress(TURN.id, 0, EVENTS, end=END)]))
     assert await store.sweep(10**12, 10**12) == 0
     assert await store.sweep(1.0, 1.0) == 1
     assert not await store.events(TURN.id)
@@ -234,7 +235,7 @@ async def test_an_ended_turn_is_not_ended_again(new_store):
     assert await store.end("t", TURN.id, replace(END, status=TurnStatus.CANCELLED), EVENTS)
     assert not await store.end("t", TURN.id, END, EVENTS)
     assert (await store.find("t", TURN.id)).status is TurnStatus.CANCELLED
-    assert await store.write(TurnChanges(progress=[Progress(TURN.id, 3, (), end=END)])) == set()
+    assert await store.write(TurnChanges(progress=[TurnProgress(TURN.id, 3, (), end=END)])) == set()
 
 
 async def test_routers_that_claim_at_once_share_the_turns(new_store):
@@ -300,7 +301,7 @@ async def test_a_turn_s_usage_is_kept_with_its_end_and_once(new_store):
     end = replace(END, usage={(HOUR, KEY): used})
     turns = [TURN, replace(TURN, id="resp_2")]
     await store.write(TurnChanges(turns))
-    ended = TurnChanges(progress=[Progress(TURN.id, 0, EVENTS, end=end)])
+    ended = TurnChanges(progress=[TurnProgress(TURN.id, 0, EVENTS, end=end)])
     await store.write(ended)
     await store.write(ended)
     assert await store.end("t", "resp_2", end, ())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from contract.sampling import EarlyStopping
-from scheduler_svc.core.beams.search import BeamSearcher, Candidates
+from scheduler_svc.core.beams.search import BeamCandidates, BeamSearcher
 from scheduler_svc.core.interface.request import BeamParams
 
 END = 9
@@ -20,10 +20,10 @@ def make_search(max_tokens=8, min_tokens=0, **params) -> BeamSearcher:
     )
 
 
-def candidates(**likely: float) -> Candidates:
+def candidates(**likely: float) -> BeamCandidates:
     """`t3=-0.5`: token 3 has that log-probability."""
     tokens = [int(name.removeprefix("t")) for name in likely]
-    return Candidates(np.array(tokens, np.int32), np.array(list(likely.values()), np.float32))
+    return BeamCandidates(np.array(tokens, np.int32), np.array(list(likely.values()), np.float32))
 
 
 def outputs(search: BeamSearcher) -> list[list[int]]:
