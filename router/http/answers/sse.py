@@ -18,7 +18,7 @@ _MOST_UNSENT_BYTES = 64 * 1024
 
 
 class SseResponse:
-    """A response that streams events, and the `Room` of the requests that it answers.
+    """A response that streams events, and the `ClientRoom` of the requests that it answers.
 
     Callers of `put` check `has_room` first, so a slow client slows only its own request. Events are
     written to the connection's transport directly, because aiohttp's coroutines would take longer
