@@ -68,6 +68,15 @@ def test_an_idle_pool_is_shrunk_at_once():
     assert load.num_blocks == load.num_free_blocks == 5
 
 
+def test_a_pool_that_was_shrunk_is_described():
+    core = core_of()
+    core.shrink(5)
+    core.schedule(0.0)
+    core.resize(5)
+    (device,) = describe(core, Query()).tiers
+    assert device.num_blocks == device.state_to_num_blocks[BlockState.FREE] == 5
+
+
 def test_held_blocks_move_below_and_are_gone_when_the_step_is_answered():
     core = core_of()
     answer(core, run_three(core, max_tokens=9), 0, 1, 2)
@@ -195,6 +204,19 @@ def test_a_pool_that_waits_for_pins_alone_gives_them_up():
     core.resize(2)
     check(core)
     assert core.load().num_pinned_blocks <= 2
+
+
+def test_no_more_pins_are_given_up_than_the_pool_lacks():
+    core = core_of(max_pinned_share=1.0, max_model_len=8, kv_windows=(8,))
+    for key in range(3):
+        submit(core, key, [10 * key + i for i in range(7)], max_tokens=1, cache_pin_s=1000.0)
+        answer(core, schedule(core), 0)
+    core.shrink(3)
+    assert core.load().num_pinned_blocks == 3
+    assert core.pool.num_available == -1, "the null block takes one"
+    core.schedule(0.0)
+    check(core)
+    assert core.load().num_pinned_blocks == 2
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,14 @@ def test_a_long_prompt_is_computed_in_chunks_and_others_decode_meanwhile():
     assert chunks(schedule(core)) == {1: 7}
 
 
+def test_what_is_left_of_a_half_computed_prompt_counts_as_queued():
+    core = make_core(max_prefill_chunk=4, max_num_seqs=1)
+    submit(core, 0, range(10))
+    submit(core, 1, range(20, 25))
+    schedule(core)
+    assert core.num_queued_tokens == 6 + 5
+
+
 def test_equal_prompts_that_arrive_together_are_computed_once():
     core = make_core()
     submit(core, 0, [1, 2, 3, 4, 5, 6, 7, 8, 9])

@@ -18,6 +18,7 @@ from core_driver import (
 
 from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.interface.config import PreemptionMode
+from scheduler_svc.core.interface.errors import MigrationRefusedError
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.sequence import SeqStatus
 from scheduler_svc.core.space.blocks import DeviceBlockId
@@ -71,6 +72,13 @@ def test_others_find_the_full_blocks_of_a_spilled_sequence():
     chain = []
     extend_chain(chain, root_hash(""), np.array([3] * 5 + [7] * 3, np.int32), 4)
     assert core.tier.disk.pool.find(chain) == [0], "of the eighth token there is no KV"
+
+
+def test_a_spilled_sequence_does_not_move():
+    core, _ = make_spilled()
+    with pytest.raises(MigrationRefusedError, match="some of its KV is on its worker's disk"):
+        core.begin_export(ROUTER, 2)
+    check(core)
 
 
 def fetch_spilled(core, plan, **ends):
