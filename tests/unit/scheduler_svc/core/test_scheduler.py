@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from scheduler_svc.core.interface.errors import (
     RequestTooLongError,
     TooManySequencesError,
 )
-from scheduler_svc.core.interface.request import FinishReason
+from scheduler_svc.core.interface.request import FinishReason, OutputSoFar
 from scheduler_svc.core.invariants import check
 
 
@@ -245,6 +246,16 @@ def test_a_request_that_can_never_fit_is_refused_with_the_limit(prompt_len, max_
         RequestTooLongError, match=f"{prompt_len} tokens .* {max_tokens}; .* {limit}"
     ):
         submit(core, 0, [1] * prompt_len, max_tokens=max_tokens)
+
+
+def test_an_output_without_tokens_left_is_taken_only_if_it_is_finished():
+    tokens = np.array([7, 7], np.int32)
+    done, other = OutputSoFar(tokens, finished=True), OutputSoFar(tokens[:1], finished=False)
+    core = make_core()
+    submit(core, 0, [1], max_tokens=2, n=2, outputs=(done, other))
+    assert core.load().num_waiting == 1
+    with pytest.raises(RequestTooLongError, match="output 1 has 2 tokens and is not finished"):
+        submit(core, 10, [1], max_tokens=2, n=2, outputs=(done, replace(done, finished=False)))
 
 
 def test_a_full_queue_refuses_and_says_how_full():

@@ -114,6 +114,29 @@ def test_a_spilled_sequence_waits_for_its_stores_before_it_is_loaded():
     assert list(loads(schedule(core))) == [0, 1]
 
 
+def test_a_spilled_sequence_does_not_wait_for_the_store_of_a_block_that_the_host_has():
+    core, plan = make_spilled(enable_prefix_caching=True)
+    answer(core, plan, 0, stored_disk_block_ids=[1])
+    core.cancel(ROUTER, [0, 1])
+    (seq,) = core.live
+    block = core.tier.take_free()  # as for a request that comes from another core
+    core.tier.pool.publish([block], seq.block_hashes[:1])
+    core.tier.pool.drop([block])
+    assert list(loads(schedule(core))) == [1]
+
+
+def test_a_step_without_tokens_left_loads_nothing():
+    core, plan = make_spilled(max_num_batched_tokens=16, long_prefill_threshold=0)
+    answer(core, plan, 0, stored_disk_block_ids=[0, 1])
+    core.cancel(ROUTER, [0, 1])
+    submit(core, 0, [4] * 17, max_tokens=1)  # before sequence 2 in order
+    plan = schedule(core)
+    assert plan.num_scheduled_tokens == 16
+    assert not loads(plan)
+    answer(core, plan)
+    assert list(loads(schedule(core))) == [0, 1]
+
+
 def test_a_sequence_whose_spilling_fails_is_recomputed():
     core, plan = make_spilled()
     answer(core, plan, 0, stored_disk_block_ids=[1], failed_disk_block_ids=[0])
