@@ -181,6 +181,31 @@ def test_what_the_worker_keeps_after_all_is_in_use_again():
     assert not core.resizing.is_shrunk
 
 
+def test_blocks_that_are_gone_are_not_moved_any_more():
+    """The pass began before, and its move is in flight when the last leaving block is free."""
+    core = core_of(max_defragment_moves=1)
+    submit(core, 0, range(16), max_tokens=1)
+    submit(core, 1, range(20, 35))
+    submit(core, 2, [40, 41])
+    plan = schedule(core)
+    assert [blocks for _, _, blocks in new(plan)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    answer(core, plan, 0, 1, 2)  # 0 has ended: its blocks are cached
+    earlier = schedule(core)
+    core.cancel(ROUTER, [1])
+    core.defragment()
+    moving = schedule(core)
+    assert copied(moving) == [(8, 0), (0, 8)], "the next ones would be 7, 6 and 5"
+    core.shrink(5)
+    answer(core, earlier, 2)
+    plan = schedule(core)
+    answer(core, moving, 2)
+    answer(core, plan, 2)
+    assert core.resizing.is_shrunk
+    core.resize(5)
+    check(core)
+    assert copied(schedule(core)) == []
+
+
 def test_pins_are_given_up_beyond_their_share_of_what_is_left():
     core = core_of(max_pinned_share=0.5)
     submit(core, 0, list(range(20)), max_tokens=1, cache_pin_s=1000.0)
