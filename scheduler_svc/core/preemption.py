@@ -154,7 +154,7 @@ class Preemption:
         num_swapped_out = 0
         self._running.stop(seq)
         num_kept = num_computed
-        if self._groups.has_states and not is_loading:
+        if self._groups.has_states:
             # Steps in flight advance a recurrent state beyond the known tokens.
             blocks, num_kept = self._running.last_checkpoint(seq, num_computed)
         if not can_swap or seq.request.pools:

@@ -190,6 +190,14 @@ def test_a_search_waits_for_rows_and_blocks_for_all_its_beams(num_blocks, num_ro
     assert chunks(schedule(core)) == ({0: 5, 1: 5} if starts else {0: 5})
 
 
+@pytest.mark.parametrize(("num_blocks", "starts"), [(6, True), (5, False)])
+def test_a_search_whose_prompt_fills_its_blocks_waits_for_a_block_for_each_beam(num_blocks, starts):
+    core = make_core(num_blocks)
+    submit(core, 0, [3, 4, 5, 6, 7])  # 2 blocks
+    search(core, 10, [1, 2, 3, 4], width=3, max_tokens=4)  # a block, and 3 for the next tokens
+    assert chunks(schedule(core)) == ({0: 5, 1: 4} if starts else {0: 5})
+
+
 def test_a_search_is_preempted_and_resumes_as_a_whole():
     core = make_core(num_blocks=5, enable_prefix_caching=False)
     submit(core, 0, [3, 4, 5], max_tokens=12)

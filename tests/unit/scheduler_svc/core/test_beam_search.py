@@ -164,3 +164,9 @@ def test_a_state_that_does_not_fit_is_not_taken(kind, changes):
     state = replace(search.state, **{kind: (first, replace(last, **changes))})
     assert not resumed.resume(state, search.beams[0].token_ids)
     assert (outputs(resumed), found(resumed)) == ([[]], [])
+
+
+def test_a_state_of_beams_without_tokens_left_is_not_taken():
+    search, resumed = noted_search(), make_search(max_tokens=3)
+    assert not resumed.resume(search.state, search.beams[0].token_ids)
+    assert make_search(max_tokens=4).resume(search.state, search.beams[0].token_ids)

@@ -7,7 +7,7 @@ from policy_driver import ROUTER, Worker, make_core, request
 from scheduler_svc.core.interface.errors import DeadlineError
 from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.limits.acceptance import WorkerRates
+from scheduler_svc.core.limits.acceptance import WorkerRates, check_deadline
 
 
 def test_a_waiting_sequence_ends_at_its_deadline_without_a_block():
@@ -77,6 +77,10 @@ def test_nothing_is_refused_for_rates_that_are_not_known():
     item = request(1, num_tokens=100, deadline=0.001)
     for rates in (WorkerRates(), WorkerRates(step_s=1.0), WorkerRates(prefill_tokens_per_s=1.0)):
         make_core().check_deadline(item, 0.0, rates)
+
+
+def test_cached_tokens_are_not_counted_for_a_deadline_that_is_met_without_any():
+    check_deadline(request(1, deadline=1.0), 0.0, RATES, make_core().config, pytest.fail)
 
 
 def test_cached_tokens_take_no_time():

@@ -184,6 +184,7 @@ def test_below_the_threshold_it_is_only_reported():
     assert renamed(schedule(core, now=11.0)) == {}
     (report,) = core.defragmenter.take_reports()
     assert (report.has_moved, report.before.rate, report.after.rate) == (False, 0.4, 0.4)
+    assert report.num_moved_blocks == 0
 
 
 def test_by_default_nothing_moves():

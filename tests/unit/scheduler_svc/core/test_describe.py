@@ -89,6 +89,13 @@ def test_long_tables_end_a_page(core, monkeypatch):
     assert len(describe(core, Query()).sequences) == 3
 
 
+def test_a_table_that_is_too_long_alone_makes_a_page(core, monkeypatch):
+    monkeypatch.setattr(module, "MAX_TABLE_BLOCKS", 1)
+    page = describe(core, Query(with_block_tables=True))
+    assert [(seq.seq_id, len(seq.device_block_ids)) for seq in page.sequences] == [(2, 2)]
+    assert page.next_seq_id == 3
+
+
 def test_blocks_come_in_pages(core):
     whole = describe(core, Query()).tiers[0].states
     device, host = describe(core, Query(first_block=4, max_blocks=3)).tiers

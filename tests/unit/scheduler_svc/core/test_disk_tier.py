@@ -19,7 +19,7 @@ from core_driver import (
 
 from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.interface.errors import BrokenInvariantError
+from scheduler_svc.core.interface.errors import BrokenInvariantError, MigrationRefusedError
 from scheduler_svc.core.interface.request import FinishReason
 from scheduler_svc.core.invariants import check
 
@@ -244,6 +244,14 @@ def test_a_deadline_passes_while_a_prompt_is_loaded():
     check(core)
     assert [end.reason for end in core.take_expired()] == [FinishReason.DEADLINE]
     assert core.load().num_waiting == 0
+
+
+def test_a_request_that_waits_for_the_disk_does_not_move():
+    core = make_full()
+    submit(core, 10, [1] * 9, max_tokens=1)
+    with pytest.raises(MigrationRefusedError, match="some of its KV is on its worker's disk"):
+        core.begin_export(ROUTER, 10)
+    check(core)
 
 
 def test_a_drained_core_gives_back_what_waits_for_the_disk():

@@ -123,6 +123,15 @@ def test_prompts_that_could_have_their_turn_are_counted():
     assert read_prompts(core).num_tokens == 42, "it has no row to have"
 
 
+def test_waiting_prompts_count_as_far_as_blocks_are_left():
+    core = make_core(num_blocks=16, max_num_seqs=2, max_num_batched_tokens=48)
+    core.submit(request(0, num_tokens=47, max_tokens=2), 0.0)
+    Worker(core).step()
+    assert core.pool.num_available == 4
+    core.submit(request(1, num_tokens=40), 1.0)
+    assert read_prompts(core).num_tokens == 4 * 4
+
+
 def test_the_end_of_a_long_prompt_is_not_a_short_one():
     core = make_core(max_num_seqs=4, max_num_batched_tokens=16, long_prefill_threshold=8)
     core.submit(request(0, num_tokens=20), 0.0)

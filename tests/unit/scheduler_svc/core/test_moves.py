@@ -295,6 +295,14 @@ def test_core_that_cannot_give_a_request_refuses_by_name():
         core.begin_export(ROUTER, KEY)
 
 
+def test_a_request_decodes_while_one_of_its_outputs_waits():
+    core = make_host_core(max_num_seqs=1)
+    submit(core, KEY, range(5), n=2)
+    answer(core, schedule(core), 0)
+    assert [seq.status for seq in core.live] == [SeqStatus.DECODE, SeqStatus.WAITING]
+    assert core.moves.progress(ROUTER, KEY).decodes
+
+
 def test_room_is_not_used_before_what_is_under_way_there_has_ended():
     """A step in flight may still write host blocks that are cached."""
     taking = make_host_core(num_blocks=4, num_host_blocks=2)

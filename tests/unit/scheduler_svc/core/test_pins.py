@@ -325,6 +325,18 @@ def test_with_a_host_pins_go_down_before_a_sequence_waits():
     assert num_found(core, A) == 8
 
 
+def test_without_a_host_a_sequence_waits_rather_than_pins_given_up():
+    core = make_core(num_blocks=8, max_pinned_share=0.5)
+    run(core, 0, A, cache_pin_s=100.0)
+    run(core, 1, B, cache_pin_s=50.0)
+    submit(core, 2, range(60, 67), max_tokens=4)
+    answer(core, schedule(core), 0)
+    submit(core, 3, range(70, 81), max_tokens=4)  # of three blocks, two are free
+    answer(core, schedule(core), 0)
+    load = core.load()
+    assert (load.num_running, load.num_waiting, load.num_pinned_blocks) == (1, 1, 4)
+
+
 def test_pins_stay_if_they_are_too_few_to_start_a_sequence():
     core = make_core(num_blocks=8, num_host_blocks=8, max_pinned_share=0.5)
     run(core, 0, A, cache_pin_s=100.0)

@@ -68,6 +68,15 @@ def test_an_idle_pool_is_shrunk_at_once():
     assert load.num_blocks == load.num_free_blocks == 5
 
 
+def test_a_pool_that_was_shrunk_is_described():
+    core = core_of()
+    core.shrink(5)
+    core.schedule(0.0)
+    core.resize(5)
+    (device,) = describe(core, Query()).tiers
+    assert device.num_blocks == device.state_to_num_blocks[BlockState.FREE] == 5
+
+
 def test_held_blocks_move_below_and_are_gone_when_the_step_is_answered():
     core = core_of()
     answer(core, run_three(core, max_tokens=9), 0, 1, 2)
@@ -172,6 +181,31 @@ def test_what_the_worker_keeps_after_all_is_in_use_again():
     assert not core.resizing.is_shrunk
 
 
+def test_blocks_that_are_gone_are_not_moved_any_more():
+    """The pass began before, and its move is in flight when the last leaving block is free."""
+    core = core_of(max_defragment_moves=1)
+    submit(core, 0, range(16), max_tokens=1)
+    submit(core, 1, range(20, 35))
+    submit(core, 2, [40, 41])
+    plan = schedule(core)
+    assert [blocks for _, _, blocks in new(plan)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    answer(core, plan, 0, 1, 2)  # 0 has ended: its blocks are cached
+    earlier = schedule(core)
+    core.cancel(ROUTER, [1])
+    core.defragment()
+    moving = schedule(core)
+    assert copied(moving) == [(8, 0), (0, 8)], "the next ones would be 7, 6 and 5"
+    core.shrink(5)
+    answer(core, earlier, 2)
+    plan = schedule(core)
+    answer(core, moving, 2)
+    answer(core, plan, 2)
+    assert core.resizing.is_shrunk
+    core.resize(5)
+    check(core)
+    assert copied(schedule(core)) == []
+
+
 def test_pins_are_given_up_beyond_their_share_of_what_is_left():
     core = core_of(max_pinned_share=0.5)
     submit(core, 0, list(range(20)), max_tokens=1, cache_pin_s=1000.0)
@@ -195,6 +229,19 @@ def test_a_pool_that_waits_for_pins_alone_gives_them_up():
     core.resize(2)
     check(core)
     assert core.load().num_pinned_blocks <= 2
+
+
+def test_no_more_pins_are_given_up_than_the_pool_lacks():
+    core = core_of(max_pinned_share=1.0, max_model_len=8, kv_windows=(8,))
+    for key in range(3):
+        submit(core, key, [10 * key + i for i in range(7)], max_tokens=1, cache_pin_s=1000.0)
+        answer(core, schedule(core), 0)
+    core.shrink(3)
+    assert core.load().num_pinned_blocks == 3
+    assert core.pool.num_available == -1, "the null block takes one"
+    core.schedule(0.0)
+    check(core)
+    assert core.load().num_pinned_blocks == 2
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from scheduler_svc.core.interface.errors import (
     RequestTooLongError,
     TooManySequencesError,
 )
-from scheduler_svc.core.interface.request import FinishReason
+from scheduler_svc.core.interface.request import FinishReason, OutputSoFar
 from scheduler_svc.core.invariants import check
 
 
@@ -63,6 +64,14 @@ def test_a_long_prompt_is_computed_in_chunks_and_others_decode_meanwhile():
     assert (second.num_decodes, chunks(second)) == (1, {1: 7})
     answer(core, first, 0)
     assert chunks(schedule(core)) == {1: 7}
+
+
+def test_what_is_left_of_a_half_computed_prompt_counts_as_queued():
+    core = make_core(max_prefill_chunk=4, max_num_seqs=1)
+    submit(core, 0, range(10))
+    submit(core, 1, range(20, 25))
+    schedule(core)
+    assert core.num_queued_tokens == 6 + 5
 
 
 def test_equal_prompts_that_arrive_together_are_computed_once():
@@ -237,6 +246,16 @@ def test_a_request_that_can_never_fit_is_refused_with_the_limit(prompt_len, max_
         RequestTooLongError, match=f"{prompt_len} tokens .* {max_tokens}; .* {limit}"
     ):
         submit(core, 0, [1] * prompt_len, max_tokens=max_tokens)
+
+
+def test_an_output_without_tokens_left_is_taken_only_if_it_is_finished():
+    tokens = np.array([7, 7], np.int32)
+    done, other = OutputSoFar(tokens, finished=True), OutputSoFar(tokens[:1], finished=False)
+    core = make_core()
+    submit(core, 0, [1], max_tokens=2, n=2, outputs=(done, other))
+    assert core.load().num_waiting == 1
+    with pytest.raises(RequestTooLongError, match="output 1 has 2 tokens and is not finished"):
+        submit(core, 10, [1], max_tokens=2, n=2, outputs=(done, replace(done, finished=False)))
 
 
 def test_a_full_queue_refuses_and_says_how_full():

@@ -18,6 +18,7 @@ from core_driver import (
 
 from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.interface.config import PreemptionMode
+from scheduler_svc.core.interface.errors import MigrationRefusedError
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.sequence import SeqStatus
 from scheduler_svc.core.space.blocks import DeviceBlockId
@@ -73,6 +74,13 @@ def test_others_find_the_full_blocks_of_a_spilled_sequence():
     assert core.tier.disk.pool.find(chain) == [0], "of the eighth token there is no KV"
 
 
+def test_a_spilled_sequence_does_not_move():
+    core, _ = make_spilled()
+    with pytest.raises(MigrationRefusedError, match="some of its KV is on its worker's disk"):
+        core.begin_export(ROUTER, 2)
+    check(core)
+
+
 def fetch_spilled(core, plan, **ends):
     """Let sequence 2 resume; return the plan after the one that loads its blocks to the host."""
     answer(core, plan, 0, stored_disk_block_ids=[0, 1])
@@ -103,6 +111,29 @@ def test_a_spilled_sequence_waits_for_its_stores_before_it_is_loaded():
     plan = schedule(core)
     assert not loads(plan)
     answer(core, plan, stored_disk_block_ids=[1])
+    assert list(loads(schedule(core))) == [0, 1]
+
+
+def test_a_spilled_sequence_does_not_wait_for_the_store_of_a_block_that_the_host_has():
+    core, plan = make_spilled(enable_prefix_caching=True)
+    answer(core, plan, 0, stored_disk_block_ids=[1])
+    core.cancel(ROUTER, [0, 1])
+    (seq,) = core.live
+    block = core.tier.take_free()  # as for a request that comes from another core
+    core.tier.pool.publish([block], seq.block_hashes[:1])
+    core.tier.pool.drop([block])
+    assert list(loads(schedule(core))) == [1]
+
+
+def test_a_step_without_tokens_left_loads_nothing():
+    core, plan = make_spilled(max_num_batched_tokens=16, long_prefill_threshold=0)
+    answer(core, plan, 0, stored_disk_block_ids=[0, 1])
+    core.cancel(ROUTER, [0, 1])
+    submit(core, 0, [4] * 17, max_tokens=1)  # before sequence 2 in order
+    plan = schedule(core)
+    assert plan.num_scheduled_tokens == 16
+    assert not loads(plan)
+    answer(core, plan)
     assert list(loads(schedule(core))) == [0, 1]
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from takeover_driver import (
     MAX_TOKENS,
     PROMPT,
@@ -69,8 +70,9 @@ def test_tokens_whose_log_probabilities_are_lost_are_drawn_again(monkeypatch):
     assert pair.core.load().num_recomputed_tokens == 2
 
 
-def test_tokens_are_reported_with_kept_log_probabilities(monkeypatch):
-    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 4 * 3)  # of three tokens
+@pytest.mark.parametrize("num_kept", [2, 3])
+def test_tokens_are_reported_with_kept_log_probabilities(monkeypatch, num_kept):
+    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 4 * num_kept)
     pair, request = Pair(), long_request()
     pair.submit(request)
     pair.step(4)
@@ -86,6 +88,22 @@ def test_tokens_are_reported_with_kept_log_probabilities(monkeypatch):
     pair.run()
     assert_all_received(pair, request)
     assert pair.worker.num_computed_tokens - num_computed == num_outputs(request) - 6
+
+
+def test_log_probabilities_of_one_request_follow_tokens_of_another_without(monkeypatch):
+    pair, requests = Pair(), [long_request(key) for key in range(2)]
+    scored = identity(requests[1], 0)
+    monkeypatch.setattr("tests.property.worker.crc32", lambda it: 4 * 2 if it == scored else 1)
+    for request in requests:
+        pair.submit(request)
+    pair.step(4)
+    pair.step(2, is_received=False)
+    pair.replace_core()
+    for request in requests:
+        pair.core.submit(pair.again(request), 0.0)
+    events = pair.core.takeover.take_adopted()
+    assert events.seq_keys.tolist() == [0, 0, 1, 1]
+    assert events.logprobs == tuple((2 + i, log_of(16 + 4 + i)) for i in range(2))
 
 
 def test_a_sequence_that_stopped_unheard_ends(monkeypatch):

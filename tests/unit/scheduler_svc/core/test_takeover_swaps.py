@@ -23,6 +23,18 @@ def crowd(**changes):
     return pair, requests
 
 
+def swap_out_alone(num_outputs, **changes):
+    """A sequence of 16 prompt tokens and `num_outputs` more, which has been swapped out."""
+    pair, request = Pair(num_host_blocks=16, **changes), long_request()
+    pair.submit(request)
+    pair.step(num_outputs)
+    (seq,) = pair.core.running
+    pair.core.preemption.preempt(seq, must_swap=True)
+    pair.step()
+    assert len(pair.received[0]) == num_outputs
+    return pair, request
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_sequence_that_was_swapped_out_is_swapped_again_with_its_partial_tail(caching):
     pair, requests = crowd(enable_prefix_caching=caching)
@@ -83,3 +95,26 @@ def test_without_a_prefix_cache_full_swapped_blocks_are_found_without_a_tail():
     pair.run()
     for request in requests:
         assert_all_received(pair, request)
+
+
+def test_with_a_prefix_cache_full_blocks_without_the_tail_are_left_to_admission():
+    """The router has received a token less than the tail has."""
+    pair, request = swap_out_alone(3)
+    pair.replace_core()
+    pair.received[0][:] = pair.received[0][:1]
+    pair.submit(pair.again(request))
+    assert not swapped(pair)
+    pair.run()
+    assert_all_received(pair, request)
+
+
+@pytest.mark.parametrize("num_outputs", [3, 4])
+def test_behind_windows_a_sequence_that_nearly_fills_its_last_block_is_swapped_again(num_outputs):
+    pair, request = swap_out_alone(num_outputs, kv_windows=(None, 8))
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    (seq,) = swapped(pair)
+    assert seq.num_computed_tokens == 16 + num_outputs - 1
+    pair.run()
+    assert_all_received(pair, request)
+    assert pair.core.load().num_recomputed_tokens == 0

@@ -94,6 +94,15 @@ def test_blocks_of_a_chunk_go_back_after_it():
     assert num_held == [2, 2, 1, 1, 1, 1, 2, 2, 2, 2, 1, 1]  # chunks begin at 8 and 16
 
 
+def test_cached_tokens_of_a_prompt_are_counted_with_a_window():
+    core = make_core(kv_windows=(8,), num_blocks=17)
+    submit(core, 0, range(32), max_tokens=1)
+    (seq,) = core.live
+    assert core.lookup.num_cached_tokens(seq.request) == 0
+    answer(core, schedule(core), 0)
+    assert core.lookup.num_cached_tokens(seq.request) == 28, "the last token never counts"
+
+
 def test_a_window_with_a_hole_is_no_hit():
     core = make_core(kv_windows=(None, 8), num_blocks=40)
     submit(core, 0, range(32), max_tokens=1)
