@@ -80,7 +80,7 @@ def with_maps(layer: DecoderLayer, change: Callable[[MapName, Linear], Linear]) 
     """Return the layer with its maps changed; experts stay as they are."""
     mlp = layer.feed_forward
     if isinstance(mlp, GatedMlp):
-        mlp = GatedMlp(change(GATE_UP, mlp.gate_up), change(DOWN, mlp.down))
+        mlp = replace(mlp, gate_up=change(GATE_UP, mlp.gate_up), down=change(DOWN, mlp.down))
     return replace(
         layer,
         qkv=change(QKV, layer.qkv),

@@ -16,6 +16,8 @@ class _Alone:
     model_type: str
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Fields that older configs omit, with the values that `transformers` gives them."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Fields that `transformers` does not read, with the values that its model has."""
     ties_as_whole: bool = False
     """Whether the whole's `tie_word_embeddings` counts, even if the part has the field."""
 
@@ -66,7 +68,10 @@ _TEXT_PARTS: Final[Mapping[str, Mapping[str, _Alone]]] = {
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": _Alone("Qwen3ForCausalLM", "qwen3")},
     "Qwen3VLMoeForConditionalGeneration": {
         "qwen3_vl_moe_text": _Alone(
-            "Qwen3MoeForCausalLM", "qwen3_moe", {"norm_topk_prob": True}, ties_as_whole=True
+            "Qwen3MoeForCausalLM",
+            "qwen3_moe",
+            fixed={"norm_topk_prob": True},
+            ties_as_whole=True,
         )
     },
     "Qwen3_5ForConditionalGeneration": {
@@ -132,7 +137,7 @@ def text_part(fields: JsonFields) -> JsonFields:
     }
     if alone.ties_as_whole:
         its_own["tie_word_embeddings"] = fields.get("tie_word_embeddings")
-    values = {**alone.defaults, **whole, **part.values, **ropes, **its_own}
+    values = {**alone.defaults, **whole, **part.values, **ropes, **its_own, **alone.fixed}
     return JsonFields(fields.path, part.prefix, values)
 
 

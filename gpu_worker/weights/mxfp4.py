@@ -18,6 +18,8 @@ from kernels.reference.linear.quantized import E2M1, powers_of_two
 
 NAN_SCALE: Final = 255
 """In place of a power of two."""
+LARGEST_SCALE: Final = 240
+"""Kernels on GPUs multiply scales by 2^14 in float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

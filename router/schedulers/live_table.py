@@ -75,7 +75,8 @@ class LiveTable:
         # What one step brings for a sequence goes out together.
         flush_until = -math.inf
         if len(set(events.seq_keys)) == len(events.seq_keys):
-            flush_until = self._delivery.begin(len(events.seq_keys))
+            num_streams = len(events.seq_keys) + len(events.endings) + len(events.vectors)
+            flush_until = self._delivery.begin(num_streams)
         lives_ending = {table.get(each.seq_key) for each in events.endings}
         for part in events.prompt_scores:
             if (live := table.get(part.seq_key)) is not None:

@@ -188,14 +188,11 @@ def split_experts(config: ExpertsConfig, place: Place) -> ExpertsConfig:
     Raises:
         ModelError: The experts cannot be split among the ranks.
     """
-    size, shared_size = config.intermediate_size, config.shared_size
+    size = len(place.share("moe_intermediate_size", config.intermediate_size))
+    shared_size = config.shared_size
     if shared_size is not None:
         shared_size = len(place.share("shared_expert_intermediate_size", shared_size))
-    return replace(
-        config,
-        intermediate_size=len(place.share("moe_intermediate_size", size)),
-        shared_size=shared_size,
-    )
+    return replace(config, intermediate_size=size, shared_size=shared_size)
 
 
 def _num_per_token(

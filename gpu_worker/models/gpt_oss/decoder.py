@@ -19,7 +19,7 @@ from gpu_worker.models.llama.decoder import (
 )
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.linear import make_linear
-from gpu_worker.weights.mxfp4 import NAN_SCALE, Mxfp4Weight
+from gpu_worker.weights.mxfp4 import LARGEST_SCALE, NAN_SCALE, Mxfp4Weight
 from gpu_worker.weights.reader import Weights
 from gpu_worker.weights.stored_format import MXFP4_GROUP_SIZE
 from gpu_worker.weights.tensor_file import Piece
@@ -119,8 +119,10 @@ def _read_mxfp4(
         Piece(f"{name}_blocks", (*shape, MXFP4_GROUP_SIZE // 2), where), torch.uint8
     )
     scales = weights.part(Piece(f"{name}_scales", shape, where), torch.uint8)
-    if not scales.is_meta and (scales == NAN_SCALE).any():
-        raise ModelError(f"{name}_scales has NaN")
+    if not scales.is_meta and (largest := int(scales.max())) > LARGEST_SCALE:
+        if largest == NAN_SCALE:
+            raise ModelError(f"{name}_scales has NaN")
+        raise ModelError(f"{name}_scales has {largest}; at most {LARGEST_SCALE} is supported")
     return Mxfp4Weight(blocks[0], scales[0])
 
 

@@ -104,7 +104,7 @@ class _Family:
     """None: hidden size divided by query heads."""
     rope_theta: float = 10000.0
     rotary_share: float | None = None
-    """Share of a head's dimensions that is rotated; None: all are, whatever config.json says."""
+    """Share of a head's dimensions that is rotated; None: all are."""
     rms_norm_eps: float = 1e-6
     has_fused_qkv: bool = False
     has_fused_gate_up: bool = False

@@ -198,13 +198,14 @@ def test_other_maps_may_be_quantized_and_experts_are_not(published):
     PagedLoop(in_float32, 8).generate([Sequence(prompt)], 4)
 
 
-def test_a_scale_that_is_nan_is_refused(published, tmp_path):
-    packed = shutil.copytree(published[0], tmp_path / "nan")
+@pytest.mark.parametrize(("scale", "why"), [(255, "NaN"), (241, "241; at most 240 is supported")])
+def test_a_scale_beyond_those_of_kernels_is_refused(published, tmp_path, scale, why):
+    packed = shutil.copytree(published[0], tmp_path / "odd")
     tensors = load_file(packed / "model.safetensors")
     name = "model.layers.1.mlp.experts.down_proj_scales"
-    tensors[name][2, 5, 1] = 255
+    tensors[name][2, 5, 1] = scale
     save_file(tensors, packed / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=f"{name} has NaN"):
+    with pytest.raises(ModelError, match=f"{name} has {why}"):
         load(packed)
 
 

@@ -90,6 +90,7 @@ MODELS = {
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 48,
+            "norm_topk_prob": False,  # transformers does not read it
         },
         {"out_hidden_size": 64, "num_heads": 2, "deepstack_visual_indexes": [0]},
     ),
