@@ -6,8 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from contract.outputs import FinishReason
+from router.metrics import of_model
 from router.schedulers import delivery as module
 from router.schedulers.delivery import Delivery, wanted_s
+from router.schedulers.live_table import LiveTable
+from router.schedulers.messages import Ending, StepEvents
 
 NUM_STREAMS = 100
 
@@ -44,6 +48,9 @@ class Live:
     def __init__(self) -> None:
         self.num_flushes = 0
         self.is_waiting = False
+
+    def finish(self, *end: object) -> None:
+        pass
 
     def flush(self) -> None:
         self.num_flushes += 1
@@ -164,6 +171,20 @@ def test_a_step_flushes_nothing_while_the_next_wave_waits(clocks, delivery):
     delivery.add(lives)
     assert delivery.begin(1) == -math.inf, "a wave waits, and goes first"
     assert counts(lives) == {0}
+    clocks.advance(0.005)
+    assert counts(lives) == {1}
+
+
+async def test_sequences_that_end_without_a_token_are_streams_of_a_step(clocks, delivery):
+    lives = [Live() for _ in range(NUM_STREAMS)]
+    table = LiveTable(of_model("m"))
+    table._delivery, table._seq_key_to_live = delivery, dict(enumerate(lives))
+    delivery.begin(NUM_STREAMS)
+    delivery.add([])
+    clocks.advance(0.010, busy=0.010)
+    ends = tuple(Ending(key, FinishReason.CANCELLED, None, None) for key in range(NUM_STREAMS))
+    table.deliver(StepEvents([], [], {}, (), (), (), {}, ends))
+    assert counts(lives) == {0}, "the router has been busy"
     clocks.advance(0.005)
     assert counts(lives) == {1}
 
