@@ -90,7 +90,7 @@ def cut_at_chunks(firsts: Int64Array, lens: Int64Array, chunk_size: int, block_s
     """Cut a step's tokens into pieces, each within one chunk.
 
     Args:
-        firsts: int64[S]: the position of each sequence's first token in the step.
+        firsts: int64[S]: the position, in its sequence, of each sequence's first token of the step.
         lens: int64[S]: its tokens; may be 0.
         chunk_size: Tokens of a chunk; a multiple of `block_size`.
         block_size: Token slots of a block.

@@ -60,7 +60,7 @@ class ReadAhead:
 
         Args:
             extents: Their files must stay open. None is an unknown extent, which is left out.
-            read: Reads a request of `REQUEST_BYTES` or less; called on `NUM_THREADS` threads.
+            read: Reads an extent of at most `REQUEST_BYTES`; called on several threads.
             available: Returns the bytes of free memory.
         """
         self._waiting = deque(extents)

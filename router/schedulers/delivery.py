@@ -130,7 +130,7 @@ class Delivery:
 
 
 def wanted_s() -> float:
-    """Return how many seconds this thread has run or, on Linux, waited for a processor."""
+    """Return how many seconds this thread has run plus, on Linux, waited for a processor."""
     try:
         file = _opened(_SCHEDSTAT, threading.get_native_id())
         ran_ns, waited_ns, _ = os.pread(file, _MOST_BYTES, 0).split()

@@ -16,8 +16,8 @@ The core uses each part of the worker's report as follows:
     labelled blocks  become cached blocks, so that the prefix cache is as before, in all tiers.
     pins             stay for the rest of their time.
 
-Unclaimed blocks and rows stay reserved until `claim_s` have passed, or, after `REUNION_S`, until
-nothing else could run without them. If they were freed sooner, the first resubmitted request could
+Unclaimed blocks and rows stay reserved for `claim_s`. Once `REUNION_S` have passed, they are freed
+earlier, one row at a time, but only if otherwise nothing could run. If they were freed sooner, the first resubmitted request could
 take the blocks of the second, because requests are submitted one by one. When a row is freed, its
 labelled blocks stay cached and the others become free.
 

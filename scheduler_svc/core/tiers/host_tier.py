@@ -191,7 +191,7 @@ class HostTier:
     def demote(self, block: DeviceBlockId, block_hash: BlockHash) -> None:
         """Copy a cached device block to the host before the next plan overwrites or retires it.
 
-        Between two steps, the limit of the last step's demotions still applies.
+        A call between two steps counts against the last step's limit on demotions.
         """
         if found := self.pool.find([block_hash]):
             self.pool.share(found)  # makes the block the most recently used
