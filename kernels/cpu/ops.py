@@ -66,13 +66,9 @@ def add_rms_norm(
 
 def silu_mul(library: Library, gate_up: torch.Tensor) -> torch.Tensor:
     """Gate `gate_up` [T, 2 * I], of any stride over T."""
-    num_tokens, width = gate_up.shape
-    if width % 2 != 0:
-        raise ValueError(f"gate_up has width {width}; it must be a multiple of 2")
-    check_tensor("gate_up", gate_up, (num_tokens, width), gate_up.dtype, gate_up)
-    out = gate_up.new_empty((num_tokens, width // 2))
+    out = _gated(gate_up)
     library.silu_mul(
-        DTYPES[gate_up.dtype], num_tokens, width // 2,
+        DTYPES[gate_up.dtype], *out.shape,
         gate_up.data_ptr(), out.data_ptr(), gate_up.stride(0),
     )  # fmt: skip
     return out
@@ -82,16 +78,21 @@ def clamped_swiglu(
     library: Library, gate_up: torch.Tensor, alpha: float, limit: float
 ) -> torch.Tensor:
     """Gate `gate_up` [T, 2 * I], of any stride over T."""
+    out = _gated(gate_up)
+    library.clamped_swiglu(
+        DTYPES[gate_up.dtype], *out.shape,
+        gate_up.data_ptr(), out.data_ptr(), gate_up.stride(0), alpha, limit,
+    )  # fmt: skip
+    return out
+
+
+def _gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """Check `[T, 2 * I]`; return memory for its gated product `[T, I]`."""
     num_tokens, width = gate_up.shape
     if width % 2 != 0:
         raise ValueError(f"gate_up has width {width}; it must be a multiple of 2")
     check_tensor("gate_up", gate_up, (num_tokens, width), gate_up.dtype, gate_up)
-    out = gate_up.new_empty((num_tokens, width // 2))
-    library.clamped_swiglu(
-        DTYPES[gate_up.dtype], num_tokens, width // 2,
-        gate_up.data_ptr(), out.data_ptr(), gate_up.stride(0), alpha, limit,
-    )  # fmt: skip
-    return out
+    return gate_up.new_empty((num_tokens, width // 2))
 
 
 def rotary(

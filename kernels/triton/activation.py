@@ -46,12 +46,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: `gate_up` is not 2-dimensional, not a float, odd in width, or has no dense rows.
     """
-    check_float("gate_up", gate_up, 2)
-    num_tokens, width = gate_up.shape
-    if width % 2 != 0:
-        raise ValueError(f"gate_up has width {width}; it must be a multiple of 2")
-    size = width // 2
-    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    out = _gated(gate_up)
+    num_tokens, size = out.shape
     _silu_mul_kernel[(num_tokens, triton.cdiv(size, _COLUMNS))](
         gate_up, out, gate_up.stride(0), I=size, COLUMNS=_COLUMNS
     )
@@ -91,12 +87,8 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
     Raises:
         ValueError: `gate_up` is not 2-dimensional, not a float, odd in width, or has no dense rows.
     """
-    check_float("gate_up", gate_up, 2)
-    num_tokens, width = gate_up.shape
-    if width % 2 != 0:
-        raise ValueError(f"gate_up has width {width}; it must be a multiple of 2")
-    size = width // 2
-    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    out = _gated(gate_up)
+    num_tokens, size = out.shape
     _clamped_swiglu_kernel[(num_tokens, triton.cdiv(size, _COLUMNS))](
         gate_up,
         out,
@@ -107,3 +99,12 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
         COLUMNS=_COLUMNS,
     )
     return out
+
+
+def _gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """Check `[T, 2 * I]`; return memory for its gated product `[T, I]`."""
+    check_float("gate_up", gate_up, 2)
+    num_tokens, width = gate_up.shape
+    if width % 2 != 0:
+        raise ValueError(f"gate_up has width {width}; it must be a multiple of 2")
+    return torch.empty((num_tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)

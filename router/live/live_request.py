@@ -270,10 +270,8 @@ class LiveRequest:
         elif self._has_gaps:  # all tokens of a beam search arrive at once
             gaps.append(now - output.last_token_at)
         output.last_token_at = now
-        is_due = output.push(token_id, logprob)
-        if is_due and not output.has_event:
-            output.has_event = True
-            self.outputs_with_events.append(output)
+        if output.push(token_id, logprob):
+            self._add_event(output)
         if output.finished is not None:
             self._observe_end(output)
             return True

@@ -170,10 +170,7 @@ _FAMILIES = {
     "MixtralForCausalLM": _Family(
         has_window=True, rope_theta=1e6, rms_norm_eps=1e-5, read_experts=read_mixtral_experts
     ),
-    "Olmo2ForCausalLM": replace(
-        _OLMO,
-        norms=_OLMO_NORMS,
-    ),
+    "Olmo2ForCausalLM": replace(_OLMO, norms=_OLMO_NORMS),
     "Olmo3ForCausalLM": replace(
         _OLMO,
         norms=_OLMO_NORMS,
