@@ -14,7 +14,7 @@ from rpc.settings import parse_settings
 def main() -> None:
     """Run a worker until SIGTERM or SIGINT."""
     settings = parse_settings(WorkerSettings, "quire-worker")
-    prepare_environment(settings.master_addr)  # torch is imported later
+    prepare_environment(settings.master_addr)  # before torch is imported
     if settings.rank:
         run_rank(Member(settings))
     observe("worker", settings)

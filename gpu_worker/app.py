@@ -25,12 +25,12 @@ async def run_worker(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
-    The ports answer at once, and report the progress of the start. `on_started` runs when the
+    The ports answer at once, and report the progress of loading. `on_started` runs when the
     worker is ready.
 
     Raises:
         ModelError: The model cannot be served as the settings ask, or not even one KV block fits.
-        StepsFailedError: The device failed. The worker has drained first, so the scheduler knows.
+        StepsFailedError: The device failed. The worker drains first, which tells the scheduler.
     """
     stop = stop if stop is not None else asyncio.Event()
     health = Health()

@@ -1,7 +1,7 @@
-"""The thread that runs the executor: executes steps in order, and returns results.
+"""Runs the executor on a thread of its own: executes steps in order, and returns results.
 
 The event loop stays free while a step computes. An *attachment* is one scheduler's claim on the
-worker, from one `Attach` to the next. Steps of an earlier attachment are dropped.
+worker, from one `Attach` to the next. Steps of an earlier attachment raise UnavailableError.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ _Job: TypeAlias = _Attach | _Step | _Call | _Stop
 
 
 class StepLoop:
-    """Owns the executor's thread, from construction to `stop`. Called from `event_loop`."""
+    """Owns the executor's thread, from construction to `stop`. Used in `event_loop`."""
 
     def __init__(self, executor: AnyExecutor, event_loop: asyncio.AbstractEventLoop) -> None:
         self._executor = executor
@@ -94,10 +94,10 @@ class StepLoop:
         return 0 if self._is_stopped else self._executor.rows.num_used
 
     async def attach(self, attachment: int) -> Holdings:
-        """Forget all rows after the steps queued so far; then obey only `attachment`.
+        """Forget all rows after the steps queued so far; then run only steps of `attachment`.
 
         Returns:
-        What the worker held until then.
+            What the worker held until the rows were forgotten.
         """
         done: asyncio.Future[Holdings] = self._event_loop.create_future()
         self._post(_Attach(attachment, done), done)
@@ -127,7 +127,7 @@ class StepLoop:
         await self._queue_call(lambda executor: _write(executor, block_ids, content))
 
     def resize_pool(self, num_blocks: int) -> "asyncio.Future[None]":
-        """Resize the device pool, after the steps and attachments queued so far.
+        """Resize the device pool to `num_blocks`, after the steps and attachments queued so far.
 
         Returns:
             A future, which raises FailedPreconditionError as `Executor.resize_pool` does.
@@ -137,7 +137,7 @@ class StepLoop:
         )
 
     def add_adapter(self, number: int, adapter: Adapter) -> "asyncio.Future[None]":
-        """See `Executor.add_adapter`. Steps submitted from now on may use it."""
+        """See `Executor.add_adapter`. Steps submitted from now on may use the adapter."""
         return self._queue_call(lambda executor: executor.add_adapter(number, adapter))
 
     def remove_adapter(self, number: int) -> "asyncio.Future[None]":
@@ -160,7 +160,7 @@ class StepLoop:
         if self._thread.is_alive():
             _log.warning("gave up waiting for a step: it takes too long", waited_s=_STOP_S)
             return False
-        del self._executor  # others may still hold this object, but it holds no device memory
+        del self._executor  # others may still hold this loop, which then holds no device memory
         return True
 
     async def wait_failed(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs a rank other than 0; as a module, with its number and settings from standard input."""
+"""Runs a rank other than 0. `python -m` reads its number and settings from standard input."""
 
 import os
 import signal
@@ -16,8 +16,8 @@ _ONE_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
 
 def prepare_environment(master_addr: str) -> None:
     """Set environment variables that torch's libraries read on import, unless they are set."""
-    # Otherwise torch's threads spin between parallel regions, on cores that router, scheduler and
-    # clients need.
+    # Otherwise torch's threads spin between parallel regions, on cores that the router, the
+    # scheduler and clients need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if master_addr in _ONE_MACHINE:  # so that ranks do not listen on the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -58,7 +58,7 @@ def _end_with_input() -> None:
     """End the process when its standard input ends, because then its parent has ended."""
 
     def wait() -> None:
-        # unbuffered, because Python's exit needs the buffer's lock
+        # Not a buffered read, because it would hold the buffer's lock, which Python's exit needs.
         while os.read(sys.stdin.fileno(), 1):
             pass
         os._exit(1)

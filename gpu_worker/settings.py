@@ -22,8 +22,8 @@ class WorkerSettings(ProcessSettings):
     http_port: Port = 8002
     """Port of HTTP; 0 picks a free one."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """How long running steps may take to finish after SIGTERM, in seconds; then the scheduler
-    continues their sequences elsewhere."""
+    """How long the worker may drain after SIGTERM, in seconds. Meanwhile running steps finish, and
+    the scheduler continues their sequences elsewhere."""
     model: ModelName
     """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
     Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md)."""
@@ -34,7 +34,8 @@ class WorkerSettings(ProcessSettings):
     """Start without the model; an operator, or a router with --on-demand, loads it later."""
     model_class: str = ""
     """The implementation that runs the model: your class as package.module:Class (docs/models.md),
-    or "transformers". Empty: Quire's own if it supports the architecture, else transformers'."""
+    or "transformers". Empty: Quire's own if it supports the architecture, else that of
+    transformers."""
     served_model_name: str = ""
     """The model's name in requests; empty: the directory's name."""
     worker_id: str = Field(default_factory=socket.gethostname)
@@ -42,7 +43,7 @@ class WorkerSettings(ProcessSettings):
     role: Role = Role.BOTH
     """The part of requests that this worker computes while workers with the other role are
     attached: prompts (prefill), decoding (decode), or both. Requests move between workers with
-    their KV, through the host memory of both: host-kv-memory-gb (docs/fleet.md)."""
+    their KV, through the host memory of both workers (host-kv-memory-gb, docs/fleet.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the model runs: cpu, cuda or cuda:N; auto is cuda if there is a GPU, else cpu."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -53,15 +54,15 @@ class WorkerSettings(ProcessSettings):
     the model then outputs nonsense."""
     quantization: Literal["int8", "int4"] | None = None
     """Quantize the weights of linear maps when they are read, for less memory and faster decoding.
-    This works with Quire's own implementations and yours. int8: a scale per output. int4: a scale
-    and an offset per 32 inputs of an output; the map to the vocabulary gets int8. Maps that are
-    quantized in the checkpoint stay as they are. Unset: not quantized."""
+    This works with Quire's own implementations and yours. int8: each output has a scale. int4: each
+    group of 32 inputs of an output has a scale and an offset; the map to the vocabulary is in int8.
+    Maps that are quantized in the checkpoint stay as they are. Unset: not quantized."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters as NAME=DIR, in PEFT's format, separated by commas. A request whose model is
     NAME uses that adapter. Only for Quire's own implementations, on one device (docs/models.md)."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """The largest number of tokens in a sequence, prompt and output together; unset: the model's
-    limit. With LongRoPE it chooses the factors (docs/models.md)."""
+    limit. In a model with LongRoPE, this limit selects the factors (docs/models.md)."""
     max_num_seqs: PositiveInt | None = None
     """The largest number of sequences that run at once; unset: 64 on a CPU, 256 on a GPU, 512 on a
     GPU with 80 GB, 1024 on a GPU with 120 GiB or more."""
@@ -76,9 +77,9 @@ class WorkerSettings(ProcessSettings):
     """KV memory in GiB; unset: on a GPU, the part of gpu-memory-utilization that the model leaves;
     on a CPU, 1 GiB or half of the free memory, whichever is less."""
     max_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """KV memory in GiB to which the pool can grow while in use (quire resize). This reserves only
-    addresses, no memory. 0: the size is fixed. Unset: on a CPU, all memory of the machine; on GPUs,
-    and with draft-model, the size is fixed."""
+    """Size in GiB to which the KV pool can grow while in use (quire resize). Only addresses are
+    reserved for it, no memory. 0: the size is fixed. Unset: on a CPU, all memory of the machine; on
+    GPUs, and with draft-model, the size is fixed."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """Number format of stored KV: auto is the model's dtype; int8 and fp8 (e4m3) take about half
     the memory of bfloat16, so about twice as many tokens fit. Each slot and kv head has a scale."""
@@ -92,9 +93,9 @@ class WorkerSettings(ProcessSettings):
     the machine or container allows the process. 0: never. Unset: 0.03, or half of the share that is
     available when the worker is ready, if that is less."""
     memory_critical_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """If less than this share is available, half of the running sequences are preempted, and half
-    of the rest after every further ten seconds. 0: never. Unset: 0.01, or a quarter of the share
-    that is available when the worker is ready, if that is less."""
+    """If less than this share of the device's memory is available, half of the running sequences
+    are preempted, and half of the rest after every further ten seconds. 0: never. Unset: 0.01, or a
+    quarter of the share that is available when the worker is ready, if that is less."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Host memory in GiB for KV that does not fit on the device. Unset: with a GPU, or a role other
     than both, 4 GiB or a quarter of the free memory, whichever is less; otherwise 0, because a
@@ -127,52 +128,53 @@ class WorkerSettings(ProcessSettings):
     quire[nixl]. With nixl, any process that can connect to NIXL's ports can read the host memory
     for KV, regardless of TLS."""
     speculative: Literal["ngram", "draft"] | None = None
-    """How to guess the next tokens, which the model verifies several at a time; the output does not
-    change. ngram: guess the tokens that followed an earlier occurrence of the last few tokens.
+    """How to guess next tokens. The model verifies several guesses at a time, and the output does
+    not change. ngram: guess the tokens that followed an earlier occurrence of the last few tokens.
     draft: guess the output of draft-model. Unset: no guesses. Tokens are guessed only while that
     saves time."""
     num_draft_tokens: PositiveInt = 4
     """The largest number of tokens guessed at a time; must be less than block-size."""
     draft_model: ModelName | None = None
-    """A smaller model with the same vocabulary, for guesses; takes the same values as --model."""
+    """A smaller model with the same vocabulary, which makes the guesses; named as in --model."""
     ngram_min: PositiveInt = 2
-    """The shortest end of a sequence, in tokens, that ngram looks for earlier in the sequence."""
+    """The smallest number of last tokens that ngram looks for earlier in the sequence."""
     ngram_max: PositiveInt = 4
-    """The longest end of a sequence, in tokens, that ngram looks for; it uses the longest match."""
+    """The largest number of last tokens that ngram looks for; it uses the longest match."""
     enforce_eager: bool = False
     """Run a GPU's steps without CUDA graphs. The worker starts faster, because it captures no
     graphs, but small models run more slowly. Models that cannot be captured never use graphs."""
     attention_backend: Literal["triton", "flash-attention-3"] = "triton"
     """The implementation of attention on a GPU: Quire's Triton kernels, or FlashAttention-3, which
     must be installed and needs compute capability 9.0. Layers that FlashAttention-3 does not
-    support (fp32, quantized KV, latents, sinks, head dims above 256) use Quire's kernels. Its speed
-    here is not measured."""
+    support (fp32, quantized KV, latents, sinks, head dims above 256) use Quire's kernels. The speed
+    with FlashAttention-3 is not measured."""
     shared_prefix_attention: bool = False
-    """Attend only once to the blocks with which several sequences begin, if they have at least 512
-    tokens. This works in decode steps that CUDA graphs replay, and for models whose layers all see
-    every token. The last bits of results then depend on the sequences of a step. Not measured yet.
-    """
+    """If several sequences begin with the same blocks of at least 512 tokens, attend to these
+    blocks only once. This works in decode steps that CUDA graphs replay, and for models whose
+    layers all see every token. The last bits of results then depend on which sequences share a
+    step. The speed is not measured yet."""
     batch_invariant: bool = False
-    """On a GPU, make each result independent of other requests in every bit, at the price of speed
+    """On a GPU, make every bit of a result independent of other requests, at the price of speed
     (docs/worker-step.md). This works with Quire's own decoders without experts, on one device,
-    without LoRA adapters. Not measured yet. On a CPU, Quire's compiled kernels always compute each
-    row independently."""
+    without LoRA adapters. So far this is tested only in Triton's interpreter. On a CPU, Quire's
+    compiled kernels always compute each row independently."""
     num_threads: PositiveInt | None = None
     """Number of threads that compute on a CPU, shared by the ranks on this machine; unset: one per
     physical core that this process may use, and at most the CPU limit of its control group (a
     container's), rounded up."""
     pin_threads: Literal["on", "off"] = "off"
     """Whether each thread of the kernels in C stays on a physical core of its own, and each part of
-    the weights in the memory beside the core that reads it. on: on the first cores that this
-    process may use; give other workers other cores, for example with taskset or a container's set
-    of CPUs, because threads that share a pinned core wait for each other. Off by
-    default: the effect was never measured. It should matter on several sockets. Linux only."""
+    the weights stays in the memory beside the core that reads it. on: the threads stay on the first
+    cores that this process may use. Give other workers other cores, for example with taskset or a
+    container's set of CPUs, because threads that share a pinned core wait for each other. The
+    default is off, because the effect was never measured; it should matter on several sockets.
+    Linux only."""
     amx: Literal["auto", "on", "off"] = "auto"
-    """Whether linear maps and attention in bfloat16 use Intel's AMX, on a CPU that has it. auto: if
-    its results are right, for each weight format, and for attention, if it is faster there; the
-    worker's first start on a machine finds this out and keeps the finding. on: if its results are
-    right. off: never. AMX changes the last bits of results, so with workers on several machines
-    choose on or off for all."""
+    """Whether linear maps and attention in bfloat16 use Intel's AMX, on a CPU that has it. auto:
+    AMX is used if its results are right, but only for the weight formats, and for attention, where
+    it is faster. The worker's first start on a machine measures this and keeps the findings. on:
+    AMX is used if its results are right. off: never. AMX changes the last bits of results, so with
+    workers on several machines choose on or off for all."""
     tensor_parallel_size: PositiveInt = 1
     """Number of devices that split each layer of the model; together they are one worker, which
     holds its weights and KV. Must divide the model's heads (docs/parallelism.md)."""
