@@ -1,9 +1,9 @@
 """Labels of the blocks of every tier: content hashes, assigned by the scheduler.
 
-A label describes a block's bytes. It is copied with the bytes, and removed when they are written,
-so it stays correct if the scheduler assigned it correctly. A device block with bytes that are known
-to be wrong is *void*: it gets no label until a step overwrites it from its first slot, or a copy
-replaces it.
+A label describes a block's bytes. It is copied with the bytes, and removed when the bytes are
+overwritten, so it stays correct if the scheduler assigned it correctly. A device block with bytes
+that are known to be wrong is *void*: it gets no label until a step overwrites it from its first
+slot, or a copy replaces it.
 
 No method waits for copies: a copy that a GPU makes later, in stream order, counts as made.
 """
@@ -24,17 +24,17 @@ from gpu_worker.step.rows import Rows, ScheduledRows
 
 
 class LabelPins:
-    """Stores the labels that the scheduler has pinned, and until when, for the next scheduler.
+    """Stores which labels the scheduler has pinned and until when, for the next scheduler.
 
     A worker never evicts, so a pin has no effect here. A pin belongs to a label and not to a block,
-    so it stays valid when the block moves. If there are too many pins, those that expire first are
-    dropped.
+    so it stays valid when the block moves. If there are too many pins, the pins that expire first
+    are dropped.
     """
 
     def __init__(self, max_pins: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_pins = max_pins
-        """The number of blocks. A limit is needed, because the scheduler does not tell the worker
-        when it unpins a label."""
+        """The limit on pins: the number of device blocks. A limit is needed, because the scheduler
+        does not tell the worker when it unpins a label."""
         self._clock = clock
         self._ends: dict[BlockHash, float] = {}  # in the order of pinning
 
@@ -71,7 +71,7 @@ class TierLabels:
     def __init__(self, num_blocks: int) -> None:
         self._labels = np.zeros((num_blocks, HASH_BYTES), np.uint8)
         self._ages = np.zeros(num_blocks, np.int64)
-        """When each label was assigned, by the caller's count; 0: the block has none."""
+        """When each label was assigned, by the caller's count; 0: the block has no label."""
 
     def assign(self, blocks: Int32Array, labels: Labels, ages: Int64Array) -> None:
         """Label blocks; age 0 removes the label. A repeated block gets its last label.
@@ -93,7 +93,7 @@ class TierLabels:
         self._ages[blocks] = 0
 
     def remove_equal(self, labels: Labels) -> Int32Array:
-        """Remove the label of every block that has one of uint8[N, 32] `labels`; return these."""
+        """Remove all labels that equal one of `labels`, uint8[N, 32]; return their blocks."""
         wrong = {label.tobytes() for label in labels}
         named = np.flatnonzero(self._ages)
         is_wrong = [label.tobytes() in wrong for label in self._labels[named]]
@@ -128,7 +128,7 @@ class BlockLabels:
         self._has_windows = limits.has_windows
         self._is_void = np.zeros(limits.num_blocks, np.bool_)
         self._num_given = 0
-        # Disk moves in flight, by target: labels and ages of stores, sources of loads.
+        # Disk moves in flight, by target block: a store's labels and ages, a load's source block.
         self._stores: dict[int, tuple[Labels, Int64Array]] = {}
         self._loads: dict[int, int] = {}
 
@@ -166,7 +166,7 @@ class BlockLabels:
 
         Args:
             plan: The step that was applied last.
-            failed: int32[F], of its `swap_in_dst_block_ids`.
+            failed: int32[F], those of its `swap_in_dst_block_ids` whose swap-in failed.
         """
         if len(failed):
             has_failed = np.isin(plan.swap_in_dst_block_ids, failed)
@@ -176,10 +176,10 @@ class BlockLabels:
             self._avoid(failed)
 
     def distrust(self, rows: Rows, failed_rows: Int64Array) -> Int32Array:
-        """Remove the labels of broken rows' blocks in every tier, so that none is reused.
+        """Remove the labels of failed rows' blocks in every tier, so that no request hits them.
 
         Returns:
-            int32[N]: the disk blocks among them.
+            int32[N]: the disk blocks that lost their labels.
         """
         on_disk = [np.empty(0, np.int32)]
         for row in failed_rows.tolist():
@@ -198,7 +198,7 @@ class BlockLabels:
         """Label the stored disk blocks; blocks whose store failed stay without a label.
 
         Returns:
-            int32[N] and uint8[N, 32]: those of `stored` that got a label, and the labels.
+            int32[N], the blocks of `stored` that got a label; and uint8[N, 32], the labels.
         """
         for block in stored.tolist():
             self.disk.assign(np.array([block], np.int32), *self._stores.pop(block))
@@ -208,7 +208,7 @@ class BlockLabels:
         return stored[ages > 0], labels[ages > 0]
 
     def restore_disk(self, blocks: Int32Array, labels: Labels) -> None:
-        """Label disk blocks that an earlier process has stored, oldest first; before any step."""
+        """Before any step, label disk blocks that an earlier process has stored, oldest first."""
         self.disk.assign(blocks, labels, 1 + np.arange(len(blocks)))
         self._num_given = max(self._num_given, len(blocks))
 

@@ -1,6 +1,6 @@
 """Starts the block moves of a step, within and between tiers, and collects finished disk moves.
 
-The pools in `kv/` move the bytes; this module keeps the order.
+The pools in `kv/` move the bytes; this module determines the order of the moves.
 """
 
 import sys
@@ -22,17 +22,17 @@ class Pool(Protocol):
     """The part of the device's KV pool that moves need."""
 
     def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copy whole blocks, int64[N] each; all reads come before all writes."""
+        """Copy whole blocks `src` to `dst`, int64[N] each; all reads come before all writes."""
 
     def resize(self, num_blocks: int) -> None:
-        """Resize to `num_blocks` blocks; raises OutOfMemoryError if there is no room."""
+        """Resize to `num_blocks` blocks; raise OutOfMemoryError if there is no room."""
 
     def close(self) -> None:
         """Free the memory. The last call."""
 
 
 class BlockMoves:
-    """Moves blocks within and between a worker's tiers. Called from one thread.
+    """Moves blocks within and between a worker's tiers. Used by one thread.
 
     Corrects the labels after failed swap-ins, and updates them when disk moves end.
     """
@@ -72,7 +72,7 @@ class BlockMoves:
         return failed
 
     def take_ended(self, step_id: int) -> EndedMoves:
-        """Return the ended disk moves of steps up to this one, and update labels."""
+        """Return the ended disk moves of steps up to `step_id`, and update labels."""
         if self.disk_pool is None:
             return NO_ENDED_MOVES
         ends = self.disk_pool.take_ended(step_id)
@@ -83,7 +83,7 @@ class BlockMoves:
         return ends
 
     def distrust(self, disk_blocks: Int32Array | None = None) -> None:
-        """Hide these disk blocks, or all, from later processes."""
+        """Hide `disk_blocks` from later processes; None: hide all disk blocks."""
         if self.disk_pool is not None and (disk_blocks is None or len(disk_blocks)):
             self.disk_pool.distrust(disk_blocks)
 

@@ -58,12 +58,12 @@ class LaunchedStep:
     failed_swap_in_block_ids: Int32Array
     start_s: float
     disk_pool: DiskPool | None = None
-    """Where its disk moves run, if it computes nothing; None if it computes, or there is no
-    disk."""
+    """Where the step's disk moves run, if the step computes nothing. None if it computes, or if
+    there is no disk."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it computes nothing and only waits for the disk. Collecting it never blocks."""
+        """Whether the step only waits for the disk. Collecting such a step never blocks."""
         return self.disk_pool is not None
 
     def is_done(self) -> bool:
@@ -101,7 +101,7 @@ class Executor:
 
         `host_pool` is for swaps, `disk_pool` for stores and loads, `structured` for grammars,
         `ranks` are the other devices of the model, `drafter` guesses tokens (on one device only).
-        `slots` let steps with `adapters`, or with those added later, run as graphs.
+        `slots` let steps with `adapters`, or with adapters added later, run as CUDA graphs.
         `takes_parts`: whether the model can compute a step in parts when memory is short.
         """
         self._pool = pool
@@ -163,7 +163,7 @@ class Executor:
         return 2 if self._device.type == "cuda" and self._speculation is None else 1
 
     def bind_thread(self) -> None:
-        """Set torch's per-thread state; the calling thread then makes all other calls."""
+        """Set torch's state of the calling thread, which then makes all other calls."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
@@ -244,16 +244,17 @@ class Executor:
         1. The rows change: sequences leave, join, and get more blocks. This determines which rows
            compute; a drafter may add guesses to them.
         2. Labels are updated with the plan's labels, moves and writes.
-        3. Blocks move, in a fixed order: stores to and loads from the disk are started, swap-outs
-           read blocks before anything overwrites them, then come swap-ins and copies.
-        4. The step computes: inputs are gathered from the rows, the model runs, and each row
-           without known tokens left samples one.
+        3. Blocks move, in a fixed order. Stores to the disk and loads from it start first. Then
+           swap-outs read blocks, before anything overwrites them. Swap-ins and copies come last.
+        4. The step computes: inputs are gathered from the rows, the model runs, and each row that
+           has no known tokens left samples a token.
 
-        On CUDA all of this is only enqueued, in stream order. The results are copied to the host,
-        and `collect` reads them.
+        On CUDA the device's work is only enqueued, in stream order. The results are copied to the
+        host, where `collect` reads them.
 
         Raises:
-            InvalidArgumentError, InconsistentPlanError: See `Rows.apply`. Only `reset` may follow.
+            InvalidArgumentError, InconsistentPlanError: See `Rows.apply`. No step may
+                follow before `reset`.
         """
         start_s = time.monotonic()
         with timeline.span("change the rows"):
@@ -282,16 +283,16 @@ class Executor:
     def collect(self, launched: LaunchedStep) -> Result:
         """Wait for the oldest launched step and return its result.
 
-        A row may have ended since the step was launched, or have another sequence now (an
-        *incarnation* is a row's time with one sequence). So each sampled token is checked first:
+        A row may have ended since the step was launched, or hold another sequence now. An
+        *incarnation* is a row's time with one sequence. Results are handled in this order:
 
         1. Tokens of ended rows are dropped, and so are tokens after a wrong guess.
         2. A row fails if its logits were not finite, and is stuck if its grammar allows no token.
            Every other row has sampled.
         3. Rows that failed, are stuck, or sampled an end token end here: later steps skip them,
            although the scheduler counts them as decoding until it releases them.
-        4. The values of the tokens, and log-probabilities, are stored in the rows; the drafter
-           learns which guesses were kept; traced sequences get spans.
+        4. The rows store the tokens' values and log-probabilities. The drafter learns which guesses
+           were kept. Traced sequences get spans.
         5. A failed row may have stored wrong KV, so its blocks lose their labels.
         6. Disk moves that have ended are reported with the result.
         """

@@ -1,6 +1,6 @@
 """Gathers a step's model inputs from the rows.
 
-Symbols: `T` tokens, `S` sequences, `N` tokens that sample, `M` blocks of the longest block table.
+Symbols: `T` tokens, `S` sequences, `N` sampled tokens, `M` blocks of the longest block table.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class InputBatch:
     positions: torch.Tensor
     """int64[T]: each token's index in its sequence."""
     metadata: AttentionMetadata
-    """Its wanted tokens are the tokens before the sampled ones."""
+    """The metadata's wanted tokens are the tokens before the sampled ones."""
     sampling_rows: torch.Tensor
     """int64[N]: the row of each sampled token."""
 
@@ -56,8 +56,8 @@ class HostInputs:
     tables: tuple[Int32Array, ...]
     """By KV group: int32[S, M]."""
     pieces: tuple["Pieces | None", ...]
-    """By KV group: the pieces of sequences, if the group has chunks; its table is for these
-    pieces."""
+    """By KV group: the pieces of sequences, if the group has chunks. Then the rows of its table are
+    for these pieces."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +77,7 @@ class Pieces:
     """int64[C]: the index of the chunk's first block."""
 
     def tables(self, tables: Int32Array, block_size: int) -> Int32Array:
-        """Cut the sequences' block tables into the pieces': int32[C, M], from each chunk on."""
+        """Return the pieces' block tables, int32[C, M], each from its chunk's first block."""
         width = -(-int(self.seq_lens.max()) // block_size)
         indices = self.first_blocks[:, None] + np.arange(width)
         # Entries beyond a sequence's end are not read.
@@ -91,8 +91,8 @@ def cut_at_chunks(firsts: Int64Array, lens: Int64Array, chunk_size: int, block_s
 
     Args:
         firsts: int64[S]: the position, in its sequence, of each sequence's first token of the step.
-        lens: int64[S]: its tokens; may be 0.
-        chunk_size: Tokens of a chunk; a multiple of `block_size`.
+        lens: int64[S]: the number of each sequence's tokens in the step; may be 0.
+        chunk_size: Number of tokens in a chunk; a multiple of `block_size`.
         block_size: Token slots of a block.
     """
     first_chunks, ends = firsts // chunk_size, firsts + lens
@@ -276,7 +276,7 @@ def _with_pieces(
 
 
 def _num_decodes(starts: Int32Array | Int64Array) -> int:
-    """Return the number of sequences at the beginning that have one token."""
+    """Return the number of leading sequences that have one token each."""
     return int(np.logical_and.accumulate(np.diff(starts) == 1).sum())
 
 
@@ -311,17 +311,17 @@ def _wanted(
 def places_before_sampled(
     scheduled: ScheduledRows, starts: Int32Array
 ) -> tuple[Int64Array, Int32Array]:
-    """Return the tokens before the sampled ones: each sequence's last in the step, or none.
+    """Return the tokens before the sampled ones, one for each sampled token.
 
     Args:
         scheduled: The step.
         starts: int32[S + 1], where each sequence's tokens start in the batch.
 
     Returns:
-        int64[N], their indexes in the batch; and int32[S + 1], where each sequence's tokens start
-        among them.
+        int64[N], the indexes of these tokens in the batch; and int32[S + 1], where each sequence's
+        tokens start among these tokens.
     """
-    firsts = (starts[:-1] - scheduled.starts)[scheduled.sampling]  # [N]: of position 0
+    firsts = (starts[:-1] - scheduled.starts)[scheduled.sampling]  # [N]: where position 0 would be
     lens = np.bincount(scheduled.sampling, minlength=len(scheduled.rows))
     wanted_starts = np.zeros_like(starts)
     np.cumsum(lens, out=wanted_starts[1:])

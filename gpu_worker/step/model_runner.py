@@ -50,7 +50,7 @@ def forward(
 
 
 class ModelRunner:
-    """A model over a KV pool. Called from one thread, in `torch.inference_mode()`."""
+    """A model over a KV pool. Used by one thread, in `torch.inference_mode()`."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class ModelRunner:
         slots: AdapterSlots | None = None,
         before_launch: Callable[[], None] = do_nothing,
     ) -> None:
-        """`adapters` maps rows' numbers to adapters; its owner changes it between steps.
+        """`adapters` maps numbers in `rows.adapter` to adapters; it may change between steps.
 
         `slots`: the adapters' slots, if steps with adapters may run as graphs.
 
-        `before_launch` is called after a step's inputs are enqueued, right before the model.
+        `before_launch` is called after a step's inputs are enqueued, right before the model runs.
 
         `takes_parts` allows splitting a step when memory is short. It is False with several ranks,
         which would all have to split the step in the same way.
@@ -91,7 +91,7 @@ class ModelRunner:
         self._before_launch = before_launch
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._pooler = Pooler(sampler.table, model)
-        # By whether rows have adapters.
+        # The key says whether the graphs are for rows with adapters.
         self._decodes: dict[bool, DecodeGraphs] = {}
         self._pieces: dict[bool, PiecewiseGraphs] = {}
         self._token_limit = TokenLimit()
@@ -107,8 +107,8 @@ class ModelRunner:
         """Capture graphs for steps of decodes only. Called before the first step.
 
         Without `has_adapters`, the graphs are only for steps in which no row has an adapter.
-        `report` gets the fraction done. Errors of the backend pass through; such steps then run
-        without these graphs. For `shares_prefixes` see `DecodeGraphs`.
+        `report` gets the fraction done. Errors of the backend pass through; steps of decodes
+        then run without these graphs. For `shares_prefixes` see `DecodeGraphs`.
         """
         captured = self._captured(has_adapters=has_adapters)
         graphs = DecodeGraphs(self._model, *captured, shares_prefixes=shares_prefixes)
@@ -178,7 +178,7 @@ class ModelRunner:
         return graphs if graphs is not None and graphs.takes(scheduled) else None
 
     def _of_adapters(self, graphs: Mapping[bool, _G], scheduled: ScheduledRows) -> _G | None:
-        """Return the graphs for a step, with or without adapters as its rows need."""
+        """Return the graphs with or without adapters, as the rows need; None without graphs."""
         if not self._adapters:
             return graphs.get(False)
         numbers = self._rows.adapter[scheduled.rows]
@@ -307,6 +307,6 @@ class ModelRunner:
 
 
 def _kept(sampled: Sampled) -> Sampled:
-    """Copy to separate memory, because a graph's next replay overwrites the results."""
+    """Copy results to separate memory, because a graph's next replay overwrites them."""
     token_ids, is_finite = sampled.token_ids.clone(), sampled.is_finite.clone()
     return replace(sampled, token_ids=token_ids, is_finite=is_finite)

@@ -1,7 +1,7 @@
-"""Makes vectors of prompts: a hidden state, the mean of all, or a score.
+"""Pools prompts: a vector is one hidden state, the mean of all hidden states, or a score.
 
-Symbols: `T` tokens of a step, `S` sequences that sample or pool, `P` of them that pool, `E` hidden
-size.
+Symbols: `T` tokens of a step, `S` sequences that sample or pool, `P` sequences that pool, `E`
+hidden size.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class _Kept:
     """
 
     end: int
-    """Number of tokens so far."""
+    """Number of tokens pooled so far."""
     before: torch.Tensor | None
     """`value` before the last chunk."""
     value: torch.Tensor
@@ -43,7 +43,7 @@ class _Kept:
 
 
 class Pooler:
-    """Makes vectors of rows, and keeps the state of their pooling between chunks."""
+    """Makes the vectors of rows, and keeps each row's pooling state between chunks."""
 
     def __init__(self, table: SamplingTable, model: object) -> None:
         self._table = table
@@ -74,7 +74,7 @@ class Pooler:
             self._kept[row] = _Kept(start + num_tokens, before, value)
 
     def token_types(self, scheduled: ScheduledRows, device: torch.device) -> torch.Tensor | None:
-        """Return int64[T]: 1 for tokens of a pair's second text; None if there are no pairs."""
+        """Return int64[T]: 1 for tokens of a pair's second text, else 0; None without pairs."""
         rows = scheduled.rows.tolist()
         pooling = self._table.pooling
         firsts = [pooling[row].num_first_tokens if row in pooling else 0 for row in rows]
@@ -122,7 +122,7 @@ def sample_or_pool(
 
     Args:
         pools: bool[S], whether a sequence is pooled; at least one is.
-        hidden: `[S, E]`, the last hidden state of each.
+        hidden: `[S, E]`, the last hidden state of each sequence.
         sample: Samples the other sequences, given their hidden states and indices, int64[*].
         pool: Makes the vectors of pooled sequences, given their hidden states and indices.
     """

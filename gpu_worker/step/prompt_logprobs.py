@@ -68,7 +68,7 @@ def score_prompts(
     table: SamplingTable,
     logits: Callable[[torch.Tensor], torch.Tensor],
 ) -> PromptScoresReadback | None:
-    """Score the prompt tokens that a step computes; None if no row wants any.
+    """Score the prompt tokens that a step computes; None if no row wants scores.
 
     Args:
         hidden: `[T, E]`, the final hidden states of the step.
@@ -78,7 +78,7 @@ def score_prompts(
         logits: Maps hidden states to `[*, V]`.
     """
     wanting = np.nonzero(table.wants_prompt_logprobs[scheduled.rows])[0]
-    starts = np.cumsum(scheduled.lens) - scheduled.lens  # [S]: of each sequence in the step
+    starts = np.cumsum(scheduled.lens) - scheduled.lens  # [S]: each sequence's first token
     parts, places, token_ids = [], [], []
     for i in wanting.tolist():
         row, first = int(scheduled.rows[i]), int(scheduled.starts[i])

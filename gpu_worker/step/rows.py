@@ -2,9 +2,9 @@
 
 A row is free, has known tokens left to compute, or *decodes*: it computes its last sampled token in
 every step. `apply` knows at once whether a row samples a token; the token's value arrives later
-(`store_sampled`), perhaps after the next step was started. So only `end` depends on the
-value of a token. With guessed tokens (`speculative/verify.py`), the number of tokens that a row
-gains depends on values, too: `advance` sets it before the next step.
+(`store_sampled`), perhaps after the next step was started. So only `end` depends on the value of a
+token. With guessed tokens (`speculative/verify.py`), the number of tokens that a row gains also
+depends on values. Then `advance` sets this number before the next step.
 
 Each row's tokens, by position::
 
@@ -33,15 +33,15 @@ tokens of a row than this are in flight in steps and messages."""
 class ScheduledRows:
     """Which rows compute in a step, decodes first, and which of them sample.
 
-    Arrays are int64[S], parallel, unless they say otherwise; N tokens are sampled.
+    Arrays are int64[S] and parallel, unless described otherwise; N tokens are sampled.
     """
 
     rows: Int64Array
     """Decodes ascending, then decodes with guesses, then chunks in the batch's order."""
     starts: Int64Array
-    """Position of the first token that each computes."""
+    """Position of the first token that each row computes."""
     lens: Int64Array
-    """Tokens that each computes; 1 for decodes."""
+    """Number of tokens that each row computes; 1 for decodes."""
     num_decodes: int
     sampling: Int64Array
     """int64[N]: indexes into `rows` of the rows that sample, ascending. A row samples if it
@@ -75,10 +75,10 @@ class Rows:
         """The window of each KV group."""
         self.num_groups = len(limits.kv_windows)
         self.block_tables = np.zeros((num_rows, limits.max_table_len), np.int32)
-        """int32[R, M * G]: for every `block_size` tokens an entry of each KV group. Entries behind
-        a group's window are stale: the scheduler has given their blocks to others."""
+        """int32[R, M * G]: one entry per KV group for every `block_size` tokens. Entries behind a
+        group's window are stale: the scheduler has given their blocks to other sequences."""
         self.num_blocks = np.zeros(num_rows, np.int64)
-        """Valid entries of each block table in each group; tables only grow."""
+        """Number of valid entries of each block table in each group; tables only grow."""
         self.table_version = np.zeros(num_rows, np.int64)
         """Incremented when a block table changes other than by growing."""
         self.num_prompt = np.zeros(num_rows, np.int64)
@@ -93,15 +93,15 @@ class Rows:
         self.incarnation = np.zeros(num_rows, np.int64)
         """Incremented when a row gets a sequence; identifies results for earlier sequences."""
         self.ended_incarnation = np.full(num_rows, -1, np.int64)
-        """The last incarnation for which `end` was called; it computes no more."""
+        """Each row's last incarnation for which `end` was called; it computes no more."""
         self._ended_len = np.zeros(num_rows, np.int64)
-        """Length of the ended sequence; `num_tokens` goes on counting as the scheduler does."""
+        """Length of the ended sequence; `num_tokens` keeps growing, as the scheduler counts."""
         self._has_stopped = np.zeros(num_rows, np.bool_)
-        """Whether its last token is an end token."""
+        """Whether the ended sequence's last token is an end token."""
         self._new: list[NewSequence | None] = [None] * num_rows
         """The sequence of each row, as the plan described it."""
         self._logprobs: dict[int, deque[StepLogprob]] = {}
-        """By row: the log-probabilities of its last tokens, if requested."""
+        """By row: the log-probabilities of its last tokens, if a request wants them."""
 
     @property
     def num_used(self) -> int:
@@ -156,7 +156,7 @@ class Rows:
         Args:
             rows: int64[N], rows that sampled a token each.
             incarnations: int64[N]; values of sequences that lost their row are dropped.
-            logprobs: Each is for the token at its `index` in `rows`.
+            logprobs: The `index` of each is its token's index in `rows`.
         """
         for logprob in logprobs:
             row = int(rows[logprob.index])
@@ -189,7 +189,7 @@ class Rows:
     def block_table(self, row: int, num_computed: int | None = None) -> Int32Array:
         """Copy the row's block table, int32[N * G]; entries behind a window are 0.
 
-        `num_computed` is the number of tokens with KV; None: the number that the row has.
+        `num_computed` is the number of tokens with KV; None: the row's current number.
         """
         table = self.block_tables[row, : self.num_blocks[row] * self.num_groups].copy()
         if self._limits.has_windows:
@@ -206,7 +206,7 @@ class Rows:
         return blocks
 
     def held(self, is_broken: Callable[[Int32Array], bool]) -> tuple[HeldRow, ...]:
-        """Describe the sequences that have an identity. All results must have arrived.
+        """Describe the sequences that have an identity. All steps' results must have arrived.
 
         Args:
             is_broken: Whether the KV of a block table is wrong; such a sequence is left out.
@@ -299,7 +299,7 @@ class Rows:
         self.table_version[rows] += 1
 
     def _is_behind(self, num_computed: Int64Array) -> BoolArray:
-        """Return bool[N, M * G]: whether no token from int64[N] `num_computed` on sees an entry."""
+        """Return bool[N, M * G]: which entries no token sees from `num_computed`, int64[N], on."""
         groups, size = self.num_groups, self._limits.block_size
         firsts = np.zeros((len(num_computed), groups), np.int64)
         for group, window in enumerate(self._limits.kv_windows):
@@ -347,7 +347,7 @@ class Rows:
                 "appended_rows", f"lacks {row}: its block table is too short"
             )
 
-        # Ended rows count as well: the scheduler counts them until it releases them.
+        # Ended rows advance, too, because the scheduler counts them until it releases them.
         self.num_computed[chunk_rows] += chunk_lens
         is_last = self.num_computed[chunk_rows] == self.num_tokens[chunk_rows]  # bool[C]
         sampled = chunk_rows[is_last]

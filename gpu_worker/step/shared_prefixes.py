@@ -19,12 +19,13 @@ def find_shared(
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
     """Return `kernels.sequences.SharedPrefixes`, as arrays.
 
-    The sequences of a group have the same blocks at least up to `LEAST_TOKENS`. They share all
-    blocks that they have in common. If there are too many groups, those that save most are kept.
+    The sequences of a group begin with the same blocks, for at least `LEAST_TOKENS` tokens. They
+    share all blocks up to the first that differs. Of more than `MAX_SHARED` groups, those that save
+    most are kept.
 
     Args:
         tables: int32[S, M]; entries beyond a sequence's end may have any value.
-        seq_lens: int32[S]: tokens of each sequence, with this step's; 0: padding.
+        seq_lens: int32[S]: tokens of each sequence, including this step's; 0: padding.
         block_size: P.
     """
     num_seqs, width = tables.shape

@@ -39,7 +39,7 @@ class RecordSpan(Protocol):
         attributes: Mapping[str, int],
         links: Sequence[Context] = (),
     ) -> Context:
-        """Times are wall clock, in seconds."""
+        """Times are wall-clock seconds."""
 
 
 class SampledContext(Protocol):
@@ -191,7 +191,7 @@ class SequenceSpans:
         self.released(list(self._row_to_traced), now_s)
 
     def _write_prefill(self, traced: _Traced, end_s: float) -> None:
-        """Write the spans of an ended prefill, if it has begun."""
+        """Write the spans of an ended prefill, if a step computed a chunk of it."""
         if not traced.chunks:
             return
         attributes = {

@@ -21,7 +21,7 @@ def halves(scheduled: ScheduledRows) -> tuple[ScheduledRows, ScheduledRows] | No
     part can read the KV that the first part has stored.
 
     Returns:
-        None if the step cannot be split, because it has only one token, or one row with its
+        None if the step cannot be split, because it has only one token, or only one row with
         guesses.
     """
     ends = np.cumsum(scheduled.lens)  # [S]
@@ -50,7 +50,7 @@ def halves(scheduled: ScheduledRows) -> tuple[ScheduledRows, ScheduledRows] | No
 
 
 def _part(scheduled: ScheduledRows, begin: int, end: int) -> ScheduledRows:
-    """Sequences `[begin, end)` of a step; `starts` and `lens` are copies."""
+    """Return sequences `[begin, end)` of a step, with copies of `starts` and `lens`."""
     places = slice(begin, end)
     is_inside = (scheduled.sampling >= begin) & (scheduled.sampling < end)
     num_decodes, num_drafting = scheduled.num_decodes, scheduled.num_drafting
@@ -72,7 +72,8 @@ def _part(scheduled: ScheduledRows, begin: int, end: int) -> ScheduledRows:
 class TokenLimit:
     """The largest number of tokens to compute at once.
 
-    It becomes half the size of a step that did not fit in memory, and doubles every 64 steps.
+    The limit becomes half the number of tokens of a step that did not fit in memory, and doubles
+    every 64 steps.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class TokenLimit:
         return self._most is None or num_tokens <= self._most
 
     def shrink(self, num_tokens: int) -> None:
-        """Lower the limit after `num_tokens` did not fit."""
+        """Set the limit to half of `num_tokens`, which did not fit."""
         self._most, self._num_steps = max(1, num_tokens // 2), 0
 
     def count_step(self) -> None:

@@ -13,9 +13,9 @@ from gpu_worker.step.rows import ScheduledRows
 class BusyClock:
     """Adds up the device time of steps, without waiting for the device.
 
-    On CUDA a span begins when the device reaches it in stream order, which is never before the host
-    gets there. So `begin` comes right before the step's first launch: while the host moves blocks
-    and gathers inputs, a device without another step is idle. Called from one thread.
+    On CUDA a span begins when the device reaches the span's first event, which the host enqueues in
+    `begin`. So `begin` comes right before the step's first launch: while the host moves blocks and
+    gathers inputs, a device without another step is idle. Used by one thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,11 +25,11 @@ class BusyClock:
         self._busy_s = 0.0
 
     def begin_step(self) -> None:
-        """Drop the span of a failed step. On a CPU, which does all work itself, begin one."""
+        """Drop the span of a failed step, if any. On a CPU, begin this step's span."""
         self._begun = None if self._is_cuda else time.perf_counter()
 
     def begin(self) -> None:
-        """Begin a span at the work enqueued next, unless the step has begun one."""
+        """Begin a span with the next work that is enqueued, unless the step has begun a span."""
         if self._begun is None:
             self._begun = self._event() if self._is_cuda else time.perf_counter()
 
@@ -65,10 +65,10 @@ pauses cost at most a thirtieth."""
 def head_start_s(scheduled: ScheduledRows, num_prompt: Int64Array, execute_s: float) -> float:
     """Return how long a CPU should pause after a step, to let first tokens be delivered.
 
-    A token passes worker, scheduler and router on the cores that the next step takes. With two
-    cores and a model whose prompt takes 65 ms, a first token reached its client 5.2 ms after it was
-    drawn, and 3.1 to 3.6 ms with a head start (medians of 21 prompts). Later tokens pass while the
-    next one is computed, which takes longer, so there is a pause only for first tokens.
+    Worker, scheduler and router pass a token on, and need the cores that the next step takes. With
+    two cores and a model whose prompt takes 65 ms, a first token reached its client 5.2 ms after it
+    was drawn, and 3.1 to 3.6 ms with a head start (medians of 21 prompts). Later tokens are passed
+    on while the next token is computed, which takes longer, so only first tokens need a pause.
 
     Args:
         scheduled: The step. If other rows decode, a pause would delay them, so the result is 0.

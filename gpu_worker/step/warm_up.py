@@ -2,7 +2,8 @@
 
 Triton compiles a kernel when it is first launched with new types, options or strides. That takes
 seconds, during which all streams would stall. So a worker on a GPU launches each variant at start;
-`tests/kernels/test_compile_keys.py` checks that random steps afterwards need no other.
+`tests/kernels/test_compile_keys.py` checks that random steps afterwards need no other
+variant.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,10 +57,10 @@ def warm_up(
 ) -> None:
     """Execute every kind of step; all rows are free before and after. KV contents are lost.
 
-    All ranks must call this, and then execute the same steps: with grammars if any of them
-    `has_structured_output`, although only rank 0 uses them.
+    All ranks must call this function. They execute the same steps, including steps with grammars
+    if any rank `has_structured_output`, although only rank 0 uses grammars.
 
-    With limits that are too small for these steps it does nothing, and the first requests wait for
+    If the limits are too small for these steps, none is executed, and the first requests wait for
     the compilation of kernels.
     """
     most_tokens = _PROMPT_TOKENS + (_NUM_DECODES + 1) * (1 + num_draft_tokens)
@@ -87,7 +88,7 @@ def warm_up(
 def _rehearsals(
     limits: Limits, most_tokens: int, kinds: Sequence[SamplingParams], num_draft_tokens: int
 ) -> Iterator[Iterator[Plan]]:
-    """Yield the plans of each kind of steps; each begins with free rows."""
+    """Yield a series of plans for each kind of step. Each series begins with free rows."""
     for adapter in range(len(limits.adapters) + 1):
         for kind in kinds:
             yield _one_then_two(limits, most_tokens, kind, kind, adapter)
@@ -101,7 +102,7 @@ def _rehearsals(
 
 
 def _run(executor: Executor, plans: Iterator[Plan]) -> int:
-    """Execute the plans and free all rows; returns how many rows had no finite logits."""
+    """Execute the plans and free all rows; return how many rows had non-finite logits."""
     num_failed = 0
     for plan in plans:
         # A row may have ended: by an end token, or by logits that are not finite.
@@ -130,7 +131,7 @@ def _one_then_two(
 
 
 def _behind_many(limits: Limits, num_draft_tokens: int) -> Iterator[Plan]:
-    """Plan the end of a long prompt and decodes: attention splits the tokens before them.
+    """Plan a long prompt's last chunk, and decodes, so that attention splits the earlier tokens.
 
     A draft model first has to compute the whole prompt, in steps in which the row gets no guesses.
     """
@@ -164,7 +165,7 @@ def _moves(limits: Limits) -> Iterator[Plan]:
 
 
 def _many(limits: Limits, num_seqs: int) -> Iterator[Plan]:
-    """Plan prompts of one token, their decodes, and a prompt beside them."""
+    """Plan prompts of one token, their decodes, and another prompt beside the decodes."""
     rows = list(range(num_seqs - 1))
     new = [_new(limits, row, _GREEDY, 0, 1, _PROMPT_TOKENS) for row in (*rows, num_seqs - 1)]
     yield _plan(1, *new[:-1], chunk_rows=rows, chunk_lens=[1] * len(rows))

@@ -12,7 +12,7 @@ from gpu_worker.ranks.collectives import Ranks
 from kernels.graph_capture import abandon_capture, begin_capture
 
 Between: TypeAlias = Callable[[Callable[[], object]], object]
-"""Ends the running graph, inserts eager work, and begins the next graph."""
+"""Ends the graph that is being captured, inserts eager work, and begins the next graph."""
 
 
 class Forward(Protocol):
@@ -46,16 +46,16 @@ class GraphBackend(Protocol):
     def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
         """Capture the device work of `compute`; the returned function replays it.
 
-        `compute` gets a function. Work that it passes to this function is not captured; a replay
-        calls the work between two graphs. `compute` is called more than once. Any exception means
-        that the computation cannot be captured.
+        `compute` gets a function. Work that `compute` passes to this function is not captured; a
+        replay calls the work between two graphs. `compute` may be called more than once. If this
+        method raises any exception, the computation cannot be captured.
         """
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor at the same address that does not keep the memory allocated.
 
-        Work between graphs needs this. The tensors of graphs are allocated during the capture, and
-        the memory of a tensor that the work keeps could not be reused for later tensors.
+        Work between graphs must keep only such tensors. If it kept a tensor that was allocated
+        during the capture, later tensors of the graphs could not use that tensor's memory.
         """
 
 
@@ -92,11 +92,11 @@ class CudaGraphs:
 
 
 class GraphsOfAll:
-    """The `GraphBackend` of one of several ranks: a capture that fails in one fails in all.
+    """The `GraphBackend` of one of several ranks: a capture that fails in one rank fails in all.
 
-    Ranks communicate within a step, so either all of them replay it, with the same padding, or none
-    does. They decide from the same StepBatch, and have the same graphs. They also communicate in
-    the run before a capture. This class has not run on hardware yet.
+    Ranks communicate within a step, so either all of them replay a graph, with the same padding, or
+    none does. All decide alike, because they have the same StepBatch and the same graphs. They also
+    communicate in the run before a capture. This class has not run on hardware yet.
     """
 
     def __init__(self, backend: GraphBackend, ranks: Ranks) -> None:

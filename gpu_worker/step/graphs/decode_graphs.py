@@ -1,13 +1,13 @@
 """Captures decode steps as CUDA graphs, one per batch size, and replays them.
 
-A graph runs the same kernels on the same addresses. Inputs are uploaded to fixed addresses in one
-copy. Block tables are already on the device, and are copied there from `DeviceTables`. Its logits
-and likeliest tokens appear at fixed addresses. Kernels read the amount of work from the device. A
-step with fewer sequences than its graph is filled up with *padding rows*: length 0, stored nowhere,
-results ignored.
+A graph always runs the same kernels on the same addresses. Inputs are uploaded to fixed addresses
+in one copy. Block tables are already on the device, in `DeviceTables`, and are copied from there.
+The graph's logits and most likely tokens appear at fixed addresses, too. Kernels read the amount of
+work from the device's memory. A step with fewer sequences than its graph is filled up with *padding
+rows* of length 0. Their KV is stored nowhere, and their results are ignored.
 
-Symbols: `S` sequences of a graph, `N` of a step, `G` KV groups, `M` blocks of the longest block
-table, `E` hidden size.
+Symbols: `S` sequences of a graph, `N` sequences of a step, `G` KV groups, `M` blocks of the longest
+block table, `E` hidden size.
 """
 
 from bisect import bisect_left
@@ -62,7 +62,7 @@ class Decoded:
 
 
 class DecodeGraphs:
-    """Computes steps in which every sequence decodes. Called from one thread.
+    """Computes steps in which every sequence decodes. Used by one thread.
 
     Callers are in `torch.inference_mode()`, on the stream of all other computation. Each step
     overwrites the inputs and results of the one before.
@@ -85,9 +85,10 @@ class DecodeGraphs:
             pool: The KV memory.
             limits: The worker's limits.
             last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
-            adapters: The graphs add these; None: they are for rows without adapters.
-            shares_prefixes: Whether sequences attend once to blocks that they share; only with one
-                KV group.
+            adapters: The adapters that the graphs add; None: the graphs are for rows without
+                adapters.
+            shares_prefixes: Whether sequences attend once to blocks that they share; possible only
+                with one KV group.
         """
         self._shares_prefixes = shares_prefixes
         self._model = model
@@ -101,7 +102,7 @@ class DecodeGraphs:
         self._num_groups = len(limits.kv_windows)
         device = last_token_ids.device
         self._tables = DeviceTables(limits, device)
-        self._max_news = num_rows * self._num_groups  # as many as one step appends
+        self._max_news = num_rows * self._num_groups  # the most that one step appends
         most = [
             *self._padding(num_rows),
             *(np.empty(self._max_news, dtype) for dtype in (np.int64, np.int32)),
@@ -171,7 +172,7 @@ class DecodeGraphs:
             for padded, array in zip(shared, found, strict=True):
                 padded[: len(array)] = array
         news = self._tables.news(rows, scheduled.rows)
-        if news and len(news[0]) > self._max_news:  # rows are new here
+        if news and len(news[0]) > self._max_news:  # some rows are new on the device
             self._tables.write(*upload(news, self._inputs.device))
             news = ()
         on_device = upload_into(self._inputs, [*inputs, *news])
@@ -223,7 +224,7 @@ class DecodeGraphs:
         return compute
 
     def _parted(self, rest: list[_T]) -> tuple[list[_T], list[_T], list[_T]]:
-        """Split what follows the lengths in `_padding`: slots, shared prefixes, adapters."""
+        """Split the part of `_padding` after the lengths: slots, shared prefixes, adapters."""
         end = len(rest) - (0 if self._adapters is None else 2)
         return rest[: self._num_groups], rest[self._num_groups : end], rest[end:]
 

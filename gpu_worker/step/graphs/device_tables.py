@@ -22,9 +22,9 @@ class DeviceTables:
             num_groups, num_rows, self._width, dtype=torch.int32, device=device
         )
         self._versions = np.full(num_rows, -1)
-        """The `Rows.table_version` of each row's table here."""
+        """The `Rows.table_version` of each table on the device."""
         self._num_blocks = np.zeros(num_rows, np.int64)
-        """How many entries of each row and group are here."""
+        """How many entries of each row and group are on the device."""
 
     def news(self, rows: Rows, which: Int64Array) -> tuple[()] | tuple[Int64Array, Int32Array]:
         """Return the entries of rows `which`, int64[N], that the device lacks.

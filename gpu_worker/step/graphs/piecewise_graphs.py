@@ -2,11 +2,12 @@
 
 Everything in a model except attention depends only on the number of a step's tokens. So for some
 numbers of tokens, the forward pass is captured in pieces, one more than there are layers. A step of
-any prompts and decodes replays the pieces of the next larger number, and launches attention between
-them on its own sequences. *Padding tokens* fill the rest: they are stored nowhere, and their
-results are ignored.
+any prompts and decodes replays the pieces for the next larger number of tokens. Between the pieces,
+the step launches attention on its own sequences. *Padding tokens* fill the rest: they are stored
+nowhere, and their results are ignored.
 
-Symbols: `T` tokens of the graphs, `N` of a step, `S` its sequences, `R` rows, `E` hidden size.
+Symbols: `T` tokens of the graphs, `N` tokens and `S` sequences of a step, `R` rows, `E` hidden
+size.
 """
 
 from bisect import bisect_left
@@ -106,8 +107,8 @@ class PiecewiseGraphs:
         )
         self._hidden: torch.Tensor | None = None  # [the largest T, E], after the first run
         self._step: AttentionMetadata | None = None
-        """The metadata of the step that is replayed. None before the first step; then no attention
-        runs."""
+        """The metadata of the step that is replayed. None before the first step; until then no
+        attention runs."""
 
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture all sizes, the largest first; see `DecodeGraphs.capture`.
