@@ -54,7 +54,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self._num_numbered = len(self._worker.adapters)
 
     async def close(self) -> None:
-        """Stop serving before the model is unloaded; waits for an adapter that is loading."""
+        """Stop serving before the model is unloaded; wait for an adapter that is loading."""
         async with self._lock:
             self._load = self._steps = None
 
@@ -87,7 +87,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
                 self._num_numbered += 1
                 number = self._num_numbered
                 added = steps.add_adapter(number, adapter)
-                # There is no await before this, so a scheduler that attaches now sees the adapter.
+                # No await precedes this line, so a scheduler that attaches now sees the adapter.
                 self._worker.adapters = {**self._worker.adapters, adapter.id: number}
                 await added
                 _log.info("adapter loaded", name=request.name, directory=str(directory))

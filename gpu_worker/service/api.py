@@ -67,14 +67,14 @@ class Steps(HostBlocks, Protocol):
         """Queue a step; the future gets its result or error."""
 
     def resize_pool(self, num_blocks: int) -> Awaitable[None]:
-        """Resize the device pool, after the steps queued so far.
+        """Resize the device pool to `num_blocks`, after the steps queued so far.
 
         An `attach` after this call waits until the resize is done.
         """
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves one scheduler at a time, the newest; refuses calls before `open` and after `drain`."""
+    """Serves the newest scheduler; refuses most calls before `open` and after `drain`."""
 
     def __init__(self, tls: ClientTls | None = None) -> None:
         """`tls` is for calls to other workers; None: plaintext."""
@@ -106,8 +106,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         """Start serving a loaded model.
 
-        `memory` is None if the device's memory is not watched, `transfer` if KV moves over gRPC,
-        `far` if there is no far tier.
+        `memory` is None if the device's memory is not watched. `transfer` is None if KV moves over
+        gRPC. `far` is None if there is no far tier.
         """
         self._info, self._steps, self._memory = info, steps, memory
         self._transfer, self._far = transfer, far
@@ -137,7 +137,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def model_id(self) -> str:
-        """The name that requests use."""
+        """The model's name in requests."""
         return self._loaded()[0].model_id
 
     @property
@@ -272,7 +272,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.DescribeDeviceRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> worker_pb2.DescribeDeviceResponse:
-        """Describe the device and its state; also while draining."""
+        """Describe the device and its state. This works while the worker drains, too."""
         del context
         if self._info is None and not self._is_unloaded:
             raise _still_loading()
@@ -299,8 +299,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         info, steps = self._loaded()
         _require_whole_blocks(info)
-        # This is checked first, because another worker may run at this address by now. Its epoch
-        # and format would match, because they are the same at all workers of a scheduler.
+        # The instance is checked first, because another worker may run at this address by now. That
+        # worker's epoch and format would match, as all workers of a scheduler have the same ones.
         if request.instance_id != info.instance_id:
             raise FailedPreconditionError(
                 f"KV is requested from worker instance {request.instance_id:#x}; "

@@ -16,7 +16,7 @@ class Attachment:
     has_stream: bool = False
     """Whether an `Execute` stream has sent a batch; only one may."""
     num_open_streams: int | None = None
-    """Number of open `Execute` streams of this attachment; None: none was opened yet."""
+    """Number of open `Execute` streams of this attachment; None: no stream was opened yet."""
     last_step_id: int = 0
     """The step of the last batch received."""
     done_step_id: int = 0
@@ -31,7 +31,7 @@ class Attachments:
     def __init__(self) -> None:
         self.newest: Attachment | None = None
         self.num_heartbeats = 0
-        """Number of heartbeats of the attached schedulers."""
+        """Number of `Attach` calls, batches and heartbeats from attached schedulers."""
         self.is_cut_off = False
         """Whether the newest scheduler's last report said that all its routers are silent."""
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _NUM_AT_ONCE: Final = 8
 _FETCH_S: Final = 10.0
-"""After this time no more blocks are requested, because waiting requests hold host blocks."""
+"""After this time no more blocks are read, because the requests that wait hold host blocks."""
 
 
 async def store_far(
@@ -24,7 +24,7 @@ async def store_far(
     labels: Sequence[BlockHash],
     check: Callable[[], None],
 ) -> int:
-    """Copy int32[N] blocks and begin to store them; return how many fit into the queue.
+    """Copy int32[N] blocks and begin to store them; return how many fit in the queue.
 
     `check` is called after each copy; it raises if the block may have had other contents.
 
@@ -49,7 +49,7 @@ async def fetch_far(
 ) -> int:
     """Fill int32[N] blocks, in order, up to the first that is missing; return how many were filled.
 
-    The first block is requested alone, because the others are useless without it.
+    The first block is read alone, because the others are useless without it.
 
     Args:
         blocks: This worker's host blocks.

@@ -2,8 +2,8 @@
 
 The scheduler names the blocks, and ensures that nothing else reads or writes them at the same time.
 Contents are sent in the host's encoding and in pieces; steps run between two pieces. The contents
-are in messages or, if both workers have NIXL, read directly from the source's memory. Then messages
-contain only addresses and checksums.
+travel in messages unless both workers have NIXL. With NIXL they are read directly from the source's
+memory, and messages contain only addresses and checksums.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 
 _PIECE_BYTES: Final = 4 * 1024**2
-"""Size of a message in bytes, unless one block is larger. Copying it delays a step by about 1 ms.
+"""Size of a message in bytes, unless one block is larger. Copying one delays a step by about 1 ms.
 """
 _PULL_TIMEOUT_S: Final = 120.0
 """A source that takes longer counts as hung. The scheduler waits for the target without limit."""
@@ -48,7 +48,7 @@ class HostBlocks(Protocol):
         """Return the CRC-32 of the result of `read_host_blocks`; raises the same errors."""
 
     async def write_host_blocks(self, block_ids: Int32Array, content: bytes | Bytes) -> None:
-        """Fill int32[N] distinct blocks; `content` as `read_host_blocks` returns it."""
+        """Fill int32[N] distinct blocks; `content` has the form that `read_host_blocks` returns."""
 
 
 async def read_kv(
@@ -98,7 +98,7 @@ async def pull_kv(
 ) -> None:
     """Fill int32[N] blocks with the result of `request` at the worker at `source_target`.
 
-    If `transfer` fails, the contents come in messages, and the engine avoids that worker for some
+    If `transfer` fails, the contents come in messages, and `transfer` avoids the source for some
     time.
 
     Args:
@@ -197,7 +197,7 @@ class _Pull:
     def _num_blocks(
         self, piece: worker_pb2.ReadKvResponse, max_blocks: int, transfer: NixlEngine | None
     ) -> int:
-        """Return how many blocks a response has; raise UnavailableError if that is wrong."""
+        """Return how many blocks a response has; raise UnavailableError if the number is wrong."""
         num_bytes = len(piece.content)
         if transfer is not None and not num_bytes:
             max_blocks = min(max_blocks, transfer.num_staged)

@@ -44,7 +44,7 @@ def host_blocks_to_pull(
     """Parse int32[N] host blocks of another worker, and as many distinct ones of this worker.
 
     Raises:
-        InvalidArgumentError: This worker has no such block, or the two differ in length.
+        InvalidArgumentError: This worker has no such block, or the two lists differ in length.
     """
     sources = unpack_int32(message.source_host_block_ids, "source_host_block_ids")
     targets = _host_blocks(message.host_block_ids, limits)
@@ -59,7 +59,7 @@ def blocks_and_labels(
     """Parse int32[N] distinct host blocks and N labels.
 
     Raises:
-        InvalidArgumentError: There is no such block, or the two differ in length.
+        InvalidArgumentError: There is no such block, or the two lists differ in length.
     """
     block_ids = _host_blocks(message.host_block_ids, limits)
     check_distinct("host_block_ids", block_ids)

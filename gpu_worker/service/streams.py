@@ -10,11 +10,11 @@ from contract.step import Result
 from gpu_worker.service.attachments import Attachment, Attachments
 
 _MAX_OWED = 4
-"""Number of batches accepted before their results are sent; a scheduler sends two ahead."""
+"""Limit of a stream's batches whose results are not sent yet; a scheduler sends two ahead."""
 
 
 class ResultStream:
-    """A queue of futures with an end. Used from one event loop."""
+    """A queue of results, perhaps future ones, that can be ended. Used from one event loop."""
 
     def __init__(self) -> None:
         self._owed: deque[asyncio.Future[Result]] = deque()
@@ -42,7 +42,7 @@ class ResultStream:
             self._changed.set()
 
     def abandon(self, error: Exception) -> None:
-        """End at once: results that are not ready raise `error`."""
+        """End the queue at once: results that are not ready raise `error`."""
         self.end(error)
         for result in self._owed:
             if not result.done():
@@ -77,9 +77,9 @@ class ResultStream:
 class Execution:
     results: ResultStream
     opened_under: Attachment | None
-    """The newest attachment when it was opened."""
+    """The newest attachment when the stream was opened."""
     attachment: Attachment | None = None
-    """Set by the first batch; None before."""
+    """The attachment of the stream's batches; None before the first batch."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -119,7 +119,7 @@ class Executions:
     async def end_all(self, error: QuireError, within_s: float | None = None) -> None:
         """End each stream with `error` after the results that it still owes.
 
-        Streams that are open after `within_s` seconds end without them.
+        Streams that are still open after `within_s` seconds end without these results.
         """
         executions = tuple(self._open)
         for execution in executions:
