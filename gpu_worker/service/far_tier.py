@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _NUM_AT_ONCE: Final = 8
 _FETCH_S: Final = 10.0
-"""After this time no more blocks are read, because the requests that wait hold host blocks."""
+"""After this time no more blocks are read, because requests that wait hold host blocks."""
 
 
 async def store_far(

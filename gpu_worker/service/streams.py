@@ -10,11 +10,11 @@ from contract.step import Result
 from gpu_worker.service.attachments import Attachment, Attachments
 
 _MAX_OWED = 4
-"""Limit of a stream's batches whose results are not sent yet; a scheduler sends two ahead."""
+"""Limit on a stream's batches whose results are not sent yet; a scheduler sends two ahead."""
 
 
 class ResultStream:
-    """A queue of results, perhaps future ones, that can be ended. Used from one event loop."""
+    """A queue of future results that can be ended. Used from one event loop."""
 
     def __init__(self) -> None:
         self._owed: deque[asyncio.Future[Result]] = deque()

@@ -1,9 +1,10 @@
-"""Guesses tokens with a smaller model of the same vocabulary, which has separate KV memory.
+"""Guesses tokens with a small model of the same vocabulary, which has separate KV memory.
 
-Its pool has as many blocks as the model's, and a row uses the same block numbers in both, so the
-scheduler needs no second allocation. This module tracks which of its KV is valid:
+The small model's pool has as many blocks as the large model's, and a row uses the same block
+numbers in both pools, so the scheduler needs no second allocation. This module tracks which KV of
+the small model is valid:
 
-    by row      its KV is valid for the row's first `_num_computed` tokens
+    by row      KV is valid for the row's first `_num_computed` tokens
     by block    whether all slots of the block are valid, for rows that find it in the prefix cache
 
 The small model lags behind after steps without guesses, after swap-ins (the host holds none of its
@@ -44,7 +45,7 @@ from gpu_worker.weights.model_config import ModelConfig
 
 
 class ModelDrafter:
-    """Samples a row's next tokens from the small model, as the verification will."""
+    """Samples a row's next tokens from the small model, in the same way as the verification."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class ModelDrafter:
             self._num_computed_guesses[new.row] = 0
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
-        """Compute tokens that rows gained without guesses, up to a step's limit in total."""
+        """Compute tokens that rows gained without guesses, in total at most a step's limit."""
         self._take_in_guesses(rows, drafting)
         starts = self._num_computed[drafting]  # [N]
         num_left = rows.num_tokens[drafting] - starts
@@ -132,7 +133,7 @@ class ModelDrafter:
         """See `Drafter`. All guesses of a row but the last are computed, to sample the next one."""
         ends = rows.num_tokens[drafting]
         starts = self._num_computed[drafting]
-        drawn = []  # by distance: int64[rows that guess so far], on the device
+        drawn = []  # by distance: int64[rows that guess this far], on the device
         scheduled = _scheduled(rows, drafting, starts, ends - starts, samples=True)
         for distance in range(int(most.max())):
             (going,) = np.nonzero(most > distance)

@@ -23,7 +23,7 @@ class Drafter(Protocol):
         """Process a step's changes. Called for each step, after the plan was applied to `rows`."""
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
-        """Catch up with the known tokens of decoding rows, as far as this step's limit allows.
+        """Process the known tokens of decoding rows, as far as this step's limit allows.
 
         Args:
             rows: Has the values of all known tokens of `drafting`.
@@ -46,5 +46,5 @@ class Drafter(Protocol):
             sampler: The sampler that will verify the guesses; it draws the same tokens both times.
 
         Returns:
-            N arrays; an empty one if there is no guess for the row.
+            N arrays; an array is empty if there is no guess for its row.
         """

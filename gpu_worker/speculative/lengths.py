@@ -2,16 +2,17 @@
 
 A guess is made if its chance of being kept exceeds its cost in tokens. Both are learned from past
 steps. A step of `T` tokens takes about `a + b T` seconds. If rows gain tokens at a rate `r`, a
-wrong guess costs `r (b + d)` tokens, where `d` is the time to make it. Let `p` be
-the chance that a row's next guess is kept. Its j-th guess counts only if all before it are kept, so
-its chance is about `p^j`. The row gets k guesses, where k is the largest number with::
+wrong guess costs `r (b + d)` tokens, where `d` is the time to make the guess. Let `p` be the chance
+that a row's next guess is kept. The row's j-th guess is kept only if all guesses before it are
+kept, so the chance of the j-th guess is about `p^j`. The row gets k guesses, where k is the largest
+number with::
 
     p^k >= r (b + d)
 
 A small batch leaves most of the device unused: `a` is most of a step, and even poor guesses save
-time. In a large batch `r b` is close to 1, and nothing is guessed. A row whose guesses fail gets
-none either; because old observations fade, it is tried again later. One step in 32 uses the worse
-choice, so that the costs of both choices stay known.
+time. In a large batch `r b` is close to 1, and nothing is guessed. A row whose guesses fail gets no
+guesses either; because old observations fade, the row is tried again later. One step in 32 guesses
+where that does not pay, or does not guess where it pays, so that the costs of both stay known.
 """
 
 import math
@@ -24,7 +25,7 @@ from contract.arrays import Int64Array
 _ROW_MEMORY = 0.9
 """The factor by which each step with guesses reduces the weight of a row's old guesses."""
 _IDLE_MEMORY = 0.98
-"""The factor by which each step without guesses reduces it."""
+"""The factor by which each step without guesses reduces this weight."""
 _STEP_MEMORY = 0.99
 """The factor by which each step reduces the weight of old steps in the cost of a step."""
 _TRIAL_STEPS = 32
@@ -41,7 +42,7 @@ mean."""
 
 
 class DraftLengths:
-    """Learns from each step; one object for all rows."""
+    """Chooses for all rows of a worker, and learns from each step."""
 
     def __init__(self, max_num_seqs: int, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
@@ -51,7 +52,7 @@ class DraftLengths:
         self._num_choices = 0
 
     def open(self, rows: list[int]) -> None:
-        """Reset rows: they have new sequences."""
+        """Forget what was learned about rows, because they have new sequences."""
         self._seen[:, rows] = 0
 
     def choose(self, rows: Int64Array) -> Int64Array:
@@ -97,7 +98,7 @@ class DraftLengths:
             num_gained: Tokens that rows gained.
             num_guessed: Tokens that were guesses.
             seconds: Duration of the step.
-            guessing_s: Part of it that was spent on guessing.
+            guessing_s: Part of `seconds` that was spent on guessing.
         """
         self._steps.add(num_tokens, num_gained, num_guessed, seconds, guessing_s)
 

@@ -1,7 +1,7 @@
 """Guesses the tokens that followed an earlier occurrence of a row's last few tokens.
 
-This works if the output repeats its prompt or itself: code, quotations, tables. A guess costs a
-look-up, and needs no second model. Source: Saxena, Prompt Lookup Decoding, 2023.
+This works if the output repeats its prompt or itself, as code, quotations and tables do. A guess
+costs a look-up, and needs no second model. Source: Saxena, Prompt Lookup Decoding, 2023.
 """
 
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ from gpu_worker.step.rows import Rows
 
 @dataclass(slots=True)
 class _Index:
-    """Where in a sequence each n-gram last occurred, followed by a known token."""
+    """Where each n-gram of a sequence occurred last with a known token after it."""
 
     incarnation: int
     """The incarnation of the row's sequence that is indexed."""
     num_indexed: int = 0
     """N-grams that end before this position are in `ends`."""
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """N-gram, of any size, to the position after its last occurrence."""
+    """Maps an n-gram, of any size, to the position after its last occurrence."""
 
 
 class NgramDrafter:

@@ -3,21 +3,21 @@
 A row with known tokens `[0, n)` computes its last one, at `n - 1`, in each step, and samples the
 token at `n`. With k guesses for positions `[n, n + k)` it computes k + 1 tokens, as a short chunk,
 and samples a token for each of `[n, n + k]`. The token at `n` is the same as without guesses. If
-it equals its guess, the token at `n + 1` was sampled from the right context, so it is the token
-that the next step would sample; and so on::
+this token equals its guess, the token at `n + 1` was sampled from the right context, so it is the
+token that the next step would sample. The same holds for the positions after it::
 
     kept      the tokens sampled up to the first that differs from its guess, or that ends the row
-    dropped   the rest: sampled after tokens that the row does not have
+    dropped   the other tokens, which were sampled after tokens that the row does not have
 
 The KV of a wrong guess stays until the token at its position is computed. It does no harm, because
 no row reads a slot past its own known tokens, and the scheduler publishes no such slot.
 
-This is exact for any sampling. A draw depends only on seed, position and logits (`draw.py`). So the
-token at a position is the same whether or not its context was guessed, except that the last bits of
-logits may differ between a chunk and a single token. How guesses are made does not matter. If each
-draw had fresh random numbers, the rejection rule of Leviathan et al. (Fast Inference from
-Transformers via Speculative Decoding, 2023) would be needed to keep the distribution. Here even the
-output stays the same.
+The verification is exact for any sampling. A draw depends only on seed, position and logits
+(`draw.py`). So the token at a position is the same whether or not its context was guessed, except
+that the last bits of logits may differ between a chunk and a single token. How guesses are made
+does not matter. If each draw had fresh random numbers, the rejection rule of Leviathan et al. (Fast
+Inference from Transformers via Speculative Decoding, 2023) would be needed to keep the
+distribution. Here even the output itself stays the same.
 
 Rows with penalties or a grammar get no guesses, because their logits depend on every token sampled
 before.
@@ -41,8 +41,8 @@ from gpu_worker.speculative.lengths import DraftLengths
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _MIN_SAMPLES = 64
-"""Limit of the tokens that a step samples, or the number of rows if that is larger. It bounds the
-memory of the logits."""
+"""A step samples at most this many tokens, or as many as there are rows if that is more. The limit
+bounds the memory of the logits."""
 
 
 class Speculation:
@@ -110,12 +110,12 @@ class Speculation:
         goes_on = (token_ids == scheduled.guesses) & is_finite & ~ends  # bool[N]
         # A token is kept if all earlier tokens of its row continue.
         num_breaks = np.cumsum(~goes_on) - ~goes_on  # [N]: before each token
-        first = np.searchsorted(scheduled.sampling, scheduled.sampling)  # [N]: of the same row
+        first = np.searchsorted(scheduled.sampling, scheduled.sampling)  # [N]: the same row's first
         kept: BoolArray = num_breaks == num_breaks[first]
         return kept
 
     def advance(self, scheduled: ScheduledRows, has_sampled: BoolArray, seconds: float) -> None:
-        """Count the tokens that decoding rows gained, and learn from them.
+        """Count the tokens that decoding rows gained, and learn from the counts.
 
         Args:
             scheduled: The step.
@@ -187,7 +187,7 @@ def _with_guesses(scheduled: ScheduledRows, num_guessed: Int64Array, rows: Rows)
     lens[:num_decoding] += num_guessed
     lens = lens[where]
     new_rows, starts = scheduled.rows[where], scheduled.starts[where]
-    # A decoding row samples at each of its tokens; the others as before.
+    # A decoding row samples at each of its tokens; other rows sample as before.
     counts = lens[:num_decoding]  # [num_decoding]; their sum is D
     decoding = np.repeat(np.arange(num_decoding), counts)  # [D]: index of each token's row
     offsets = np.arange(len(decoding)) - np.repeat(np.cumsum(counts) - counts, counts)  # [D]
