@@ -18,7 +18,7 @@ _TILE = 256
 
 
 def uniforms(seeds: Uint64Array, positions: Int64Array) -> npt.NDArray[np.float64]:
-    """Return float64[S] in [0, 1), a number for each seed and position, by SplitMix64 as a counter.
+    """Return float64[S] in [0, 1): a random number for each seed and position, by SplitMix64.
 
     For seed `s` and position `p` (the index of the token to draw; the first prompt token's is 0),
     take the (p + 1)-th output of a SplitMix64 generator that starts at `s`. The number is that
@@ -41,16 +41,17 @@ def uniforms(seeds: Uint64Array, positions: Int64Array) -> npt.NDArray[np.float6
 def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return the token at which the running sum of weights, in token order, exceeds `uniform`.
 
-    The search has two levels, the sums of tiles and then one tile, because a running sum over a
-    whole vocabulary is slow on every device. Sums are float64 and per row, so a row draws the same
-    token in any batch.
+    The search first finds the tile by the sums of tiles, then the token in that tile, because a
+    running sum over a whole vocabulary is slow on every device. Sums are float64 and per row, so a
+    row draws the same token in any batch.
 
     Args:
         weights: float32[S, V], not negative; unnormalized probabilities.
         uniform: float64[S] in [0, 1), a fraction of the row's sum.
 
     Returns:
-        int64[S]: token ids of positive weight. A row without any, or with NaN, gets some valid id.
+        int64[S]: ids of tokens with positive weight. A row without such tokens, or with NaN, gets
+            some valid id.
     """
     num_tokens = weights.shape[1]
     padded = weights
@@ -64,7 +65,7 @@ def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     chosen = tiles.gather(1, tile.unsqueeze(2).expand(-1, -1, _TILE)).squeeze(1)  # [S, 256]
     inner = chosen.cumsum(-1, dtype=torch.float64)
     offset = torch.searchsorted(inner, target - before, right=True)  # [S, 1]
-    # The two sums of the same numbers may differ in their last bits. So never go past the last
-    # positive weight, where the running sum first reaches its maximum.
+    # The running sum within the tile may differ from the tile's sum in the last bits. So never go
+    # past the last positive weight, where the running sum first reaches its maximum.
     offset = torch.minimum(offset, inner.argmax(-1, keepdim=True))
     return (tile * _TILE + offset).squeeze(1).clamp_(max=num_tokens - 1)

@@ -2,13 +2,14 @@
 
 A row's grammar advances with each token that the row samples. On a GPU, a thread advances the
 grammar and computes the next mask as soon as the token is known, while the next step computes. The
-sampler waits only if the thread is late. On a CPU, the sampler computes masks when it needs them:
-no core is free during a step, and two threads that compete for the GIL cost more than the masks.
+sampler waits only if the thread is late. On a CPU, the sampler computes masks when it needs them,
+because no core is free during a step, and two threads that compete for the GIL cost more than the
+masks.
 Also on a CPU, a row whose grammar forces a *run* of tokens, such as the rest of a key, needs no
 masks for the run, and usually no logits. Grammars are compiled on another thread while the prompt
 is computed. If that takes longer than the prompt, the step in which the row first samples waits.
 
-Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit a token.
+Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit per token.
 """
 
 import queue
@@ -127,7 +128,7 @@ class _Row:
         """Advance by a sampled token; return whether the matcher has advanced, too."""
         self.sampled.append(token_id)
         num_sampled = len(self.sampled)
-        # The token differs from the run's if other parameters of the row suppress that one.
+        # The row may sample another token if its other parameters suppress the run's token.
         if num_sampled < len(self.run) and token_id == self.run[num_sampled - 1]:
             self.forced = self.run[num_sampled]
             return False
@@ -155,7 +156,7 @@ class RowGrammars:
             vocab_size: V.
             eos_token_ids: At least one.
             device: Where logits are.
-            is_beside: Whether masks are computed on a thread, beside the device's work.
+            is_beside: Whether a separate thread computes masks beside the device's work.
 
         Raises:
             ValueError: The tokenizer cannot be used for grammars.
@@ -170,13 +171,13 @@ class RowGrammars:
         self._begun: dict[int, Future[None]] = {}
         """Compilation of grammars whose rows have not sampled yet, by row."""
         self._moves: list[_Promise] = []
-        """Jobs that advance grammars by the tokens of steps since masks were last needed."""
+        """Jobs that advance grammars, one for each step since masks were last needed."""
         self._compiler = DaemonThread("grammar compiler")
         self._thread = DaemonThread("grammars") if is_beside else None
-        # Runs are not used on a GPU: they take Python's lock, and a GPU draws all rows at once.
+        # Runs are not used on a GPU: finding them takes the GIL, and a GPU draws all rows at once.
         self._asks_for_runs = not is_beside and self._tokenizer.is_canonical
-        # The executor computes masks without Python's lock, for which the step would otherwise wait
-        # once per row. It has one thread, so that it does not compete with the step for the host.
+        # The executor computes masks without the GIL, for which the step would otherwise wait once
+        # per row. It has one thread, so that it does not compete with the step for the host.
         self._executor = llguidance.LLExecutor(num_threads=1) if is_beside else None
 
     @property
@@ -200,12 +201,12 @@ class RowGrammars:
         self._begun[row] = self._compiler.submit(begin)
 
     def release(self, rows: Sequence[int]) -> None:
-        """Forget rows; those without a grammar are ignored."""
+        """Forget rows; rows without a grammar are ignored."""
         for row in rows:
             self._rows.pop(row, None)
             self._begun.pop(row, None)
         if not self._rows:
-            self._moves.clear()  # after a failed step their tokens never come
+            self._moves.clear()  # the tokens of a failed step never come
 
     def forced(self, rows: Sequence[int], places: Int64Array) -> ForcedTokens | None:
         """Find the rows that must sample a certain token; None if there are none.
@@ -303,8 +304,8 @@ class RowGrammars:
             self._executor.unsafe_compute_mask_ptr(numbered, start, row_bytes, len(free))
         for entry, mask in zip(free, admitted, strict=True):
             entry.admitted = mask
-            # A grammar may turn out only now to be too complex. Otherwise a matcher allows some
-            # token, or the row ends.
+            # It may turn out only now that a grammar is too complex. Otherwise a matcher allows
+            # some token, or the row ends.
             if entry.matcher.is_error():
                 entry.is_stuck = True
                 mask[:] = 0

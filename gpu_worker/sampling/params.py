@@ -1,4 +1,4 @@
-"""How each row's tokens are drawn and when it ends, as arrays over all rows."""
+"""How each row's tokens are drawn and when the row ends, as arrays over all rows."""
 
 import numpy as np
 
@@ -22,18 +22,18 @@ class SamplingTable:
         self.seed = np.zeros(max_num_seqs, np.uint64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int64)
-        """The vocabulary size where nothing is cut off."""
+        """The vocabulary size if top_k cuts nothing off."""
         self.top_p = np.zeros(max_num_seqs, np.float64)
         self.min_p = np.zeros(max_num_seqs, np.float32)
         self.is_cut = np.zeros(max_num_seqs, np.bool_)
-        """Whether any of these three may cut a token off."""
+        """Whether top_k, top_p or min_p may cut a token off."""
         self.repetition_penalty = np.zeros(max_num_seqs, np.float32)
         self.presence_penalty = np.zeros(max_num_seqs, np.float32)
         self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
         self.min_tokens = np.zeros(max_num_seqs, np.int64)
         self.has_penalties = np.zeros(max_num_seqs, np.bool_)
         self.is_limited = np.zeros(max_num_seqs, np.bool_)
-        """Whether only certain tokens may be drawn."""
+        """Whether only the tokens in `allowed` may be drawn."""
         self.has_bias = np.zeros(max_num_seqs, np.bool_)
         self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_top_logprobs = np.zeros(max_num_seqs, np.int64)
@@ -46,16 +46,16 @@ class SamplingTable:
         self.end_token_ids = np.full(
             (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
         )
-        """The tokens that end a row: end-of-sequence tokens, unless it ignores them, and its stop
-        tokens."""
+        """The tokens that end a row: its stop tokens and, unless it ignores them, the model's
+        end-of-sequence tokens."""
         self.bias: dict[int, tuple[Int64Array, Float32Array]] = {}
         """Maps a row with a bias to token ids and the numbers added to their logits."""
         self.pools = np.zeros(max_num_seqs, np.bool_)
         """Whether the row makes a vector instead of drawing."""
         self.pools_all = np.zeros(max_num_seqs, np.bool_)
-        """Whether its vector needs the hidden states of tokens other than the last."""
+        """Whether the row's vector needs the hidden states of tokens other than the last."""
         self.pooling: dict[int, Pooling] = {}
-        """The pooling of rows that pool."""
+        """Maps a row that pools to its pooling."""
         self.allowed: dict[int, Int64Array] = {}
         """Maps a limited row to the only token ids that it may draw."""
 

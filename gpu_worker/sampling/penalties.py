@@ -35,7 +35,7 @@ class TokenCounts:
         )
 
     def release(self, rows: Iterable[int]) -> None:
-        """Forget rows; those without counts are ignored."""
+        """Forget rows; rows without counts are ignored."""
         for row in rows:
             if (slot := self._row_to_slot.pop(row, None)) is not None:
                 self._free_slots.append(slot)
@@ -62,9 +62,9 @@ class TokenCounts:
         Args:
             logits: float32[S, V]; not changed.
             slots: int64[S], from `slots`.
-            repetition: float32[S, 1]; divides a positive logit of a token in prompt or output,
-                multiplies a negative one.
-            presence: float32[S, 1]; subtracted if the token is in the output.
+            repetition: float32[S, 1]; if the token is in the prompt or the output, divides a
+                positive logit and multiplies a negative one.
+            presence: float32[S, 1]; subtracted from the logit if the token is in the output.
             frequency: float32[S, 1]; subtracted once per occurrence in the output.
         """
         counts = self._in_output.index_select(0, slots)  # [S, V]

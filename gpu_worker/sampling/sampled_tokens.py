@@ -25,7 +25,7 @@ class SampledLogprobs:
     places: Int64Array
     """int64[L] on the host: which of the S sequences, ascending."""
     num_top: Int64Array
-    """int64[L] on the host: how many top tokens each asked for."""
+    """int64[L] on the host: how many top tokens each sequence wants."""
     chosen: torch.Tensor
     """float32[L]: of the sampled tokens."""
     top_token_ids: torch.Tensor
@@ -43,7 +43,7 @@ class Vectors:
     pooling: tuple[Pooling, ...]
     """The pooling of each sequence."""
     values: torch.Tensor
-    """float32[P, D]: whole vectors, not normalized."""
+    """float32[P, D]: the vectors before they are cut and normalized."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +62,7 @@ class Sampled:
 
 
 def merged(parts: Sequence[Sampled]) -> Sampled:
-    """Join the samples of a step's parts, in order; at least one part."""
+    """Join the samples of a step's parts, in order. There must be at least one part."""
     if len(parts) == 1:
         return parts[0]
     firsts = np.cumsum([0, *(len(part.token_ids) for part in parts)])
@@ -129,9 +129,9 @@ class HostSampled:
     stuck: Int64Array
     """int64[*]: sequences whose grammar allows no token."""
     logprobs: tuple[StepLogprob, ...]
-    """`index` refers to `token_ids`; ascending."""
+    """The `index` of each refers to `token_ids`; indexes ascend."""
     vectors: tuple[tuple[int, bytes], ...]
-    """Index in `token_ids`, and the vector: float32, little-endian."""
+    """Each with its index in `token_ids`; the numbers are little-endian float32."""
 
 
 NOTHING_SAMPLED = HostSampled(

@@ -3,7 +3,7 @@
 Symbols: `S` sequences, `V` vocabulary, `L` sequences that want log-probabilities.
 
 The order of operations is as in `quire.v1.SamplingParams`: log-probabilities of the raw logits,
-penalties, bias, suppressed tokens, grammar, then a draw or an argmax. Each part touches only
+penalties, bias, suppressed tokens, grammar, then a draw or an argmax. Each operation touches only
 the sequences that need it: a batch of greedy sequences costs a check for non-finite values and an
 argmax.
 """
@@ -29,8 +29,8 @@ from kernels import ops
 from kernels.cpu.ops import draw as draw_of_all
 
 _MIN_TEMPERATURE = np.float32(1e-30)
-"""Keeps the division finite. Below this temperature the most likely token has all the weight, so
-greedy sampling is equal."""
+"""Keeps the division finite. Below this temperature the most likely token has all the weight, as in
+greedy sampling."""
 _LEAST: Final = torch.finfo(torch.float32).min
 _LEAST_LOG: Final = -87.0
 """Exponentials of lower numbers are subnormal float32, and slow."""
@@ -51,7 +51,7 @@ class Sampler:
         device: torch.device,
         structured: RowGrammars | None = None,
     ) -> None:
-        """`structured` may be None if no row has a grammar."""
+        """`structured` may be None if no row ever has a grammar."""
         self._device = device
         self._structured = structured
         self._counts = TokenCounts(vocab_size, device)
@@ -82,7 +82,7 @@ class Sampler:
         num_outputs: Int64Array,
         likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Sampled:
-        """Sample the next token of each sequence, and count it where penalties need that.
+        """Sample the next token of each sequence, and count it in rows with penalties.
 
         Args:
             logits: float32[S, V] on the device; changed. On a GPU they may have 16 bits.
@@ -199,7 +199,8 @@ class Sampler:
     def _likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return the tokens of the maxima, int64[S], and which rows are finite, bool[S].
 
-        On a GPU one pass computes both. On a CPU the first is None, because another pass is cheap.
+        On a GPU one pass computes both results. On a CPU the tokens are None, because another pass
+        is cheap.
         """
         return ops.greedy(logits) if logits.is_cuda else (None, finite_rows(logits))
 
@@ -344,7 +345,8 @@ def sample_others(
 
     Args:
         forced: The forced tokens.
-        hidden: Hidden states `[S, E]`; of forced tokens, these are checked for being finite.
+        hidden: Hidden states `[S, E]`. Rows with forced tokens have no logits, so their hidden
+            states are checked for being finite.
         sample: Samples the other sequences, given their hidden states and their indexes, int64[*].
     """
     has_choice = np.ones(len(hidden), np.bool_)

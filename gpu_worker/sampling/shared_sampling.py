@@ -54,7 +54,7 @@ def share_sampling(sampler: Sampler, ranks: Ranks) -> Sampling:
 
 
 class SharedSampler:
-    """Rank 0's sampler: sends its tokens to the other ranks. All ranks compute all logits."""
+    """Rank 0's sampler: sends its tokens to the others. All ranks of the last stage have logits."""
 
     def __init__(self, sampler: Sampler, ranks: Ranks) -> None:
         self._sampler = sampler

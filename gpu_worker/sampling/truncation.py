@@ -24,8 +24,8 @@ def truncate(
 ) -> None:
     """Set the weight of each token that is cut off to 0, in place.
 
-    Each cut works on the distribution that the previous cut left. Of equally likely tokens, lower
-    ids stay. Rows do not affect each other.
+    Each cut works on the distribution that the previous cut left. Of equally likely tokens,
+    those with lower ids stay. Rows do not affect each other.
 
     Args:
         logits: float32[S, V], divided by the temperature; each row's maximum is 0.
@@ -52,8 +52,9 @@ def _boundaries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the smallest kept logit, float32[S, 1], and the number kept, int64[S, 1].
 
-    A CPU looks at few candidates first, and at more only for rows that need them. A GPU looks at
-    all at once: to learn which rows need more, the host would wait for it, and sorting is fast.
+    A CPU looks at few candidates first, and at more only for rows that need more. A GPU looks at
+    all candidates at once, because it sorts fast, and because the host would have to wait for the
+    GPU to learn which rows need more.
     """
     if logits.device.type != "cpu":
         return _boundaries_among(logits, weights, k, p, max_k)
@@ -106,10 +107,10 @@ def _sorted(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _is_top(logits: torch.Tensor, threshold: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Return bool[S, V]: the `count` largest, all at least `threshold`; of equals, the first."""
+    """Return bool[S, V]: which logits are each row's `count` largest; of equal ones, the first."""
     above, ties = logits > threshold, logits == threshold
     num_ties = count - above.sum(1, keepdim=True)
-    # The running count is slow and rarely needed; only a CPU can check beforehand.
+    # The running count is slow and rarely needed. On a CPU it is cheap to check beforehand.
     if logits.device.type == "cpu" and bool((ties.sum(1, keepdim=True) == num_ties).all()):
         return above | ties
     return above | (ties & (ties.cumsum(1) <= num_ties))
