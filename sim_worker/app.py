@@ -60,7 +60,7 @@ async def run_sim_workers(
     async def start(addresses: Addresses) -> None:
         for each in others:
             server = await _listen(each, workers[each.worker_id])
-            # Registered at once, so that it is stopped if the next one fails
+            # Registered at once, so that it is stopped if the next server fails
             servers.append(server)
         health.set_ready()
         if on_started is not None:
@@ -84,7 +84,7 @@ async def run_sim_workers(
 
 
 def find_vocabulary(settings: SimWorkerSettings) -> Vocabulary:
-    """Read the vocabulary from the flags, else from the model's directory, else use defaults.
+    """Take each value from the flags, else from the model's directory, else from the defaults.
 
     Raises:
         ModelError: Flags and model contradict each other, or the model's files cannot be used.
@@ -180,7 +180,7 @@ def _script(path: Path, vocabulary: Vocabulary) -> Script:
 
 
 def _prefill_tokens_per_s(time_model: TimeModel) -> float:
-    """Return the rate of a prompt that is alone in its step, as real workers measure it."""
+    """Return the speed of a prompt that is alone in its step, as real workers measure it."""
     return _PREFILL_TOKENS / time_model.step_s(_PREFILL_TOKENS, _PREFILL_TOKENS)
 
 

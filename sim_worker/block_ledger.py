@@ -1,9 +1,9 @@
 """Tracks owners and contents of device blocks, to detect wrong block numbers.
 
-With a wrong block number, a real worker would read another sequence's KV and compute nonsense; the
-simulated one raises an error. A slot holds a digest of all tokens of its sequence up to its own
-token. So a block that is shared by mistake, freed too early or copied too late holds unexpected
-digests.
+With a wrong block number, a real worker would read another sequence's KV and compute nonsense; a
+simulated worker raises an error. A slot holds a digest of all tokens of its sequence, up to the
+slot's token. So a block that is shared by mistake, freed too early or copied too late holds
+unexpected digests.
 
 Each row's table, by block::
 
@@ -25,7 +25,7 @@ _NO_ROW = -1
 
 
 class BlockLedger:
-    """The device's KV memory of a simulated worker; `tiers` are host and disk."""
+    """The device's KV memory of a simulated worker; `tiers` is its host and disk memory."""
 
     def __init__(self, limits: Limits, tiers: TierLedger) -> None:
         self._tiers = tiers
@@ -40,14 +40,14 @@ class BlockLedger:
         self._arriving_slots = np.zeros((0, limits.block_size), np.uint64)
         self._digests = np.zeros(limits.max_num_seqs, np.uint64)
         """The digest of each row's computed tokens."""
-        # Digests are wrapping sums with these weights, so one cumulative sum gives all digests of a
-        # prefix.
+        # A digest is a sum of tokens with these weights, modulo 2^64. So one cumulative sum gives
+        # all digests of a prefix.
         self._weights = np.random.default_rng(0).integers(
             1, 2**64, limits.max_model_len, np.uint64, endpoint=False
         )
 
     def resize(self, num_blocks: int) -> None:
-        """Set the number of device blocks; removed blocks must be in no table."""
+        """Set the number of device blocks to `num_blocks`; removed blocks must be in no table."""
         self._arrive()
         num_kept = min(num_blocks, len(self._writer))
         for name, nothing in (("_num_holders", 0), ("_writer", _NO_ROW), ("_slots", 0)):
@@ -117,7 +117,7 @@ class BlockLedger:
         self._slots[arriving] = 0
 
     def _own(self, rows: Int32Array | Int64Array, blocks: Int32Array) -> None:
-        """Add each block to its row's table; the row may write it. No other table may have it."""
+        """Add each block to its row's table, for the row to write; no other table may have it."""
         if not len(blocks):
             return
         np.add.at(self._num_holders, blocks, 1)
@@ -131,7 +131,7 @@ class BlockLedger:
         self._writer[blocks] = rows
 
     def _rename(self, src: Int32Array, dst: Int32Array) -> None:
-        """Move holders and writers to the blocks' new places, which must be in no table."""
+        """Move holders and writers to the blocks' new numbers, which must be in no table."""
         holders, writers = self._num_holders[src], self._writer[src]
         self._num_holders[src], self._writer[src] = 0, _NO_ROW
         taken = self._num_holders[dst] > 0
@@ -160,7 +160,7 @@ class BlockLedger:
     def _store(
         self, rows: Rows, of: Int64Array, positions: Int64Array, digests: npt.NDArray[np.uint64]
     ) -> None:
-        """Store int64[N] positions of int64[N] rows."""
+        """Store uint64[N] `digests` at int64[N] `positions` of the rows `of`, int64[N]."""
         blocks = rows.block_tables[of, positions // self._block_size]
         foreign = self._writer[blocks] != of
         if foreign.any():
@@ -184,7 +184,7 @@ class BlockLedger:
             )
 
     def _prefix(self, new: NewSequence) -> npt.NDArray[np.uint64]:
-        """Return uint64[num_computed_tokens]: the digests its computed tokens' slots must hold."""
+        """Return uint64[num_computed_tokens]: what the slots of computed tokens must hold."""
         positions = np.arange(new.num_computed_tokens)
         terms = self._terms(new.token_ids[: new.num_computed_tokens], positions)
         return np.cumsum(terms, dtype=np.uint64)

@@ -32,7 +32,7 @@ class DiskMoves:
     """The disk of a simulated worker. Times are in seconds, on the caller's clock."""
 
     def __init__(self, block_s: float) -> None:
-        """`block_s` is the time that the disk takes for a block."""
+        """`block_s` is the time that the disk takes for one block."""
         self._block_s = block_s
         self._stores, self._loads = _Channel(), _Channel()
 
@@ -43,7 +43,7 @@ class DiskMoves:
         self._loads.start(host_blocks, step_id, self._block_s, now_s)
 
     def next_end_s(self, step_id: int) -> float | None:
-        """Return when the next move ends; considers unreported moves of steps up to `step_id`."""
+        """Return when the next move of steps up to `step_id` ends; None if all are reported."""
         firsts = [channel.ends[0] for channel in (self._stores, self._loads) if channel.ends]
         return min((end_s for end_s, step, _ in firsts if step <= step_id), default=None)
 

@@ -17,7 +17,7 @@ Uint64Array = npt.NDArray[np.uint64]
 
 
 class TokenSource:
-    """Draws tokens; end tokens come only at the rate given by `mean_output_len`."""
+    """Draws tokens; end tokens come only as often as `mean_output_len` says."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: tuple[int, ...], mean_output_len: float | None
@@ -51,21 +51,21 @@ class TokenSource:
 
 
 class Script:
-    """Returns given outputs token by token; a prompt with N end tokens gets output N.
+    """Returns given outputs token by token; a prompt with N end tokens gets output N, from 0 on.
 
     With a chat template that writes an end token after each tool result, the script plays the model
     of an agent.
     """
 
     def __init__(self, outputs: Sequence[Sequence[int]], eos_token_ids: Sequence[int]) -> None:
-        """Each output ends with the first of `eos_token_ids`."""
+        """The first of `eos_token_ids` follows each output."""
         self._outputs = outputs
         self._eos_token_ids = eos_token_ids
 
     def token(self, prompt: npt.NDArray[np.int32], num_outputs: int) -> int:
-        """Return the token with index `num_outputs`.
+        """Return the token with index `num_outputs` of the prompt's output.
 
-        After the last output, the first one comes again.
+        After the last output, the first output comes again.
         """
         number = np.isin(prompt, self._eos_token_ids).sum() % len(self._outputs)
         output = self._outputs[number]

@@ -38,7 +38,7 @@ class SimWorkerSettings(ProcessSettings):
     """The worker's name in logs and at the scheduler; with --count above 1, -I is added."""
     model: ModelName | None = None
     """A model, named as for a worker, whose config.json gives the vocabulary, the end tokens and
-    the length; no weights are read. Unset: the flags below give them."""
+    the length; no weights are read. Unset: the flags below give these values."""
     cache_dir: Path = DEFAULT_CACHE_DIR
     """Directory for files made from GGUF files or older tokenizers, or downloaded from URLs.
     Models from the hub are in the hub's own cache (HF_HOME)."""
@@ -47,24 +47,25 @@ class SimWorkerSettings(ProcessSettings):
     vocab_size: PositiveInt | None = None
     """Number of token ids; unset: as in the model, or 32000."""
     eos_token_ids: Annotated[tuple[int, ...], NoDecode] = ()
-    """The end tokens, such as 1,2; unset: as in the model."""
+    """The ids of the end tokens, such as 1,2; unset: as in the model."""
     max_model_len: PositiveInt | None = None
-    """The limit on tokens of a sequence, prompt and output; unset: as in the model, or 8192."""
+    """The largest number of tokens in a sequence, prompt and output; unset: as in the model, or
+    8192."""
     structured_output: bool = False
     """Whether requests may ask for structured output; the tokens are random nevertheless."""
     max_num_seqs: PositiveInt = 256
     """At most this many sequences run at once."""
     max_num_batched_tokens: PositiveInt = 2048
-    """The limit on tokens of one step."""
+    """The largest number of tokens in one step."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Token slots of one block of KV memory."""
     num_blocks: PositiveInt = 26_000
-    """Blocks of KV memory."""
+    """Number of blocks of KV memory."""
     max_num_blocks: PositiveInt | None = None
     """The number of blocks to which `quire resize` can grow the KV memory; at least num-blocks;
     unset: num-blocks."""
     params_b: PositiveFloat = 8.0
-    """Parameters of the model, in billions, of two bytes each."""
+    """Number of the model's parameters, in billions; each has two bytes."""
     bandwidth_gb_s: PositiveFloat = 3350.0
     """How fast the device reads its memory, in GB/s."""
     tflops: PositiveFloat = 500.0
@@ -83,12 +84,12 @@ class SimWorkerSettings(ProcessSettings):
     speedup: PositiveFloat = 1.0
     """Factor by which the simulation is faster than the device."""
     mean_output_len: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Average number of tokens after which sequences end by an end token; unset: they run to their
-    maximum length."""
+    """Average number of tokens after which sequences end with an end token; unset: sequences run to
+    their maximum length."""
 
     script: Path | None = None
     """A JSON file with lists of token ids that replace the random tokens: a request whose prompt
-    has N end tokens gets list N, and then an end token."""
+    has N end tokens gets list N, counted from 0, and then an end token."""
 
     @field_validator("eos_token_ids", mode="before")
     @classmethod
@@ -131,12 +132,12 @@ class SimWorkerSettings(ProcessSettings):
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of host memory."""
+        """Number of host blocks."""
         return int(self.host_kv_memory_gb * _GIB) // self.block_bytes
 
     @property
     def num_disk_blocks(self) -> int:
-        """Blocks on the disk."""
+        """Number of disk blocks."""
         return int(self.disk_kv_memory_gb * _GIB) // self.block_bytes
 
     def of_worker(self, index: int) -> Self:

@@ -1,4 +1,4 @@
-"""Runs one simulated worker's steps: changes rows and blocks at once, returns results later."""
+"""Runs one simulated worker's steps: changes rows and blocks at once, but returns results later."""
 
 import asyncio
 import math
@@ -49,7 +49,7 @@ class SimulatedSteps:
         block_bytes: int = 0,
         script: Script | None = None,
     ) -> None:
-        """`block_bytes` may be 0 if there are no host and disk blocks."""
+        """`block_bytes` may be 0 if there are neither host blocks nor disk blocks."""
         self._script = script
         self._limits = limits
         self._rows = Rows(limits)
@@ -75,14 +75,14 @@ class SimulatedSteps:
 
     @property
     def num_rows_used(self) -> int:
-        """Rows that hold a sequence."""
+        """Number of rows that hold a sequence."""
         return self._rows.num_used
 
     async def attach(self, attachment: int) -> Holdings:
-        """Forget all rows; accept only steps of `attachment` from now on.
+        """Forget all rows and disk moves; accept only steps of `attachment` from now on.
 
         Returns:
-            What the worker held before; disk moves in progress are lost.
+            What the worker held before.
         """
         holdings = self._labels.holdings(self._rows)
         self._forget()
@@ -98,7 +98,7 @@ class SimulatedSteps:
         raise UnimplementedError(f"ReadKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
     async def resize_pool(self, num_blocks: int) -> None:
-        """Set the number of device blocks; steps in flight must not use removed blocks.
+        """Set the number of device blocks; no step in flight may use blocks that are removed.
 
         Raises:
             FailedPreconditionError: A row has a block that would be removed.
@@ -257,13 +257,13 @@ class SimulatedSteps:
         )
 
     def _another(self, row: int, token_id: int) -> int:
-        """Return the next token that does not end the row."""
+        """Return the first token id after `token_id` that does not end the row."""
         ends = self._sampling.end_token_ids[row]
         ids = ((token_id + i) % self._limits.vocab_size for i in range(1, self._limits.vocab_size))
         return int(next((id_ for id_ in ids if id_ not in ends), token_id))
 
     def _prompt_logprobs(self, scheduled: ScheduledRows) -> Iterator[PromptLogprobs]:
-        """Return uniform log-probabilities for the prompts whose requests ask for them."""
+        """Yield uniform log-probabilities for the prompts whose requests ask for them."""
         for i in np.flatnonzero(self._sampling.wants_prompt_logprobs[scheduled.rows]).tolist():
             row, start = int(scheduled.rows[i]), int(scheduled.starts[i])
             end = min(start + int(scheduled.lens[i]), int(self._rows.num_prompt[row]) - 1)

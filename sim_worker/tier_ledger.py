@@ -37,7 +37,7 @@ class TierLedger:
         """Loads in progress from each disk block."""
 
     def clear(self) -> None:
-        """Cancel all moves; contents that have not arrived are lost."""
+        """Cancel all disk moves; contents that have not arrived are lost."""
         for states in (self._host_states, self._disk_states):
             states[states == _State.ARRIVING] = _State.NOTHING
         self._num_loads[:] = 0

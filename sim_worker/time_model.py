@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 _BYTES_PER_PARAM = 2
 _OPERATIONS_PER_PARAM = 2
-"""A multiplication and an addition per parameter for each token."""
+"""A multiplication and an addition per parameter, for each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """A roofline model of a device with a model on it; kernel launches are not modelled.
+    """A roofline model of a device that runs a language model; kernel launches take no time.
 
     A step reads all weights once, and the KV of each sequence's context.
     """
