@@ -46,7 +46,7 @@ async def run_sim_workers(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
-    `on_started` runs when all workers listen, with the addresses of the first one.
+    `on_started` runs when all workers listen, with the addresses of the first worker.
 
     Raises:
         ModelError: The model's config.json cannot be used, or contradicts the settings.
@@ -116,7 +116,7 @@ def find_vocabulary(settings: SimWorkerSettings) -> Vocabulary:
 
 
 def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerService:
-    """Make one worker; must be called in its event loop."""
+    """Make one worker; must be called in the worker's event loop."""
     limits = Limits(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=vocabulary.max_model_len,

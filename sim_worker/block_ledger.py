@@ -172,7 +172,7 @@ class BlockLedger:
         self._slots[blocks, positions % self._block_size] = digests
 
     def _check_prefix(self, new: NewSequence, rows: Rows) -> None:
-        """Check the content of the tokens that a new sequence need not compute."""
+        """Check the slots of the tokens that a new sequence need not compute."""
         positions = np.arange(new.num_computed_tokens)
         blocks = rows.block_tables[new.row, positions // self._block_size]
         wrong = self._slots[blocks, positions % self._block_size] != self._prefix(new)
@@ -184,7 +184,7 @@ class BlockLedger:
             )
 
     def _prefix(self, new: NewSequence) -> npt.NDArray[np.uint64]:
-        """Return uint64[num_computed_tokens]: what the slots of computed tokens must hold."""
+        """Return uint64[num_computed_tokens]: the digests that its computed tokens must have."""
         positions = np.arange(new.num_computed_tokens)
         terms = self._terms(new.token_ids[: new.num_computed_tokens], positions)
         return np.cumsum(terms, dtype=np.uint64)

@@ -58,7 +58,7 @@ class SimWorkerSettings(ProcessSettings):
     max_num_batched_tokens: PositiveInt = 2048
     """The largest number of tokens in one step."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Token slots of one block of KV memory."""
+    """Number of token slots in one block of KV memory."""
     num_blocks: PositiveInt = 26_000
     """Number of blocks of KV memory."""
     max_num_blocks: PositiveInt | None = None

@@ -1,4 +1,4 @@
-"""Models how long a step takes on a device: the longer of its memory and arithmetic time."""
+"""Models how long a step takes on a device: the longer of memory time and arithmetic time."""
 
 import math
 from dataclasses import dataclass

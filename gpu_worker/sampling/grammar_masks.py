@@ -4,10 +4,10 @@ A row's grammar advances with each token that the row samples. On a GPU, a threa
 grammar and computes the next mask as soon as the token is known, while the next step computes. The
 sampler waits only if the thread is late. On a CPU, the sampler computes masks when it needs them,
 because no core is free during a step, and two threads that compete for the GIL cost more than the
-masks.
-Also on a CPU, a row whose grammar forces a *run* of tokens, such as the rest of a key, needs no
-masks for the run, and usually no logits. Grammars are compiled on another thread while the prompt
-is computed. If that takes longer than the prompt, the step in which the row first samples waits.
+masks. Also on a CPU, a row whose grammar forces a *run* of tokens, such as the rest of a key, needs
+no masks for the run, and usually no logits. Grammars are compiled on another thread while the
+prompt is computed. If that takes longer than the prompt, the step in which the row first samples
+waits.
 
 Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit per token.
 """
@@ -77,7 +77,7 @@ _MAX_COMPILED = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForcedTokens:
-    """Tokens that sequences of a step must sample; at least one. On the host."""
+    """Tokens that some sequences of a step must sample, on the host. There is at least one."""
 
     places: Int64Array
     """int64[F]: which sequences, ascending."""
@@ -99,7 +99,7 @@ class _AtNeed:
     def result(self) -> None:
         if self._work is not None:
             self._work()
-            self._work = None  # frees the objects it refers to
+            self._work = None  # frees the objects that the work refers to
 
 
 class _Row:
@@ -227,7 +227,7 @@ class RowGrammars:
         return ForcedTokens(places[which], np.array(token_ids, np.int64))
 
     def restrict(self, logits: torch.Tensor, rows: Sequence[int], places: Int64Array) -> Int64Array:
-        """Set the logits of tokens that the grammars do not allow to -inf.
+        """Set to -inf the logits of tokens that the grammars do not allow.
 
         Args:
             logits: float32[S, V] on the device; changed.
@@ -252,8 +252,8 @@ class RowGrammars:
         Args:
             rows: Rows that have a grammar.
             places: int64[len(rows)], the indexes of their tokens in `token_ids`.
-            token_ids: Waits for the step's tokens. Called on the thread, or by `restrict` or
-                `forced`.
+            token_ids: Waits for the step's tokens. Called on the grammars' thread, or by
+                `restrict` or `forced`.
         """
         entries = [self._rows[row] for row in rows]
 

@@ -137,7 +137,7 @@ class HostSampled:
 NOTHING_SAMPLED = HostSampled(
     np.empty(0, np.int64), np.empty(0, np.bool_), np.empty(0, np.int64), (), ()
 )
-"""For a step in which no row samples."""
+"""The result of a step in which no row samples."""
 
 
 class Readback:

@@ -52,9 +52,10 @@ _log = structlog.get_logger()
 
 
 class Steps(HostBlocks, Protocol):
-    """Runs the steps: `loop.StepLoop`, or a fake. Called from one event loop.
+    """Runs the steps: `loop.StepLoop`, a simulation or a fake. Called from one event loop.
 
-    This is a protocol because `StepLoop` imports torch, and the server starts before that.
+    This is a protocol, because `StepLoop` imports torch, and the server starts before torch is
+    imported.
     """
 
     @property
@@ -380,7 +381,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def ResizePool(  # noqa: N802 - the proto's name
         self, request: worker_pb2.ResizePoolRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.ResizePoolResponse:
-        """Resize the device pool."""
         del context
         info, steps = self._loaded()
         self._attachments.of(request.epoch)
@@ -419,7 +419,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def _read(
         self, batches: AsyncIterator[worker_pb2.StepBatch], execution: Execution
     ) -> None:
-        """Read batches until the stream ends, or one is refused."""
+        """Read batches until the stream ends, or until a batch is refused."""
         try:
             async for batch in batches:
                 await execution.results.wait_for_room()

@@ -14,7 +14,7 @@ class Attachment:
     number: int
     epoch: int
     has_stream: bool = False
-    """Whether an `Execute` stream has sent a batch; only one may."""
+    """Whether an `Execute` stream has sent a batch; only one stream may."""
     num_open_streams: int | None = None
     """Number of open `Execute` streams of this attachment; None: no stream was opened yet."""
     last_step_id: int = 0

@@ -34,7 +34,7 @@ _log = structlog.get_logger()
 
 
 class HostBlocks(Protocol):
-    """A worker's host blocks, [0, num_host_blocks). Calls take effect between two steps."""
+    """A worker's host blocks, numbered from 0. Calls take effect between two steps."""
 
     async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
         """Return the contents of int32[N] blocks, concatenated.
@@ -45,7 +45,7 @@ class HostBlocks(Protocol):
         """
 
     async def checksum_host_blocks(self, block_ids: Int32Array) -> int:
-        """Return the CRC-32 of the result of `read_host_blocks`; raises the same errors."""
+        """Return the CRC-32 of the result of `read_host_blocks`; raise the same errors."""
 
     async def write_host_blocks(self, block_ids: Int32Array, content: bytes | Bytes) -> None:
         """Fill int32[N] distinct blocks; `content` has the form that `read_host_blocks` returns."""

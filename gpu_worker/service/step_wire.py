@@ -41,7 +41,7 @@ def host_blocks_to_read(message: worker_pb2.ReadKvRequest, limits: Limits) -> In
 def host_blocks_to_pull(
     message: worker_pb2.PullKvRequest, limits: Limits
 ) -> tuple[Int32Array, Int32Array]:
-    """Parse int32[N] host blocks of another worker, and as many distinct ones of this worker.
+    """Parse int32[N] host blocks of another worker, and N distinct host blocks of this worker.
 
     Raises:
         InvalidArgumentError: This worker has no such block, or the two lists differ in length.

@@ -9,8 +9,8 @@ the small model is valid:
 
 The small model lags behind after steps without guesses, after swap-ins (the host holds none of its
 KV), and for blocks of ended rows that the prefix cache still has. Before the next guess it computes
-the missing tokens, which is cheap. An error here may lower the acceptance rate, but the output
-stays right.
+the missing tokens, which is cheap. An error in the tracking may lower the acceptance rate, but the
+output stays right.
 
 Symbols: `N` rows that guess, `K` the largest number of tokens guessed.
 """
@@ -238,7 +238,7 @@ class DraftModel:
         return block_bytes(self.config, block_size, self.kv_dtypes)
 
     def drafter(self, num_draft_tokens: int, limits: Limits) -> ModelDrafter:
-        """Allocate a pool with as many blocks as the model's, and build the drafter."""
+        """Allocate a pool with as many blocks as the large model's, and build the drafter."""
         pool = KvPool(
             self.config, limits.num_blocks, limits.block_size, self.kv_dtypes, self._device
         )

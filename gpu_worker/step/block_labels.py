@@ -152,7 +152,7 @@ class BlockLabels:
         self._write(rows, scheduled)
 
     def holdings(self, rows: Rows) -> Holdings:
-        """Make the report for the next scheduler. All results must have arrived."""
+        """Make the report for the next scheduler. All steps' results must have arrived."""
         return Holdings(
             rows.held(self.has_void),
             self.device.held(),

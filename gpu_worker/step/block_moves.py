@@ -28,7 +28,7 @@ class Pool(Protocol):
         """Resize to `num_blocks` blocks; raise OutOfMemoryError if there is no room."""
 
     def close(self) -> None:
-        """Free the memory. The last call."""
+        """Free the memory. No other call may follow."""
 
 
 class BlockMoves:
@@ -100,7 +100,7 @@ class BlockMoves:
         self._labels.forget_disk_moves()
 
     def close(self) -> None:
-        """End the disk's threads, then free the pools. The last call."""
+        """End the disk's threads, then free the pools. No other call may follow."""
         if self.disk_pool is not None:
             self.disk_pool.close()
         if self.host_pool is not None:

@@ -99,8 +99,9 @@ class Executor:
     ) -> None:
         """Optional parts are None if they are not configured.
 
-        `host_pool` is for swaps, `disk_pool` for stores and loads, `structured` for grammars,
-        `ranks` are the other devices of the model, `drafter` guesses tokens (on one device only).
+        `host_pool` is for swaps, and `disk_pool` is for stores and loads. `structured` has the
+        rows' grammars. `ranks` are the other devices of the model. `drafter` guesses tokens, on one
+        device only.
         `slots` let steps with `adapters`, or with adapters added later, run as CUDA graphs.
         `takes_parts`: whether the model can compute a step in parts when memory is short.
         """
@@ -216,7 +217,7 @@ class Executor:
         self.labels.resize_device(num_blocks)
 
     def add_adapter(self, number: int, adapter: Adapter) -> None:
-        """Make an adapter available to new rows, under a number never used before."""
+        """Make an adapter available to new rows, under a number that was never used before."""
         self._adapters.add(number, adapter)
 
     def remove_adapter(self, number: int) -> None:
@@ -224,7 +225,7 @@ class Executor:
         self._adapters.remove(number)
 
     def close(self) -> None:
-        """End all threads and free the memory. The last call."""
+        """End all threads and free the memory. No other call may follow."""
         self._moves.close()
         if self._structured is not None:
             self._structured.close()
@@ -253,8 +254,8 @@ class Executor:
         host, where `collect` reads them.
 
         Raises:
-            InvalidArgumentError, InconsistentPlanError: See `Rows.apply`. No step may
-                follow before `reset`.
+            InvalidArgumentError, InconsistentPlanError: See `Rows.apply`. Afterwards no
+                step may follow before `reset`.
         """
         start_s = time.monotonic()
         with timeline.span("change the rows"):

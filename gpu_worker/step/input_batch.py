@@ -56,8 +56,8 @@ class HostInputs:
     tables: tuple[Int32Array, ...]
     """By KV group: int32[S, M]."""
     pieces: tuple["Pieces | None", ...]
-    """By KV group: the pieces of sequences, if the group has chunks. Then the rows of its table are
-    for these pieces."""
+    """By KV group: the pieces of sequences, if the group has chunks. Then the group's table has
+    a row for each piece."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,7 +281,7 @@ def _num_decodes(starts: Int32Array | Int64Array) -> int:
 
 
 def known_token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> Int64Array:
-    """Look up tokens whose values the rows have: int64[len(positions)]."""
+    """Return tokens whose values the rows have, int64[len(positions)]."""
     if not len(positions):
         return _NONE
     return rows.token_ids[row_of_token, positions].astype(np.int64)
@@ -289,7 +289,7 @@ def known_token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array)
 
 def _wanted(
     metadata: AttentionMetadata,
-    starts: Int32Array,  # [S + 1]: where each sequence's wanted tokens start among them
+    starts: Int32Array,  # [S + 1]: where each sequence's tokens start among all wanted ones
     adapters: LayerAdapters | None,
     places: torch.Tensor,
     query_start_loc: torch.Tensor,

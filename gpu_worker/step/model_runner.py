@@ -132,11 +132,11 @@ class ModelRunner:
     def run(
         self, scheduled: ScheduledRows
     ) -> tuple[tuple[Sampled, ...], tuple[PromptScoresReadback, ...]]:
-        """Compute a step's tokens, sample, and score prompts that ask for it.
+        """Compute a step's tokens, sample, and score prompts whose requests want scores.
 
         Returns:
-            The samples of each part of the step (empty if nothing samples), and prompt scores. On a
-            GPU they are only enqueued.
+            The samples of each part of the step, or none if no row samples; and prompt scores. On a
+            GPU, both are only enqueued.
         """
         results = self._run(scheduled)
         self._token_limit.count_step()

@@ -29,7 +29,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """The state of a row's pooling: the sum of the hidden states so far, or the first one.
+    """The state of a row's pooling: the sum of the hidden states so far, or the first hidden state.
 
     Sums are float64, so that a mean does not depend on how the prompt was cut into chunks.
     """

@@ -1,10 +1,10 @@
 """The persistent rows: the state of each live sequence, and which rows compute in a step.
 
-A row is free, has known tokens left to compute, or *decodes*: it computes its last sampled token in
-every step. `apply` knows at once whether a row samples a token; the token's value arrives later
-(`store_sampled`), perhaps after the next step was started. So only `end` depends on the value of a
-token. With guessed tokens (`speculative/verify.py`), the number of tokens that a row gains also
-depends on values. Then `advance` sets this number before the next step.
+A row is free, has known tokens left to compute, or *decodes*: such a row computes its last sampled
+token in every step. `apply` knows at once whether a row samples a token; the token's value arrives
+later (`store_sampled`), perhaps after the next step was started. So only `end` depends on the value
+of a token. With guessed tokens (`speculative/verify.py`), the number of tokens that a row gains
+also depends on values. Then `advance` sets this number before the next step.
 
 Each row's tokens, by position::
 
@@ -93,7 +93,7 @@ class Rows:
         self.incarnation = np.zeros(num_rows, np.int64)
         """Incremented when a row gets a sequence; identifies results for earlier sequences."""
         self.ended_incarnation = np.full(num_rows, -1, np.int64)
-        """Each row's last incarnation for which `end` was called; it computes no more."""
+        """Each row's last incarnation for which `end` was called. It computes no more."""
         self._ended_len = np.zeros(num_rows, np.int64)
         """Length of the ended sequence; `num_tokens` keeps growing, as the scheduler counts."""
         self._has_stopped = np.zeros(num_rows, np.bool_)
@@ -137,7 +137,7 @@ class Rows:
         self.end(full, self.incarnation[full], self.num_tokens[full], no_stops)
 
     def is_current(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
-        """Return bool[N]: whether each row still belongs to that incarnation."""
+        """Return bool[N]: whether each row still belongs to the given incarnation."""
         current: BoolArray = self.incarnation[rows] == incarnations
         return current
 
@@ -198,7 +198,7 @@ class Rows:
         return table
 
     def blocks_of(self, rows: Int64Array, indices: Int64Array) -> Int32Array:
-        """Return int32[N * G]: the blocks of all groups for N indices of int64[N] rows."""
+        """Return int32[N * G]: for each of `rows`, int64[N], all groups' blocks at its index."""
         if self.num_groups == 1:
             return self.block_tables[rows, indices]
         entries = indices[:, None] * self.num_groups + np.arange(self.num_groups)
@@ -237,7 +237,7 @@ class Rows:
         return tuple(held)
 
     def adapters_in_use(self) -> set[int]:
-        """Return the numbers of the adapters that rows have; 0 if a row has none."""
+        """Return the numbers of the adapters that rows have, including 0 if a row has none."""
         return set(self.adapter[self.is_used].tolist())
 
     def first_with_block_from(self, block: int) -> int | None:
@@ -379,7 +379,7 @@ class Rows:
 
 
 def _require(holds: BoolArray, field: str, values: Int32Array | Int64Array, problem: str) -> None:
-    """Raise InvalidArgumentError for the first of `values` for which the condition is false."""
+    """Raise InvalidArgumentError for the first of `values` for which `holds` is false."""
     if not holds.all():
         value = values[np.argmin(holds)]
         raise InvalidArgumentError(field, f"has {value}, {problem}")

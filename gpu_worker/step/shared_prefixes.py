@@ -17,7 +17,7 @@ LEAST_TOKENS: Final = 512
 def find_shared(
     tables: Int32Array, seq_lens: Int32Array, block_size: int
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
-    """Return `kernels.sequences.SharedPrefixes`, as arrays.
+    """Return the fields of `kernels.sequences.SharedPrefixes`, as arrays.
 
     The sequences of a group begin with the same blocks, for at least `LEAST_TOKENS` tokens. They
     share all blocks up to the first that differs. Of more than `MAX_SHARED` groups, those that save

@@ -97,7 +97,7 @@ class SequenceSpans:
         return bool(self._row_to_traced)
 
     def opened(self, new_rows: Iterable[NewSequence], now_s: float) -> None:
-        """Follow new rows. Times are wall-clock seconds."""
+        """Follow the new rows whose trace is recorded. Times are wall-clock seconds."""
         for new in new_rows:
             if (parent := self._sampled_context(new.traceparent)) is not None:
                 self._row_to_traced[new.row] = _Traced(
@@ -187,7 +187,7 @@ class SequenceSpans:
             )
 
     def clear(self, now_s: float) -> None:
-        """Write the spans of all sequences: they lost their rows."""
+        """Write the spans of all sequences, because they have lost their rows."""
         self.released(list(self._row_to_traced), now_s)
 
     def _write_prefill(self, traced: _Traced, end_s: float) -> None:

@@ -2,8 +2,7 @@
 
 Triton compiles a kernel when it is first launched with new types, options or strides. That takes
 seconds, during which all streams would stall. So a worker on a GPU launches each variant at start;
-`tests/kernels/test_compile_keys.py` checks that random steps afterwards need no other
-variant.
+`tests/kernels/test_compile_keys.py` checks that random steps afterwards need no other variant.
 """
 
 from collections.abc import Iterator, Sequence

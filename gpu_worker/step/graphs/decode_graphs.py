@@ -37,8 +37,8 @@ _T = TypeVar("_T")
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Return the batch sizes that get a graph, ascending; the last is `max_num_seqs`.
 
-    They double up to 8, then grow by 8, and from 128 on by an eighth, which keeps both the padding
-    and the number of captures low.
+    The sizes double up to 8, then grow by 8, and from 128 on by an eighth, which keeps both the
+    padding and the number of captures low.
     """
     sizes, size = [], 1
     while size < max_num_seqs:
@@ -58,14 +58,14 @@ class Decoded:
     logits: torch.Tensor
     """`[N, V]`."""
     likeliest: tuple[torch.Tensor, torch.Tensor] | None
-    """As `ops.greedy` returns them; None before the last stage of a pipeline."""
+    """The result of `ops.greedy`; None in the stages of a pipeline before the last."""
 
 
 class DecodeGraphs:
     """Computes steps in which every sequence decodes. Used by one thread.
 
     Callers are in `torch.inference_mode()`, on the stream of all other computation. Each step
-    overwrites the inputs and results of the one before.
+    overwrites the inputs and results of the step before.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class DecodeGraphs:
         """Allocate the graphs' inputs and outputs, at fixed addresses.
 
         Args:
-            model: The model; graphs have its forward pass and its logits.
+            model: The model; graphs compute its forward pass and its logits.
             pool: The KV memory.
             limits: The worker's limits.
             last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
@@ -213,7 +213,7 @@ class DecodeGraphs:
             logits = self._model.logits(hidden)
             self._logits[size] = logits if backend is None else backend.alias(logits)
             results = [hidden]
-            if logits.shape[1]:  # a stage of a pipeline has none, unless it is the last
+            if logits.shape[1]:  # only the last stage of a pipeline has logits
                 results += ops.greedy(logits)
             if not self._results:
                 num_rows = self.sizes[-1]

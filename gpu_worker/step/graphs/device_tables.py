@@ -1,4 +1,4 @@
-"""The rows' block tables on the device: a step sends only the entries that are new there.
+"""The rows' block tables on the device: a step sends only the entries that the device lacks.
 
 Symbols: `R` rows, `G` KV groups, `M` blocks of the longest block table, `N` rows of a step.
 """

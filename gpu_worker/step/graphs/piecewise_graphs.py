@@ -1,4 +1,4 @@
-"""Steps of few tokens, computed by CUDA graphs of everything but attention.
+"""Computes steps of few tokens by CUDA graphs of everything but attention.
 
 Everything in a model except attention depends only on the number of a step's tokens. So for some
 numbers of tokens, the forward pass is captured in pieces, one more than there are layers. A step of
@@ -49,8 +49,8 @@ _PER_DOUBLING: Final = 4
 def piece_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Return the numbers of tokens that get graphs, ascending.
 
-    They are 8, the multiples of 16 up to 128, then four for each doubling. So from 64 tokens on,
-    less than a fifth is padding.
+    They are 8, the multiples of 16 up to 128, then four numbers for each doubling. So from 64
+    tokens on, less than a fifth is padding.
     """
     most = min(max_num_batched_tokens, _MAX_TOKENS)
     sizes, size = [_LEAST // 2], _LEAST
@@ -129,7 +129,7 @@ class PiecewiseGraphs:
         self._computation(self.sizes[-1], None)(lambda _: None)
 
     def takes(self, scheduled: ScheduledRows) -> bool:
-        """Whether there are graphs for this many tokens."""
+        """Whether there are graphs for as many tokens as the step has."""
         return 0 < scheduled.num_tokens <= self.sizes[-1]
 
     def replay(
