@@ -80,7 +80,7 @@ class StepLoop:
         self._pending: deque[tuple[_Step, LaunchedStep]] = deque()
         self._attachment: int | None = None
         self._is_trusted = True
-        """Whether no step has failed since the last attachment."""
+        """False if a step has failed since the last attachment."""
         self._is_stopped = False
         self._busy_since_s: float | None = None
         self._failure: str | None = None
@@ -173,7 +173,7 @@ class StepLoop:
         return self._failure
 
     def problem(self) -> str | None:
-        """Return what is wrong, for a liveness check; None if nothing is."""
+        """Return what is wrong, for a liveness check; None if nothing is wrong."""
         if self._failure is not None:
             return self._failure
         if not self._thread.is_alive():

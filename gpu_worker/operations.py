@@ -12,7 +12,7 @@ from quire.v1 import loading_pb2, loading_pb2_grpc
 from rpc.grpc_server import Service, service_of
 
 _POLL_S = 0.1
-"""How often load progress is polled."""
+"""How often the progress of loading is polled."""
 
 
 class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):

@@ -47,8 +47,8 @@ class WorkerSettings(ProcessSettings):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the model runs: cpu, cuda or cuda:N; auto is cuda if there is a GPU, else cpu."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Number format of weights and activations; auto is the checkpoint's, or float32 if the device
-    is slow with the checkpoint's."""
+    """Number format of weights and activations; auto is the checkpoint's format, or float32 if the
+    device is slow with that format."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads the weights. dummy draws random weights on the device instead, to measure speed;
     the model then outputs nonsense."""
@@ -123,10 +123,10 @@ class WorkerSettings(ProcessSettings):
     """Check each block that comes back from host memory; if it has changed, its tokens are
     recomputed."""
     kv_transfer: Literal["grpc", "nixl"] = "grpc"
-    """How KV is read from other workers. grpc: in messages. nixl: directly from the memory of
-    workers that also use nixl, by RDMA or between processes, and over gRPC from all others; needs
-    quire[nixl]. With nixl, any process that can connect to NIXL's ports can read the host memory
-    for KV, regardless of TLS."""
+    """How KV is read from other workers. grpc: it comes in messages. nixl: it is read directly from
+    the memory of workers that also use nixl, by RDMA or between processes, and comes over gRPC from
+    all others; needs quire[nixl]. With nixl, any process that can connect to NIXL's ports can read
+    the host memory for KV, regardless of TLS."""
     speculative: Literal["ngram", "draft"] | None = None
     """How to guess next tokens. The model verifies several guesses at a time, and the output does
     not change. ngram: guess the tokens that followed an earlier occurrence of the last few tokens.
@@ -176,14 +176,14 @@ class WorkerSettings(ProcessSettings):
     AMX is used if its results are right. off: never. AMX changes the last bits of results, so with
     workers on several machines choose on or off for all."""
     tensor_parallel_size: PositiveInt = 1
-    """Number of devices that split each layer of the model; together they are one worker, which
-    holds its weights and KV. Must divide the model's heads (docs/parallelism.md)."""
+    """Number of devices that split each layer of the model. Together they are one worker, and each
+    holds its part of the weights and KV. Must divide the model's heads (docs/parallelism.md)."""
     pipeline_parallel_size: PositiveInt = 1
     """Number of pipeline stages, which work one after another; each has a part of the layers, on
     tensor-parallel-size separate devices."""
     rank: Annotated[int, Field(ge=0)] = 0
-    """With several machines: the first rank that runs here. Rank 0 talks to the scheduler; the
-    others serve no port."""
+    """The first rank that runs here, if ranks run on several machines. Rank 0 talks to the
+    scheduler; the others serve no port."""
     local_ranks: PositiveInt | None = None
     """How many ranks run here, from --rank on, each a process with its own device; unset: all
     remaining ranks."""

@@ -49,7 +49,7 @@ class ResultStream:
                 result.set_exception(error)
 
     def close(self) -> None:
-        """Discard all results: the reader is gone."""
+        """Discard all results, because the reader is gone."""
         self.end()
         for result in self._owed:
             if not result.cancel() and not result.cancelled():

@@ -4,7 +4,8 @@ A row with known tokens `[0, n)` computes its last one, at `n - 1`, in each step
 token at `n`. With k guesses for positions `[n, n + k)` it computes k + 1 tokens, as a short chunk,
 and samples a token for each of `[n, n + k]`. The token at `n` is the same as without guesses. If
 this token equals its guess, the token at `n + 1` was sampled from the right context, so it is the
-token that the next step would sample. The same holds for the positions after it::
+token that the next step would sample. The same holds for later positions. So sampled tokens are of
+two kinds::
 
     kept      the tokens sampled up to the first that differs from its guess, or that ends the row
     dropped   the other tokens, which were sampled after tokens that the row does not have
@@ -108,7 +109,7 @@ class Speculation:
             return np.ones(len(token_ids), np.bool_)
         ends = self._sampler.table.ends(scheduled.rows[scheduled.sampling], token_ids)
         goes_on = (token_ids == scheduled.guesses) & is_finite & ~ends  # bool[N]
-        # A token is kept if all earlier tokens of its row continue.
+        # A token is kept if its row goes on after each earlier token.
         num_breaks = np.cumsum(~goes_on) - ~goes_on  # [N]: before each token
         first = np.searchsorted(scheduled.sampling, scheduled.sampling)  # [N]: the same row's first
         kept: BoolArray = num_breaks == num_breaks[first]
