@@ -15,7 +15,7 @@ _ARCHITECTURES: Final = {
 _END_TOKENS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 QUANT_METHOD: Final = "gguf"
-"""`quant_method` in `quantization_config` of files with quantized tensors."""
+"""The `quant_method` in config.json's `quantization_config`, if the file has quantized tensors."""
 
 
 def to_config(header: GgufHeader) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Makes a Hugging Face directory, which every process can read, for a GGUF file.
+"""Makes a Hugging Face directory for a GGUF file, so that every process can read the model.
 
 The directory has JSON files made from the metadata, and a link to the GGUF file, from which the
 worker reads the tensors.
@@ -26,7 +26,7 @@ def lay_out(path: Path, cache_dir: Path) -> Path:
     """Return the directory of a GGUF file; make it in `cache_dir` if it is missing.
 
     Args:
-        path: The file, or any file of a model in several files.
+        path: The file, or any one of a model's several files.
         cache_dir: The cache, which is created if it is missing.
 
     Raises:
@@ -62,7 +62,11 @@ def lay_out(path: Path, cache_dir: Path) -> Path:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return all files of the model that `path` belongs to."""
+    """Return all files of the model that `path` belongs to, in order.
+
+    Raises:
+        ModelError: One of the files is missing.
+    """
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path.resolve()]
@@ -89,7 +93,7 @@ def _files(header: GgufHeader) -> dict[str, str]:
 
 
 def _move(made: Path, directory: Path) -> None:
-    """Rename a directory atomically; another process may have been faster."""
+    """Rename a directory atomically, unless another process has made the target meanwhile."""
     try:
         made.rename(directory)
     except OSError:

@@ -19,7 +19,7 @@ _PICKLES: Final = "pytorch_model*.bin"
 POOLING: Final = "1_Pooling/config.json"
 """Describes the pooling of a sentence-transformers model, which also has a `modules.json`."""
 _IN_FOLDERS: Final = "*/*"
-"""A pattern of files to skip, because folders have other formats and training states."""
+"""A pattern of the files to skip: files in folders are other formats or training states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _with_old_tokenizer(
 
 
 def _download(name: HubName, report: Callable[[str, float | None], None], *patterns: str) -> Path:
-    # Imported here, because it takes a second and most models are directories.
+    # Imported here, because the import takes a second and most models are directories.
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
     try:
@@ -114,7 +114,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _reporting_bar(status: str, report: Callable[[str, float | None], None]) -> Any:
-    """Make a class of progress bars that show nothing, but report the share of bytes."""
+    """Make a class of progress bars that show nothing, but report the share of downloaded bytes."""
     from tqdm import tqdm  # noqa: PLC0415 - a requirement of huggingface_hub
 
     class Bar(tqdm):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from model_files.hub import HubName, download_from_hub
 from model_files.old_tokenizer import convert_tokenizer, has_old_tokenizer
 
 Report: TypeAlias = Callable[[str, float | None], None]
-"""Receives a status, and the progress in [0, 1] or None. An error that it raises ends the
+"""Receives a status, and the progress in [0, 1] or None. An error that the function raises ends the
 search."""
 
 DEFAULT_CACHE_DIR: Final = Path("~/.cache/quire")
@@ -82,7 +82,7 @@ def find_model(
         model: A directory; a GGUF file; ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf on the
             hub; or a URL such as s3://BUCKET/DIRECTORY.
         cache_dir: Directory for files downloaded from URLs, or made from GGUF files or older
-            tokenizers. The hub has a separate cache.
+            tokenizers. Files from the hub have a separate cache.
         report: Called with the progress of a download.
         with_weights: Whether the caller reads weights. If not, only small files are downloaded; a
             GGUF file is always downloaded whole.

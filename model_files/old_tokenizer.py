@@ -78,7 +78,7 @@ def convert_tokenizer(directory: Path, cache_dir: Path) -> Path:
             made.mkdir(parents=True, exist_ok=True)
         if not (made / TOKENIZER).exists():
             _convert(directory, sources, made / TOKENIZER, cache_dir)
-        # Weights may be downloaded to the hub's directory later.
+        # Each call makes missing links: weights may be downloaded to the hub's directory later.
         for path in directory.resolve().iterdir():
             with _writing(cache_dir), contextlib.suppress(FileExistsError):
                 (made / path.name).symlink_to(path)
@@ -130,8 +130,8 @@ def _convert(directory: Path, sources: list[Path], target: Path, cache_dir: Path
         )
         if done.returncode:
             lines = done.stderr.strip().split("\n")
-            # After this warning, `transformers` tries to read another kind of file; that error
-            # misleads.
+            # After this warning, `transformers` tries to read another kind of file, and the error
+            # of that attempt misleads.
             reason = next((line for line in lines if "Could not extract" in line), lines[-1])
             raise ModelError(f"{directory}: {names} cannot be converted to {TOKENIZER}: {reason}")
         with _writing(cache_dir):

@@ -1,12 +1,12 @@
 """The training text: the Python standard library of the running interpreter, as token arrays.
 
-Three streams of documents, each document between `BOS` and `EOS`:
+The corpus has three streams of documents, each document between `BOS` and `EOS`:
 
 - `library`: the modules themselves, cut at some top-level definitions, so that a prompt may begin
-  with a function and need not begin with a file;
-- `tests`: the library's own tests, cut likewise;
+  with a function instead of the start of a file;
+- `tests`: the library's own tests, cut in the same way;
 - `functions`: single functions and methods, moved to the left margin, with the first paragraph of
-  their docstring as a comment above them. The chat template has the same form.
+  their docstring as a comment above them. The chat template gives conversations the same form.
 """
 
 import ast
@@ -31,7 +31,7 @@ STREAMS: Final = ("library", "tests", "functions")
 # Runs of spaces are tokens of their own, so that a prompt may end after an indentation.
 SPLIT: Final = r" {2,}|\n+|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
 TEST_FOLDERS: Final = frozenset({"test", "tests", "idle_test"})
-# Generated tables, or Python that is no useful example.
+# Folders of generated tables, or of Python that is no useful example.
 SKIPPED_FOLDERS: Final = frozenset(
     {"site-packages", "__pycache__", "encodings", "pydoc_data", "data"}
 )
@@ -42,7 +42,7 @@ FUNCTION_LINES: Final = range(3, 60)
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Token ids of each stream, uint16, for training and held out for validation."""
+    """Token ids by stream, uint16: one part for training, one held out for validation."""
 
     train: dict[str, NDArray[np.uint16]]
     held_out: dict[str, NDArray[np.uint16]]

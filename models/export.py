@@ -47,7 +47,7 @@ class Facts:
 def export_model(
     model: LlamaForCausalLM, tokenizer: Tokenizer, facts: Facts, model_dir: Path
 ) -> None:
-    """Replaces `model_dir`; a reader finds each old or new file complete."""
+    """Replaces the files in `model_dir`; a reader finds each file complete, either old or new."""
     staging = model_dir.with_name(f".{model_dir.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

@@ -1,7 +1,7 @@
 """Several processes train one model on a CPU: each computes a part of every batch.
 
 On a shared machine, two processes of one thread each train three times as fast as one process of
-two threads: they synchronize once per step, and not at every matrix product.
+two threads: processes synchronize once per step, but threads at every matrix product.
 """
 
 import os
@@ -61,7 +61,7 @@ class Ranks:
         return flat[0].item()
 
     def close(self) -> None:
-        """Wait for the others, which end by themselves."""
+        """Wait for the other processes, which end by themselves."""
         if self.world_size > 1:
             dist.destroy_process_group()
         for other in self._others:

@@ -3,9 +3,9 @@
     python models/train.py --minutes 90    # trains, or continues after a stop; then exports
     python models/train.py --export        # exports the newest checkpoint and does nothing else
 
-The learning rate falls to zero by the clock, so the run ends after its minutes on any machine.
-Batches are a function of the seed and the step. SIGTERM and Ctrl-C write a checkpoint and end; the
-same command continues from it.
+The learning rate falls to zero over the minutes, so training takes the same time on any machine.
+Batches are a function of the seed and the step. SIGTERM and Ctrl-C write a checkpoint and end the
+run; the same command continues from the checkpoint.
 """
 
 import argparse

@@ -45,7 +45,7 @@ class Options:
 
 
 WARMUP_STEPS = 100
-DECAY_FROM = 0.35  # parts of the time
+DECAY_FROM = 0.35  # share of the training time, as LONG_FROM
 LONG_FROM = 0.9
 STREAM_WEIGHTS = {"library": 0.55, "tests": 0.2, "functions": 0.25}
 
@@ -77,7 +77,7 @@ class Batches:
         self._seed = seed
 
     def at(self, step: int, num_windows: int, seq_len: int) -> Tensor:
-        """int64 [num_windows, seq_len + 1]."""
+        """Returns the windows of a step, int64 [num_windows, seq_len + 1]."""
         rng = np.random.default_rng((self._seed, step))
         rows = []
         for which in rng.choice(len(self._streams), size=num_windows, p=self._weights):
@@ -91,7 +91,7 @@ class Batches:
 class Progress:
     """The state in a checkpoint other than weights and optimizer state."""
 
-    train_loss: float  # nats per token over all streams, smoothed; starts at a uniform guess's
+    train_loss: float  # nats per token over all streams, smoothed; at first that of a uniform guess
     held_out_loss: float  # nats per token, library stream
     step: int = 0
     elapsed_s: float = 0.0
@@ -130,7 +130,7 @@ class Trainer:
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
     def restore(self) -> bool:
-        """Goes back to the newest checkpoint, if there is one."""
+        """Goes back to the newest checkpoint; returns False if there is none."""
         if not self._checkpoint_file.exists():
             return False
         state = torch.load(self._checkpoint_file, map_location=self.device, weights_only=True)
@@ -183,7 +183,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss on the whole held-out part of the library, nats per token."""
+        """Returns the mean loss on the whole held-out part of the library, in nats per token."""
         length = self.options.seq_len
         stream = self._corpus.held_out["library"].astype(np.int64)
         num_windows = (len(stream) - 1) // length

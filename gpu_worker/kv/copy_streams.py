@@ -1,7 +1,7 @@
-"""Orders copies between device and host against computation on a GPU, and counts them.
+"""Keeps copies between device and host in order with a GPU's computation, and counts them.
 
-Events keep the order. The host never waits for a copy, and computation waits only for the copies
-that it needs.
+CUDA events keep the order: computation waits only for the copies that it needs, and the host waits
+for a copy only in `await_stores` and `synchronize`.
 """
 
 import time
@@ -16,7 +16,10 @@ from gpu_worker import metrics
 
 
 class CopyStreams:
-    """One stream for stores, one for loads; the caller's current stream computes."""
+    """One stream copies to the host (stores), one to the device (loads).
+
+    The caller's current stream computes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._store = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -40,7 +43,7 @@ class CopyStreams:
     def storing(self) -> Iterator[None]:
         """Copies in this context follow all earlier work, and all later work waits for them.
 
-        So later work may overwrite the device blocks.
+        Later work may therefore overwrite the copied device blocks.
         """
         computing = torch.cuda.current_stream()
         self._store.wait_stream(computing)
@@ -50,14 +53,17 @@ class CopyStreams:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Copies in this context follow all earlier work and stores; see `end_loading`."""
+        """Copies in this context follow all earlier work and stores.
+
+        Later work waits for them only after `end_loading`.
+        """
         self._load.wait_stream(torch.cuda.current_stream())
         self._load.wait_stream(self._store)
         with torch.cuda.stream(self._load):
             yield
 
     def end_loading(self) -> None:
-        """Make later work wait for the loads."""
+        """Make later work wait for all earlier loads."""
         torch.cuda.current_stream().wait_stream(self._load)
 
     def await_stores(self) -> None:
@@ -81,7 +87,8 @@ class _UnderWay:
 class TransferMeter:
     """Counts bytes and seconds of copies between device and host. Called from one thread.
 
-    A GPU's copies are timed by events, so they are counted when they have ended.
+    CUDA events time a GPU's copies. The first `measure` or `count_ended` after a copy's end counts
+    the copy.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:

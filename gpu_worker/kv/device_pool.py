@@ -1,7 +1,7 @@
-"""The KV memory of one device: blocks, each of which is a contiguous run of bytes for all layers.
+"""The KV memory of one device: blocks, each a contiguous run of bytes for all layers of a group.
 
-Symbols: `B` blocks of the largest size that the pool can grow to, `P` block size (token
-slots), `HKV` kv heads, `D` head dim, `Y` bytes of a block.
+Symbols: `B` the largest number of blocks that the pool can grow to, `P` block size (token slots),
+`HKV` kv heads, `D` head dim, `Y` bytes of a block.
 """
 
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ class KvPool:
     """Keys and values of `num_blocks` blocks, numbered [0, num_blocks).
 
     The memory is block-major, so that moving a block is one contiguous transfer; `layout.py`
-    defines the inside of a block. The scheduler allocates blocks and knows their owners; the pool
-    does not. Only `store_kv`, through the views, and `copy` change its contents.
+    defines the inside of a block. The scheduler allocates blocks; the pool does not know their
+    owners. Apart from `copy` and `resize`, contents change only through the views.
 
-    Over elastic memory it can be resized. The views cover all blocks that may ever exist, so they
-    never change; blocks from `num_blocks` on must not be read or written.
+    A pool over elastic memory can be resized. Its views cover all blocks that may ever exist, so
+    the views never change. Blocks from `num_blocks` on must not be read or written.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class KvPool:
         groups: LayerGroups | None = None,
         attention: AttentionBackend = ops,
     ) -> None:
-        """Allocate zeroed memory: an unwritten slot may be read and multiplied by 0.
+        """Allocate zeroed memory: attention may read an unwritten slot and multiply it by 0.
 
         Args:
             config: The config of the model or of this rank's part.
-            num_blocks: Initial size.
+            num_blocks: Number of blocks at first.
             block_size: Token slots of a block.
             dtypes: The dtypes in which K and V are stored.
             device: Where the memory is.
             memory: Elastic memory for `num_blocks` blocks, on that device; None: the size is fixed.
-            groups: The KV groups of the model's layers; None: one.
+            groups: The KV groups of the model's layers; None: one group.
             attention: The code that attends to the blocks.
         """
         self.attention = attention
@@ -93,12 +93,12 @@ class KvPool:
     def value_cache(self, layer: int) -> torch.Tensor:
         """Return the values of one layer, a strided view `[B, P, HKV, D]`.
 
-        With a latent, they are a part of the keys, `[B, P, HKV, latent_dim]`.
+        With multi-head latent attention, they are the first `latent_dim` numbers of the keys.
         """
         return self._values[layer].numbers
 
     def key_scales(self, layer: int) -> torch.Tensor | None:
-        """Return the scales of one layer's keys, a view `[B, P, HKV]`; None: not quantized."""
+        """Return the scales of one layer's keys, a view `[B, P, HKV]`; None if not quantized."""
         return self._keys[layer].scales
 
     def value_scales(self, layer: int) -> torch.Tensor | None:
@@ -130,7 +130,7 @@ class KvPool:
 
         Args:
             src: int64[N] block numbers, on the pool's device.
-            dst: int64[N] block numbers, parallel to `src`, each at most once.
+            dst: int64[N] distinct block numbers, parallel to `src`.
         """
         ops.copy_blocks(self._blocks, src, dst)
 

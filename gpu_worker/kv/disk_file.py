@@ -1,8 +1,8 @@
 """The file of the disk tier: one record per disk block, each valid as a whole or not at all.
 
-Length and checksum of each record are in memory, where no disk error can change them. So a record
-that is torn, short, stale, misplaced or changed is detected. A file without a name disappears with
-the process; a named file also has lengths and checksums on the disk (`kept_file`).
+The length and checksum of each record are in memory, where no disk error can change them. They
+reveal a record that is torn, short, stale, misplaced or changed. A file without a name disappears
+with the process. A kept file also has lengths and checksums on the disk (`kept_file.py`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ class LostRecordError(Exception):
 
 
 class DiskFile:
-    """Records of disk blocks [0, num_blocks). Thread-safe, but one thread per block at a time."""
+    """Records of disk blocks [0, num_blocks). Thread-safe, if threads use different blocks."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class DiskFile:
         codec: RecordCodec | None,
         identity: bytes | None = None,
     ) -> None:
-        """Create the file; it grows as it is written.
+        """Create the file, which takes space on the disk as records are written.
 
-        With `identity` the file is kept: the next process with this identity finds its named
-        records.
+        With `identity` the file is kept: the next process with this identity opens it, and finds
+        its named records.
 
         Raises:
             OSError: No file can be created in `directory`.
@@ -80,12 +80,12 @@ class DiskFile:
         self._record_bytes[disk_block] = 0
         self.found.pop(disk_block, None)
         if self._headers is not None:
-            # If this fails, whatever is written there later has another checksum.
+            # If the erasure fails, the old header does not have the next record's checksum.
             with contextlib.suppress(OSError):
                 self._headers.erase(disk_block)
 
     def name(self, disk_block: int, label: bytes) -> None:
-        """Store the label of a written record for the next process; raises OSError."""
+        """Store the label of a written record for the next process; may raise OSError."""
         if self._headers is not None and (num_bytes := int(self._record_bytes[disk_block])):
             self._headers.name(disk_block, label, num_bytes, int(self._checksums[disk_block]))
 
@@ -103,7 +103,7 @@ class DiskFile:
                 for disk_block in disk_blocks:
                     self._headers.erase(disk_block)
                 self._headers.sync()
-        except OSError:  # then no process may find the file
+        except OSError:  # labels may remain, so no process may find the file
             self._headers = None
             self._path.unlink(missing_ok=True)
 

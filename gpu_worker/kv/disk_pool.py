@@ -23,8 +23,8 @@ from gpu_worker.kv.codecs.records import Bytes, RecordCodec
 from gpu_worker.kv.disk_file import DiskFile
 
 _NUM_STORING, _NUM_LOADING = 2, 4
-"""Numbers of threads. Loads have separate threads, so that they never wait behind stores, and more
-of them, because sequences wait for loads."""
+"""Numbers of threads. Loads have separate threads, so that they never wait behind stores. There are
+more threads for loads, because sequences wait for loads."""
 _STAGING_BYTES = 256 * 1024**2
 _MAX_WAIT_S = 0.25
 """Longest total wait of a step's stores for room in the staging area."""
@@ -67,9 +67,9 @@ NO_ENDED_MOVES = EndedMoves(_NONE, _NONE, _NONE, _NONE)
 class DiskPool:
     """Disk blocks [0, num_blocks). Called from one thread; does not know the owners of blocks.
 
-    A store copies its source at the call to a staging area of bounded size. A step's stores wait
-    briefly for room there, then fail. A failed store loses a cached block or makes one sequence
-    recompute; waiting for a slow disk would delay all sequences.
+    `store` copies its source blocks at once to a staging area of bounded size. The stores of a step
+    wait briefly for room there, then fail. A failed store loses a cached block or makes one
+    sequence recompute; waiting for a slow disk would delay all sequences.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DiskPool:
 
         Args:
             host_blocks: uint8[BH, E], the memory of the host blocks.
-            num_blocks: BD.
+            num_blocks: Number of disk blocks, BD.
             directory: Where to create the file.
             codec: How blocks are encoded on disk; None: as on the host.
             identity: Identifies the model and layout of the KV. The file then outlives this
@@ -130,7 +130,7 @@ class DiskPool:
         return np.concatenate([empty, oldest])[:count]
 
     def name(self, blocks: Int32Array, labels: Labels) -> None:
-        """Store the labels of stored blocks for the next process.
+        """Write the labels of stored blocks to the disk, for the next process.
 
         Args:
             blocks: int32[N].
@@ -143,7 +143,7 @@ class DiskPool:
                 self._warn_once(_Kind.STORE, error)
 
     def distrust(self, blocks: Int32Array | None = None) -> None:
-        """Hide blocks that may be wrong from later processes; None: all blocks."""
+        """Hide blocks whose content may be wrong from later processes; None: hide all blocks."""
         self._file.distrust(None if blocks is None else blocks.tolist())
 
     def store(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
@@ -239,7 +239,7 @@ class DiskPool:
         self._file.forget_cached_pages()
 
     def close(self) -> None:
-        """Drain, then close the file; without a name, it disappears. The last call."""
+        """Drain, then close the file, which disappears if it has no name. Must be the last call."""
         self.drain()
         self._storing.shutdown()
         self._loading.shutdown()

@@ -1,10 +1,10 @@
 """The far tier: KV blocks as objects in a store that workers and cells share, through fsspec.
 
 Each block is an object, named by its label, in a directory that identifies the model and layout of
-the KV. A header repeats the label and has a checksum: an object that is torn, changed or misplaced
-is not used, and is deleted. Daemon threads make the calls, because a store may hang. A load waits
-at most `_LOAD_S` for a thread and `_LOAD_S` for the store, even during stores. After several
-failures in a row, the worker does not use the store for a time.
+the KV. An object's header repeats the label and has a checksum, so that an object that is torn,
+changed or misplaced is deleted instead of used. Daemon threads call the store, because it may hang.
+A load waits at most `_LOAD_S` for a thread, then at most `_LOAD_S` for the store, even while blocks
+are being stored. After several failures in a row, the worker does not use the store for a time.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ _MAGIC: Final = b"QuireFr1"
 _HEADER: Final = struct.Struct("<8s32sQI")
 """Magic, label, bytes of the content, their CRC-32."""
 _NUM_THREADS: Final = 8
-"""Number of threads for loads; the other calls have as many."""
+"""Number of threads for loads. The other calls have as many threads of their own."""
 _LOAD_S: Final = 2.0
 _MAX_FAILURES: Final = 3
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 300.0
 _MAX_STORING_BYTES: Final = 256 * 1024**2
 """At most this many bytes wait to be stored; further blocks are not stored."""
 _SWEEP_SHARE: Final = 1 / 16
-"""After storing this share of the limit, the directory is swept."""
+"""The directory is swept each time that the worker has stored this share of the limit."""
 _OBJECT: Final = re.compile(r"/quire-kv/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}(\.\d+-\d+)?$")
 """Matches the paths of objects, and of temporary files that a killed process left."""
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "created")
@@ -72,16 +72,16 @@ class FarStore:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the store is not used for now, because it failed."""
+        """Whether the worker does not use the store for now, because calls failed."""
         return monotonic() < self._paused_until_s
 
     def close(self) -> None:
-        """End the threads after all earlier calls."""
+        """Let the threads end after all earlier calls; does not wait for them."""
         for work in (self._loads, self._stores) * _NUM_THREADS:
             work.put(None)
 
     async def load(self, label: bytes) -> bytes | None:
-        """Return the content of a block; None if it is missing or does not arrive in time."""
+        """Return a block's content; None if the store has none, is paused, fails or is too slow."""
         try:
             async with asyncio.timeout(_LOAD_S):
                 await self._turns.acquire()
@@ -103,7 +103,7 @@ class FarStore:
         return content
 
     def store(self, label: bytes, content: bytes) -> bool:
-        """Begin to store a block; return whether there was room for it."""
+        """Begin to store a block; return False if the store is paused or too much is waiting."""
         num_bytes = self._num_storing_bytes + len(content)
         if self.is_paused or num_bytes > max(len(content), _MAX_STORING_BYTES):
             _count("store", "refused")
@@ -134,7 +134,7 @@ class FarStore:
             _log.warning("the far store failed: pausing", pause_s=self._pause_s, reason=repr(error))
             self._paused_until_s = monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
-            self._num_failures = _MAX_FAILURES - 1  # one more failure pauses it again
+            self._num_failures = _MAX_FAILURES - 1  # one more failure pauses the store again
 
     # --- on the threads -------------------------------------------------------------------------
 

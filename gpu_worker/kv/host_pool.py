@@ -3,11 +3,11 @@
 Symbols: `B` device blocks, `BH` host blocks, `Y` bytes of a block, `E` bytes of a block in the
 host: Y, or fewer with a codec.
 
-On CUDA the copies run on two separate streams, one per direction (`copy_streams.py`). The computing
-stream may overwrite blocks that are swapped out, so it first gathers them in a staging area, from
-which they are copied to the host. If there are too many for the staging area, it waits for the
-copies instead. The computation of the next step waits for a swap-in. On a CPU all copies are done
-when a call returns.
+On CUDA the copies run on two separate streams, one per direction (`copy_streams.py`). Later
+computation may overwrite blocks that are being swapped out, so the computing stream first gathers
+them in a staging area, from which they are copied to the host. If the blocks do not fit there, the
+computing stream waits for the copies instead. The computation of the next step waits for a swap-in.
+On a CPU all copies are done when a call returns.
 """
 
 import mmap
@@ -44,10 +44,11 @@ class HostRegistry(Protocol):
 
 
 def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
-    """Allocate zeroed pinned uint8[num_bytes], at least 1; unpinned with the last view of it.
+    """Allocate uint8[num_bytes], at least 1 byte, zeroed and pinned.
 
-    Torch's own allocator for pinned memory rounds up to a power of two, such as 5 GiB to 8. It is
-    used, with a warning, only if the memory cannot be registered.
+    The memory is unpinned and freed with its last view. Torch's own allocator for pinned memory
+    rounds up to a power of two, such as 5 GiB to 8 GiB. This function uses it, with a warning, only
+    if CUDA cannot register the memory.
     """
     memory = mmap.mmap(-1, num_bytes)
     array = np.frombuffer(memory, np.uint8)
@@ -63,9 +64,9 @@ def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
 
 
 def _forget_error() -> None:
-    """Launch a kernel, because torch raises the last error of CUDA's runtime with the next kernel.
+    """Launch a kernel, so that torch raises the last error of CUDA's runtime here.
 
-    It raises the error only once. Otherwise the first step would raise it.
+    Torch raises that error once, at the next kernel. Otherwise the first step would raise it.
     """
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
@@ -79,14 +80,14 @@ _CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
 """Bytes encoded or decoded at once, by device. The workspace is several times as large; on a CPU it
 should fit in the caches."""
 STAGING_BYTES = 64 * 1024**2
-"""Size of the staging area on a GPU, which the link copies in about a millisecond."""
+"""Size of the staging area on a GPU. The link to the host copies it in about a millisecond."""
 
 
 class HostPool:
     """Host blocks [0, num_blocks), pinned if the device is a GPU. Called from one thread.
 
-    Like `KvPool`, it does not know the owners of blocks. Calls take effect in order, between the
-    computations of steps. Call `begin_step` and `swap_out` before the step's computation is
+    Like `KvPool`, the pool does not know the owners of blocks. Calls take effect in order, between
+    the computations of steps. Call `begin_step` and `swap_out` before the step's computation is
     enqueued.
     """
 
@@ -106,7 +107,7 @@ class HostPool:
             num_blocks: Number of host blocks.
             codec: How blocks are encoded; None: bit for bit as on the device.
             has_checksums: Whether a swap-in fails if the block has changed since its swap-out.
-            streams: Orders the copies; None: chosen by device.
+            streams: Orders the copies; None: streams of the device if it is a GPU.
         """
         self.num_blocks = num_blocks
         self._codec = codec
@@ -149,11 +150,11 @@ class HostPool:
         self._meter.count_ended()
 
     def swap_out(self, src: Int32Array, dst: Int32Array) -> None:
-        """Copy device blocks `src`, with the contents of earlier steps, to host blocks `dst`.
+        """Copy device blocks `src`, as earlier steps left them, to host blocks `dst`.
 
         Args:
             src: int32[N] device blocks.
-            dst: int32[N] host blocks, parallel to `src`, each at most once.
+            dst: int32[N] distinct host blocks, parallel to `src`.
         """
         if self._staging is not None and len(src) <= len(self._staging):
             self._store_staged(src, dst, self._staging[: len(src)])
@@ -171,7 +172,7 @@ class HostPool:
         Args:
             src: int32[N] host blocks that `swap_out` has filled in earlier steps, or that `accept`
                 was called for.
-            dst: int32[N] device blocks, parallel to `src`, each at most once.
+            dst: int32[N] distinct device blocks, parallel to `src`.
 
         Returns:
             int32[F]: the blocks of `dst` that were not copied because their source has changed.
@@ -193,20 +194,20 @@ class HostPool:
         return dst[~is_intact]
 
     def accept(self, blocks: Int32Array) -> None:
-        """Accept the current contents of int32[N] host blocks: store their checksums."""
+        """Treat the current contents of int32[N] host blocks as intact: store their checksums."""
         if self._checksums is not None:
             self._await_stores()
             for block in blocks.tolist():
                 self._checksums[block] = self._checksum(block)
 
     def read(self, block_ids: Int32Array) -> bytes | None:
-        """Return the contents of int32[N] host blocks; None if one has changed since its write."""
+        """Return the contents of int32[N] host blocks; None if any has changed since its write."""
         if not self._are_intact(block_ids):
             return None
         return self._host_blocks.numpy()[block_ids].tobytes()
 
     def checksum(self, block_ids: Int32Array) -> int | None:
-        """Return the CRC-32 of what `read` would return, without a copy; None if that is None."""
+        """Return the CRC-32 of what `read` returns, without a copy; None if `read` returns None."""
         if not self._are_intact(block_ids):
             return None
         checksum = 0
@@ -236,7 +237,7 @@ class HostPool:
         """Gather the blocks in the staging area, and store them while the device computes."""
         assert self._streams is not None, "only called with a staging area"
         self._streams.begin_staging()
-        order = np.argsort(dst)  # here only gaps between host blocks break runs
+        order = np.argsort(dst)  # in this order only gaps between host blocks break runs
         ops.gather_blocks(self._device_blocks, self._on_device(src[order]), staging)
         with (
             self._streams.storing_staged(),

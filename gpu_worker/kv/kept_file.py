@@ -4,10 +4,10 @@ A file begins with a page that identifies the model and layout of its KV, the *i
 each block has a header: the label of its content, the length and checksum of its record, and the
 header's own checksum.
 A header is written after its record, when the step that stored the record has its result. It is
-erased before the record is overwritten, or if the content may be wrong. So if the process is
-killed, each record has the right label or none. Only erasures of wrong content are synced. So after
-a power loss, there may be older headers and records; but a record that does not belong to its
-header has another checksum.
+erased before the record is overwritten, or if the content may be wrong. If the process is killed,
+each record therefore has the right label or none. Only erasures of wrong content are synced, so a
+power loss may bring back older headers and records. A record that does not belong to its header
+still has another checksum than the header says.
 
 A file belongs to the process that has locked it.
 """
@@ -51,10 +51,10 @@ class Named(NamedTuple):
 
 
 def open_kept(directory: Path, identity: bytes) -> tuple[int, Path]:
-    """Open and lock a file of an identity, or create one. Raises OSError.
+    """Open or create a kept file of an identity, and lock it; may raise OSError.
 
-    Equal workers have separate files. Unlocked files of other identities are deleted, to limit the
-    space on the disk.
+    Workers of the same identity have separate files. Unlocked files of other identities are
+    deleted, to limit the space on the disk.
     """
     own = f"{_PREFIX}{identity.hex()[:16]}-"
     for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
@@ -87,7 +87,7 @@ def _delete_unlocked(path: Path) -> None:
 
 
 def _lock(path: Path, flags: int) -> int | None:
-    """Open a file and lock it; None if another process has it, or has just deleted it."""
+    """Open a file and lock it; None if another process has locked or just deleted it."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,7 +103,7 @@ class Headers:
     """The first page of a kept file, and the header of each block after it."""
 
     def __init__(self, fd: int, identity: bytes, num_blocks: int) -> None:
-        """Read the first page; raises OSError. Headers of another identity are erased."""
+        """Read the first page, and erase headers of another identity; may raise OSError."""
         self._fd = fd
         self._identity = identity
         self._num_blocks = num_blocks
@@ -116,11 +116,14 @@ class Headers:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes before the first record: whole pages."""
+        """Number of bytes before the first record, a multiple of the page size."""
         return PAGE_BYTES + -(-self._num_blocks * HEADER_BYTES // PAGE_BYTES) * PAGE_BYTES
 
     def read(self, most_bytes: int) -> list[Named]:
-        """Return the records with labels, oldest first; called once, before anything else."""
+        """Return the records with labels, oldest first; called once, before the other methods.
+
+        Headers of records longer than `most_bytes` are ignored.
+        """
         found: list[Named] = []
         for first in range(0, self._num_blocks, _PART):
             size = min(_PART, self._num_blocks - first) * HEADER_BYTES
@@ -140,17 +143,17 @@ class Headers:
         return found
 
     def name(self, block: int, label: bytes, num_bytes: int, checksum: int) -> None:
-        """Write the header of a written record; raises OSError."""
+        """Write the header of a written record; may raise OSError."""
         self._age += 1
         header = _HEADER.pack(label, self._generation, self._age, num_bytes, checksum, 0)
         os.pwrite(self._fd, _sealed(header), PAGE_BYTES + block * HEADER_BYTES)
 
     def erase(self, block: int) -> None:
-        """Erase a record's header; raises OSError."""
+        """Erase a record's header; may raise OSError."""
         os.pwrite(self._fd, bytes(HEADER_BYTES), PAGE_BYTES + block * HEADER_BYTES)
 
     def erase_all(self) -> None:
-        """Erase all headers; raises OSError."""
+        """Erase all headers; may raise OSError."""
         self._generation = (self._generation or 0) + 1
         os.pwrite(self._fd, _sealed(_FIRST.pack(_MAGIC, self._identity, self._generation, 0)), 0)
         self.sync()

@@ -3,12 +3,12 @@
 Symbols: `P` block size (token slots), `HKV` kv heads, `D` head dim.
 
 For each layer of its group in turn, a block holds the keys, then the values, each `[P][HKV][D]`. If
-the layer is quantized, each is followed by its scales `[P][HKV]`. Quantized numbers and scales take
-multiples of 16 bytes, so that the next part is aligned for any dtype and for wide reads. Blocks of
-all groups are as large as those of the largest group.
+the layer is quantized, the keys are followed by their scales `[P][HKV]`, and so are the values.
+Quantized numbers and scales take multiples of 16 bytes, so that the next part is aligned for any
+dtype and for wide reads. Blocks of all groups have the size that the largest group needs.
 
-With multi-head latent attention a block holds keys only: a token's latent, which is also its value,
-and the rotated key that all heads share.
+With multi-head latent attention a block holds keys only. A token's key is its latent, which is also
+its value, followed by the rotated key that all heads share.
 """
 
 from collections.abc import Set as AbstractSet
@@ -105,7 +105,7 @@ def block_layout(
         config: The model's config, or that of this rank's part.
         block_size: Token slots of a block.
         dtypes: The storage dtypes of K and V.
-        groups: The KV groups of the layers; None: one.
+        groups: The KV groups of the layers; None: one group.
 
     Raises:
         ValueError: `dtypes` does not have one dtype for each layer.
@@ -140,12 +140,12 @@ def block_bytes(
 
 
 def group_attention(config: ModelConfig, dtypes: KvDtypes, max_model_len: int) -> LayerGroups:
-    """Group the layers with attention, if any, by the tokens that a token sees.
+    """Group the layers with attention, if any, by their windows.
 
     Args:
         config: The model's config.
         dtypes: The dtypes in which K and V are stored.
-        max_model_len: A window at least as long counts as none.
+        max_model_len: A window of at least this length counts as no window.
     """
     if config.num_layers == 0:
         return LayerGroups((), ())
@@ -162,11 +162,11 @@ def place_states(
 ) -> tuple[LayerGroups, int]:
     """Add the groups of recurrent layers to the groups of attention; find a block size for both.
 
-    If there is attention, blocks grow until `MAX_GROUPS` groups hold all states. Otherwise one
-    group holds all states.
+    If the model has attention, the block size is large enough for `MAX_GROUPS` groups to suffice.
+    Otherwise one group holds all states.
 
     Args:
-        config: The model's config; it has states.
+        config: The config of a model with states.
         block_size: The least block size; the result is a multiple of it.
         dtypes: The dtypes in which K and V are stored.
         groups: The groups of layers with attention; empty if there are none.

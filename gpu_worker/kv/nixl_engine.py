@@ -1,10 +1,11 @@
 """Reads other workers' host blocks with NIXL: by RDMA, or from process to process on one machine.
 
-A read goes to a staging buffer, never directly to a host block, because its content must be checked
-first. A failed read may still write to its buffer later, so that buffer is not reused.
+A read goes to a staging buffer, never directly to a host block, because the content must be checked
+first. A failed read may still write to its buffer later, so that buffer is not used again.
 
-The agent of the other worker must also run, to connect and to answer. NIXL's thread for this would
-always occupy a core, so Quire runs a thread only while another worker reads (`serving`).
+The other worker must also call its agent, to connect and to answer. NIXL's own thread for these
+calls would always occupy a core, so Quire runs a thread only while another worker reads
+(`serving`).
 """
 
 import asyncio
@@ -30,7 +31,7 @@ _READ_S: Final = 5.0
 """Longest read of one staging buffer; a longer one counts as hung."""
 _POLL_S: Final = 0.0001
 _AVOID_S: Final = 60.0
-"""How long a worker that could not be read is not tried again."""
+"""How long a worker is avoided after a read from it has failed."""
 _MAX_RETIRED: Final = 8
 _MAX_PEERS: Final = 256
 
@@ -73,8 +74,8 @@ class NixlEngine:
         """Maps agents' metadata to their names, the most recently used last."""
         self._avoided: dict[int, float] = {}
         self._retired: deque[Bytes] = deque()
-        """Buffers of failed reads. Each is kept until so many later reads have failed that no read
-        can still write it."""
+        """Buffers of failed reads, which may still be written. Each is kept until `_MAX_RETIRED`
+        later reads have failed."""
         self._is_closed = False
 
     @property
@@ -108,8 +109,8 @@ class NixlEngine:
 
         Args:
             metadata: The other worker's `agent_metadata`.
-            address: Its `address`.
-            block_ids: At most `num_staged`.
+            address: The other worker's `address`.
+            block_ids: At most `num_staged` blocks.
             checksum: CRC-32 of the contents.
 
         Raises:
@@ -139,7 +140,7 @@ class NixlEngine:
             self._num_serving -= 1
 
     async def close(self) -> None:
-        """End the agent: from now on no worker reads from this one. May be called twice."""
+        """End the agent: from now on no worker can read from this one. May be called twice."""
         async with self._turn:
             if self._is_closed:
                 return

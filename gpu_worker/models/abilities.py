@@ -1,4 +1,4 @@
-"""Reads which tasks a model supports, and how it makes vectors by default."""
+"""Reads which tasks a model supports, and how it pools embeddings by default."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ _MODES: Final = {
     "pooling_mode_mean_tokens": PoolingKind.MEAN,
     "pooling_mode_lasttoken": PoolingKind.LAST,
 }
-"""Fields of sentence-transformers' `1_Pooling/config.json`."""
+"""The kind of pooling for each field of sentence-transformers' `1_Pooling/config.json`."""
 _MODULES: Final = ("Transformer", "Pooling", "Normalize")
 
 
@@ -38,7 +38,7 @@ def read_abilities(directory: Path, config: ModelConfig, num_ranks: int) -> Abil
 
 
 def _read_pooling(directory: Path, default: Pooling) -> Pooling:
-    """Read the files of sentence-transformers beside a checkpoint, if there are any."""
+    """Read the pooling from sentence-transformers' files in the directory, if there are any."""
     path = directory / "modules.json"
     if not path.is_file():
         return default

@@ -17,26 +17,27 @@ from kernels import ops
 from kernels.sequences import Sequences, SharedPrefixes
 
 Prepare: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Callable[["AttentionMetadata"], None]]
-"""Makes a function that attends to a step's sequences, from a query `[T, H, D]` to an output."""
+"""Takes a query `[T, H, D]` and an output; makes a function that attends to a step's sequences."""
 AttendBetween: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, Prepare], None]
-"""Takes a layer, its query and its output; the layer then attends between two graphs."""
+"""Takes a layer, its query, its output and a `Prepare`; lets it attend between two graphs."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
     """Where a step's tokens are stored, and which tokens they attend to.
 
-    It is the same for every layer, unless the model has several KV groups: see `in_layer`.
+    The metadata is the same for every layer, unless the model has several KV groups: see
+    `in_layer`.
 
-    The first `num_decodes` sequences have exactly one token each in this step, the rest are chunks
-    of any length. So the first `num_decodes` tokens belong to the decodes.
+    The first `num_decodes` sequences have exactly one token each in this step; the others are
+    chunks of any length. The first `num_decodes` tokens therefore belong to the decodes.
     """
 
     slot_mapping: torch.Tensor
     """int64[T]: `block * block_size + offset` of each token's K and V, or `kernels.PAD_SLOT`."""
     block_tables: torch.Tensor
-    """int32[S, M]: each sequence's blocks in order; entries past its `seq_len`, or behind the
-    layer's window, are not read."""
+    """int32[S, M]: each sequence's blocks in order. Entries past the sequence's length, or behind
+    the layer's window, are not read."""
     seq_lens: torch.Tensor
     """int32[S]: tokens of each sequence, including this step's."""
     query_start_loc: torch.Tensor
@@ -52,15 +53,16 @@ class AttentionMetadata:
     token_types: torch.Tensor | None = None
     """int64[T]: 1 for tokens of the second text of a pair; None: there are none."""
     by_group: tuple["AttentionMetadata", ...] = ()
-    """With several KV groups: the metadata of each group. They differ in slots and block tables,
-    and also in sequences if a group has chunks, because each chunk of the window then counts as a
-    separate sequence. This object has the slots and tables of the first group. Empty: there is one
+    """The metadata of each KV group; empty if there is only one. Groups differ in slots and block
+    tables. A group with chunked attention also differs in sequences, because a sequence's tokens in
+    each chunk count as a separate sequence. This object has the slots and tables of the first
     group."""
     shared: SharedPrefixes | None = None
-    """The prefixes that decodes share; None: each decode attends to its own."""
+    """The prefixes that decodes share; None: each decode reads its whole context separately."""
     attend_between: AttendBetween | None = None
-    """Called in place of each layer's attention while graphs without attention are captured. Then
-    only `slot_mapping` is valid, because the steps that replay the graphs have other sequences."""
+    """Called in place of each layer's attention while graphs without attention are captured. During
+    the capture only `slot_mapping` is valid, because steps that replay the graphs have other
+    sequences."""
 
     def in_layer(self, pool: KvPool, layer: int) -> "AttentionMetadata":
         """Return the metadata with the slots and block tables of a layer."""
@@ -139,7 +141,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Do as `store_kv` and then `attend`: the function for classes of users (docs/models.md)."""
+    """Call `store_kv`, then `attend`; for model classes of users (docs/models.md)."""
     store_kv(key, value, pool, layer, metadata)
     return attend(query, pool, layer, metadata, scale, window=window, softcap=softcap, sinks=sinks)
 
@@ -151,7 +153,7 @@ def store_kv(
     layer: int,
     metadata: AttentionMetadata,
 ) -> None:
-    """Store this step's K, which is rotated, and V in `pool`, at the layer's slots.
+    """Store this step's rotated K and its V in `pool`, at the layer's slots.
 
     `value` is None if the pool does not store values (`ModelConfig.latent_dim`).
     """
@@ -203,15 +205,15 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend causally to each sequence, whose K and V of this step are stored.
+    """Attend causally to each sequence; this step's K and V must already be stored.
 
     Args:
         query: `[T, H, D]`, rotated.
         pool: Holds K and V.
-        layer: Layer of the pool.
+        layer: The layer's index in the pool.
         metadata: The batch.
         scale: Multiplies the scores, usually `D ** -0.5`.
-        window: Tokens that a token sees, itself included; None: all before it.
+        window: Number of tokens that a token sees, itself included; None: all before it.
         softcap: Scores s become `softcap * tanh(s / softcap)`, after `scale`.
         sinks: float32[H], an extra score per head, in the softmax's denominator only.
 

@@ -33,16 +33,16 @@ class DecoderLayer:
     """E to (H + 2 * HKV) * D: queries, keys, values."""
     qk_norm: QkNorm | None
     window: int | None
-    """Tokens that a token sees, itself included; None: all before it."""
+    """Number of tokens that a token sees, itself included; None: all before it."""
     attention_output: Linear
     """H * D to E."""
     mlp_norm: torch.Tensor | None
     """`[E]`, before the feed-forward part."""
     feed_forward: FeedForward
     attention_output_norm: torch.Tensor | None = None
-    """`[E]`, of what attention adds to the residual."""
+    """`[E]`, applied to what attention adds to the residual."""
     mlp_output_norm: torch.Tensor | None = None
-    """`[E]`, of what the feed-forward part adds to the residual."""
+    """`[E]`, applied to what the feed-forward part adds to the residual."""
     sinks: torch.Tensor | None = None
     """float32[H]: see `attend`."""
 
@@ -52,7 +52,7 @@ class LayerAdapters(Protocol):
 
     @property
     def native(self) -> RowAdapters | None:
-        """The same for the native decoder; None if it has no code for them."""
+        """The adapters in the form of the native decoder; None if it has no code for them."""
 
     def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
         """Return the layer at this index, with the adapters' additions to its maps."""

@@ -16,11 +16,11 @@ from kernels import ops
 FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
 Gate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Multiplies the activation of gate with up: maps `[T, 2 * I]`, gate and up, to `[T, I]`."""
+"""Maps gate and up, `[T, 2 * I]`, to `activation(gate) * up`, `[T, I]`."""
 
 
 def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """Multiply SiLU of gate with up, as most families do."""
+    """Compute `silu(gate) * up`, as most families do."""
     return ops.silu_mul(gate_up)
 
 
@@ -35,7 +35,10 @@ class GatedMlp:
     gate: Gate = silu_gate
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute `down(silu(gate(x)) * up(x))`, or with another gate: `[T, E]` to `[T, E]`."""
+        """Compute `down(silu(gate(x)) * up(x))`, or the same with another gate.
+
+        Maps `[T, E]` to `[T, E]`.
+        """
         return self.down(self.gate(self.gate_up(x)))
 
 
@@ -48,11 +51,11 @@ def build_gated_mlp(
     *,
     bias: bool = False,
 ) -> GatedMlp:
-    """Build this rank's part; the ranks' results are summed.
+    """Build this rank's part; the caller sums the ranks' results.
 
     Args:
-        hidden: E.
-        size: I.
+        hidden: Hidden size, E.
+        size: Intermediate size, I.
         module: The part's name in the checkpoint.
         weights: The checkpoint.
         names: The names of gate, up and down in the module.

@@ -87,7 +87,7 @@ class _Family:
     build: Callable[[Any, Weights], Decoder]
     """Takes the result of `read_config`."""
     split_config: Callable[[Any, Place], ModelConfig] | None = None
-    """Reduces that config to one rank's part; None: one device only."""
+    """Reduces that config to one rank's part; None: the model runs on one device only."""
 
 
 _LLAMA: Final = _Family(read_llama_config, build_llama, split_llama_config)
@@ -188,11 +188,10 @@ def open_model(
         model_class: The setting of that name.
         quantization: How to quantize the weights; None: not at all.
         place: Which part of the model to load.
-        max_model_len: The longest sequence, in tokens; None: the model's longest. With LongRoPE,
-            whether it is beyond the original length chooses the factors.
+        max_model_len: The longest sequence, in tokens; None: the model's longest. With LongRoPE, it
+            decides between the short and the long factors.
         is_dummy: Whether to draw random weights instead of reading them.
-        is_batch_invariant: Whether, on a GPU, a row must be the same in every bit whatever the
-            other rows are.
+        is_batch_invariant: Whether, on a GPU, no bit of a row's result may depend on other rows.
 
     Raises:
         ModelError: A file or field is missing, malformed, or asks for something unsupported, or

@@ -45,7 +45,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (https://arxiv.org/abs/2309.00071): as `Llama3Scaling`, with a linear ramp."""
+    """YaRN (https://arxiv.org/abs/2309.00071): as `Llama3Scaling`, with a ramp over dimensions."""
 
     factor: float
     attention_factor: float
@@ -56,7 +56,7 @@ class YarnScaling:
     beta_fast: float
     """Frequencies that turn more often than this in the original context are kept."""
     beta_slow: float
-    """Frequencies that turn less often are divided by `factor`."""
+    """Frequencies that turn less often than this are divided by `factor`."""
     is_truncated: bool
     """Whether the ramp begins and ends at whole dimensions."""
     original_max_position_embeddings: int
@@ -70,7 +70,7 @@ class LongRopeScaling:
     attention_factor: float
     """Multiplies rotated queries and keys."""
     max_model_len: int | None
-    """From this length on, other factors apply to the whole sequence; None: never."""
+    """Beyond this length, other factors apply to the whole sequence; None: never."""
 
 
 RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
@@ -97,7 +97,7 @@ def rope_from_fields(
     """Parse the rotary position embedding of config.json.
 
     Raises:
-        UnsupportedError: `rotary_table` does not support it.
+        UnsupportedError: `rotary_table` does not support the embedding.
         ModelError: A field is missing or malformed.
     """
     rope = fields.nested(_name(fields))
@@ -132,7 +132,7 @@ def rotary_dim(fields: JsonFields, name: str, rope: RopeConfig, head_dim: int) -
     """Return how many of a head's dimensions are rotated; `name` is the share's name in errors.
 
     Raises:
-        ModelError: They are not an even number, or more than the head has.
+        ModelError: The number is odd, 0, or more than the head has.
     """
     rotated = int(head_dim * rope.rotated_share)
     if rotated % 2 or not 0 < rotated <= head_dim:
@@ -147,8 +147,8 @@ def rotary_dim(fields: JsonFields, name: str, rope: RopeConfig, head_dim: int) -
 def with_long_factors(fields: JsonFields, max_model_len: int | None) -> JsonFields:
     """Give all positions LongRoPE's long factors if `max_model_len` is beyond the original length.
 
-    Short and long factors cannot be mixed: keys are stored rotated, and a longer sequence would
-    change those that are already there.
+    Short and long factors cannot be mixed: keys are stored rotated, and a sequence that outgrows
+    the original length would need other rotations of its stored keys.
     """
     name = _name(fields)
     rope = fields.nested(name)

@@ -1,4 +1,4 @@
-"""Computes the table of angles of rotary position embedding.
+"""Computes the table of cosines and sines of rotary position embedding.
 
 Symbols: `D` head dim.
 """
@@ -20,8 +20,8 @@ from gpu_worker.weights.json_fields import ModelError
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
     """Return cosines, then sines, of every position's angles: float32 `[num_positions, D]`.
 
-    With some scalings, they are multiplied by the attention factor. `head_dim` is the number of
-    rotated dimensions; `rotated_share` is ignored.
+    YaRN and LongRoPE also multiply them by the attention factor. `head_dim` is the number of
+    rotated dimensions of a head; `rope.rotated_share` is ignored.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [D / 2]
     wavelengths = rope.theta**exponents  # positions per radian
@@ -51,10 +51,10 @@ def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.T
 
 
 def _stretch_as_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Divide low frequencies by `factor`, and keep high ones, as Llama 3.1.
+    """Divide low frequencies by `factor`, and keep high ones, as Llama 3.1 does.
 
-    Frequencies with fewer than `low_freq_factor` turns per original context are divided; those with
-    more than `high_freq_factor` are kept; those between are interpolated.
+    Frequencies with fewer than `low_freq_factor` turns per original context are divided.
+    Frequencies with more than `high_freq_factor` turns are kept. The others are interpolated.
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -63,7 +63,7 @@ def _stretch_as_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> tor
 
 
 def _stretch_as_yarn(wavelengths: torch.Tensor, theta: float, scaling: YarnScaling) -> torch.Tensor:
-    """Divide low frequencies by `factor`, keep high ones, interpolate the dimensions between."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between."""
     head_dim = 2 * len(wavelengths)
 
     def dimension(turns: float) -> float:

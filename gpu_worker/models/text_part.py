@@ -17,9 +17,9 @@ class _Alone:
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Fields that older configs omit, with the values that `transformers` gives them."""
     fixed: Mapping[str, object] = field(default_factory=dict)
-    """Fields that `transformers` does not read, with the values that its model has."""
+    """Fields that `transformers` does not read, with the values that its code assumes."""
     ties_as_whole: bool = False
-    """Whether the whole's `tie_word_embeddings` counts, even if the part has the field."""
+    """Whether the whole model's `tie_word_embeddings` applies even if the part has the field."""
 
 
 _SIZES_OF_7B: Final = {
@@ -81,7 +81,8 @@ _TEXT_PARTS: Final[Mapping[str, Mapping[str, _Alone]]] = {
         "qwen3_5_moe_text": _Alone("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
     },
 }
-"""By architecture: the `model_type` of its text part in the whole, and what the part is alone."""
+"""By architecture: the supported values of its text part's `model_type`, each with the text part as
+a model of its own."""
 _OF_THE_WHOLE: Final = (
     *("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config"),
 )
@@ -96,7 +97,8 @@ PREFIXES: Final = {
     "model.text_model.": "model.",
     "language_model.": "",
 }
-"""The prefix of the text part's tensors in the whole, and in the part alone."""
+"""Maps the prefix of the text part's tensors in the whole model to their prefix in the part alone.
+"""
 
 
 def has_text_part(fields: JsonFields) -> bool:
@@ -113,7 +115,7 @@ def text_part(fields: JsonFields) -> JsonFields:
     """Return the fields of the text part, or all fields if the model has no other part.
 
     Raises:
-        ModelError: The text part has another `model_type` than `_TEXT_PARTS` has.
+        ModelError: The text part's `model_type` is not in `_TEXT_PARTS`.
     """
     if not has_text_part(fields):
         return fields
@@ -142,7 +144,10 @@ def text_part(fields: JsonFields) -> JsonFields:
 
 
 def plain_rope(rope: Mapping[str, object]) -> Mapping[str, object]:
-    """Turn a rotary embedding with three positions a token, equal for text, into a plain one."""
+    """Turn a rotary embedding with three positions per token into a plain one.
+
+    The three positions of a text token are equal.
+    """
     return {
         name: "default" if value == "mrope" else value
         for name, value in rope.items()

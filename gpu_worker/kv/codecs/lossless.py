@@ -2,9 +2,9 @@
 
 Only the exponents of floating-point KV repeat; the other bits are noise. So each number is rotated
 left by one bit, which puts its exponent into the highest byte and its sign into the lowest bit. The
-highest bytes of all numbers are compressed; the rest is kept as it is. On bfloat16 KV of a small
-trained model, zstd reaches a ratio of 1.47 this way, close to the limit set by the exponents'
-entropy; on the plain bytes it reaches 1.27, at half the speed (`bench/swap.py`).
+highest bytes of all numbers are compressed; the other bytes are kept as they are. On bfloat16 KV of
+a small trained model, zstd reaches a ratio of 1.47 this way, close to the limit that the exponents'
+entropy sets. On the plain bytes zstd reaches 1.27, at half the speed (`bench/swap.py`).
 """
 
 import threading
@@ -49,7 +49,7 @@ class LosslessCodec:
         return rest.data, memoryview(compressed)
 
     def decode(self, record: Bytes, out: Bytes) -> None:
-        """Decode a record smaller than a block to uint8[block_bytes]."""
+        """Decode a record that is smaller than a block to `out`, uint8[block_bytes]."""
         num_rest = self.record_bytes - self._num_numbers
         exponents = np.frombuffer(self._decompress(record[num_rest:].data), np.uint8)
         if self._itemsize == 1:

@@ -29,16 +29,16 @@ class CodecSpec:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether it is lossless, so that the ratio depends on the content."""
+        """Whether the codec compresses without loss, by a ratio that depends on the content."""
         return self.codec in _LEVELS
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it quantizes: the ratio is fixed, and precision is lost."""
+        """Whether the codec quantizes, with a fixed ratio and a loss of precision."""
         return self.codec in (Codec.INT8, Codec.FP8)
 
     def __str__(self) -> str:
-        """Return the form that `parse_codec` takes."""
+        """Return the text that `parse_codec` parses."""
         return self.codec.value if self.level is None else f"{self.codec.value}:{self.level}"
 
 

@@ -33,11 +33,11 @@ class RecordCodec(Protocol):
 class QuantizedRecords:
     """A quantized codec on the CPU, applied to a block part by part.
 
-    The parts are too small for torch to use several threads, because the step needs the cores.
+    The parts are so small that torch uses only one thread, because the step needs the other cores.
     """
 
     def __init__(self, codec: QuantizedCodec, num_parts: int) -> None:
-        """`codec` encodes a `num_parts`-th of a block."""
+        """`codec` encodes one of `num_parts` equal parts of a block."""
         self._codec = codec
         self._num_parts = num_parts
         self.record_bytes = num_parts * codec.record_bytes
@@ -54,7 +54,7 @@ class QuantizedRecords:
 
 
 class MeteredRecords:
-    """Counts the ratio and time of a codec in metrics."""
+    """Passes calls to a codec, and counts its bytes and seconds in metrics."""
 
     def __init__(self, codec: RecordCodec, spec: CodecSpec) -> None:
         self._codec = codec

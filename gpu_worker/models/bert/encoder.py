@@ -38,7 +38,7 @@ class _Layer:
 
 @dataclass(frozen=True, eq=False)
 class Bert:
-    """An encoder. Immutable. Callers are in `torch.inference_mode()`."""
+    """An encoder. Immutable. Call it in `torch.inference_mode()`."""
 
     config: BertConfig
     words: torch.Tensor
@@ -56,7 +56,7 @@ class Bert:
         pool: Any,  # noqa: ARG002 - an encoder keeps no KV
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Compute whole sequences: the final hidden states `[N, E]` of the wanted tokens."""
+        """Compute whole sequences; return the wanted tokens' final hidden states, `[N, E]`."""
         hidden = functional.embedding(token_ids, self.words)
         hidden = hidden + functional.embedding(
             positions + self.config.first_position, self.positions

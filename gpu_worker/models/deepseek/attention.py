@@ -1,9 +1,9 @@
 """Multi-head latent attention (https://arxiv.org/abs/2405.04434): the pool stores only latents.
 
-A head's key is a map of the latent, so `q . (U c) = (U^T q) . c`. Queries are mapped to the
-latent's space and attend to latents, which are the keys and values of one kv head. The result is
-mapped to the head's values. Prompts and decodes compute the same, in the same order, so chunks
-change no result.
+A head's key is a linear map `U` of the latent `c`, so `q . (U c) = (U^T q) . c`. Queries are mapped
+to the latent's space and attend to latents, which are the keys and values of one kv head. The
+result is mapped to the head's values. Prefill and decode compute the same, in the same order, so
+chunks change no result.
 
 Symbols: `T` tokens, `N` wanted tokens, `H` heads, `E` hidden size, `Q` query rank, `L` latent dim,
 `D` plain dim, `R` rotary dim, `V` value dim.
@@ -97,7 +97,7 @@ class LatentAttention:
         layer: int,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Attend to the stored latents: `[N, E]`."""
+        """Attend to the stored latents; return `[N, E]`."""
         config = self.config
         latents = attend(query, pool, layer, metadata, config.attention_scale)
         values = query.new_empty(len(query), config.num_heads, config.value_dim)
@@ -105,7 +105,7 @@ class LatentAttention:
         return self.output(values.flatten(1))
 
     def _paired(self, x: torch.Tensor) -> torch.Tensor:
-        """Reorder the last R dimensions for `rotary`: the numbers of a pair go to both halves."""
+        """Reorder R dimensions for `rotary`: of each pair, one number goes to each half."""
         if not self.config.is_interleaved:
             return x
         return x.reshape(*x.shape[:-1], -1, 2).mT.flatten(-2)

@@ -11,7 +11,7 @@ from gpu_worker.weights.model_config import ModelConfig, read_architecture, read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekConfig(ModelConfig):
-    """A decoder of these families; their differences are fields here.
+    """A decoder of one of these families; fields hold what differs between them.
 
     The KV pool sees one kv head: the latent, and the rotated key that all heads share.
     """
@@ -40,7 +40,7 @@ class DeepseekConfig(ModelConfig):
     intermediate_size: int
     """MLP size of layers without experts."""
     experts: ExpertsConfig | None
-    """None: no layer has any."""
+    """The experts; None: no layer has any."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Multiplies the outputs of attention and feed-forward part."""

@@ -36,7 +36,7 @@ class DeepseekLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeepseekDecoder:
-    """A language model. Immutable. Callers are in `torch.inference_mode()`."""
+    """A language model. Immutable. Call it in `torch.inference_mode()`."""
 
     config: DeepseekConfig
     embedding: torch.Tensor

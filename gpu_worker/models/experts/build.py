@@ -11,7 +11,7 @@ from gpu_worker.weights.reader import Weights
 
 
 def build_experts(config: ExpertsConfig, hidden: int, layer: str, weights: Weights) -> FeedForward:
-    """Build this rank's part of a layer's experts; the ranks' results are summed.
+    """Build this rank's part of a layer's experts; the caller sums the ranks' results.
 
     Args:
         config: The experts.

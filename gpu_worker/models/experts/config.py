@@ -11,7 +11,7 @@ class Routing(Enum):
     """How experts are scored and chosen."""
 
     SOFTMAX = "softmax"
-    """The likeliest experts; a group's score is its best expert's."""
+    """The likeliest experts are chosen, and a group's score is that of its best expert."""
     SIGMOID = "sigmoid"
     """As in DeepSeek V3: experts are chosen with a bias, and a group's score is the sum of its two
     best experts' scores."""
@@ -22,16 +22,16 @@ class ExpertNames:
     """The names of a layer's experts in a checkpoint."""
 
     module: str = "mlp"
-    """Contains `gate`, the router, and `experts`."""
+    """The module that contains `gate`, which is the router, and `experts`."""
     maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Gate, up and down of each expert."""
+    """The gate, up and down maps of each expert."""
     shared: str = "shared_experts"
-    """The shared expert in the module; with `_gate`, the map to its share."""
+    """The shared expert in the module. The map to its share has the same name with `_gate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """Experts that a router chooses for each token, and perhaps one that computes every token."""
+    """Experts that a router chooses for each token, and perhaps a shared one for every token."""
 
     layers: tuple[bool, ...]
     """By layer: whether it has experts."""
@@ -45,13 +45,13 @@ class ExpertsConfig:
     share_factor: float = 1.0
     routing: Routing = Routing.SOFTMAX
     num_groups: int = 1
-    """Divides `num_experts`."""
+    """A divisor of `num_experts`."""
     num_chosen_groups: int = 1
     """Number of groups from which the experts of one token come."""
     shared_size: int | None = None
     """MLP size of the shared expert; None: there is none."""
     has_shared_gate: bool = False
-    """Whether the shared expert has a share, which depends on the token; otherwise it is 1."""
+    """Whether the shared expert's share depends on the token; otherwise the share is 1."""
     names: ExpertNames = ExpertNames()
 
 
@@ -93,7 +93,9 @@ def read_gpt_oss_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
 def read_qwen_experts(
     fields: JsonFields, num_layers: int, *, has_shared: bool = False
 ) -> ExpertsConfig:
-    """Read the experts of Qwen and OLMoE; `has_shared`: also the shared one, which has a share.
+    """Read the experts of Qwen and OLMoE.
+
+    With `has_shared` there is also a shared expert, whose share depends on the token.
 
     Raises:
         ModelError: A field is missing or malformed, or asks for more experts than there are.
@@ -129,8 +131,8 @@ def read_grouped_experts(
     Args:
         fields: The fields of config.json.
         num_layers: Number of layers.
-        routing: The family's.
-        num_dense: How many layers before those with experts have none, if config.json is silent.
+        routing: The family's routing.
+        num_dense: Number of first layers without experts, if config.json does not say.
         reads_layer_types: Whether `mlp_layer_types`, if set, names the layers with experts.
 
     Raises:

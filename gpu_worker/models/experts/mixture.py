@@ -1,4 +1,4 @@
-"""Computes a mixture of experts: one by one, or grouped on a GPU, beside a shared expert.
+"""Computes a mixture of experts, one by one or grouped on a GPU, and its shared expert, if any.
 
 Symbols: `T` tokens, `E` hidden size, `X` experts, `N` experts per token.
 """
@@ -31,7 +31,7 @@ class Experts:
         """Compute `sum_n share_n expert_n(x)` over the N experts of each token.
 
         Tokens are grouped by expert, so that each expert in use runs once. A row's result does not
-        depend on other rows: the sum is in the order of the row's own experts. The call waits for
+        depend on other rows, because its sum is in the order of its own experts. The call waits for
         the device, to learn the number of tokens per expert.
 
         Args:
@@ -62,7 +62,7 @@ class Experts:
 class GroupedExperts:
     """Computes the same as `Experts` with two products over all experts.
 
-    It never waits for the device: the number of tokens per expert stays there, so one graph works
+    The host never waits: the number of tokens per expert stays on the device, so one graph works
     for any choice of experts.
     """
 
@@ -100,9 +100,9 @@ class GroupedExperts:
 def make_experts(
     route: Route, experts: Sequence[GatedMlp], row: torch.Tensor
 ) -> Experts | GroupedExperts:
-    """Return the device's fastest form: `GroupedExperts` on a GPU, if its kernels take the maps.
+    """Make the device's fastest form: `GroupedExperts` on a GPU, if its kernels take the maps.
 
-    The experts have one gate. `row` is `[1, E]`, of any values, with the dtype and on the device of
+    All experts have the same gate. `row` is `[1, E]`, of any values, with the dtype and device of
     activations.
     """
     if gpu_linear.is_here(row.device):

@@ -1,4 +1,4 @@
-"""Chooses a token's experts, by softmax or by sigmoid, from all or from the best groups.
+"""Chooses a token's experts, by softmax or sigmoid scores, in all groups or in the best ones.
 
 Symbols: `T` tokens, `E` hidden size, `X` experts, `G` groups of experts, `N` experts per token.
 """

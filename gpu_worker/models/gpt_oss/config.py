@@ -20,14 +20,14 @@ GPT_OSS_ARCHITECTURE: Final = "GptOssForCausalLM"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptOssConfig(LlamaConfig):
-    """A decoder of this family; all layers have experts and sinks."""
+    """A gpt-oss decoder; all layers have experts and sinks."""
 
     is_mxfp4: bool
     """Whether the checkpoint has the experts in MXFP4."""
     swiglu_alpha: float
-    """The gate's factor before the sigmoid."""
+    """Multiplies the gate before the sigmoid."""
     swiglu_limit: float
-    """The gate is at most this, and what it multiplies at most this far from 0."""
+    """Limit of the gate, and of the absolute value of the number that it multiplies."""
 
 
 def read_gpt_oss_config(fields: JsonFields) -> GptOssConfig:
@@ -82,7 +82,7 @@ def read_gpt_oss_config(fields: JsonFields) -> GptOssConfig:
 
 
 def split_gpt_oss_config(config: GptOssConfig, place: Place) -> LlamaConfig:
-    """Do as `split_llama_config` does; ranks share whole groups of MXFP4 numbers.
+    """Do as `split_llama_config` does; each rank gets whole groups of MXFP4 numbers.
 
     Raises:
         ModelError: The layers, heads or experts cannot be split among the ranks.

@@ -1,7 +1,7 @@
-"""Builds the decoder of gpt-oss: the Llama-shaped one, with sinks and experts of its own.
+"""Builds the decoder of gpt-oss: a Llama-shaped one, with sinks and experts of its own.
 
-Symbols: `X` experts, `E` hidden size, `I` intermediate size of this rank's experts, `G` groups of
-input features of MXFP4.
+Symbols: `X` experts, `E` hidden size, `I` intermediate size of this rank's experts, `N` output
+features, `G` MXFP4 groups of input features.
 """
 
 import torch
@@ -73,7 +73,7 @@ def _experts(config: GptOssConfig, module: str, weights: Weights) -> FeedForward
 def _expert(
     config: GptOssConfig, module: str, number: int, gate: Gate, weights: Weights
 ) -> GatedMlp:
-    """Read one expert; ranks share its intermediate features.
+    """Read this rank's part of one expert: a share of the intermediate features.
 
     The checkpoint's `gate_up_proj` alternates outputs of gate and up.
     """
@@ -114,7 +114,7 @@ def _expert(
 def _read_mxfp4(
     weights: Weights, name: str, shape: tuple[int, int, int], where: tuple[slice, ...]
 ) -> Mxfp4Weight:
-    """Read the part `where` of a stack of weights, of one expert; `shape` is `[X, N, G]`."""
+    """Read `where`, a part of one expert, from a stack of weights; `shape` is `[X, N, G]`."""
     blocks = weights.part(
         Piece(f"{name}_blocks", (*shape, MXFP4_GROUP_SIZE // 2), where), torch.uint8
     )
@@ -127,5 +127,5 @@ def _read_mxfp4(
 
 
 def _gate_first(rows: torch.Tensor) -> torch.Tensor:
-    """Arrange `[2 * I, ...]`, alternately of gate and up, as those of gate, then those of up."""
+    """Reorder rows `[2 * I, ...]` that alternate gate and up: first all of gate, then all of up."""
     return rows.view(-1, 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)

@@ -20,18 +20,18 @@ from gpu_worker.weights.model_config import ModelConfig, read_architecture, read
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """A layer's norms, by their names in a checkpoint; None: there is no such norm."""
+    """The names of a layer's norms in a checkpoint; None: there is no such norm."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
-    """Of the output, before it is added to the residual."""
+    """The norm of attention's output, before it is added to the residual."""
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(ModelConfig):
-    """A decoder of these families; their differences are fields here."""
+    """A decoder of one of these families; fields hold what differs between them."""
 
     hidden_size: int
     num_heads: int
@@ -41,9 +41,9 @@ class LlamaConfig(ModelConfig):
     rms_norm_eps: float
     rope: RopeConfig
     windowed_rope: RopeConfig | None = None
-    """Of the layers with a window; None: `rope`."""
+    """The rotary embedding of layers with a window; None: `rope`."""
     rotary_dim: int
-    """Rotated dimensions of a head, from the first; even."""
+    """Number of rotated dimensions of a head, from the first; even."""
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
@@ -52,7 +52,7 @@ class LlamaConfig(ModelConfig):
     qk_norm: bool
     """Whether queries and keys are normalized before rotation."""
     normalizes_heads_together: bool = False
-    """Whether these norms are over all heads; otherwise they are over each head."""
+    """Whether queries and keys are normalized over all heads; otherwise head by head."""
     norms: NormNames = NormNames()
     is_interleaved: bool = False
     """Whether rotation pairs neighbouring dimensions; otherwise it pairs dimension i of each half
@@ -62,9 +62,9 @@ class LlamaConfig(ModelConfig):
     has_fused_gate_up: bool
     """Whether the checkpoint has gate and up as one map."""
     windows: tuple[int | None, ...]
-    """By layer: tokens that a token sees, itself included; None: all before it."""
+    """By layer: the number of tokens that a token sees, itself included; None: all before it."""
     experts: ExpertsConfig | None
-    """None: no layer has any."""
+    """The experts; None: no layer has any."""
     predicts_further: bool = False
     """Whether checkpoints may have another layer, which predicts further tokens and is ignored."""
 
@@ -89,10 +89,10 @@ class _Family:
     """An architecture's defaults where config.json is silent, as in `transformers`."""
 
     bias_field: str | None = None
-    """Says whether queries, keys and values have biases; None: `qkv_bias` does."""
+    """The field that says whether queries, keys and values have biases; None: see `qkv_bias`."""
     qkv_bias: bool = False
     has_output_bias: bool = False
-    """Whether the attention's output projection has a bias if they have."""
+    """Whether the attention's output projection has a bias if queries, keys and values have."""
     reads_mlp_bias: bool = False
     qk_norm: bool = False
     reads_qk_norm: bool = False
@@ -115,8 +115,8 @@ class _Family:
     windows_by_layer: bool = False
     """Whether the window applies to some layers only."""
     ropes_by_layer: bool = False
-    """Whether layers with a window have another rotary embedding: the plain one, if config.json has
-    one for all layers."""
+    """Whether layers with a window have a separate rotary embedding. If config.json has only one
+    embedding, theirs is the same without scaling."""
     sliding_window: int | None = None
     """The window if config.json has no such field."""
     read_experts: _ReadExperts | None = None
@@ -288,7 +288,7 @@ def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
 
 
 def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return the rotary embedding, and that of layers with a window if it is another one."""
+    """Return the rotary embedding, and that of layers with a window if it is separate."""
     options = {"default_theta": family.rope_theta, "default_share": family.rotary_share or 1.0}
     if not family.ropes_by_layer:
         return rope_from_fields(fields, **options), None
@@ -353,7 +353,7 @@ def read_layer_types(fields: JsonFields, num_layers: int) -> tuple[str, ...]:
     """Read `layer_types`: by layer, "sliding_attention" or "full_attention".
 
     Raises:
-        ModelError: It is no list of these, one for each layer.
+        ModelError: `layer_types` is not a list of these names, one for each layer.
     """
     kinds = fields.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != num_layers:

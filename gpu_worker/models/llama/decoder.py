@@ -33,7 +33,7 @@ from kernels.cpu.program.low_rank import RowAdapters
 
 @dataclass(frozen=True, eq=False)
 class LlamaDecoder:
-    """A language model. Immutable. Callers are in `torch.inference_mode()`."""
+    """A language model. Immutable. Call it in `torch.inference_mode()`."""
 
     config: LlamaConfig
     """The config of this rank's part, if the model is on several devices."""
@@ -47,10 +47,10 @@ class LlamaDecoder:
     cos_sin: torch.Tensor
     """float32 `[max_model_len, R]`, from `rotary_table`."""
     windowed_cos_sin: torch.Tensor | None = None
-    """The same of layers with a window; None: `cos_sin`."""
+    """The table for layers with a window; None: `cos_sin`."""
     half_by_half: torch.Tensor | None = None
-    """int64[D], if rotation pairs neighbouring dimensions of queries and keys: the order in which
-    it pairs dimension i of each half, as `rotary_store_kv` does."""
+    """int64[D], if rotation pairs neighbouring dimensions of queries and keys: the order of
+    dimensions in which each pair is dimension i of both halves, as `rotary_store_kv` needs."""
     ranks: Ranks | None = None
     """The other devices, if any."""
 
@@ -154,7 +154,7 @@ class LlamaDecoder:
 
     @property
     def _like(self) -> torch.Tensor:
-        """A tensor `[E]` as hidden states are."""
+        """A tensor `[E]` with the dtype and device of hidden states."""
         norm = self.layers[0].input_norm
         norm = self.layers[0].attention_output_norm if norm is None else norm
         assert norm is not None, "a layer has a norm before attention or after it"
@@ -166,7 +166,7 @@ class LlamaDecoder:
         """Add a branch's output to the residual.
 
         Returns:
-            The sum, normalized for the next branch, and the sum.
+            The sum normalized for the next branch, and the sum itself.
         """
         if out is not None and norm is not None:
             return ops.add_rms_norm(out, residual, norm, self.config.rms_norm_eps)
@@ -205,7 +205,7 @@ class LlamaDecoder:
 
 
 def _norm_heads(heads: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalize `[T, H, D]`, each head or all together, by the width of the norm."""
+    """Normalize `[T, H, D]`: each head, or all heads together if the norm is that wide."""
     num_norms = heads.shape[1] * heads.shape[2] // len(norm)
     together = heads.reshape(len(heads), num_norms, len(norm))
     return ops.rms_norm(together, norm, eps).view(heads.shape)
@@ -233,7 +233,7 @@ def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
 def build_decoder(
     config: LlamaConfig, weights: Weights, make_layer: Callable[[int], DecoderLayer]
 ) -> LlamaDecoder:
-    """Do as `build_llama` does, with layers of the family's own."""
+    """Do as `build_llama` does, with layers that `make_layer` builds."""
     hidden, place = config.hidden_size, weights.place
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
     if config.tie_word_embeddings:
@@ -336,7 +336,7 @@ def attention_input(config: LlamaConfig, attention: str, weights: Weights) -> Li
 
 
 def _feed_forward(config: LlamaConfig, index: int, weights: Weights) -> FeedForward:
-    """Build this rank's part, whose result is summed with those of other ranks."""
+    """Build this rank's part; the caller sums the ranks' results."""
     layer, hidden, size = f"model.layers.{index}", config.hidden_size, config.intermediate_size
     if config.experts is not None and config.experts.layers[index]:
         return build_experts(config.experts, hidden, layer, weights)

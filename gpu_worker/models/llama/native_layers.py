@@ -1,4 +1,4 @@
-"""Runs a decoder's layers in native code, if the CPU supports all of them."""
+"""Runs a decoder's layers in native code, if that code supports all of them."""
 
 import torch
 
@@ -15,7 +15,7 @@ from kernels.kv_formats import LARGEST
 
 
 class NativeLayers:
-    """A decoder's layers as native code runs them, if it supports all of them."""
+    """A decoder's layers in the form that native code runs, if it supports all of them."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class NativeLayers:
         self._decoder: NativeDecoder | None = None
 
     def over(self, pool: KvPool) -> NativeDecoder | None:
-        """Return the layers bound to this pool's memory; None: run them op by op."""
+        """Return the layers bound to this pool's memory; None if native code cannot run them."""
         if not self._is_whole:
             return None
         if self._key_cache is not pool.key_cache(0):

@@ -22,7 +22,7 @@ class NeoxConfig(ModelConfig):
     activation: str
     rope: RopeConfig
     rotary_dim: int
-    """Rotated dimensions of a head, from the first; even."""
+    """Number of rotated dimensions of a head, from the first; even."""
     tie_word_embeddings: bool
     attention_bias: bool
     """Whether the attention's two projections have biases."""

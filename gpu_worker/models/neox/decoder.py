@@ -1,4 +1,4 @@
-"""GPT-NeoX: layer norms with biases, attention and feed-forward part in parallel.
+"""GPT-NeoX: layer norms have biases; attention and feed-forward part may run in parallel.
 
 Symbols: `T` tokens, `S` sequences, `H` heads, `D` head dim, `R` rotated dimensions of a head,
 `E` hidden size, `I` intermediate size, `V` vocabulary.
@@ -68,7 +68,7 @@ class NeoxLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NeoxDecoder:
-    """A language model. Immutable. Callers are in `torch.inference_mode()`."""
+    """A language model. Immutable. Call it in `torch.inference_mode()`."""
 
     config: NeoxConfig
     """The config of this rank's part, if the model is on several devices."""

@@ -100,9 +100,9 @@ class AttentionCall:
     window: KvWindow
     """None if the window is as long as the context."""
     source: int
-    """The layer whose keys and values it reads: itself, or an earlier one."""
+    """The layer whose keys and values this layer reads: itself, or an earlier one."""
     has_alibi: bool = False
-    """Whether its keys hold ALiBi's biases."""
+    """Whether the keys hold ALiBi's biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,9 @@ class AttentionOptions:
 def register_attention(function: Any) -> str:
     """Register `function` as an attention of transformers; return the name that selects it.
 
-    `function` takes the attention module, query `[1, H, T, D]`, key and value `[1, HKV, T, D]`, the
-    mask (None, because transformers makes none for an attention that it does not know), and options
-    by name. It returns `[1, T, H, D]` and None.
+    `function` takes the attention module, query `[1, H, T, D]`, key and value `[1, HKV, T, D]`, a
+    mask, and options by name. It returns `[1, T, H, D]` and None. The mask is None, because
+    transformers makes no mask for an attention that it does not know.
     """
     name = f"quire_{next(_numbers)}"
     AttentionInterface.register(name, function)
@@ -170,7 +170,7 @@ class ObservedPass(NamedTuple):
     """The facts that one forward pass of a model shows."""
 
     calls: tuple[AttentionCall, ...]
-    """By layer."""
+    """One for each layer that attends, in the order of the layers."""
     recurrent: tuple[RecurrentLayer, ...]
     first_position: int
     """The position that the model gives a sequence's first token."""
@@ -182,7 +182,8 @@ _EXPERTS_TAKE: Final = ["hidden_states", "top_k_index", "top_k_weights"]
 def _skip_experts(model: nn.Module) -> None:
     """Replace modules of experts by functions that return zeros of the right shape.
 
-    Some modules (LongCat's) read which experts the tokens chose; here that tensor has no values.
+    Some modules, such as LongCat's, read which experts the tokens chose; on the meta device that
+    tensor has no values.
     """
     for module in model.modules():
         if list(inspect.signature(module.forward).parameters) == _EXPERTS_TAKE:
@@ -203,8 +204,8 @@ def record_calls(
         is_recurrent: Whether some layers keep a state; then some layers need not attend.
 
     Raises:
-        ModelError: The model attends in a way that paged attention does not support, or not once
-            per layer. The message does not name the model.
+        ModelError: The model attends in a way that paged attention does not support, or a layer
+            does not attend exactly once. The message does not name the model.
     """
     recorder = _Recorder(max_model_len, config)
     config = copy.deepcopy(config)
@@ -269,7 +270,7 @@ def record_calls(
 
 
 def _first_position(base: torch.nn.Module) -> int:
-    """0, or the padding token's id plus one, if positions are as in RoBERTa."""
+    """Return the padding token's id plus one if positions are as in RoBERTa, otherwise 0."""
     for module in base.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             padding: Any = module.padding_idx
@@ -291,7 +292,7 @@ def _unchecked_distributions() -> Iterator[None]:
 def _with_windows_of_masks(
     config: PreTrainedConfig, calls: tuple[AttentionCall, ...], mask_windows: set[int | None]
 ) -> tuple[AttentionCall, ...]:
-    """Give layers the window of their mask if they do not pass it to attention (Qwen2-MoE).
+    """Give layers the window of their mask if they do not pass it to attention, as in Qwen2-MoE.
 
     A model may make masks for kinds of layers that it does not have, so unused masks are allowed.
 

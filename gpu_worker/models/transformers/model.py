@@ -54,7 +54,7 @@ from gpu_worker.weights.model_config import (
 
 
 class TransformersModel:
-    """A decoder, stateless between calls of `forward`. Callers are in `torch.inference_mode()`."""
+    """A decoder, stateless between calls of `forward`. Call it in `torch.inference_mode()`."""
 
     def __init__(self) -> None:
         self._base: Any = None
@@ -227,7 +227,7 @@ _READING_WEIGHTS: Final = {"LongcatFlashTopkRouter"}
 
 
 def _replace_linear(module: nn.Module) -> None:
-    """Make a linear map of transformers compute with our code, which is faster and row by row.
+    """Make a linear map of transformers run our code, which is faster and computes each row alone.
 
     The weight moves to our map, which may change its layout; the module's own weight is emptied.
     """
@@ -278,9 +278,9 @@ class TransformersSource:
     def __init__(
         self, directory: Path, fields: JsonFields, max_model_len: int | None = None
     ) -> None:
-        """Read its config and find out how it attends, without reading weights.
+        """Read the config, and find out how the model attends, without reading weights.
 
-        `max_model_len` is as for `open_model`.
+        `max_model_len` is that of `open_model`.
 
         Raises:
             ModelError: The model is not a decoder, or the KV pool or paged attention does not
@@ -469,7 +469,7 @@ def _max_model_len(config: PreTrainedConfig) -> int:
 
 
 def _choose_factors(config: PreTrainedConfig, max_model_len: int | None) -> None:
-    """Do as `with_long_factors`."""
+    """Choose LongRoPE's factors in a config of transformers, as `with_long_factors` does."""
     for rope in batch_dependent_ropes(config):
         original = rope.get("original_max_position_embeddings")
         if max_model_len is None or original is None or "long_factor" not in rope:

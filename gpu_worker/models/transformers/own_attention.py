@@ -19,7 +19,8 @@ Attend = Callable[..., tuple[torch.Tensor, None]]
 """An attention of transformers; see `register_attention`."""
 
 ALIBI_DIM: Final = 8
-"""Dimensions that ALiBi appends to queries and keys: two are used, 8 keep rows aligned."""
+"""Number of dimensions that ALiBi appends to queries and keys: it uses 2, but 8 keep rows aligned.
+"""
 
 
 def with_alibi(
@@ -30,13 +31,13 @@ def with_alibi(
     scale: float,
     weight: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append dimensions in which a query's product with a key is ALiBi's bias, before the scale.
+    """Append dimensions that add ALiBi's bias to a query's product with a key, before the scale.
 
-    A softmax stays the same if all scores grow by the same amount, so the bias `slope * (key -
-    query)` may be `slope * key`, which depends on the key alone. It is stored as the sum of two
-    numbers, because one number of 16 bits would be wrong by half a position from position 256 on.
-    Queries get a power of two near `1 / scale`, which 16 bits represent exactly; the bias in the
-    keys is multiplied by the rest of that factor.
+    A softmax stays the same if all scores grow by the same amount, so `slope * key`, which depends
+    on the key alone, can replace the bias `slope * (key - query)`. Keys hold the bias as the sum of
+    two numbers, because one number of 16 bits would be wrong by half a position from position 256
+    on. Queries hold a power of two near `1 / scale`, which 16 bits represent exactly; the bias in
+    the keys is multiplied by the rest of that factor.
     """
     one = 2.0 ** round(-math.log2(scale))
     bias = slopes.unsqueeze(1) * positions  # [H, T], in the slopes' dtype, as in transformers
@@ -166,7 +167,7 @@ def _falcon(
 def _split_fused(
     module: Any, hidden_states: torch.Tensor, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value from one map: for each kv head its query heads, its key, its value."""
+    """Split the output of one map, which has each kv head's queries, then its key and its value."""
     qkv = module.query_key_value(hidden_states)
     qkv = qkv.view(*hidden_states.shape[:2], num_kv_heads, -1, module.head_dim)
     query, key, value = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]

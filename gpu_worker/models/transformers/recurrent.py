@@ -2,13 +2,13 @@
 
 In the block space, a recurrent layer has a window of two tokens. The state after a token is in the
 block of that token's position. Each token overwrites the state in its block, so a full block is a
-checkpoint: the state after its last token. A state cannot be rewound. A sequence that must compute
-a token again starts from a full block or from its beginning.
+checkpoint: the state after its last token. A state cannot be rewound, so a sequence that must
+compute a token again starts from a full block or from its beginning.
 
-A module of `transformers` takes sequences of equal length. So a prompt's chunk is computed
-separately, piece by piece between block boundaries; decodes are computed together.
+A module of `transformers` takes sequences of equal length. A prompt's chunk is therefore computed
+separately, piece by piece between block boundaries. Decodes are computed together.
 
-Symbols: `T` tokens, `S` sequences, `E` hidden size.
+Symbols: `B` blocks, `T` tokens, `S` sequences, `E` hidden size, `N` numbers of a layer's state.
 """
 
 import inspect
@@ -217,8 +217,9 @@ class _Pieces:
     together_reads: list[int]
     together_writes: list[int]
     apart: list[tuple[int, int, int | None, int]]
-    """In order: start and stop in the batch, the block with the state before (None at a sequence's
-    beginning), and the block for the state after."""
+    """The other pieces, in the order of computation. Each has its start and stop in the batch, the
+    block with the state before it (None: the sequence begins), and the block for the state after
+    it."""
 
 
 def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size: int) -> _Pieces:

@@ -1,9 +1,9 @@
 """Computes recurrent layers of `transformers` token by token, in float32, with our own scans.
 
-The library has one algorithm for prompts and another for decodes, and they round differently. So in
-bfloat16 a token would depend on whether it was computed in a whole prompt, in a chunk, or as a
-decode. Here a token's arithmetic is always the same. Also, the library's scan of Mamba 1 begins
-without a state, so it cannot continue a prompt after its first chunk.
+The library has one algorithm for prompts and another for decodes, and the two round differently. In
+bfloat16 a token's result would depend on whether the token was computed in a whole prompt, in a
+chunk, or as a decode. Here a token's arithmetic is always the same. Also, the library's scan of
+Mamba 1 begins without a state, so it cannot continue a prompt after its first chunk.
 
 Symbols: `S` sequences, `T` tokens of each, `E` hidden size, `C` channels, `I` inner size, `H`
 heads, `P` head dim, `G` groups of heads, `N` numbers of a state for each of `P`, `HK` heads of
@@ -23,11 +23,11 @@ from transformers.activations import ACT2FN
 from kernels.cpu.ops import delta_scan, selective_scan
 
 _LINEAR_SOFTPLUS: Final = 20.0
-"""Above it, softplus is the identity in float32."""
+"""Above this number, softplus is the identity in float32."""
 
 
 def token_by_token(module: nn.Module) -> Callable[..., torch.Tensor]:
-    """Return the forward pass of a recurrent module, with our operations in it."""
+    """Return the forward pass of a recurrent module, with our operations instead of its own."""
     if hasattr(module, "x_proj") and hasattr(module, "dt_proj"):
         return partial(_mamba, module)
     forward = inspect.unwrap(type(module).forward)
@@ -186,4 +186,4 @@ _OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "torch_chunk_gated_delta_rule": _delta,
     "torch_recurrent_gated_delta_rule": _delta,
 }
-"""By the name under which the library's modules call them."""
+"""Our operations, by the library's names of the operations that they replace."""
