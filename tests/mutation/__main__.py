@@ -5,20 +5,19 @@ tests on each. Prints each survivor; exits with 1 if the tests detect fewer than
 """
 
 import argparse
+import os
 import random
-import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mutation.mutants import Mutant, mutants_of
-from tests.mutation.trial import Trial, Verdict
+from tests.mutation.trial import Verdict, try_mutants
 
 ROOT = Path(__file__).parents[2]
 NOT_BLOCK_SPACE = {"limits", "config", "errors", "invariants", "pacing", "request"}
 """Modules that are not mutated: inputs and outputs of the core, its checks, and reports."""
-FOLDERS = ("contract", "scheduler_svc", "sim_worker", "quire", "rpc", "tests")
 TESTS = (
     # not other conftests, because they start services that the core does not need
     *("--noconftest", "-p", "tests.conftest"),
@@ -62,24 +61,26 @@ def key(mutant: Mutant) -> tuple[str, str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("files", nargs="*", help="such as blocks; all without it")
-    parser.add_argument("--mutants", type=int, default=200, help="how many to draw")
+    parser.add_argument("--mutants", type=int, help="how many to draw; all without it")
     parser.add_argument("--seed", type=int, default=0, help="seed of the drawing")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials at a time")
     parser.add_argument("--goal", type=float, default=95.0, help="percent that must not survive")
     options = parser.parse_args()
     if not (mutants := candidates(options.files)):
         parser.error(f"there is nothing to change in {', '.join(options.files)}")
-    drawn = random.Random(options.seed).sample(mutants, min(options.mutants, len(mutants)))
+    num_drawn = min(options.mutants or len(mutants), len(mutants))
+    drawn = random.Random(options.seed).sample(mutants, num_drawn)
     verdicts: Counter[Verdict] = Counter()
-    with tempfile.TemporaryDirectory() as copy:
-        trial = Trial(ROOT, FOLDERS, Path(copy), TESTS)
-        print(f"{len(drawn)} of {len(mutants)} mutants; without any, the tests take", end=" ")
-        print(f"{trial.prove():.0f} s", flush=True)
-        for mutant in drawn:
-            verdict = trial.judge(mutant)
-            verdicts[verdict] += 1
-            survived = verdict is Verdict.SURVIVED
-            print(f"\n\nsurvived:\n{mutant.diff()}\n" if survived else ".", end="", flush=True)
-    share = 100 * (1 - verdicts[Verdict.SURVIVED] / verdicts.total())
+
+    def report(mutant: Mutant, verdict: Verdict) -> None:
+        verdicts[verdict] += 1
+        survived = verdict is Verdict.SURVIVED
+        print(f"\n\nsurvived:\n{mutant.diff()}\n" if survived else ".", end="", flush=True)
+
+    print(f"{num_drawn} of {len(mutants)} mutants, after the tests without any", flush=True)
+    if exit_code := try_mutants(ROOT, drawn, TESTS, options.jobs, report):
+        return exit_code
+    share = 100 * (1 - verdicts[Verdict.SURVIVED] / num_drawn)
     counts = ", ".join(f"{verdicts[verdict]} {verdict.value}" for verdict in Verdict)
     print(f"\n\n{counts}: {share:.1f} % seen (goal {options.goal:g} %)")
     return 0 if share >= options.goal else 1

@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -37,7 +38,9 @@ class Mutant:
     path: Path
     """Relative to the root of the tree."""
     function: str
-    """The function it is in; empty outside functions."""
+    """The function it is in."""
+    line: int
+    """The line at which that function begins, or the outermost one around it."""
     before: str
     after: str
 
@@ -74,29 +77,54 @@ def mutants_of(path: Path, source: str) -> Iterator[Mutant]:
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    for node, new, function in _edits(ast.parse(source), ""):
+    for node, new, function, line in _edits(ast.parse(source), "", 0):
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
-        yield Mutant(path, function, source, (text[:start] + new.encode() + text[end:]).decode())
+        yield Mutant(
+            path, function, line, source, (text[:start] + new.encode() + text[end:]).decode()
+        )
 
 
-def _edits(node: ast.AST, function: str) -> Iterator[tuple[ast.stmt | ast.expr, str, str]]:
-    """Yield parts of a tree, each with the text that replaces it, and its function."""
+class _Edit(NamedTuple):
+    node: ast.stmt | ast.expr
+    text: str
+    """Replaces the node."""
+    function: str
+    line: int
+
+
+def _edits(node: ast.AST, function: str, line: int) -> Iterator[_Edit]:
+    """Yield the edits inside a node. `function` is empty outside functions: nothing is edited
+    there, because constants are choices."""
     if isinstance(node, ast.FunctionDef):
         function = node.name
-    if isinstance(node, ast.stmt) and function != "__init__" and _can_go(node):
-        yield node, "pass", function
-    if isinstance(node, ast.If | ast.While):
-        yield node.test, f"(not ({ast.unparse(node.test)}))", function
-    if isinstance(node, _NO_TARGETS) or (isinstance(node, ast.keyword) and node.arg == "strict"):
-        return
-    if isinstance(node, ast.expr):
-        yield from ((node, f"({ast.unparse(new)})", function) for new in _variants(node))
+        line = line or min(part.lineno for part in [node, *node.decorator_list])
+    elif function:
+        if isinstance(node, ast.stmt) and function != "__init__" and _can_go(node):
+            yield _Edit(node, "pass", function, line)
+        if isinstance(node, ast.If | ast.While):
+            yield _Edit(node.test, f"(not ({ast.unparse(node.test)}))", function, line)
+        if isinstance(node, _NO_TARGETS) or (
+            isinstance(node, ast.keyword) and node.arg == "strict"
+        ):
+            return
+        if isinstance(node, ast.expr):
+            for new in _variants(node):
+                yield _Edit(node, f"({ast.unparse(new)})", function, line)
+    for child in _children(node):
+        yield from _edits(child, function, line)
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what a node consists of, without types and decorators."""
     for name, value in ast.iter_fields(node):
-        if name not in ("annotation", "returns", "decorator_list", "bases"):
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    yield from _edits(child, function)
+        if name in ("annotation", "returns", "decorator_list", "bases"):
+            continue
+        if isinstance(node, ast.FunctionDef) and name == "args":
+            continue  # defaults are evaluated outside the function
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield child
 
 
 def _can_go(node: ast.stmt) -> bool:

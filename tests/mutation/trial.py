@@ -1,23 +1,27 @@
-"""Tries mutants: runs the tests on a copy of the tree with one fault in it.
+"""Tries mutants: runs the tests that call the changed function, with the fault in it.
 
-Most faults are detected at once, so a trial's cost is mostly its start. Therefore each trial is a
-fork of this process, which has imported the large libraries, and the copy is compiled.
+The tests that detect a fault mostly take less time than importing and collecting them. Therefore
+this is a plugin of pytest: when pytest has collected the tests, each trial is a fork of its
+process. The fork replaces the code of one function and runs the tests that call it, the shortest
+first.
 """
 
-import compileall
+import gc
+import inspect
+import math
 import os
+import pickle
 import resource
-import shutil
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from multiprocessing import get_context
 from pathlib import Path
-from py_compile import PycInvalidationMode
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple
 
-import hypothesis.stateful  # noqa: F401  (all of it, as numpy)
-import numpy as np  # noqa: F401
 import pytest
 
 from tests.mutation.mutants import Mutant
@@ -34,91 +38,197 @@ class Verdict(Enum):
     SURVIVED = "survived"
 
 
-class Trial:
-    """A copy of a tree, and how to test it."""
+class _Place(NamedTuple):
+    """Where a function begins."""
+
+    file: str
+    line: int
+
+
+class _Run(NamedTuple):
+    """How a test runs without a fault."""
+
+    passed: bool
+    taken_s: float
+    """Processor time, with what it takes to note the functions."""
+    called: set[_Place]
+
+
+def try_mutants(
+    root: Path,
+    mutants: Sequence[Mutant],
+    tests: Sequence[str],
+    num_jobs: int,
+    report: Callable[[Mutant, Verdict], None],
+) -> int:
+    """Try mutants of the tree `root`, which must be the working directory.
+
+    Args:
+        tests: Arguments of pytest.
+        num_jobs: Number of trials at a time.
+        report: Is called with each verdict.
+
+    Returns:
+        0, or pytest's exit code if the tests fail without any fault.
+    """
+    # only whether it fails counts: no shrinking, no tracebacks
+    options = "-q -s --tb=no --assert=plain -p no:randomly -p no:cacheprovider"
+    profile = "--hypothesis-profile=mutation"
+    trials = _Trials(root, mutants, num_jobs, report)
+    exit_code = pytest.main([*options.split(), profile, *tests], [trials])
+    return 0 if exit_code == pytest.ExitCode.NO_TESTS_COLLECTED else exit_code
+
+
+class _Trials:
+    """A plugin of pytest, which tries mutants in place of running the tests once."""
 
     def __init__(
-        self, root: Path, folders: Sequence[str], copy: Path, tests: Sequence[str]
+        self,
+        root: Path,
+        mutants: Sequence[Mutant],
+        num_jobs: int,
+        report: Callable[[Mutant, Verdict], None],
     ) -> None:
-        """Copy the folders of `root` that the tests need.
+        self._root = root
+        self._mutants = mutants
+        self._num_jobs = num_jobs
+        self._report = report
 
-        `tests` are arguments of pytest; the tests that detect most faults soonest come first.
-        """
-        self.root = copy
-        self._folders = frozenset(folders)
-        self._output = copy / "output"
-        self._tests = tests
-        self._max_cpu_s = 600
-        ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
-        for folder in folders:
-            shutil.copytree(root / folder, copy / folder, ignore=ignored)
-            # Python compares only time and size, and could take another mutant's byte code
-            by_hash = PycInvalidationMode.CHECKED_HASH
-            compileall.compile_dir(copy / folder, quiet=1, invalidation_mode=by_hash)
-        shutil.copy(root / "pyproject.toml", copy)
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted("the tests cannot be imported")
+        runs = _run_without_fault(session)
+        if failed := [test for test, run in runs.items() if not run.passed]:
+            raise session.Interrupted(f"these tests fail without any fault: {', '.join(failed)}")
+        functions = _functions_in(self._root)
+        running: dict[int, Mutant] = {}
+        for mutant in self._mutants:
+            place = _Place(str(self._root / mutant.path), mutant.line)
+            tests = [test for test in session.items if place in runs[test.nodeid].called]
+            if not tests:
+                self._report(mutant, Verdict.SURVIVED)
+                continue
+            tests.sort(key=lambda test: runs[test.nodeid].taken_s)
+            if len(running) == self._num_jobs:
+                self._finish_one(running)
+            limits_s = [2 + math.ceil(2 * runs[test.nodeid].taken_s) for test in tests]
+            code = _code(mutant, place)
+            trial = _start(session, tests, limits_s, functions[place], code)
+            running[trial] = mutant
+        while running:
+            self._finish_one(running)
+        return True
 
-    def prove(self) -> float:
-        """Check that the tests pass without a mutant; a mutant may take twice the time.
-
-        Returns:
-            How long they take, in seconds of one processor.
-
-        Raises:
-            RuntimeError: They do not pass.
-        """
-        before_s = _cpu_s_of_children()
-        if self._run() != 0:
-            raise RuntimeError(f"the tests fail without any mutant:\n{self._output.read_text()}")
-        taken_s = _cpu_s_of_children() - before_s
-        self._max_cpu_s = 5 + int(2 * taken_s)
-        return taken_s
-
-    def judge(self, mutant: Mutant) -> Verdict:
-        """Test a mutant, and restore the file."""
-        file = self.root / mutant.path
-        file.write_text(mutant.after)
-        try:
-            exit_code = self._run()
-        finally:
-            file.write_text(mutant.before)
+    def _finish_one(self, running: dict[int, Mutant]) -> None:
+        trial, status = os.wait()
+        exit_code = os.waitstatus_to_exitcode(status)
+        verdict = Verdict.KILLED if exit_code else Verdict.SURVIVED
         if exit_code == -signal.SIGXCPU:
-            return Verdict.TIMED_OUT
-        return Verdict.KILLED if exit_code else Verdict.SURVIVED
-
-    def _run(self) -> int:
-        """Run the tests; return pytest's exit code, or minus the signal that ended it."""
-        tests = get_context("fork").Process(target=self._test)
-        tests.start()
-        tests.join()
-        return tests.exitcode
-
-    def _test(self) -> None:
-        """In the forked process: enter the copy, forget the tree's imported modules, run the
-        tests."""
-        # processor time, because other work may run on the machine
-        resource.setrlimit(resource.RLIMIT_CPU, (self._max_cpu_s, self._max_cpu_s + 5))
-        resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
-        with self._output.open("wb") as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        os.chdir(self.root)
-        sys.path.insert(0, str(self.root))
-        sys.dont_write_bytecode = True
-        for name in [name for name in sys.modules if name.partition(".")[0] in self._folders]:
-            del sys.modules[name]
-        # only whether it fails counts: no shrinking, no tracebacks
-        options = "-x -q --tb=no --assert=plain -p no:randomly -p no:cacheprovider"
-        profile = "--hypothesis-profile=mutation"
-        os._exit(pytest.main([*options.split(), profile, *self._tests], [_ExamplesFirst()]))
+            verdict = Verdict.TIMED_OUT
+        self._report(running.pop(trial), verdict)
 
 
-class _ExamplesFirst:
-    """Runs Hypothesis's tests last, because they take longer than all others together."""
+def _run_without_fault(session: pytest.Session) -> dict[str, _Run]:
+    """Run all tests, in a fork, so that the trials start from the state before.
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda item: hasattr(getattr(item, "obj", None), "hypothesis"))
+    Returns:
+        Each test's run, by its ID.
+    """
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        _silence()
+        with os.fdopen(writer, "wb") as out:
+            pickle.dump({test.nodeid: _note(session, test) for test in session.items}, out)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as out:
+        runs: dict[str, _Run] = pickle.load(out)
+    os.wait()
+    return runs
 
 
-def _cpu_s_of_children() -> float:
-    times = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return times.ru_utime + times.ru_stime
+def _note(session: pytest.Session, test: pytest.Item) -> _Run:
+    """Run a test and note which functions it calls."""
+    codes: set[CodeType] = set()
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            codes.add(frame.f_code)
+
+    before_s = time.process_time()
+    sys.setprofile(profile)
+    passed = _passes(session, test)
+    sys.setprofile(None)
+    taken_s = time.process_time() - before_s
+    return _Run(passed, taken_s, {_Place(c.co_filename, c.co_firstlineno) for c in codes})
+
+
+def _passes(session: pytest.Session, test: pytest.Item) -> bool:
+    num_failed = session.testsfailed
+    test.config.hook.pytest_runtest_protocol(item=test, nextitem=None)
+    return session.testsfailed == num_failed
+
+
+def _functions_in(root: Path) -> dict[_Place, list[FunctionType]]:
+    """Return the imported functions of a tree. Decorators may have made copies of one."""
+    functions = defaultdict(list)
+    for function in gc.get_objects():
+        if isinstance(function, FunctionType):
+            code = function.__code__
+            if code.co_filename.startswith(str(root)):
+                functions[_Place(code.co_filename, code.co_firstlineno)].append(function)
+    return functions
+
+
+def _code(mutant: Mutant, place: _Place) -> CodeType:
+    """Compile a mutant, and return the code of the function in which it differs."""
+    [code] = (
+        code
+        for code in _codes_of_functions(compile(mutant.after, place.file, "exec"))
+        if code.co_firstlineno == place.line
+    )
+    return code
+
+
+def _codes_of_functions(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of each function of a module or class, without functions in functions."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            is_function = constant.co_flags & inspect.CO_NEWLOCALS
+            yield from [constant] if is_function else _codes_of_functions(constant)
+
+
+def _start(
+    session: pytest.Session,
+    tests: Sequence[pytest.Item],
+    limits_s: Sequence[int],
+    functions: Sequence[FunctionType],
+    code: CodeType,
+) -> int:
+    """Start a fork that gives the functions this code and runs the tests until one fails.
+
+    Each test's limit is processor time, because other work may run on the machine.
+
+    Returns:
+        The fork's process ID. It exits with 1 if a test fails.
+    """
+    if (trial := os.fork()) != 0:
+        return trial
+    _silence()
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    for function in functions:
+        function.__code__ = code
+    for test, limit_s in zip(tests, limits_s, strict=True):
+        max_s = math.ceil(time.process_time()) + limit_s
+        resource.setrlimit(resource.RLIMIT_CPU, (max_s, resource.RLIM_INFINITY))
+        if not _passes(session, test):
+            os._exit(1)
+    os._exit(0)
+
+
+def _silence() -> None:
+    """Write what tests print, and their failures, nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
