@@ -12,7 +12,7 @@ from gpu_worker.models.text_part import text_part
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError, UnsupportedError, read_json
 from gpu_worker.weights.model_config import read_architecture
-from gpu_worker.weights.stored_format import check_dequantized, read_stored_format
+from gpu_worker.weights.stored.format import check_dequantized, read_stored_format
 from model_files.locate import Report, find_model
 
 _READERS: Final = {

@@ -41,7 +41,7 @@ from gpu_worker.weights.json_fields import JsonFields, ModelError, UnsupportedEr
 from gpu_worker.weights.model_config import ModelConfig, read_architecture
 from gpu_worker.weights.quantized_linear import Quantization
 from gpu_worker.weights.reader import Weights, draw_weights, load_weights
-from gpu_worker.weights.stored_format import check_dequantized, read_stored_format
+from gpu_worker.weights.stored.format import check_dequantized, read_stored_format
 
 _TRANSFORMERS: Final = "transformers"
 

@@ -12,9 +12,9 @@ from zipfile import is_zipfile
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpu_worker.weights.gguf_file import open_gguf_files
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
-from gpu_worker.weights.stacked_experts import ExpertsFile
+from gpu_worker.weights.stored.gguf_file import open_gguf_files
+from gpu_worker.weights.stored.stacked_experts import ExpertsFile
 from gpu_worker.weights.tensor_file import Extent, OpenFile, Piece, TensorFile
 
 _SINGLE = "model.safetensors"

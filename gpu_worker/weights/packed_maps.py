@@ -1,13 +1,11 @@
-"""Reads linear maps that a quantized checkpoint packs: AWQ, GPTQ, GGUF, scaled fp8, MXFP4.
+"""Makes linear maps that a quantized checkpoint packs: AWQ, GPTQ, GGUF, scaled fp8, MXFP4.
 
-Symbols: `N` output features of a linear map, `K` its input features, `G` groups of input features,
-`W` integers in a word of 32 bits.
+Symbols: `N` output features of a linear map, `K` its input features, `G` groups of input features.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import structlog
@@ -15,90 +13,33 @@ import torch
 
 from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.checkpoint import has_nan
-from gpu_worker.weights.gguf_blocks import BLOCK_BYTES, BLOCK_SIZES, unpack_blocks
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.linear import Linear, make_linear
-from gpu_worker.weights.mxfp4 import Mxfp4Weight, can_pack_mxfp4, pack_mxfp4
 from gpu_worker.weights.quantized_linear import (
     Quantization,
     QuantizedWeight,
     can_multiply,
     make_quantized_linear,
 )
-from gpu_worker.weights.stored_format import (
+from gpu_worker.weights.stored.format import (
     MXFP4_GROUP_SIZE,
     Fp8Format,
     GgufFormat,
     IntegerFormat,
     Mxfp4Format,
-    Packing,
-    ScaleShape,
     StoredFormat,
 )
-from gpu_worker.weights.tensor_file import Piece
+from gpu_worker.weights.stored.fp8 import Fp8Weight, fp8_tensors, unpack_fp8
+from gpu_worker.weights.stored.gguf_blocks import BLOCK_BYTES, BLOCK_SIZES, unpack_blocks
+from gpu_worker.weights.stored.integers import integer_tensors, unpack_integers
+from gpu_worker.weights.stored.mxfp4 import Mxfp4Weight, can_pack_mxfp4, pack_mxfp4
+from gpu_worker.weights.tensor_file import Piece, TensorSpec
 
-_AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""For each of eight consecutive outputs, its nibble in their word."""
 _MOST_GROUP: Final = 128
 _LEAST_GROUP: Final = 32
 """Packed maps take group sizes that are powers of two in this range."""
 _LEAST_PLAIN_GROUP: Final = 16
 """The least group of 8-bit integers without offsets, as in Q6_K; only a CPU takes it."""
-
-TensorSpec = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype."""
-
-
-def integer_tensors(stored: IntegerFormat, num_out: int, num_in: int) -> dict[str, TensorSpec]:
-    """Return the tensors of a map `[N, K]`, by the ends of their names, without GPTQ's `g_idx`."""
-    per_word = 32 // stored.bits
-    num_groups = num_in // (stored.group_size or num_in)
-    weight = (num_in // per_word, num_out)
-    if stored.packing is Packing.AWQ:
-        weight = (num_in, num_out // per_word)
-    return {
-        "qweight": (weight, torch.int32),
-        "qzeros": ((num_groups, num_out // per_word), torch.int32),
-        "scales": ((num_groups, num_out), torch.float32),
-    }
-
-
-def unpack_integers(stored: IntegerFormat, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-    """Return the weight `(q - zero) * scale` of a map; exact, with scales and offsets in float32.
-
-    Args:
-        stored: How it is packed.
-        tensors: As named by `integer_tensors`.
-    """
-    bits, middle = stored.bits, 2 ** (stored.bits - 1)
-    if stored.packing is Packing.AWQ:
-        values = _in_awq_order(unpack_words(tensors["qweight"], bits)).t()
-        zeros = _in_awq_order(unpack_words(tensors["qzeros"], bits))
-    else:
-        values = unpack_words(tensors["qweight"].t(), bits)
-        zeros = unpack_words(tensors["qzeros"], bits)
-    # Arithmetic wraps around: with a shift of 1, zero point 0 is stored as the largest integer.
-    zeros = (zeros + stored.zero_shift) & (2 * middle - 1)  # uint8[G, N]
-    scales = tensors["scales"].t()  # [N, G]
-    return QuantizedWeight(
-        quantization=Quantization.INT4 if bits == 4 else Quantization.INT8,  # noqa: PLR2004
-        values=(values.to(torch.int16) - middle).to(torch.int8).contiguous(),
-        scales=scales.contiguous(),
-        offsets=((middle - zeros.t().float()) * scales).contiguous(),
-    )
-
-
-def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack `int32[..., M]` to `uint8[..., M * W]`, lowest bits first."""
-    out = torch.empty(*words.shape, 32 // bits, dtype=torch.uint8)
-    for place in range(32 // bits):
-        out[..., place] = (words >> (bits * place)) & (2**bits - 1)
-    return out.flatten(-2)
-
-
-def _in_awq_order(nibbles: torch.Tensor) -> torch.Tensor:
-    by_word = nibbles.view(*nibbles.shape[:-1], -1, len(_AWQ_PLACES))
-    return by_word[..., list(_AWQ_PLACES)].flatten(-2)
 
 
 def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> QuantizedWeight | None:
@@ -129,60 +70,6 @@ def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> Quantize
         of_groups(weight.scales),
         None if weight.offsets is None else of_groups(weight.offsets),
     )
-
-
-def fp8_tensors(stored: Fp8Format, num_out: int, num_in: int) -> dict[str, TensorSpec]:
-    """Return the tensors of a map `[N, K]`, by the ends of their names."""
-    if stored.scale_shape is ScaleShape.TENSOR:
-        shape: tuple[int, ...] = (1,)
-    elif stored.scale_shape is ScaleShape.CHANNEL:
-        shape = (num_out, 1)
-    else:
-        blocks = zip((num_out, num_in), stored.scale_shape, strict=True)
-        shape = tuple(-(-size // block) for size, block in blocks)
-    return {
-        "weight": ((num_out, num_in), torch.float8_e4m3fn),
-        stored.scale_name: (shape, torch.float32),
-    }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fp8Weight:
-    """A weight `[N, K]` as fp8 numbers: `values * scale`."""
-
-    values: torch.Tensor
-    """float8_e4m3fn[N, K]"""
-    scales: torch.Tensor
-    """float32 `[N, G]`, each for K / G values of a row."""
-
-    def to(self, device: torch.device) -> "Fp8Weight":
-        """Return the same weight on `device`."""
-        return Fp8Weight(self.values.to(device), self.scales.to(device))
-
-    def dequantized(self) -> torch.Tensor:
-        """Return the weight, float32 `[N, K]`."""
-        by_group = self.values.float().view(*self.scales.shape, -1)
-        return (by_group * self.scales.unsqueeze(2)).view(self.values.shape)
-
-
-def unpack_fp8(
-    stored: Fp8Format, tensors: Mapping[str, torch.Tensor], rows: slice, columns: slice
-) -> Fp8Weight:
-    """Return a part of the weight of a map, exactly; `tensors` as named by `fp8_tensors`.
-
-    If the part would cut a block, blocks are split into smaller ones with the same scale.
-    """
-    weight, scales = tensors["weight"], tensors[stored.scale_name]
-    num_out, num_in = weight.shape
-    if isinstance(stored.scale_shape, ScaleShape):
-        scales = scales.view(-1, 1).expand(num_out, 1)
-    else:
-        out_block, in_block = stored.scale_shape
-        start, stop, _ = columns.indices(num_in)
-        size = math.gcd(in_block, start, stop)
-        scales = scales.repeat_interleave(out_block, 0)[:num_out]
-        scales = scales.repeat_interleave(in_block // size, 1)[:, start // size : stop // size]
-    return Fp8Weight(weight[rows, columns], scales[rows].contiguous())
 
 
 def _join(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -26,7 +26,7 @@ from gpu_worker.weights.quantized_linear import (
     quantize,
 )
 from gpu_worker.weights.read_ahead import ReadAhead
-from gpu_worker.weights.stored_format import StoredFormat
+from gpu_worker.weights.stored.format import StoredFormat
 from gpu_worker.weights.tensor_file import Piece
 
 ModelT = TypeVar("ModelT")

@@ -9,6 +9,9 @@ from typing import Protocol
 
 import torch
 
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, pad
 
-from gpu_worker.weights.mxfp4 import Mxfp4Weight
+from gpu_worker.weights.stored.mxfp4 import Mxfp4Weight
 from kernels.cpu.library import native
 from kernels.cpu.linear import can_pack, can_pack_integers, pack, pack_integers, pack_mxfp4
 from tests.kernels.tolerance import assert_close as assert_close_in_dtype

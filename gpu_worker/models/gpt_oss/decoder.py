@@ -19,9 +19,9 @@ from gpu_worker.models.llama.decoder import (
 )
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.linear import make_linear
-from gpu_worker.weights.mxfp4 import LARGEST_SCALE, NAN_SCALE, Mxfp4Weight
 from gpu_worker.weights.reader import Weights
-from gpu_worker.weights.stored_format import MXFP4_GROUP_SIZE
+from gpu_worker.weights.stored.format import MXFP4_GROUP_SIZE
+from gpu_worker.weights.stored.mxfp4 import LARGEST_SCALE, NAN_SCALE, Mxfp4Weight
 from gpu_worker.weights.tensor_file import Piece
 from kernels import ops
 

@@ -12,9 +12,9 @@ from gpu_worker.models.feed_forward import GatedMlp
 from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.gpu_linear import QuantizedLinear, ScaledLinear
 from gpu_worker.weights.linear import PlainLinear
-from gpu_worker.weights.mxfp4 import Mxfp4Weight, pack_mxfp4
-from gpu_worker.weights.packed_maps import Fp8Weight
 from gpu_worker.weights.quantized_linear import Quantization, make_quantized_linear, quantize
+from gpu_worker.weights.stored.fp8 import Fp8Weight
+from gpu_worker.weights.stored.mxfp4 import Mxfp4Weight, pack_mxfp4
 
 HIDDEN, SIZE, NUM_EXPERTS = 24, 20, 5
 CONFIG = ExpertsConfig(

@@ -18,7 +18,7 @@ from gpu_worker.weights.gpu_linear import QuantizedLinear
 from gpu_worker.weights.json_fields import JsonFields, ModelError
 from gpu_worker.weights.quantized_linear import Quantization
 from gpu_worker.weights.reader import Weights
-from gpu_worker.weights.stored_format import read_stored_format
+from gpu_worker.weights.stored.format import read_stored_format
 from kernels.cpu import linear as native_linear
 from kernels.cpu.library import native
 from tests.mxfp4_fixture import write_mxfp4

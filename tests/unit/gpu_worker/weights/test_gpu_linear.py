@@ -10,7 +10,7 @@ from gpu_worker.weights.gpu_linear import QuantizedLinear, ScaledLinear
 from gpu_worker.weights.json_fields import JsonFields
 from gpu_worker.weights.packed_maps import PackedMaps
 from gpu_worker.weights.quantized_linear import Quantization, make_quantized_linear, quantize
-from gpu_worker.weights.stored_format import read_stored_format
+from gpu_worker.weights.stored.format import read_stored_format
 from gpu_worker.weights.tensor_file import Piece
 from kernels import ops, reference
 from kernels.cpu import linear as native

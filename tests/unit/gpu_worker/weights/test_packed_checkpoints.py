@@ -1,4 +1,4 @@
-"""Quantized checkpoints of other programs: what their bits mean, and models made of them."""
+"""Quantized checkpoints of other programs: maps and models made of them."""
 
 import json
 import shutil
@@ -11,23 +11,14 @@ from safetensors.torch import load_file, save_file
 from bench.quantize import FORMS, write
 from gpu_worker.models.registry import open_model
 from gpu_worker.weights.json_fields import JsonFields, ModelError
-from gpu_worker.weights.packed_maps import (
-    PackedMaps,
-    cut_weight,
-    fp8_tensors,
-    integer_tensors,
-    unpack_fp8,
-    unpack_integers,
-    unpack_words,
-)
+from gpu_worker.weights.packed_maps import PackedMaps, cut_weight
 from gpu_worker.weights.quantized_linear import can_multiply, make_quantized_linear
-from gpu_worker.weights.stored_format import (
-    Fp8Format,
+from gpu_worker.weights.stored.format import (
     IntegerFormat,
     Packing,
-    ScaleShape,
     read_stored_format,
 )
+from gpu_worker.weights.stored.integers import integer_tensors, unpack_integers
 from gpu_worker.weights.tensor_file import Piece
 from kernels.cpu.library import native
 from kernels.cpu.linear import PackedLinear
@@ -41,83 +32,7 @@ LATENT_SIZES = {
     "moe_intermediate_size": 64,
 }
 AWQ = IntegerFormat(Packing.AWQ, 4, 32, zero_shift=0)
-GPTQ = IntegerFormat(Packing.GPTQ, 4, 32, zero_shift=1)
 every_form = pytest.mark.parametrize("name", FORMS)
-
-
-def words(*numbers):
-    return torch.tensor(numbers, dtype=torch.int64).to(torch.int32)
-
-
-# What bits mean, written out.
-
-
-def test_the_lowest_bits_are_first():
-    assert unpack_words(words(0x76543210), 4).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert unpack_words(words(0xFEDCBA98, 0x1), 4).tolist() == [*range(8, 16), 1, *[0] * 7]
-    assert unpack_words(words(0xFF804001), 8).tolist() == [0x01, 0x40, 0x80, 0xFF]
-
-
-def test_awq_by_hand():
-    """Output j's nibble: 0 4 1 5 2 6 3 7 from the lowest, so a word that reads 75316420 is 0..7."""
-    row = 0x75316420
-    tensors = {
-        "qweight": words(row, *[0] * 31).view(32, 1),
-        "qzeros": words(0x00000021).view(1, 1),
-        "scales": torch.tensor([[1.0, 2.0, 0.5, 1.0, 1.0, 1.0, 1.0, 0.25]]),
-    }
-    weight = unpack_integers(AWQ, tensors).dequantized()
-    # Zero points: output 0 has 1, output 2 has 2, the others 0.
-    assert weight[:, 0].tolist() == [-1.0, 2.0, 0.0, 3.0, 4.0, 5.0, 6.0, 1.75]
-    assert weight[:, 1].tolist() == [-1.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(("zero_shift", "zeros"), [(1, 0xF2106543), (0, 0x03217654)])
-def test_gptq_by_hand(zero_shift, zeros):
-    """Inputs in order along a column of words; zero points in order, in the first format less 1."""
-    stored = IntegerFormat(Packing.GPTQ, 4, 32, zero_shift)
-    qweight = torch.zeros(4, 8, dtype=torch.int32)
-    qweight[0, 0], qweight[3, 7] = words(0x00000A21)[0], words(0xF0000000)[0]
-    tensors = {
-        "qweight": qweight,
-        "qzeros": words(zeros).view(1, 1),
-        "scales": torch.tensor([[1.0, 1, 1, 1, 1, 1, 1, 0.5]]),
-    }
-    weight = unpack_integers(stored, tensors).dequantized()
-    assert weight[0, :4].tolist() == [1 - 4, 2 - 4, 10 - 4, 0 - 4]
-    assert weight[:, 5].tolist() == [-4.0, -5.0, -6.0, -7.0, -1.0, -2.0, -3.0, 0.0]
-    assert weight[7, 30:].tolist() == [0.0, 7.5]
-
-
-def test_gptq_of_eight_bits_by_hand():
-    stored = IntegerFormat(Packing.GPTQ, 8, None, zero_shift=1)
-    tensors = {
-        "qweight": words(0xFF807F00, 0, 0, 0).view(1, 4),
-        "qzeros": words(0x0000007F).view(1, 1),
-        "scales": torch.tensor([[0.5, 1, 1, 1]]),
-    }
-    weight = unpack_integers(stored, tensors)
-    assert weight.dequantized()[0].tolist() == [-64.0, -0.5, 0.0, 63.5]
-    assert weight.values[0].tolist() == [-128, -1, 0, 127]
-
-
-def test_fp8_by_hand():
-    weight = torch.arange(6.0).view(2, 3).to(torch.float8_e4m3fn)
-    by_tensor = Fp8Format(ScaleShape.TENSOR, "weight_scale")
-    by_channel = Fp8Format(ScaleShape.CHANNEL, "weight_scale")
-    by_block = Fp8Format((1, 2), "weight_scale_inv")
-    for stored, scales, expected in (
-        (by_tensor, [2.0], [[0, 2, 4], [6, 8, 10]]),
-        (by_channel, [[2.0], [0.5]], [[0, 2, 4], [1.5, 2, 2.5]]),
-        (by_block, [[1.0, 2.0], [3.0, 4.0]], [[0, 1, 4], [9, 12, 20]]),
-    ):
-        scale = torch.tensor(scales)
-        assert fp8_tensors(stored, 2, 3)[stored.scale_name] == (scale.shape, torch.float32)
-        tensors = {"weight": weight, stored.scale_name: scale}
-        whole = slice(None)
-        assert unpack_fp8(stored, tensors, whole, whole).dequantized().tolist() == expected
-        part = unpack_fp8(stored, tensors, slice(1, 2), slice(1, 3)).dequantized()
-        assert part.tolist() == [expected[1][1:]]
 
 
 # Shares of a map.

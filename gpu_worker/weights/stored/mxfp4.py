@@ -12,7 +12,7 @@ import torch
 
 from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.linear import Linear
-from gpu_worker.weights.stored_format import MXFP4_GROUP_SIZE
+from gpu_worker.weights.stored.format import MXFP4_GROUP_SIZE
 from kernels.cpu import linear as native
 from kernels.reference.linear.quantized import E2M1, powers_of_two
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_worker.weights.stacked_experts import ExpertsFile
+from gpu_worker.weights.stored.stacked_experts import ExpertsFile
 from gpu_worker.weights.tensor_file import Extent, Piece
 
 NUM_EXPERTS, HIDDEN, SIZE = 3, 256, 384

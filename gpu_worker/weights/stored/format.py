@@ -79,7 +79,7 @@ class GgufFormat:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Format:
-    """Experts in MXFP4, which their model reads (`gpu_worker.weights.mxfp4`)."""
+    """Experts in MXFP4, which their model reads (`gpu_worker.weights.stored.mxfp4`)."""
 
     title = "mxfp4"
     """Its name in the log."""

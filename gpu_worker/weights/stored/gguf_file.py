@@ -13,8 +13,8 @@ from typing import Final
 
 import torch
 
-from gpu_worker.weights.gguf_blocks import unpack_blocks
 from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.stored.gguf_blocks import unpack_blocks
 from gpu_worker.weights.tensor_file import Extent, OpenFile, Piece
 from model_files.gguf_header import GgufTensor, read_header
 

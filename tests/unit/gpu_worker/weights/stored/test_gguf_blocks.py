@@ -6,8 +6,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from gpu_worker.weights.gguf_blocks import unpack_blocks
 from gpu_worker.weights.quantized_linear import Quantization
+from gpu_worker.weights.stored.gguf_blocks import unpack_blocks
 from tests.gguf_fixture import K_KINDS, SMALL_KINDS, random_blocks
 
 

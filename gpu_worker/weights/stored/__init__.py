@@ -1,0 +1,1 @@
+"""How files store weights: formats, and what their bits mean."""
