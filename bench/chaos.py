@@ -15,8 +15,8 @@ are recurrent. Repeatedly, a process is killed with SIGKILL or suspended for som
 is cut or made silent. Each stream is compared, token for token, with the result of the same request
 alone, before any fault.
 
-- `lost`, `duplicated`, `contradicted`: the numbers of tokens that are missing, came twice, or have
-  another value.
+- `lost`, `duplicated`, `contradicted`: the numbers of tokens that are missing, came twice, or are
+  not the expected ones.
 - `stall_p50_s`, `stall_p99_s`: the longest pause of a stream after a fault that it lived through;
   `kill_and_stop_stall_p99_s`: the longest pause after a fault of a process, not of a link.
 - `recomputed_after_scheduler_kill`: tokens that were computed again for a new scheduler, in a first

@@ -5,8 +5,8 @@
 A simulated worker replaces an H200 with a model of 8 billion parameters. One router and one
 scheduler serve it; a separate, cheap process reads all streams as they arrive
 (harness/many_streams.py). Each row of the table is a number of streams through one API. `http` and
-`grpc` use the defaults: each token is a separate SSE event or message. The other two APIs are used
-as a gateway uses them: `gateway_http` has `--gateway-interval` tokens in an event, and
+`grpc` use the defaults: each token is a separate SSE event or message. The other two rows call the
+service as a gateway does: `gateway_http` has `--gateway-interval` tokens in an event, and
 `gateway_grpc` is one call of `GenerateMany`, on one connection, which sends each token at once.
 
 Each number of streams is measured twice:

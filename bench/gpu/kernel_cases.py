@@ -338,7 +338,7 @@ def _row_cases(size: Size) -> list[Case]:
 
 
 def _grouped_linear_cases(size: Size) -> list[Case]:
-    """Return cases of experts that have equally many rows, which only the baselines know."""
+    """Return cases of experts that have equally many rows; only the baselines are told so."""
     cases = []
     for text, num_groups, rows_of_each, shape in (
         ("8 experts, 1 token", 8, 1, (28_672, 4096)),

@@ -1,4 +1,4 @@
-"""Serves requests by a real scheduler, with an executor whose pool is too small for them.
+"""Serves requests with a real scheduler, and with an executor whose pool is too small for them.
 
 Sequences are swapped out and in, forked sequences copy a shared block before they write to it, and
 prompts find their beginning in the prefix cache.

@@ -104,7 +104,7 @@ def progress(line: str) -> None:
 class Table:
     """A table that is printed row by row, as results come.
 
-    A column is "title:format". The format is Python's: for a number, or such as "<20" for text.
+    A column is "title:format". The format is Python's, such as ".1f" for numbers or "<20" for text.
     """
 
     def __init__(self, *columns: str) -> None:

@@ -276,7 +276,7 @@ def summarize(streams: Sequence[Stream], concurrency: int, duration_s: float) ->
 
 
 def draw_prompts(workload: Workload) -> list[list[int]]:
-    """Return the workload's prompts, which depend on its seed. Prompts over HTTP are others."""
+    """Draw the workload's prompts, by its seed. Loads over HTTP have other prompts."""
     draw = random.Random(f"prompts {workload.seed}")
     return [
         [draw.randrange(workload.vocab_size) for _ in range(workload.input_len)]

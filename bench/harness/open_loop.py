@@ -1,4 +1,4 @@
-"""Open-loop clients: requests of mixed lengths come at random, however busy the server is."""
+"""Open-loop clients: requests of mixed lengths arrive at random, however busy the server is."""
 
 import asyncio
 import random
