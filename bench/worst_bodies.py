@@ -10,7 +10,8 @@ others are like the worst so far. After each body, a heartbeat in the router
 
 - `cpu_ms`: the most processor time that the event loop's thread took between two heartbeats, 2 ms
   apart. It does not depend on the machine's other load.
-- `gap_ms`: how late a heartbeat was by the clock. Other processes and threads make it larger.
+- `gap_ms`: how late a heartbeat was by the clock. Other processes and threads make this number
+  larger.
 
 Prints the worst bodies, the largest value of each number, and `memory_kept_percent`: how much more
 memory the router has afterwards than before. "Before" is when the router has answered small bodies

@@ -276,7 +276,7 @@ class ChaosService:
 
 @contextlib.asynccontextmanager
 async def _started_again(process: Process) -> AsyncIterator[None]:
-    """Start a process again after the `with` block, which ends it, even if that is cancelled."""
+    """Start a process again after a `with` block that ends it, even if the block is cancelled."""
     try:
         yield
     finally:

@@ -215,7 +215,7 @@ def _open_memory(
     ranks: Ranks | None,
     undo: ExitStack,
 ) -> _Memory:
-    """Allocate the KV pool and the tiers below it; all ranks use the size that the smallest has."""
+    """Allocate the KV pool and the tiers below it; all ranks use the sizes of the smallest ones."""
     settings, device, limits = checked.settings, checked.device, checked.limits
     config = checked.source.local_config
     num_blocks = _num_blocks(

@@ -83,7 +83,7 @@ class Place:
         return self.groups(count)
 
     def share_or_repeat(self, name: str, count: int) -> range:
-        """Do as `share` does, but if there are fewer parts than ranks, ranks hold the same part.
+        """Do as `share` does, but if there are fewer parts than ranks, several ranks share a part.
 
         Raises:
             ModelError: Neither the number of parts nor that of ranks divides the other.
