@@ -1,12 +1,12 @@
-"""Measures a step without LoRA adapters, with one and with four; natively and layer by layer.
+"""Measures a step without LoRA adapters, with one and with four, natively and layer by layer.
 
     python bench/make_model.py /tmp/llama-125m
     python bench/adapters.py /tmp/llama-125m
 
-Times the worker's part of a step from its rows to the final hidden states, without logits and
-sampling, in bfloat16 on a CPU: decodes of 1, 8 and 32 rows of 160 tokens, and 512 tokens of one or
-of four prompts. The adapters are random and change all seven modules. All variants take turns; the
-numbers are medians in milliseconds.
+Times the worker's part of a step in bfloat16 on a CPU, from the rows to the final hidden states,
+without logits and sampling. The steps are decodes of 1, 8 and 32 rows of 160 tokens, and prefills
+of 512 tokens, of one or of four prompts. The adapters are random and change all seven modules. All
+variants take turns; the numbers are medians in milliseconds.
 """
 
 import argparse
@@ -85,7 +85,7 @@ class Steps:
         self._adapters_of = {True: self._adapters, False: plain}
 
     def seconds(self, way: Way, num_rows: int, start: int, num_tokens: int) -> float:
-        """Time one step: `num_tokens` of each row after `start`."""
+        """Return the seconds of one step: `num_tokens` tokens of each row, after `start` tokens."""
         rows = np.arange(num_rows)
         self._rows.adapter[rows] = 1 + rows % way.num_adapters if way.num_adapters else 0
         is_decode = num_tokens == 1

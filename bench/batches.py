@@ -2,11 +2,11 @@
 
     python bench/batches.py
 
-A simulated device serves 64 streams, each followed by a new one when it ends, while a batch of
-10,000 lines is answered in parts; before each part the streams run alone. `p99_ratio` is the p99 of
-the time between a stream's tokens with the batch, divided by that without, round by round;
-`answered` counts the batch's lines. It takes about four minutes; the machine should be idle
-otherwise.
+A simulated device serves 64 streams; when one ends, a new one follows. In each round, the streams
+first run alone, and then beside a part of a batch of 10,000 lines. `p99_ratio` is the p99 of the
+time between a stream's tokens beside the batch, divided by the p99 alone, in the same round.
+`answered` counts the lines of the batch that were answered. The benchmark takes about four minutes;
+the machine should be idle otherwise.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class Streams:
             await post_stream(self._session, json.dumps(asked).encode(), note)
 
     async def p99(self, during: "asyncio.Task[Any]") -> float:
-        """Return the p99 of the gaps until a task is done."""
+        """Return the p99 of the gaps between pieces while a task runs."""
         self.gaps.clear()
         await during
         return float(np.percentile(self.gaps, 99))

@@ -1,9 +1,9 @@
-"""Measures a CPU's limits: bytes read from memory, and bf16 operations, per second.
+"""Measures a CPU's limits: bytes per second from memory, and bf16 operations per second.
 
     python bench/ceilings.py --num-threads 2
 
-Prints both as JSON. bench/serve.py prints how much of these limits a step reaches. Run it alone,
-because other work lowers both numbers.
+Prints both limits as JSON. bench/serve.py prints the share of the limits that a step reaches. Run
+this benchmark alone, because other work lowers both numbers.
 """
 
 import functools
@@ -19,13 +19,13 @@ _GEMM_SIZE = 2048
 
 
 def read_bytes_per_s(num_rounds: int) -> float:
-    """Bytes per second of a sum over memory that is larger than any cache."""
+    """Return the bytes per second of a sum over more memory than any cache holds."""
     data = torch.ones(_READ_BYTES // 4)
     return _READ_BYTES / least_s(data.sum, num_rounds)
 
 
 def bf16_flops(num_rounds: int) -> float:
-    """Operations per second of a product of large square matrices, packed as linear maps are."""
+    """Return the operations per second of a large matrix product, packed like a linear map."""
     x = torch.randn(_GEMM_SIZE, _GEMM_SIZE, dtype=torch.bfloat16)
     weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn_like(x))  # noqa: SLF001
     apply = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001

@@ -10,35 +10,38 @@
     python bench/chaos.py --agent 40
 
 A service of two routers, a scheduler and two workers serves 64 streams of every kind, through
-clients that resume. With --family the model has random weights, and layers with a window or
-recurrent ones. Repeatedly, a process is killed with SIGKILL or suspended for some seconds, or a
-link is cut or made silent. Each stream is compared, token for token, with its result alone before
-any fault.
+clients that resume. With --family, the model has random weights, and layers that have a window or
+are recurrent. Repeatedly, a process is killed with SIGKILL or suspended for some seconds, or a link
+is cut or made silent. Each stream is compared, token for token, with the result of the same request
+alone, before any fault.
 
-- `lost`, `duplicated`, `contradicted`: tokens.
+- `lost`, `duplicated`, `contradicted`: the numbers of tokens that are missing, came twice, or are
+  not the expected ones.
 - `stall_p50_s`, `stall_p99_s`: the longest pause of a stream after a fault that it lived through;
-  `kill_and_stop_stall_p99_s`: the same, without the faults of links.
-- `recomputed_after_scheduler_kill`: tokens that a new scheduler had computed again, in a first
-  phase in which only the scheduler is killed. They belong to outputs that had just ended without a
-  router having read the end: less than a block of each (docs/failure.md). With --cramped, --roles
-  and --family the number is shown and not judged: preempted sequences may be recomputed, those that
-  move to a decode worker compute their last tokens again, and recurrent ones all tokens since their
-  last checkpoint.
-- `blocks_exact`: whether at the end no block is held, and free + cached = total at each worker,
-  without those out of use.
+  `kill_and_stop_stall_p99_s`: the longest pause after a fault of a process, not of a link.
+- `recomputed_after_scheduler_kill`: tokens that were computed again for a new scheduler, in a first
+  phase in which only the scheduler is killed. The tokens belong to outputs that had just ended, but
+  whose end no router had read: less than a block of each output (docs/failure.md). With --cramped,
+  --roles and --family the number is shown, but not judged: preempted sequences may be recomputed,
+  sequences that move to a decode worker compute their last tokens again, and sequences of recurrent
+  models compute all tokens since their last checkpoint again.
+- `blocks_exact`: whether at the end no block is held, and each block of each worker is free, cached
+  or out of use.
 
-With --turns, clients create stored responses (/v1/responses) instead, and some in batches
-(/v1/batches); a process is killed every few seconds, and twice all processes at the same time. Each
-response is read to its end, as a stream or not, and its text compared with its text alone:
+With --turns, clients create stored responses (/v1/responses) instead, some of them in batches
+(/v1/batches). A process is killed every few seconds, and twice all processes are killed at the same
+time. Each response is read to its end, as a stream or at once, and its text is compared with the
+text of the same turn without faults:
 
-- `turns_lost`: accepted, but missing or failed; `turns_doubled`: computed twice, or with a repeated
-  or missing event; `turns_contradicted`: with another text.
+- `turns_lost`: turns that were accepted, but are missing or failed.
+- `turns_doubled`: turns that were computed twice, or that have a repeated or missing event.
+- `turns_contradicted`: turns with another text.
 
 With --agent N, an agent makes N turns with a tool through /v1/responses, then through /v1/messages,
-on simulated workers that replay the model's outputs. Every ten seconds router, scheduler or worker
-are killed in turn, and once all of them at the same time. A transcript has the agent's texts, its
-calls, and their results. `transcripts_that_differ` counts the APIs whose transcript differs in any
-byte from an undisturbed run's.
+on simulated workers that replay the model's outputs. Every ten seconds a router, the scheduler or a
+worker is killed, in turn, and once all processes are killed at the same time. A transcript has the
+agent's texts, its calls of the tool, and their results. `transcripts_that_differ` counts the APIs
+whose transcript differs in any byte from that of an undisturbed run.
 
 Exits with 1 if one of these counts is wrong; the lengths of pauses are only shown.
 """
@@ -86,7 +89,7 @@ _SAME_S = 0.5
 @dataclass(slots=True)
 class Run:
     faults: list[tuple[float, str]] = field(default_factory=list)
-    """Times, by the monotonic clock, and kinds."""
+    """The time of each fault, by the monotonic clock, and its kind."""
     recomputed: int = 0
     blocks: list[str] = field(default_factory=list)
     """The blocks that are still held at the end."""

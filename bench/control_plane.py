@@ -4,20 +4,20 @@
 
 A simulated worker replaces an H200 with a model of 8 billion parameters. One router and one
 scheduler serve it; a separate, cheap process reads all streams as they arrive
-(harness/many_streams.py). Each row is a number of streams by one API. `http` and `grpc` use the
-defaults: each token is a separate SSE event or message. The others call like a gateway:
-`gateway_http` has `--gateway-interval` tokens in an event, and `gateway_grpc` is one call of
-`GenerateMany` on one connection, which sends every token at once.
+(harness/many_streams.py). Each row of the table is a number of streams through one API. `http` and
+`grpc` use the defaults: each token is a separate SSE event or message. The other two rows call the
+service as a gateway does: `gateway_http` has `--gateway-interval` tokens in an event, and
+`gateway_grpc` is one call of `GenerateMany`, on one connection, which sends each token at once.
 
 Each number of streams is measured twice:
 
-- First the device is slowed down, so that each stream gets `--rate` tokens a second (fewer with
-  many streams, at most `--most` tokens/s in all) and no reader falls behind. The row has the
+- First the device is slowed down, so that no reader falls behind: each stream gets `--rate` tokens
+  a second, or fewer if all streams would exceed `--most` tokens/s together. The row has the
   processor time of router and scheduler per token; "tokens/piece" is the number of tokens that came
   in one event.
-- Then the device runs at full speed. The row has the highest tokens/s, and the number that the
-  device could give. All processes, including the reader, share this machine's cores, so on a small
-  machine this is the machine's limit and not the router's.
+- Then the device runs at full speed. The row has the highest tokens/s, and the tokens/s that the
+  device could give. All processes, including the reader, share this machine's cores. So on a small
+  machine the highest tokens/s are the machine's limit, and not the router's.
 """
 
 import argparse
@@ -55,8 +55,8 @@ _NUM_BLOCKS = 52_000
 _MODEL = SHIPPED_MODEL.name
 _PROMPT_LEN = 16
 _NUM_WINDOWS = 5
-"""Windows per measurement. The median counts, because other programs disturb some; the least shows
-how much."""
+"""Periods of time in a measurement. Their median counts, because other programs disturb some; the
+least shows how much."""
 _WARM_UP_S = 2.0
 _START_S = 60.0
 _MAX_MODEL_LEN = 32_768
@@ -80,9 +80,9 @@ class Client:
     """A way to request the streams."""
 
     name: str
-    """Its name in the table and in the results."""
+    """The client's name in the table and in the results."""
     api: str
-    """As `harness.many_streams` calls it."""
+    """The name of the API in `harness.many_streams`."""
     stream_interval: int = 1
     per_connection: int = 64
     """Streams per connection, for gRPC."""
@@ -149,7 +149,7 @@ async def measure_one(client: Client, num_streams: int, rate: float | None, seco
 async def measure_window(
     router: Process, scheduler: Process, seconds: float
 ) -> tuple[float, float, float]:
-    """Return the processor time per token of both, in us, and the tokens per second."""
+    """Return the processor time per token of router and scheduler, in us, and the tokens/s."""
     tokens, started_s = await num_generated(router), time.monotonic()
     router_s, scheduler_s = router.running_s(), scheduler.running_s()
     await asyncio.sleep(seconds)
@@ -163,7 +163,7 @@ async def measure_window(
 async def reader(
     client: Client, address: str, num_streams: int, num_tokens: int
 ) -> AsyncIterator[Callable[[], Awaitable[int]]]:
-    """Read streams in a separate process, from the first token of each.
+    """Read streams in a separate process; the block begins when each has its first token.
 
     Yields a function that ends the reading and returns how many pieces have arrived.
     """

@@ -2,17 +2,17 @@
 
     python bench/disaggregation.py --quick
 
-Cores, placement and hand-off are the real code of `scheduler_svc`, on simulated devices and a
-simulated clock: H200s with a model of 8 billion parameters in bf16, or of 70 billion in fp8, and a
-link between workers of --link-gbit. Prompts and outputs have log-normal lengths around the given
-means, no prefix is shared, and requests arrive at random (Poisson).
+The scheduler's cores, placement and hand-off are the real code of `scheduler_svc`. Devices and
+clock are simulated: the devices are H200s with a model of 8 billion parameters in bf16 or of 70
+billion in fp8, with links of --link-gbit between workers. Prompts and outputs have log-normal
+lengths around the given means, no prefix is shared, and requests arrive at random (Poisson).
 
 A request is good if its first token comes within one objective, and if the average gap between its
-other tokens is within another, which has a strict and an easy value. With --quantile 0.95, 95 of
-100 gaps must be within the objective, instead of their average. *Goodput* is the highest rate, per
-worker, at which 90 of 100 requests are good. "2P+1D" means two workers that prefill and one that
-decodes, "3" means three that do both; `--slowdown` is the scheduler's --max-decode-slowdown, which
-affects workers that do both.
+other tokens is within a second one, which has a strict and an easy value. With --quantile 0.95, 95
+of 100 gaps must be within the second objective, instead of their average. *Goodput* is the highest
+rate, per worker, at which 90 of 100 requests are good. "2P+1D" means two workers that prefill and
+one that decodes; "3" means three workers that do both. `--slowdown` is the scheduler's
+--max-decode-slowdown, which affects workers that do both.
 """
 
 import argparse
@@ -93,7 +93,7 @@ class Load:
 
     name: str
     prompt: int
-    """Average number of tokens, like `output`."""
+    """The average number of tokens in a prompt; `output` is that in an output."""
     output: int
     ttft_s: float
     """The objective for the first token with the 8B model."""
@@ -226,10 +226,10 @@ class SimulatedSession:
             await asyncio.sleep(_LAUNCH_S + num_bytes / self._link_bytes_per_s)
 
     def check_alive(self) -> None:
-        """Do nothing: it is never lost."""
+        """Do nothing: a simulated worker is never lost."""
 
     def trouble(self) -> None:
-        """Return None: it never hangs."""
+        """Return None: a simulated worker never hangs."""
 
     def load(self) -> SchedulerLoad:
         return self.core.load()
@@ -348,7 +348,7 @@ async def serve(
         choice = placer.choose(request, sessions, can_refuse=False)
         assert choice is not None
         sessions[choice.index].submit(request)
-    end_s = loop.time() + 5 * output_s  # requests that are not served until then are not good
+    end_s = loop.time() + 5 * output_s  # requests that have not ended by then are not good
     while loop.time() < end_s and any(not each.is_complete for each in histories.values()):  # noqa: ASYNC110
         await asyncio.sleep(0.5)
     handing_off.cancel()
@@ -393,7 +393,7 @@ class Search:
         self._outcomes: dict[float, Outcome] = {}  # by rate; both objectives share them
 
     def find(self, objective: int) -> tuple[float, Outcome | None]:
-        """Return the highest rate at which enough requests are good, and their outcome there."""
+        """Return the highest rate at which enough requests are good, and the outcome at it."""
         model, load, roles = self._run
         least, most, best = 0.0, 2.0 * _bound(model, load) * len(roles), None
         for _ in range(self._given.search_steps):

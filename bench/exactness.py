@@ -4,17 +4,21 @@
     python bench/exactness.py --formats bfloat16,bfloat16+int8 --streams 500 --json FILE
 
 For each format of weights and KV, a service of one router, one scheduler and two workers serves 64
-streams at a time from pools that hold a sixth of them: greedy and sampled outputs, several per
-prompt, penalties, grammars, beams, and LoRA adapters; the workers guess tokens by n-grams. So
-sequences are preempted, swapped to the host, spilled to the disk, and recomputed. In addition, the
-disk tier's file system is repeatedly filled up and freed, so that moves to the disk fail; live
-requests move from one worker to the other with their KV, one by one or all because their worker
-drains; the scheduler is killed, and the next one takes over; and workers are killed, so that the
-other one recomputes their sequences. Each stream is compared, token for token, with its output
-alone.
+streams at a time. The streams have greedy and sampled outputs, several outputs per prompt,
+penalties, grammars, beams, and LoRA adapters; the workers guess tokens by n-grams. The KV pools
+hold only a sixth of the streams. So sequences are preempted, swapped to the host, spilled to the
+disk, and recomputed. In addition:
 
-The disk tier needs a separate small file system, so this mounts a tmpfs; without the right to
-mount, moves to the disk do not fail, and the table leaves their number out.
+- The disk tier's file system is repeatedly filled up and freed, so that moves to the disk fail.
+- Live requests move with their KV from one worker to the other: one by one, or all of them because
+  their worker drains.
+- The scheduler is killed, and the next one takes over.
+- Workers are killed, so that the other worker recomputes their sequences.
+
+Each stream is compared, token for token, with the output of the same request alone.
+
+The disk tier needs a separate small file system, so the benchmark mounts a tmpfs. Without the right
+to mount, moves to the disk do not fail, and the table leaves out the number of failed moves.
 
 Exits with 1 if a token differs, or if one of these disturbances did not happen.
 """
@@ -74,7 +78,7 @@ _DISTURBANCES = (
 )
 """The disturbances that each format's streams must experience: title, process and counter."""
 _ORPHANED = "orphaned"
-"""The title of one more: sequences whose worker was killed."""
+"""The title of one more disturbance: sequences whose worker was killed."""
 
 
 @dataclass(slots=True)
@@ -135,7 +139,7 @@ async def fill_and_free(directory: Path, has_space: asyncio.Lock) -> None:
 async def end_often(
     service: ChaosService, counts: Counts, every_s: float, has_space: asyncio.Lock
 ) -> None:
-    """Until cancelled, end a process at a time: kill a worker, the scheduler, or drain a worker."""
+    """Until cancelled, end processes in turn: kill the scheduler, kill a worker, or drain one."""
     ends = itertools.cycle(
         (
             *(("worker-0", False), ("scheduler", False), ("worker-1", True), ("scheduler", False)),
@@ -206,7 +210,7 @@ async def running(*tasks: asyncio.Task[None]) -> AsyncIterator[None]:
 
 
 async def run_format(given: argparse.Namespace, name: str) -> tuple[Streams, Counts]:
-    """Serve the streams in one format, disturb them, and compare them with their outputs alone."""
+    """Serve and disturb streams in one format, and compare each with its request's output alone."""
     dtype, _, kv_dtype = name.partition("+")
     num_streams = _NUM_QUICK if given.quick else given.streams
     chance = random.Random(given.seed)

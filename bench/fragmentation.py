@@ -1,10 +1,10 @@
-"""Simulates paged KV against contiguous reservations of the maximal length in the same memory.
+"""Simulates paged KV, and contiguous reservations of the maximal length in the same memory.
 
     python bench/fragmentation.py [--quick] [--json FILE]
 
-Blocks are allocated by the real scheduler core; step durations come from a time model. Each client
-sends its next request when its last one has ended; requests share no prefix; one step is in flight.
-Preempted requests are recomputed. Three scenarios:
+The real scheduler core allocates the blocks; a time model gives the durations of steps. Each client
+sends its next request when its last one has ended. Requests share no prefix, one step is in flight,
+and preempted requests are recomputed. There are three scenarios:
 
     a  1,000 clients, requests of at most 8,192 tokens
     b  500 clients, each request with a different limit: 1,024 to 16,384 tokens, log-uniform
@@ -12,19 +12,20 @@ Preempted requests are recomputed. Three scenarios:
        limits as in b. Each model has a third of the memory, paged or not: blocks do not move from
        one model to another.
 
-Lengths: log-normal with sigma 1, cut at the limit. `chat` has the means of ShareGPT in the paper on
-PagedAttention, 161 tokens in and 338 out; `long` has the medians of Azure's conversations of 2023,
-1,020 in and 129 out, about twice as much KV. The gain of paging depends on the lengths: a request
-that fills its limit gains nothing. JSON has the numbers of `chat`, and those of `long` as
-`..._a_long`.
+Lengths are log-normal with sigma 1, and cut at the limit. `chat` has the means of ShareGPT in the
+paper on PagedAttention, 161 tokens in and 338 out. `long` has the medians of Azure's conversations
+of 2023, 1,020 in and 129 out, which need about twice as much KV. The gain of paging depends on the
+lengths: a request that fills its limit gains nothing. In the JSON file, names of numbers of `chat`
+end in the scenario, such as `_a`, and those of `long` in `_a_long`.
 
     no room    share of the requests that had to wait when their turn came, or were preempted,
-               because too little was free
-    no run     share that had to wait although enough was free, because it was not in one run
+               because too little memory was free
+    no run     share of the requests that had to wait because the free memory, although enough,
+               was not in one run
     fragmentation
-               1 - longest free run / free, mean over time; paged memory needs no run.
-               `defragmented` measures each second, and moves blocks at a rate of 0.2 or more,
-               in no time
+               1 - longest free run / free memory, mean over time; paged memory needs no run.
+               `defragmented` checks the fragmentation each second, and from 0.2 on moves blocks
+               together, which takes no time
 """
 
 import argparse
@@ -60,7 +61,7 @@ class Lengths:
     median_out: float
 
     def jobs(self, limits: Limits, seed: int) -> Iterator[Job]:
-        """Yield random requests without end; each prompt leaves room for at least one token."""
+        """Yield random requests endlessly; each prompt leaves room for one output token or more."""
         rng = np.random.default_rng(seed)
         while True:
             max_len = limits(rng)
@@ -71,7 +72,7 @@ class Lengths:
 
 
 LENGTHS = {
-    "chat": Lengths(161 * exp(-0.5), 338 * exp(-0.5)),  # the mean is exp(1/2) medians
+    "chat": Lengths(161 * exp(-0.5), 338 * exp(-0.5)),  # the mean is exp(1/2) times the median
     "long": Lengths(1020, 129),
 }
 
@@ -100,7 +101,7 @@ KINDS: dict[str, Callable[[Iterator[Job], int, int], Engine]] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A replay, or the means of several."""
+    """The numbers of a replay, or the means of several replays."""
 
     concurrency: float
     """Requests that run, mean over time."""
@@ -113,7 +114,7 @@ class Outcome:
 
 
 def play(kind: str, scenario: str, lengths: Lengths, seed: int, measured_s: float) -> Outcome:
-    """Replay a scenario; before the measurement it runs for half of the measured time."""
+    """Replay a scenario for `measured_s`, after a warm-up of half that time."""
     limits, clients = SCENARIOS[scenario]
     num_slots = NUM_SLOTS // len(clients)
     engines = [

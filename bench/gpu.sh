@@ -3,17 +3,19 @@
 #
 #   bench/gpu.sh [--wheels DIR] --call 1 [--out DIR] [--budget-s 530] [--only PART]
 #
-# Call 1 tells whether everything is right, call 2 how fast it is, call 3 the rest. Each prints its
-# plan, stops parts that take longer than planned, and leaves at most six files in --out, which
-# should be its own. Without --call, one run has all parts.
+# Call 1 tells whether all results are right, call 2 how fast Quire is, and call 3 runs the other
+# parts. Each call prints its plan, stops parts that take longer than planned, and leaves at most
+# six files in --out, which should be a separate directory for each call. Without --call, one run
+# has all parts.
 #
-#   bench/gpu.sh --cpu-smoke             the same with tiny shapes on a CPU; measures nothing
+#   bench/gpu.sh --cpu-smoke             runs all parts with tiny shapes on a CPU; measures nothing
 #   bench/gpu.sh --collect-wheels DIR    fills DIR, on a machine with a network, for --wheels
 #   bench/gpu.sh --sizes DIR             whether the checkout and DIR are small enough to be carried
 #
 # The GPU machine has torch for CUDA with Triton, and transformers. Other packages that it lacks come
 # from the wheels in DIR; nothing is downloaded, and nothing is installed permanently. build/gpu keeps
-# the measured ceilings and the compiled kernels for the next call; QUIRE_BENCH_KEPT is another folder.
+# the measured ceilings and the compiled kernels for the next call; QUIRE_BENCH_KEPT names another
+# folder for them.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}

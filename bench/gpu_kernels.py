@@ -4,14 +4,14 @@
 
 The ceilings are measured in the same run: bytes per second of a large read or a large copy,
 whichever is more, and operations per second of a large matrix product. Each kernel is timed from a
-CUDA graph with a cold cache (`kernels/tuning/timing.py`). The baseline of attention is torch's SDPA
-and, for some shapes, FlexAttention over dense keys and values, and its results are compared with
-SDPA's. The baselines of the other kernels are their twins. Decode is measured block-major and
-layer-major, with blocks of 16 to 128.
+CUDA graph with a cold cache (`kernels/tuning/timing.py`). The baselines of attention are torch's
+SDPA and, for some shapes, FlexAttention, over dense keys and values; the results of our attention
+are compared with SDPA's. The baselines of the other kernels are their twins in `kernels/reference`.
+Decode attention is measured on block-major and layer-major pools, with blocks of 16 to 128 tokens.
 
-If a kernel fails, its row has the error, and the others run; after a device fault they run in a new
-process. With --ceilings FILE the ceilings are read from the file if it was written for this device,
-else measured and written to it. `--cpu-smoke` runs every case with
+If a kernel fails, its row has the error, and the other kernels still run; after a device fault they
+run in a new process. With --ceilings FILE, the ceilings are read from the file if it was written
+for this device; otherwise they are measured and written to it. `--cpu-smoke` runs every case with
 tiny shapes in Triton's interpreter: it measures nothing, and shows that the script works.
 """
 
@@ -63,7 +63,7 @@ class Row:
     gb_s: float | None = None
     tflops: float | None = None
     share: float | None = None
-    """Least time by the ceiling that binds ÷ measured time."""
+    """The least time that the binding ceiling allows ÷ the measured time."""
     bound: str | None = None
     """"bytes" or "flops"."""
     baselines_us: dict[str, float | str] | None = None
@@ -161,12 +161,12 @@ def run(
     say: Callable[[list[Row]], None],
     done: Sequence[Row] = (),
 ) -> list[Row]:
-    """Measure the cases that are not done; call `say` with the rows so far after each."""
+    """Measure the cases that are not in `done`; after each, call `say` with all rows so far."""
     rows = list(done)
     for case in cases[len(rows) :]:
         rows.append(measure(case, device, ceilings, repeats))
         say(rows)
-        if is_lost():  # a baseline may have done it
+        if is_lost():  # a baseline may have lost the device
             start_again()
         gc.collect()
         if device.type == "cuda":

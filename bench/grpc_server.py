@@ -2,9 +2,9 @@
 
     python bench/grpc_server.py --streams 256
 
-One process runs the server; a second one reads. The result is the first process's processor time
-per message, with `grpc.aio` and `rpc.http2` in turns. The least of the turns counts, because other
-programs disturb some.
+One process runs the server, with `grpc.aio` and `rpc.http2` in turns; a second process reads. The
+result is the server's processor time per message. The least of the turns counts, because other
+programs disturb some turns.
 """
 
 import argparse

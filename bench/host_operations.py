@@ -4,12 +4,12 @@
 
 A worker's executor runs a decoder of a Llama's shape, 32 layers of tiny widths, on a CPU that
 passes for a GPU: each op goes through its Triton launcher, which launches nothing, and replays of
-CUDA graphs compute nothing. It counts the Python calls into torch (functions and methods, without
-reads of attributes), the operations of torch's dispatcher, launches of Triton kernels, and replays
-of graphs. `host_operations` is the sum of calls, launches and replays. `upload` is the number of
-bytes that the step copies to the device.
+CUDA graphs compute nothing. The benchmark counts Python calls of torch's functions and methods,
+operations of torch's dispatcher, launches of Triton kernels, and replays of graphs. Reads of
+attributes do not count. `host_operations` is the sum of calls, launches and replays. `upload` is
+the number of bytes that the step copies to the device.
 
-The counts are exact: each run gives the same ones.
+The counts are exact: each run gives the same numbers.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _NUM_LAYERS = 32
 _NUM_DECODES = 32
 _CONTEXT = 40
 _LONG_CONTEXT = 990
-"""Tokens of a sequence that decodes."""
+"""The length in tokens of a sequence that decodes."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ def _through_launcher(twin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare_launcher(name: str) -> Callable[..., Any]:
-    """Replace attention: launch its kernels and return zeros."""
+    """Wrap a launcher of attention, so that the output is zeros."""
     launcher = getattr(
         importlib.import_module(f"kernels.triton.attention.{name.split('_')[1]}"), name
     )
@@ -126,7 +126,7 @@ def _prepare_launcher(name: str) -> Callable[..., Any]:
 
 
 def _upload(arrays: Any, device: torch.device) -> list[torch.Tensor]:
-    """Replaces `transfer.upload` to a GPU: all arrays in one copy."""
+    """Stands in for `transfer.upload` to a GPU, which copies all arrays at once."""
     buffer = torch.empty(transfer.packed_bytes(arrays), dtype=torch.uint8, device=device)
     return transfer.upload_into(buffer, arrays)
 
@@ -228,15 +228,16 @@ KINDS = {
     "ranks": FEW_STEPS,
     "invariant": FEW_STEPS,
 }
-"""Workers, and the counted steps: plain; a LoRA adapter in each row; 8 experts; a draft model of 32
-layers that guesses two tokens for each row; rank 0 of two that split each layer; batch-invariant.
+"""Maps a kind of worker to its counted steps. "" is a plain worker. `adapters` has a LoRA adapter
+for each row; `experts` has 8 experts; `drafts` has a draft model of 32 layers that guesses two
+tokens for each row. `ranks` is rank 0 of two that split each layer. `invariant` is batch-invariant.
 """
 _NUM_DRAFTS = 2
 _RANK = 4
 
 
 class _RankOfTwo(Ranks):
-    """Rank 0; its collectives count as calls. The other rank has the same numbers."""
+    """Rank 0 of two. Its collectives count as calls, as if the other rank had the same numbers."""
 
     def __init__(self) -> None:
         self.place = Place(0, 2)
@@ -259,7 +260,7 @@ torch.distributed.all_gather = _gather
 
 
 class CountedGraphs:
-    """A `GraphBackend`: a replay counts, and computes nothing."""
+    """A `GraphBackend` whose replays are counted, and compute nothing."""
 
     def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
         parts: list[Callable[[], object]] = [self._count]
@@ -318,7 +319,7 @@ def _step(
 def count(
     executor: Executor, num_decodes: int, num_context_tokens: int, num_prompt_tokens: int
 ) -> Counts:
-    """Count a step of rows that decode, with a prompt beside them."""
+    """Count the operations of one step, in which rows decode beside a prompt."""
     executor.reset()
     if num_decodes:
         num_computed = num_context_tokens - _CONTEXT
@@ -349,7 +350,7 @@ def _adapter(number: int) -> Adapter:
 def make_executor(kind: str, *, has_graphs: bool) -> Executor:
     """Build a worker's executor over the tiny decoder; see `KINDS`.
 
-    Without graphs it computes each expert and each adapter separately.
+    Without graphs, the executor computes each expert and each adapter separately.
     """
     config, limits, slots, drafter = CONFIG, LIMITS, None, None
     adapters: dict[int, Adapter] = {}
@@ -397,9 +398,9 @@ def make_executor(kind: str, *, has_graphs: bool) -> Executor:
         slots=slots,
     )
     if has_graphs:
-        piecewise_graphs.piece_sizes = lambda _: (128, 512)  # of all sizes that steps here need
+        piecewise_graphs.piece_sizes = lambda _: (128, 512)  # the steps here need no other sizes
         for has_adapters in (False, True)[: 1 if slots is None else 2]:
-            if drafter is None:  # else tokens come from the host
+            if drafter is None:  # with a drafter, tokens come from the host
                 executor.capture_decodes(CountedGraphs(), lambda _: None, has_adapters=has_adapters)
             executor.capture_pieces(CountedGraphs(), lambda _: None, has_adapters=has_adapters)
         if drafter is not None:

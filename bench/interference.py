@@ -4,9 +4,10 @@
 
 Eight streams run on a 125M Llama with random weights. When each has some tokens, a prompt that
 fills the context arrives. The benchmark compares the gaps between the streams' tokens before the
-prompt arrives with those until the prompt's first token. It also compares the total time with a
-service that computes long prompts as fast as it can (--max-decode-slowdown inf): the difference is
-the bound's cost in throughput. The two services take turns; the machine should be idle otherwise.
+prompt arrives with the gaps from then until the prompt's first token. It also compares the total
+time with that of a service that computes long prompts as fast as it can (--max-decode-slowdown
+inf): the difference is what the bound on slowdown costs in throughput. The two services take turns;
+the machine should be idle otherwise.
 """
 
 import argparse
@@ -57,7 +58,7 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One long prompt, in seconds."""
+    """Times around one long prompt, in seconds."""
 
     p99_before: float
     p99_during: float

@@ -1,11 +1,10 @@
-"""Measures the cost of KV events: a change, a snapshot of many blocks, and a concurrent step.
+"""Measures the cost of KV events: for a change, for a large snapshot, and for a concurrent step.
 
 Prints one JSON line. `held_ms` is the CPU time for which one slice of a snapshot holds the event
-loop, and so delays a step of scheduling; with `zmq_`, if the slice is also converted to vLLM's
-format; with `zmq_lost_`, for which one part of the removal of all blocks of a lost worker holds it.
-`step_p99_ms` and `step_max_ms` say how late a task that
-wants to run every millisecond runs, without and with a snapshot in progress; on a busy machine they
-say more about the machine.
+loop, and so delays a step of scheduling. `zmq_held_ms` is the same if the slice is also converted
+to vLLM's format. `zmq_lost_held_ms` is the time of one part of the removal of all blocks of a lost
+worker. `step_p99_ms` and `step_max_ms` say how late a task runs that is due every millisecond,
+without and with a snapshot in progress; on a busy machine these two say more about the machine.
 """
 
 import argparse
@@ -103,7 +102,7 @@ class Snapshot:
 
 
 async def snapshot(events: KvEvents, engine: AsOneEngine | None = None) -> Snapshot:
-    """Read one snapshot, and serialize it as gRPC does, or as the outlet to ZeroMQ does."""
+    """Read one snapshot; serialize it as gRPC does or, with `engine`, as the ZeroMQ outlet does."""
     until, result = asyncio.Event(), Snapshot()
     ticks = asyncio.create_task(lateness(until))
     await asyncio.sleep(0.05)
@@ -130,7 +129,7 @@ async def snapshot(events: KvEvents, engine: AsOneEngine | None = None) -> Snaps
 async def convert(
     engine: AsOneEngine, message: WatchKvResponse, result: Snapshot, began: float
 ) -> None:
-    """Convert a message as the outlet to ZeroMQ does; `began` is when its slice was begun."""
+    """Convert a message as the outlet to ZeroMQ does; the message's slice began at `began`."""
     for part in engine.apply(message):
         result.num_bytes += len(encode(part))
         result.held_s.append(time.thread_time() - began)
@@ -154,7 +153,7 @@ def late_ms(late: list[float], name: str) -> dict[str, float]:
 
 
 def held_ms(runs: list[Snapshot], name: str) -> dict[str, float]:
-    """Return the figures of the round whose longest turn was the shortest."""
+    """Return the numbers of the round whose longest turn is the shortest of all rounds."""
     held = min((run.held_s for run in runs), key=max)
     p99, most = np.quantile(held, 0.99), max(held)
     return {f"{name}held_ms_p99": round(p99 * 1e3, 3), f"{name}held_ms_max": round(most * 1e3, 3)}

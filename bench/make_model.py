@@ -3,9 +3,10 @@
     python bench/make_model.py /tmp/llama-125m
 
 A model's speed does not depend on its weights. The tokenizer is a real BPE, trained on the sources
-of Python's standard library; a vocabulary that is too large for that has just a text for every
-token. Weights and tokenizer are the same each time. With --shape the directory has the sizes of a
-known model and no weights: the worker draws them on the device (`--load-format dummy`).
+of Python's standard library. For a vocabulary that is too large for such training, the tokenizer
+just has a text for every token. Weights and tokenizer are the same each time. With --shape, the
+directory has the sizes of a known model and no weights: the worker draws random weights on the
+device (`--load-format dummy`).
 """
 
 import argparse
@@ -39,7 +40,7 @@ class Sizes:
     vocab: int = 16000
     context: int = 4096
     head_dim: int = 0
-    """0: hidden / heads."""
+    """0 stands for the hidden size ÷ the number of heads."""
     is_tied: bool = False
     """Whether the embedding is also the map over the vocabulary."""
 
@@ -134,7 +135,7 @@ def _trained_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def _word_tokenizer(vocab_size: int) -> Tokenizer:
-    """A tokenizer with a text for every token."""
+    """Make a tokenizer that has a text for every token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = (f"w{number}" for number in range(vocab_size - len(letters) - 2))
     vocabulary = {text: i for i, text in enumerate([_BOS, _EOS, *letters, *words])}

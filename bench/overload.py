@@ -3,16 +3,17 @@
     python bench/overload.py --quick
 
 A router and a scheduler run on a simulated device, so that they have the machine's cores to
-themselves. First as many requests run as the device takes at once: this rate is the peak. Then
-requests arrive at ten times that rate, whether they are accepted or not; no client retries.
+themselves. First as many requests run as the device takes at once; their tokens per second are the
+peak. Then ten times as many requests arrive per second as the service completes at the peak,
+whether they are accepted or not; no client retries.
 
 - `goodput_over_peak`: tokens per second of the accepted requests that end well ÷ peak.
 - `refusal_p99_ms`: how long a refusal takes, measured by a separate process (faults/probe.py),
   because the process that makes the load is busy itself.
-- `health_idle_p99_ms`, `health_p99_ms`: how long a health call of that process takes before and
-  during the load; `late_p99_ms`: by how much its sleeps are too long. They show the machine's own
-  delays. `refusal_over_idle` is the refusals' p99 ÷ that of the idle health calls.
-- `rss_growth`: each process's memory at the end ÷ that after a quarter of the time.
+- `health_idle_p99_ms`, `health_p99_ms`: how long a health call of the separate process takes,
+  before and during the load; `late_p99_ms`: by how much its sleeps are too long. These numbers show
+  the machine's own delays. `refusal_over_idle` is `refusal_p99_ms` ÷ `health_idle_p99_ms`.
+- `rss_growth`: each process's memory at the end ÷ its memory after a quarter of the time.
 
 Exits with 1 if a refusal has no retry delay, or an accepted request does not end well.
 """
@@ -59,7 +60,7 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
 
     def tokens_per_s(self, start_s: float, end_s: float) -> float:
-        """Rate of the tokens that came in [start_s, end_s)."""
+        """Return the rate of the tokens that came in [start_s, end_s)."""
         return sum(start_s <= at_s < end_s for at_s in self.token_times_s) / (end_s - start_s)
 
 
@@ -88,7 +89,7 @@ async def ask(stub: InferenceServiceStub, draw: random.Random, outcome: Outcome)
 
 
 async def probe(target: str, seconds: float) -> dict[str, list[float]]:
-    """Run a process whose callers each make one call after another."""
+    """Run the separate process for `seconds`; each of its callers makes one call after another."""
     lengths = (f"--prompt-len={_PROMPT_LEN}", f"--output-len={_OUTPUT_LEN}")
     output = await run_script("-m", "faults.probe", target, f"--seconds={seconds}", *lengths)
     took: dict[str, list[float]] = json.loads(output)

@@ -2,9 +2,10 @@
 
     python bench/pacing.py
 
-The scheduler's core and its pacer are real, two steps in flight. The time of a step is fitted to a
-125M Llama on two cores: a constant, a part for each sequence that decodes, and a part for each
-prompt token, which is small for the first few beside decodes. Each load runs under four policies:
+The scheduler's core and its pacer are real; two steps are in flight. The time of a step is fitted
+to a 125M Llama on two cores. It is the sum of a constant, a part for each sequence that decodes,
+and a part for each prompt token; in a step of few rows, the first prompt tokens cost little. Each
+load runs under four policies:
 the default; the default with steps of 512 tokens; prompts as fast as they can be computed
 (--max-decode-slowdown inf); and steps filled with prompts, first come, first served, like vLLM's.
 The numbers do not depend on this machine. They help to choose a policy, and do not show how fast
@@ -29,7 +30,8 @@ from scheduler_svc.core.scheduler import Scheduler
 
 _STEP_S, _DECODE_S, _TOKEN_S = 8e-3, 0.8e-3, 0.55e-3
 _SPARE_ROWS, _SPARE_TOKEN_S = 12, 0.1e-3
-"""With fewer rows a step mostly waits for the weights, and a prompt token costs only this time."""
+"""A step of fewer rows mostly waits for the weights: prompt tokens that fill it up to
+`_SPARE_ROWS` rows cost only `_SPARE_TOKEN_S`."""
 _NOISE = 0.05
 """Standard deviation of a step's time, as a share of it."""
 _WIRE_S = 1e-3
@@ -107,7 +109,7 @@ class Felt:
     ended: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """The numbers by name, times in milliseconds."""
+        """Return the numbers by name, with times in milliseconds."""
         p50, p99, most = np.percentile(self.gaps, [50, 99, 100]) * 1e3
         return {
             "output_tok_s": self.num_tokens / self.ended,
@@ -162,7 +164,7 @@ class _Simulation:
         self._plan()
 
     def _plan(self) -> None:
-        """Send steps until one is due later, or there is nothing to do."""
+        """Send steps to the worker until the next is due later, or nothing is left to schedule."""
         now = self._clock.now
         while True:
             due_at = self._pacer.next_due_s

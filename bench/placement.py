@@ -1,12 +1,12 @@
-"""Compares placement by prefix, to the least loaded worker, and round robin, on real cores.
+"""Compares placement by prefix, on the least loaded worker, and round robin, with real schedulers.
 
     python bench/placement.py [--quick] [--sweep] [--json FILE]
 
 Four workers serve tenants whose requests each begin with the tenant's own long prompt. The prompts
 of all tenants together do not fit into one worker's prefix cache, but fit into all workers' caches
-together. Scheduling and block accounting are the service's own; the time of a step is a roofline
-(8B parameters on a device of 3.35 TB/s and 400 TFLOPS). Arrivals are Poisson; the tenants' shares
-follow Zipf's law. The numbers do not depend on this machine.
+together. Scheduling and block accounting are the service's own. The time of a step is that of a
+roofline: 8B parameters on a device of 3.35 TB/s and 400 TFLOPS. Arrivals are Poisson; the tenants'
+shares follow Zipf's law. The numbers do not depend on this machine.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def make_trace(num_requests: int, requests_per_s: float, seed: int = 0) -> list[
 
 
 class SimulatedReplica:
-    """A core and its worker, one step after another; a `placement.Worker`."""
+    """A `placement.Worker`: a scheduler core and a worker that computes one step after another."""
 
     block_size = CONFIG.block_size
     role = Role.BOTH

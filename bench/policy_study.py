@@ -1,7 +1,7 @@
-"""Compares how a scheduler core serves a recording's requests under another policy.
+"""Compares how a scheduler core serves a recording's requests under its policy and another one.
 
-Shows side by side the recording, the recorded policy simulated, and the other policy
-simulated: queue times, times to the first token and to the end, preemptions, and which sequences
+Shows side by side the recording, a simulation of the recorded policy, and a simulation of the other
+policy: queue times, times to the first token and to the end, preemptions, and which sequences
 finish in another order. Record with `quire-scheduler --record DIR`; policies and their arguments
 are those of `quire-scheduler --policy`. `policy/study.py` lists the assumptions.
 """

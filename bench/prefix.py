@@ -2,18 +2,18 @@
 
     python bench/prefix.py [--quick] [--json FILE]
 
-Conversations take turns: each prompt is the conversation so far and some new tokens, and other
-conversations run in between, so that together they need more blocks than the device has. The
-scheduler core and its block accounting are real. The device is a time model: an
-8-billion-parameter model in 2-byte numbers on 4.8 TB/s and 400 TFLOP/s, host copies at 50 GB/s
-beside the step, a disk of 5 GB/s in each direction that moves one block after the other.
+Conversations take turns: each prompt is the conversation so far and some new tokens. Between two
+turns of a conversation others run, so that all together need more blocks than the device has. The
+scheduler core and its block accounting are real. The device is a time model of a model with 8
+billion parameters in 2-byte numbers, at 4.8 TB/s and 400 TFLOP/s. Copies to and from the host run
+beside the step at 50 GB/s; a disk moves one block after the other, at 5 GB/s in each direction.
 
 `hit_over_ceiling`: prompt blocks found ÷ prompt blocks that were computed before, with a host tier
-that has room for all; the goal is 0.97. `loss_at_zero_hits`: the throughput that caching costs if
-prompts share nothing; the goal is 0.005. The core's processor time is added to the modelled time of
-the steps, although two steps in flight would hide it. Runs with and without caching take turns, and
-the fastest of each counts. `loss_at_zero_hits_demoting`: the same with a host tier, to which all
-evicted blocks are copied.
+that has room for all; the goal is 0.97. `loss_at_zero_hits`: the share of throughput that caching
+costs if prompts share nothing; the goal is 0.005. The core's processor time is added to the
+modelled time of the steps, although two steps in flight would hide it. Runs with and without
+caching take turns, and the fastest of each counts. `loss_at_zero_hits_demoting`: the same share
+with a host tier, to which all evicted blocks are copied.
 """
 
 import argparse
@@ -93,7 +93,7 @@ class Outcome:
     """The result of playing a trace."""
 
     num_blocks: int = 0
-    """Full blocks of prompts without their last token, which must be computed."""
+    """Full blocks of the prompts, each without its last token, which is always computed."""
     num_known: int = 0
     """Blocks whose content was computed before; they are the ceiling of hits."""
     num_found: int = 0
@@ -144,7 +144,7 @@ class ModelledDevice:
         self._worker = SimulatedWorker(BASE.max_num_seqs, draw)
         self._free_at_s = 0.0
         self.busy_s = 0.0
-        """Time in which it executed steps."""
+        """Time in which the device executed steps."""
         self._disk: list[tuple[float, int, str, int]] = []
         """Heap of disk moves in progress: end, a number, the outcome's field, the block."""
         self._disk_free_at_s = dict.fromkeys(("store", "load"), 0.0)
@@ -196,7 +196,7 @@ class _Play:
         self._device = ModelledDevice({str(turn.key).encode(): turn for turn in each_turn})
         self._num_in_flight = 0
         self._live: dict[int, tuple[Turn, float]] = {}
-        """By sequence key, with the time of arrival."""
+        """Maps a sequence key to its turn and the time of the turn's arrival."""
         self._known: set[BlockHash] = set()
         self.outcome = Outcome()
 

@@ -4,15 +4,15 @@
     python bench/quality.py --checkpoints  # also the model as AWQ, GPTQ and fp8 checkpoints
     python bench/quality.py --model DIR --text FILE --variants bf16,weights_int8,weights_int4
 
-By default this is the shipped model, and the text that `models/train.py` held out: modules of the
-Python standard library, one file in sixty. These numbers depend only on that text, so compare
-numbers from one Python version. A text is scored in windows of at most 2,047 tokens, each after the
-token with which the model's texts begin, if there is one. Perplexities of models with different
-tokenizers cannot be compared.
+By default, the model is the shipped one, and the text is what `models/train.py` held out: one file
+in sixty of the Python standard library. This text depends on the Python version, so only numbers
+from the same version can be compared. A text is scored in windows of at most 2,047 tokens. Each
+window begins with the token with which the model's texts begin, if there is one. Perplexities of
+models with different tokenizers cannot be compared.
 
 Each variant is a worker, loaded as its flags say, which scores the text as it scores any prompt:
 chunk by chunk, through its paged KV. If the checkpoint is quantized, one more variant, as_is, has
-no flags. Variants that a worker refuses are left out, with its reason.
+no flags. A variant that a worker refuses is left out, and the worker's reason is printed.
 """
 
 import argparse
@@ -50,11 +50,11 @@ _VARIANTS: dict[str, dict[str, str]] = {
 }
 """Maps each variant to the worker's flags; its result is `ppl_` and the variant's name."""
 _CHECKPOINT_DTYPES = {"": "bfloat16", "_fp32": "float32"}
-"""By the suffix of the result. In float32 a checkpoint's values are exact."""
+"""Maps the suffix of a result's name to the dtype. In float32 a checkpoint's values are exact."""
 _AS_IS = "as_is"
 _BASELINE = "bf16"
 _MAX_WINDOW = 2047
-"""Tokens that are scored together; KV needs so much memory."""
+"""The most tokens that are scored together; the KV has room for as many."""
 _BLOCK_SIZE = 16
 _QUICK_TOKENS = 6_000
 _ATTACHMENT = 0
@@ -76,7 +76,7 @@ def windows(
     """Yield token ids to score: texts, cut after `max_tokens`, about `budget` tokens in all."""
     begin = tokenizer.encode("").ids[:1]
     if tokenizer.encode("a").ids[:1] != begin:
-        begin = []  # it is an end token
+        begin = []  # the token of an empty text ends texts
     length = max_tokens - len(begin)
     num_tokens = 0
     for text in texts:
@@ -97,7 +97,7 @@ async def perplexity(
 ) -> tuple[float, int]:
     """Return the text's perplexity at a worker with these flags, and how many tokens it scored.
 
-    Without a text, these are the files that the training of the shipped model held out.
+    If `text` is None, the text is all files that the training of the shipped model held out.
 
     Raises:
         ModelError: The worker refuses the flags.

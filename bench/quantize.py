@@ -2,11 +2,11 @@
 
     python bench/quantize.py models/quire-tiny-python awq /tmp/awq
 
-For tests and for `bench/quality.py --checkpoints`. Programs for real checkpoints fit the
-rounding to text, and lose less. Embeddings, norms, the map to the vocabulary and the experts'
-router are not quantized.
+The checkpoints are for tests and for `bench/quality.py --checkpoints`. Programs for real
+checkpoints, such as `quire quantize`, fit the rounding to a text, and lose less. Embeddings, norms,
+the map to the vocabulary and the experts' router are not quantized.
 
-Symbols: `N` output features of a linear map, `K` its input features, `G` groups of these.
+Symbols: `N` output features of a linear map, `K` its input features, `G` groups of input features.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Form:
     config: dict[str, Any]
     """`quantization_config`, without the list of weights that are not quantized."""
     kept_key: str
-    """The name of that list."""
+    """The name of the list of weights that are not quantized."""
     pack: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
     """Takes a weight [N, K]; returns its tensors, and the weight that they encode, float32[N,
     K]."""
@@ -69,7 +69,7 @@ def _pack_gptq(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Tensor
 
 
 def _to_fp8(weight: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight, scaled so that `largest` is the largest number of fp8; and the scales."""
+    """Return the weight in fp8, scaled so that `largest` becomes fp8's largest, and the scales."""
     scales = (largest / _FP8_MAX).clamp(min=1e-12)
     return (weight.float() / scales).to(torch.float8_e4m3fn), scales
 
@@ -141,7 +141,7 @@ FORMS = {
         _FP8 | {"weight_block_size": [_BLOCK, _BLOCK]}, "modules_to_not_convert", _pack_fp8_block
     ),
 }
-"""By the name of the result."""
+"""The forms by name."""
 
 
 def write(

@@ -6,11 +6,11 @@ Costs are processor time, so that other work on the machine hardly counts. Seque
 blocks of 16 tokens, so one in sixteen crosses a block boundary in each step. `growth` compares
 1,024 with 64 running sequences when four cross a boundary in both cases. `two groups` compares a
 model in which every other layer has a window with a model without windows, step by step in turns.
-`hash` is the prefix cache's cost per prompt block. Goals: 0.14 us per sequence at 1,024; growth at
-most 2; two groups at most 1.5 times one.
+`hash` is the prefix cache's cost per prompt block. The goals are 0.14 us per sequence at 1,024
+sequences, a `growth` of at most 2, and `two groups` of at most 1.5.
 
-If the interpreter's environment has vLLM, the benchmark times vLLM's scheduler and hashing, too,
-each right after Quire's at the same size.
+With --vllm-python, an interpreter whose environment has vLLM, the benchmark times vLLM's scheduler
+and hashing, too, each right after Quire's at the same size.
 """
 
 import argparse
@@ -36,7 +36,7 @@ WINDOW = 128
 
 
 class Decoding:
-    """Sequences that decode, spread over a block."""
+    """Sequences that decode, with lengths that are spread over a block."""
 
     def __init__(
         self,

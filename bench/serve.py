@@ -2,15 +2,16 @@
 
     python bench/serve.py --peer vllm=http://127.0.0.1:9000 --peer sglang=http://127.0.0.1:9001
 
-Starts router, scheduler and worker on a 125M Llama with random weights and loads their OpenAI API
-with 1, 8 and 32 streams of 128 tokens in and 64 out. Then they take turns with the same service in
-one process (engines/one_service.py). The client is a separate process on the same machine. On a
-machine with few cores all processes compete, so the numbers include the client's cost.
+Starts router, scheduler and worker on a 125M Llama with random weights, and sends 1, 8 and 32
+streams of 128 tokens in and 64 out to their OpenAI API. Then the three processes take turns with
+the same service in one process (engines/one_service.py). The client is a separate process on the
+same machine. On a machine with few cores all processes compete, so the numbers include the client's
+cost.
 
 --peer NAME=URL lets another OpenAI-shaped server of the same model take turns with ours, round
-after round; it may be given several times. The results are the medians of the rounds' ratios, such
-as peer_ratio_NAME_c8. A lone peer may be given as URL; then its results have no name either.
---base-url measures a running server, without the cost of the split.
+after round; the flag may be given several times. The results are the medians of the rounds' ratios,
+such as peer_ratio_NAME_c8. A single peer may be given as just a URL; then the names of its results
+lack NAME. --base-url measures a running server, without the cost of the split.
 """
 
 import argparse
@@ -54,12 +55,12 @@ class Peer:
     """A server to compare with."""
 
     name: str
-    """Empty if there is no other."""
+    """Empty for a single peer that was given without a name."""
     url: str
 
     @classmethod
     def parse(cls, text: str) -> "Peer":
-        """Return the peer of NAME=URL, or of a URL."""
+        """Parse NAME=URL, or just a URL."""
         match = re.fullmatch(r"(?:([a-z0-9_]+)=)?(https?://\S+)", text)
         if match is None:
             raise argparse.ArgumentTypeError(
@@ -74,10 +75,10 @@ class Rounds:
 
     ours: list[LoadResult]
     peers: Mapping[str, list[LoadResult]]
-    """By the peer's name, its results in the same rounds."""
+    """Maps the name of each peer to its results in the same rounds."""
 
     def ratios(self, peer: str) -> dict[str, Spread]:
-        """Ours ÷ the peer's, by name."""
+        """Return our numbers ÷ the peer's, by the name of the ratio."""
         suffix = f"_{peer}" if peer else ""
         return {
             f"{name}{suffix}_c{self.ours[0].concurrency}": Spread.of_ratios(
@@ -156,7 +157,7 @@ async def _measure_processes(
         metrics |= await measure_shares(three.base_url, name, model, alone, given.num_threads)
     concurrency = given.split_concurrency
     workload = _workload(given, name, concurrency)
-    if given.quick:  # there is time for two short rounds, or for one
+    if given.quick:  # two short rounds take the time of one full round
         workload = replace(workload, output_len=-(-workload.output_len // 2))
     sides = {
         ONE_GRPC: by_grpc(one),

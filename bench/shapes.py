@@ -1,4 +1,4 @@
-"""Compares one stream with another server, over model shapes for which no code was tuned.
+"""Compares one stream's speed with another server's, on model shapes for which no code was tuned.
 
     python bench/shapes.py --peer-command 'vllm serve {model} --port {port} --dtype bfloat16'
 
@@ -33,7 +33,7 @@ SHAPES = {
     "2048": Sizes(2048, 6, 32, 8, 5632, 32_003),
     "2048-tied": Sizes(2048, 6, 16, 2, 5632, 32_003, is_tied=True),
 }
-"""By width: with tied and with untied embeddings."""
+"""The shapes by hidden size, each with tied and with untied embeddings."""
 _IN_SHELL = (  # without the path of our packages: one has the name of a package that vLLM uses
     "import os, sys; del os.environ['PYTHONPATH']; os.execv('/bin/sh', ['sh', '-c', sys.argv[1]])"
 )

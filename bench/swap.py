@@ -2,13 +2,13 @@
 
     python bench/swap.py [--quick] [--json FILE] [--model DIR] [--device cuda] [--disk-dir DIR]
 
-- `payload_over_memcpy`: KV bytes per second of swapping one sequence's blocks, scattered on the
-  device, ÷ bytes per second of a copy in one piece. The worse of both directions; each is the best
-  of many rounds, in which both take turns.
-- `resume_recompute_over_swap`: time to recompute a context of 1,000 tokens ÷ time to
-  swap it out and in.
-- codecs on real KV of the shipped model, on one thread.
-- the disk's own speed (nothing cached), with and without a codec.
+- `payload_over_memcpy`: KV bytes per second of swapping one sequence's blocks, which are scattered
+  on the device, ÷ bytes per second of a copy in one piece. The number is that of the slower
+  direction. For each direction the best of many rounds counts; swap and copy take turns.
+- `resume_recompute_over_swap`: time to recompute a context of 1,000 tokens ÷ time to swap it out
+  and in.
+- The codecs run on real KV of the shipped model, on one thread.
+- The disk's own speed is measured (nothing cached), with and without a codec.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _MIB = 1024**2
 def recompute_over_swap(
     model: Path, dtype: torch.dtype, device: str, num_rounds: int
 ) -> dict[str, float]:
-    """Bring a context back both ways, in turn; check that the KV is the same."""
+    """Restore a context by recomputation and by swap, in turn; check that the KV is the same."""
     num_blocks = -(-CONTEXT // 16)
     engine = load_engine(model, 2 * num_blocks, dtype, device)
     pool = engine.pool
@@ -79,7 +79,7 @@ def recompute_over_swap(
 
 
 def disk_speed(pool: KvPool, directory: Path, num_bytes: int, codec: str) -> dict[str, float]:
-    """KV bytes per second to and from the disk. A store ends when the disk has the bytes."""
+    """Return KV bytes per second to and from the disk. A store ends when the disk has the bytes."""
     num_blocks = max(1, num_bytes // pool.block_bytes)
     host_pool = HostPool(pool.blocks_as_bytes, num_blocks)
     spec = parse_codec(codec)

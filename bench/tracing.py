@@ -3,9 +3,9 @@
     python bench/tracing.py --model DIR --rounds 6
 
 The benchmark compares the processor time of the three processes for the same requests, including
-the export; other work on the machine disturbs processor time less than wall time. The ratio of the
-service without traces to itself, between the two halves of the rounds, shows the noise. The
-collector is in this process and drops all spans.
+the export; other work on the machine disturbs processor time less than wall time. To show the
+noise, the service without traces is also compared with itself, between the two halves of the
+rounds. The collector is in this process and drops all spans.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python bench/transfer.py [--quick] [--json FILE] [--model DIR] [--mib 256]
 
-Three worker processes on this machine: one has NIXL (`pip install 'quire[nixl]'`), one has not, and
-a third one that has it pulls the same number of blocks, in random order, from each. Checksums are
-compared, as while serving. memcpy copies as many bytes in pieces of 4 MiB within this process. The
-three take turns; ratios are of the same round. CPU time is the sum over all processes; on a busy
-machine it is more reliable than speed.
+Three worker processes run on this machine. One has NIXL (`pip install 'quire[nixl]'`), one does
+not. The third has NIXL and pulls the same number of blocks, in random order, from each of the other
+two. Checksums are compared, as while serving. memcpy copies as many bytes in pieces of 4 MiB within
+this process. gRPC, NIXL and memcpy take turns; a ratio compares numbers of the same round. CPU time
+is the sum over all processes; on a busy machine it is more reliable than speed.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _GIB = 1024**3
 
 
 class Worker:
-    """A worker process under this scheduler."""
+    """A worker process, to which this script is the scheduler."""
 
     def __init__(self, process: Process, target: str, channel: grpc.aio.Channel) -> None:
         self.process = process

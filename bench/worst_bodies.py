@@ -4,18 +4,19 @@
 
 Sends bodies of at most the allowed size (`--max-body-mb`), one at a time: nested, many tiny items,
 long texts, escapes, numbers, unknown fields, tools, schemas, uploads, messages of every gRPC
-method, and streams of many messages (faults/bodies.py). Half of them are drawn freely; the others
-are like the worst so far. A heartbeat in the router (engines/watched_router.py) measures, after
-each,
+method, and streams of many messages (faults/bodies.py). Half of the bodies are drawn freely; the
+others are like the worst so far. After each body, a heartbeat in the router
+(engines/watched_router.py) gives two numbers:
 
 - `cpu_ms`: the most processor time that the event loop's thread took between two heartbeats, 2 ms
   apart. It does not depend on the machine's other load.
-- `gap_ms`: how late a heartbeat was by the clock, which other processes and threads make larger.
+- `gap_ms`: how late a heartbeat was by the clock. Other processes and threads make this number
+  larger.
 
-Prints the worst bodies, the largest of both, and `memory_kept_percent`: how much more memory the
-router has afterwards than before, when it had answered small bodies of all kinds, and as many
-requests at once as it accepts. Exits with 1 if a
-body is answered with an error of the service, or if the router keeps over 25 % more memory.
+Prints the worst bodies, the largest value of each number, and `memory_kept_percent`: how much more
+memory the router has afterwards than before. "Before" is when the router has answered small bodies
+of all kinds, and as many requests at once as it accepts. Exits with 1 if a body is answered with an
+error of the service, or if the router keeps over 25 % more memory.
 """
 
 import argparse
@@ -51,7 +52,7 @@ _SETTLE_S = 20.0
 _SLOW_S = 5.0
 """An answer that takes longer is logged."""
 _NUM_SMALL, _SMALL_BYTES = 400, 4096
-"""How many bodies are sent before memory is first measured."""
+"""How many bodies are sent before memory is first measured, and their largest size."""
 _MANY_AT_ONCE = Shape("stream", "generate", "alone", 4095)
 _MOST_KEPT_PERCENT = 25.0
 """The goal is 10; 5 to 7 were measured, and 12 to 131 while refused requests were kept."""
@@ -73,7 +74,7 @@ class Sender:
     """Sends bodies to a router."""
 
     def __init__(self, router: Process, channel: grpc.aio.Channel, socket: str) -> None:
-        """`socket` is where `channel` leads."""
+        """`socket` is the path of the Unix socket to which `channel` leads."""
         self._router = router
         self._channel = channel
         self._socket = socket
@@ -133,7 +134,7 @@ class Sender:
         return status.name
 
     async def _read(self) -> tuple[float, float]:
-        """Take the largest gap, and the most processor time, since the last call."""
+        """Return the largest gap and the most processor time since the last call."""
         text = await self._router.get("/metrics")
         assert text is not None, "it answers"
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:6] == "bench_")
@@ -167,7 +168,7 @@ async def search(
 
 
 async def settled_bytes(process: Process) -> int:
-    """Return its resident memory when that has settled."""
+    """Wait until a process's resident memory has settled, and return it."""
     least = process.rss_bytes()
     settled_s = time.monotonic() + _SETTLE_S
     while time.monotonic() < settled_s:
@@ -209,7 +210,7 @@ async def measure(given: argparse.Namespace) -> Results:
                 await sender.measure(make(draw_shape(rng), _SMALL_BYTES))
             await sender.measure(make(_MANY_AT_ONCE, _MIB))
             before_bytes = await settled_bytes(router)
-            idle = [await sender._read() for _ in range(20)]  # noqa: SLF001 - what a scrape adds
+            idle = [await sender._read() for _ in range(20)]  # noqa: SLF001 - a scrape's own cost
             gc.collect()
             worst = await search(sender, rng, time.monotonic() + 60 * minutes, _MIB)
             after_bytes = await settled_bytes(router)

@@ -1,7 +1,7 @@
 """Links services within one process: stands in for gRPC's servers and channels.
 
-Both ends are the real generated stubs and servicers. A message is handed over as an object: it is
-not encoded, and does not leave the event loop. A handler's QuireError reaches its caller as a
+Both ends are the real ones: generated stubs and servicers. A message is handed over as an object:
+it is not encoded, and does not leave the event loop. A handler's QuireError reaches its caller as a
 status, as over gRPC. There are no metadata and no deadlines.
 """
 
@@ -59,7 +59,7 @@ class Links:
 
 
 class _Channel:
-    """The part of a gRPC channel that generated stubs and its owners use."""
+    """The part of a gRPC channel that generated stubs and the channel's owners use."""
 
     def __init__(self, methods: Mapping[str, Any]) -> None:
         self._methods = methods
@@ -93,7 +93,7 @@ class _Call:
     """The caller's side of a streaming call. The handler runs in a separate task."""
 
     def __init__(self, handle: Callable[..., Awaitable[None]], request: object | None) -> None:
-        """`request` is one message or an iterator of them; None: the caller writes them."""
+        """`request` is one message or an iterator of messages; None: the caller writes messages."""
         self._written: asyncio.Queue[object] = asyncio.Queue()
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
         self._refusal: grpc.aio.AioRpcError | None = None

@@ -2,10 +2,10 @@
 
     python -m engines.one_service --model DIR --uds SOCKET --http-port PORT
 
-It runs the code of the three processes, but they hand messages over as objects (in_process.py). The
-worker's steps run in their own thread, as always; here it shares Python's lock with the whole
-service. Clients reach the router's gRPC at the socket and its HTTP at the port. The flags are the
-worker's.
+The code is that of the three processes, but they hand messages over as objects (in_process.py). The
+worker's steps run in their own thread, as always, but here the thread shares Python's lock with the
+whole service. Clients reach the router's gRPC at the socket and its HTTP at the port. The flags are
+the worker's.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Compares a service with the machine's limits, at both ends of the roofline."""
+"""Compares a service with the machine's limits on memory reads and on arithmetic (a roofline)."""
 
 import json
 import struct
@@ -18,7 +18,7 @@ class ModelCost:
     """Bytes and operations per token, computed from a model's files."""
 
     weight_bytes: int
-    """Read by each decode step: all weights but the embedding."""
+    """The bytes that each decode step reads: all weights but the embedding."""
     layer_parameters: int
     """Elements of the matrices by which each token is multiplied, without the last matrix."""
     head_parameters: int
@@ -28,7 +28,7 @@ class ModelCost:
 
     @classmethod
     def of(cls, directory: Path) -> "ModelCost":
-        """Read the sizes of the weights, not the weights."""
+        """Compute the costs from the sizes of the weights; the weights are not read."""
         config = json.loads((directory / "config.json").read_text())
         sizes: dict[str, tuple[int, int]] = {}  # parameters, bytes
         for path in directory.glob("*.safetensors"):
@@ -54,7 +54,7 @@ class ModelCost:
         )
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Operations for a prompt and its first token; the causal mask halves the attention."""
+        """Return the operations for a prompt and its first token; causality halves attention."""
         attention = self.attention_per_token * num_tokens**2 / 2
         return 2 * (self.layer_parameters * num_tokens + self.head_parameters) + attention
 
@@ -62,12 +62,14 @@ class ModelCost:
 async def measure_shares(
     base_url: str, model: str, directory: Path, alone: LoadResult | None, num_threads: int
 ) -> dict[str, float]:
-    """Measure the machine while the service is idle, then prompts; print and return the shares.
+    """Print and return the shares of the machine's limits that decodes and prompts reach.
+
+    The limits are measured while the service is idle.
 
     Args:
         base_url: The service's URL.
-        model: The name of its model.
-        directory: The directory of its model.
+        model: The name of the service's model.
+        directory: The directory of the service's model.
         alone: The measured load of one stream; None if it was not measured.
         num_threads: Threads of the worker.
     """

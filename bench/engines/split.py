@@ -1,4 +1,4 @@
-"""Measures the cost of the split: three processes against the same service in one."""
+"""Measures the cost of the split: compares three processes with the same service in one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,14 +30,14 @@ _WARM_UP_LEN: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class SplitTax:
-    """Rounds at one concurrency."""
+    """The tokens per second of all rounds at one concurrency."""
 
     concurrency: int
     tok_s: Mapping[str, list[float]]
     """Each side's tokens per second, round by round, on the same requests."""
 
     def ratios(self) -> dict[str, Spread]:
-        """The ratios of the sides that were measured; 1 means that the split costs nothing."""
+        """Return the ratios of the sides that were measured; at 1 the split costs nothing."""
         return {
             name: Spread.of_ratios(self.tok_s[above], self.tok_s[below])
             for name, (_, above, below) in _RATIOS.items()

@@ -1,7 +1,8 @@
 """Times vLLM's scheduler as `scheduler.py` times ours, in an interpreter that has vLLM.
 
-Answers each line `[running, steps]` with microseconds per step, and `"hash"` with microseconds per
-block of 16 tokens. It uses vLLM's defaults: asynchronous scheduling, prefix caching, sha256.
+Answers each input line `[running, steps]` with the microseconds per step, and a line `"hash"` with
+the microseconds per block of 16 tokens. The scheduler has vLLM's defaults: asynchronous scheduling,
+prefix caching, sha256.
 """
 
 import json
@@ -40,7 +41,7 @@ MODEL = {  # only the shape of this config matters
 
 
 def make_scheduler(model: Path, num_seqs: int, max_len: int) -> AsyncScheduler:
-    """Return a scheduler with room for all sequences, configured as ours in `scheduler.py`."""
+    """Make a scheduler with room for all sequences, configured as ours in `scheduler.py`."""
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
     config = VllmConfig(
         model_config=ModelConfig(

@@ -1,10 +1,11 @@
-"""Runs a router with an additional metric: the longest time that its event loop was held.
+"""Runs a router with two more metrics, which show for how long its event loop was held.
 
     python -m engines.watched_router FLAGS
 
 A heartbeat on the event loop measures how late it is, and how much processor time the loop's thread
-took in between. That is the time for which one callback held the loop, without the time of other
-threads and processes. Each scrape of /metrics reads the largest values since the last one.
+took since the heartbeat before. The processor time shows for how long callbacks held the loop,
+without the time of other threads and processes. Each scrape of /metrics reads the largest values
+since the last scrape.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """A scripted agent whose model calls a tool in each turn; it runs while processes are killed.
 
-The model is a simulated worker's script: the chat template ends each result of the tool with an end
-token, so that turn N of the conversation gets output N (`Script` in sim_worker/draw.py).
+The model is a script that a simulated worker outputs. The chat template ends each result of the
+tool with an end token, so that turn N of the conversation gets output N (`Script` in
+sim_worker/draw.py).
 """
 
 import asyncio
@@ -39,7 +40,7 @@ _PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "re
 
 
 def write_model(directory: Path, num_turns: int) -> tuple[Path, Path]:
-    """Write a model without weights, and the script of its outputs; return where both are."""
+    """Write a model without weights, and the script of its outputs; return their paths."""
     model = directory / "scripted"
     model.mkdir()
     shutil.copy(SHIPPED_MODEL / "tokenizer.json", model)
@@ -68,7 +69,7 @@ def _output(turn: int, num_turns: int) -> str:
 
 
 class Notes:
-    """The agent's tool. A call made twice, or not at all, changes all later results."""
+    """The agent's tool. A call that is made twice, or is left out, changes all later results."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -81,7 +82,7 @@ class Notes:
 
 
 class Agent:
-    """Works on the task by one of the APIs, through routers that may die at any time."""
+    """Works on the task through one of the APIs, by way of routers that may die at any time."""
 
     def __init__(self, urls: Sequence[str], api: str, chance: random.Random) -> None:
         """`api` is "responses" or "messages"."""
@@ -112,7 +113,7 @@ class Agent:
     async def _respond(
         self, session: aiohttp.ClientSession, state: dict[str, Any]
     ) -> tuple[object, list[tuple[str, dict[str, str]]]]:
-        """Take a turn of a conversation that the service keeps."""
+        """Make a turn of a conversation that the service stores."""
         results = state.get("results", {})
         body = {
             "stream": True,
@@ -148,7 +149,7 @@ class Agent:
     async def _message(
         self, session: aiohttp.ClientSession, state: dict[str, Any]
     ) -> tuple[object, list[tuple[str, dict[str, str]]]]:
-        """Take a turn of a conversation that the agent keeps; a broken call is repeated."""
+        """Make a turn of a conversation that the agent stores; repeat a call that breaks."""
         messages = state.setdefault("messages", [{"role": "user", "content": _TASK}])
         if results := state.get("results"):
             content = [
@@ -188,7 +189,7 @@ class Agent:
     async def _events(
         self, session: aiohttp.ClientSession, method: str, path: str, asked: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Ask any router, and yield its events until the stream ends or breaks."""
+        """Send a request to any router, and yield its events until the stream ends or breaks."""
         url = f"{self._chance.choice(self._urls)}{path}"
         timeout = aiohttp.ClientTimeout(sock_read=_READ_S)
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):

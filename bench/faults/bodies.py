@@ -1,8 +1,9 @@
 """Searches for the request bodies, of at most the allowed size, that cost a router the most.
 
-A body is a *place* (an HTTP route's field, or a field of a gRPC method's message) filled with many
-of one *unit*. A search draws both, and draws bodies like the worst ones that it has found. A call
-with a stream of requests also gets bodies of many small messages.
+A body is a *place* that is filled with many copies of one *unit*. A place is a field of an HTTP
+route's body or of a gRPC method's message. A search draws places and units at random, and also
+draws bodies that resemble the worst ones found so far. A call with a stream of requests also gets
+bodies of many small messages.
 """
 
 import random
@@ -293,7 +294,7 @@ _STREAMED: Final = {
     "infer": (_INFER, open_inference_pb2.ModelInferRequest(model_name="x")),
     "infer nothing": (_INFER, open_inference_pb2.ModelInferRequest()),
 }
-"""Requests that a stream repeats; those of `GenerateMany` are numbered."""
+"""Messages that a stream repeats; the requests of `GenerateMany` are numbered."""
 _ENVELOPE_BYTES: Final = 9
 """gRPC's prefix of a message, and room for a request's number."""
 _REPEATED: Final = {"alone": b"", "with an unknown field": b"\x82\x7d\x40" + b"a" * 64}
@@ -315,7 +316,7 @@ class Shape:
     kind: str
     """"list", "object", "text", "upload", "grpc" or "stream"."""
     place: str
-    """A field, or for gRPC a method and the numbers of the fields that lead to it."""
+    """A field; for gRPC, a method and the numbers of the fields that lead to the field."""
     unit: str
     count: int
 
@@ -326,15 +327,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request's bytes, and where they go."""
+    """The bytes of a request's body, and the path to which they are sent."""
 
     shape: Shape
     path: str
     """A route, or a gRPC method."""
     data: bytes
-    """The body, or the message, or the messages one after another."""
+    """The HTTP body, the gRPC message, or a stream's messages one after another."""
     ends: Sequence[int] = ()
-    """Where each message of a stream ends."""
+    """The offsets in `data` at which the messages of a stream end."""
 
     @property
     def is_http(self) -> bool:
@@ -441,7 +442,7 @@ def _draw_grpc_place(rng: random.Random) -> str:
 
 
 def _message(method: str, numbers: Sequence[int], shape: Shape, max_bytes: int) -> bytes:
-    """Fill the innermost field; the other fields are the messages around it."""
+    """Fill the field that is last in `numbers`; the other fields are the messages around it."""
     message = descriptor_pool.Default().FindMethodByName(method[1:].replace("/", ".")).input_type
     is_number = False
     for number in numbers:

@@ -8,7 +8,7 @@ _CHUNK_BYTES = 2**16
 
 
 class Link:
-    """Listens on one Unix socket and passes bytes on, both ways, to a listener on another."""
+    """Listens on one Unix socket, and passes bytes in both directions to and from another."""
 
     def __init__(self, listen: Path, target: Path) -> None:
         self._listen = listen
@@ -29,12 +29,12 @@ class Link:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def cut(self) -> None:
-        """Cut every connection; bytes in transit are lost, and new connections work."""
+        """Cut every connection. Bytes in transit are lost; new connections work."""
         for connection in tuple(self._connections):
             connection.cancel()
 
     async def silence(self, seconds: float) -> None:
-        """Pass on nothing for a time, on any connection, as if the network were down."""
+        """For `seconds`, pass on nothing on any connection, as if the network were down."""
         self._passes.clear()
         try:
             await asyncio.sleep(seconds)

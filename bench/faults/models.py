@@ -1,4 +1,4 @@
-"""Models with other kinds of layers than the shipped model, and the same tokenizer."""
+"""Models with the shipped model's tokenizer, but other kinds of layers."""
 
 import shutil
 from pathlib import Path
@@ -30,7 +30,7 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
     "states-only": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 2}),
 }
-"""Model type and config fields, in addition to the sizes that all have."""
+"""Maps a kind to its model type and config fields, beside the sizes that all kinds have."""
 _SIZES: Final = {
     "vocab_size": 4096,
     "hidden_size": 128,
@@ -49,7 +49,7 @@ _SIZES: Final = {
 
 def write_family(directory: Path, kind: str) -> Path:
     """Write a model with random weights, one of `KINDS`, in float32; returns its directory."""
-    # Here, not above: importing them takes seconds, and most runs need none.
+    # Imported here, because the imports take seconds, and most runs do not need them.
     import torch  # noqa: PLC0415
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 

@@ -1,6 +1,6 @@
 """Makes a gRPC call whose requests arrive together, many in each frame.
 
-gRPC's own clients write one message at a time.
+gRPC's own clients cannot do this: they write one message at a time.
 """
 
 import asyncio

@@ -2,11 +2,12 @@
 
     python -m faults.probe TARGET --seconds S --prompt-len N --output-len N
 
-`overload.py` starts it, because a client that reads hundreds of streams would measure its own
-delays. Each caller has one call at a time. It asks for the router's health, which the router
-answers from memory: this is the delay of the machine, gRPC and the event loop alone. Then it asks
-for tokens, and cancels when it gets one. Prints JSON, in seconds: how long health calls and
-refusals took, and by how much sleeps were too long, which is the delay that the machine adds.
+`overload.py` starts this process, because a client that reads hundreds of streams would measure its
+own delays. Each caller makes one call at a time. A caller first asks for the router's health, which
+the router answers from memory: this takes only the delay of the machine, gRPC and the event loop.
+Then the caller asks for tokens, and cancels when it gets one. Prints JSON, in seconds: how long
+health calls and refusals took, and by how much sleeps were too long, which is the delay that the
+machine adds.
 """
 
 import argparse

@@ -22,7 +22,7 @@ _SUPERVISE_S = 0.5
 _STOP_S = 30.0
 _START_S = 180.0
 _SCHEDULER = "scheduler"
-"""The name, in faults, of the scheduler that serves now."""
+"""In a fault, this name stands for the scheduler that serves now."""
 _EXIT_STALE_EPOCH = 3
 """The exit code of a scheduler after a newer one has replaced it; `_supervise` restarts it."""
 
@@ -31,7 +31,7 @@ class What(StrEnum):
     """The kinds of faults of a process, or of the link before it."""
 
     KILLED = "killed"
-    """SIGKILL, and a restart after some seconds."""
+    """SIGKILL, and a restart at once or after a second."""
     STOPPED = "stopped"
     """SIGSTOP, and SIGCONT after some seconds."""
     CUT = "link cut"
@@ -49,7 +49,7 @@ class Fault:
 
     @property
     def kind(self) -> str:
-        """The kinds of process and of fault, for a table."""
+        """The kind of the process and that of the fault, for a table."""
         return f"{self.name.split('-')[0]} {self.what}"
 
 
@@ -71,10 +71,10 @@ class ChaosService:
         keeps_turns: bool,
         script: Path | None,
     ) -> None:
-        """`directory` is for sockets, logs and turns; each device pool has `num_blocks`.
+        """`directory` is for sockets, logs and turns; each device pool has `num_blocks` blocks.
 
-        `roles` has one role for each worker. With `script`, the workers are simulated and output
-        the script.
+        `roles` has one role for each worker. With `script`, the workers are simulated, and their
+        outputs are those of the script.
         """
         self._directory = directory
         self._processes: dict[str, Process] = {}
@@ -110,7 +110,10 @@ class ChaosService:
         return self._targets(self.routers).split(",")
 
     async def wait_until_ready(self, names: list[str] | None = None) -> None:
-        """Wait for some processes, or all; one scheduler must serve, the others stand by."""
+        """Wait until the named processes, by default all, are ready.
+
+        One scheduler must serve, and the others must stand by.
+        """
         deadline = time.monotonic() + _START_S
         for name in names or self._kinds():
             while not (
@@ -128,10 +131,10 @@ class ChaosService:
     def draw(
         self, chance: random.Random, hang_s: float, only: Collection[str] = ()
     ) -> Iterator[Fault]:
-        """Draw faults without end; with `only`, faults of these kinds alone.
+        """Draw faults endlessly; with `only`, leave out all other kinds.
 
-        Of every three faults, one hits a worker, one a scheduler and one a router or its link. The
-        first three are kills.
+        Of every three faults, one hits a worker, one a scheduler and one a router, or the link
+        before the process. The first three are kills.
         """
         drawn = self._draw(chance, hang_s)
         return (fault for fault in drawn if not only or fault.kind in only)
@@ -194,7 +197,8 @@ class ChaosService:
     async def metrics(self, name: str) -> Mapping[str, float]:
         """Map each metric's name to the sum of its samples.
 
-        With a label, `quire_migrations_total{end="arrived"}`, to the sum of those that have it.
+        A name with a label, such as `quire_migrations_total{end="arrived"}`, is mapped to the sum
+        of the samples that have the label.
         """
         body = await self._processes[await self._resolve(name)].get("/metrics")
         sums: dict[str, float] = {}
@@ -229,11 +233,11 @@ class ChaosService:
             shutil.copy(log, directory)
 
     def _kinds(self) -> list[str]:
-        """Return all processes by name; of the schedulers, only the serving one."""
+        """Return the names that faults draw from; "scheduler" stands for the serving one."""
         return [_SCHEDULER, *(name for name in self._processes if name not in self._schedulers)]
 
     async def _resolve(self, name: str) -> str:
-        """Return the named process; for the scheduler, the ready one if there is one."""
+        """Return the process's own name; for the serving scheduler, the ready one, if any is."""
         if name != _SCHEDULER:
             return name
         for each in self._schedulers:
@@ -272,7 +276,7 @@ class ChaosService:
 
 @contextlib.asynccontextmanager
 async def _started_again(process: Process) -> AsyncIterator[None]:
-    """Start a process again after the block that ends it, even if the block is cancelled."""
+    """Start a process again after a `with` block that ends it, even if the block is cancelled."""
     try:
         yield
     finally:

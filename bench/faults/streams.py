@@ -1,4 +1,4 @@
-"""Streams during faults, each compared with its result without faults."""
+"""Streams during faults; each is compared with the result of the same request without faults."""
 
 import asyncio
 import contextlib
@@ -52,12 +52,12 @@ class Stream:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     outputs: dict[int, Output] = field(default_factory=dict)
     times_s: list[float] = field(default_factory=list)
-    """Times of all events, by the monotonic clock; the first is the call's."""
+    """The times of the call and of all events, by the monotonic clock."""
     num_duplicated: int = 0
     error: str | None = None
 
     def take(self, event: object) -> None:
-        """Record an event; tokens that came before are counted, and kept as they came first."""
+        """Record an event. Tokens that come again count as duplicated, and are dropped."""
         self.times_s.append(time.monotonic())
         match event:
             case OutputDelta(index, offset, token_ids, text):
@@ -82,7 +82,7 @@ class Verdict:
     errors: list[str] = field(default_factory=list)
 
     def judge(self, stream: Stream, expected: Stream) -> None:
-        """Compare a stream that is over with its reference, computed while nothing failed."""
+        """Compare a stream that has ended with its reference, which met no fault."""
         self.num_streams += 1
         self.duplicated += stream.num_duplicated
         for index, wanted in expected.outputs.items():
@@ -133,10 +133,10 @@ def make_cases(chance: random.Random, num: int) -> list[Case]:
 
 
 class Streams:
-    """Keeps a number of streams live, and judges each when it is over."""
+    """Keeps a number of streams live, and judges each stream when it has ended."""
 
     def __init__(self, targets: Sequence[str]) -> None:
-        """`targets` are the routers; each is the first choice of an equal share of streams."""
+        """`targets` are the routers; each is the first choice of the same share of clients."""
         self.verdict = Verdict()
         self.finished: list[Stream] = []
         self._clients = [
@@ -225,9 +225,10 @@ class Stall:
 
 
 def stalls(streams: Sequence[Stream], faults: Sequence[tuple[float, str]]) -> Iterator[Stall]:
-    """Yield a stall for each stream and each fault that it lived through.
+    """Yield a stall for each stream and each fault that the stream lived through.
 
-    `faults` are times and kinds, in order; a pause counts for the kind of the fault before it.
+    `faults` are times and kinds, in order. A fault's stall is the longest of the pauses that end
+    after the fault and begin before the next one.
     """
     ends_s = [*(at_s for at_s, _ in faults[1:]), float("inf")]
     for (at_s, kind), next_s in zip(faults, ends_s, strict=True):

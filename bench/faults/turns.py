@@ -30,7 +30,7 @@ _QUESTIONS = (
 
 @dataclass(slots=True)
 class TurnVerdict:
-    """The faults of turns: each list has a line for each fault."""
+    """What went wrong with turns: each list has a line for each wrong turn."""
 
     num: int = 0
     lost: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class TurnVerdict:
 
 
 class TurnClient:
-    """A client of several routers that does not know about faults."""
+    """A client of several routers, which does not know when processes are killed."""
 
     def __init__(self, urls: Sequence[str], chance: random.Random) -> None:
         self._urls = urls
@@ -190,7 +190,7 @@ class TurnClient:
         *,
         as_lines: bool = False,
     ) -> dict[str, Any]:
-        """Call routers until one answers; a text is uploaded as a file."""
+        """Call routers until one answers. A `body` that is a text is uploaded as a file."""
         timeout = aiohttp.ClientTimeout(total=60)
         while True:
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):

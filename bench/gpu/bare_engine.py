@@ -1,6 +1,6 @@
-"""A worker's executor over random weights, without a service: what its steps cost.
+"""A worker's executor over random weights, without a service: shows what steps cost.
 
-Sequences start with their KV already computed, as after a hit in the prefix cache, so that a long
+Sequences start as after a hit in the prefix cache: their KV counts as computed, so that a long
 context costs nothing to make. Weights and KV are random, because a GPU is faster with zeros.
 """
 
@@ -41,7 +41,7 @@ _BUSY: Final = "quire_worker_device_busy_seconds_total"
 
 
 class ComputedAgain:
-    """A `GraphBackend` for smoke tests: a replay computes."""
+    """A `GraphBackend` for smoke tests, whose replays compute the steps again."""
 
     def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
         compute(lambda work: work())
@@ -80,9 +80,9 @@ def make_engine(
     is_batch_invariant: bool = False,
     memory: Callable[[int, int], ElasticMemory] | None = None,
 ) -> BareEngine:
-    """Build it as a worker is built at start; `capture` makes the graphs.
+    """Build an engine as a worker is built at its start; `capture` makes the graphs.
 
-    `memory` returns elastic memory for a number of blocks of some bytes.
+    `memory` returns elastic memory; it takes the number of blocks and the bytes of a block.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as directory:
@@ -117,7 +117,7 @@ def make_engine(
 
 
 def capture(engine: BareEngine, device: torch.device, *, pieces: bool = True) -> dict[str, Any]:
-    """Capture graphs and warm up, as a worker does; return the seconds of each, or its error."""
+    """Capture graphs and warm up, as a worker does; return how long both took, or their errors."""
     backend = graph_backend(device)
     results: dict[str, Any] = {}
 
@@ -146,7 +146,7 @@ class Step:
     context: int
     """Tokens of each row that decodes, at the first step."""
     num_prompt_tokens: int = 0
-    """0: no prompt."""
+    """Tokens of the prompt; 0: there is none."""
     sampling: SamplingParams = GREEDY
 
     @property
@@ -160,15 +160,15 @@ class Step:
 
 
 class Driver:
-    """Runs steps of one kind in an executor, as many in flight as it takes."""
+    """Runs steps of one kind in an executor, with as many in flight as the executor takes."""
 
     def __init__(self, executor: Executor, limits: Limits, step: Step, num_steps: int) -> None:
-        """Free all rows and start those of the step; at most `num_steps` follow."""
+        """Free all rows, and start the rows of `step`; at most `num_steps` steps may follow."""
         self._executor, self._limits, self._step = executor, limits, step
         self._draw = np.random.default_rng(0)
         self._num_steps = 0
         self.launch_s = 0.0
-        """Time that the host took to launch."""
+        """Time that the host took to launch steps."""
         executor.reset()
         if step.num_decodes:
             rows = range(step.num_decodes)
@@ -177,7 +177,7 @@ class Driver:
             self._collect(self._launch(self._plan(0, new, [1] * len(new))))
 
     def run(self, num_steps: int) -> list[Result]:
-        """Run steps and wait for them."""
+        """Run steps, and wait for their results."""
         results: list[Result] = []
         in_flight: list[LaunchedStep] = []
         for _ in range(num_steps):
@@ -237,7 +237,7 @@ class Driver:
 def step_ms(
     executor: Executor, limits: Limits, step: Step, device: torch.device, num_steps: int
 ) -> dict[str, float]:
-    """Return the time of a step of this kind: in all, the host's to launch, and the device's."""
+    """Return a step's time in all, the host's time to launch it, and the device's time."""
     driver = Driver(executor, limits, step, num_steps + _WARM_UP_STEPS)
     driver.run(_WARM_UP_STEPS)
     synchronize(device)
@@ -261,7 +261,7 @@ def closed_load(
 ) -> dict[str, float]:
     """Prefill `streams` prompts, then decode them to their end; return output tokens per second.
 
-    This is what a service does with as many clients, if it costs nothing.
+    A service with as many clients would reach this rate if it cost nothing.
     """
     executor.reset()
     draw = np.random.default_rng(0)

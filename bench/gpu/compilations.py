@@ -1,4 +1,4 @@
-"""Which kernels Triton compiles in a span of time, or reads from its cache on the disk."""
+"""Lists the kernels that Triton compiles, or reads from its disk cache, in a `with` block."""
 
 from types import TracebackType
 from typing import Any, Self
@@ -10,12 +10,13 @@ class Compilations:
     """Lists the kernels that Triton compiles or loads within the block.
 
     Triton 3.6 and 3.9 tell this listener of each variant of a kernel that a process has not
-    launched before. Reading one from the disk counts, because on another machine it is compiled.
+    launched before. A variant that is read from the disk counts, because on another machine it
+    would be compiled.
     """
 
     def __init__(self) -> None:
         self.kernels: list[str] = []
-        """Their names, one for each variant."""
+        """The names of the kernels, one for each variant."""
         self._before: Any = None
 
     def __enter__(self) -> Self:

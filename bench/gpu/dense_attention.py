@@ -40,7 +40,7 @@ def sdpa(query: torch.Tensor, paged: PagedInputs, query_len: int, seq_len: int) 
 
 
 def flex(query: torch.Tensor, paged: PagedInputs, query_len: int, seq_len: int) -> Launch:
-    """Return a launch of FlexAttention, compiled on a GPU; as `sdpa`."""
+    """Do as `sdpa` does, but with FlexAttention, which is compiled on a GPU."""
     from torch.nn.attention.flex_attention import (  # noqa: PLC0415  slow, and new
         create_block_mask,
         flex_attention,

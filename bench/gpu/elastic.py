@@ -2,9 +2,9 @@
 
     python -m gpu.elastic --shape 1B --json out.json    (in bench/, as gpu.sh does)
 
-The pool is mapped in chunks at fixed addresses. Rows decode by graphs; every third step the pool
-grows by half or shrinks to what the rows use. `wrong` counts the tokens that differ from those of
-the same rows in a pool that stays; `grow_ms` and `shrink_ms` are medians.
+The pool is mapped in chunks at fixed addresses. Rows decode by graphs. At every third step, the
+pool grows by half or shrinks to the blocks that the rows use. `wrong` counts the tokens that differ
+from those of the same rows in a pool of fixed size; `grow_ms` and `shrink_ms` are medians.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _EVERY = 3
 
 
 def elastic_memory(device: torch.device, num_blocks: int, block_bytes: int) -> ElasticMemory:
-    """Map memory for the blocks, which can grow to twice as many."""
+    """Map memory for `num_blocks` blocks, which can grow to twice as many."""
     num_bytes = num_blocks * block_bytes
     if device.type == "cuda":
         torch.empty(1, device=device)  # the driver's calls need a context

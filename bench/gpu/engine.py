@@ -3,13 +3,15 @@
     python -m gpu.engine --shape 8B --json out.json    (in bench/, as gpu.sh does)
     python -m gpu.engine --shape 8B --loads 1,64,256 --traces DIR --json out.json
 
-An executor with random weights, built, captured and warmed up as a worker's: decodes of some
-sequences over some contexts, decodes beside a prompt, and top-p; with graphs and eagerly. `ms` is
-the time per step with two steps in flight, `launch_ms` the host's part, `device_ms` the device's.
-`compiled` lists kernels that Triton had to compile or load after the warm-up: there must be none.
+The executor has random weights, and is built, captured and warmed up as in a worker. The steps are
+decodes of some sequences over some contexts, decodes beside a prompt, and decodes with top-p. All
+run with graphs and eagerly. `ms` is the time per step with two steps in flight, `launch_ms` the
+host's time to launch a step, and `device_ms` the device's time. `compiled` lists kernels that
+Triton had to compile or read from the disk after the warm-up: there must be none.
 
-With --loads it measures output tokens per second of so many sequences from prompt to end, the limit
-of a service with as many clients; with --traces it profiles three steps of each kind.
+With --loads, the benchmark also runs so many sequences from prompt to end: their output tokens per
+second are the limit of a service with as many clients. With --traces, it profiles three steps of
+each kind.
 """
 
 import argparse

@@ -3,17 +3,18 @@
     python -m gpu.exact --json out.json    (in bench/, as gpu.sh does)
 
 Each row of the table is a kind of worker: plain, with LoRA adapters, with experts, with a draft
-model, with quantized KV, and with a pool so small that a scheduler swaps sequences, beside forked
-outputs. Its tokens are compared with those of the same kind of worker on the CPU, without its draft
-model and graphs: computed eagerly (`eager`), and by CUDA graphs of decodes and of pieces
-(`graphs`). Prompts of different lengths start one after another, so steps are prompts, decodes, and
-both. Half of the rows are greedy, half draw. The plain worker's greedy rows are also compared with
-`transformers` on the same device.
+model, with quantized KV, and with a pool so small that a scheduler swaps sequences, some of them
+forked. The worker computes its tokens eagerly (`eager`), and by CUDA graphs of decodes and of
+pieces (`graphs`). The tokens are compared with those of the same kind of worker on the CPU, without
+a draft model and without graphs. Prompts of different lengths start one after another, so steps
+have prompts, decodes, or both. Half of the rows are greedy, half draw their tokens. The plain
+worker's greedy rows are also compared with `transformers` on the same device.
 
-In float32 all must be equal: `wrong` counts the tokens that differ, and the exit status is 1.
-Quantized KV does not count, because the last bit of a number may decide its rounding. In bfloat16
-products of different numbers of rows may differ in the last bits; `agreeing` is the share of tokens
-before a row's first difference: of eager steps from the CPU's, and of graphs from eager steps.
+In float32 all tokens must be equal: `wrong` counts those that differ, and if there are any, the
+exit status is 1. Quantized KV does not count, because the last bit of a number may decide its
+rounding. In bfloat16, products of different numbers of rows may differ in the last bits. There,
+`agreeing` is the share of tokens before a row's first difference: eager steps are compared with the
+CPU's steps, and graphs with eager steps.
 """
 
 import argparse
@@ -54,10 +55,10 @@ from tests.lora_fixture import make_adapter
 
 _POLL_S = 0.5
 _ENDED = (0, 1)
-"""How a process ends that has all its rows; 1: one of them is wrong."""
+"""The exit statuses of a process that has all its rows; 1: one of the rows is wrong."""
 CPU = torch.device("cpu")
 _LEAST_SERVED, _LEAST_SERVED_TOKENS = 4, 20
-"""Fewer requests and tokens would not make the pool full."""
+"""The fewest requests, and tokens of each, that fill the pool."""
 _BLOCK_SIZE, _CHUNK, _NUM_EXPERTS = 16, 24, 4
 _LIMITS = Limits(
     max_num_seqs=16,
@@ -84,7 +85,7 @@ class Kind:
 
 
 def with_experts(model: Path, directory: Path) -> Path:
-    """Write the model with experts in place of each MLP: the MLP, and slightly different ones."""
+    """Replace each MLP of the model by experts, and write it: the MLP, and slight changes of it."""
     tensors = load_file(model / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     changed: dict[str, torch.Tensor] = {}
@@ -151,7 +152,7 @@ def make_executor(
     )
     if backend is not None:
         for has_adapters in (False, True) if slots is not None else (False,):
-            if drafter is None:  # else tokens come from the host
+            if drafter is None:  # with a drafter, tokens come from the host
                 executor.capture_decodes(backend, lambda _: None, has_adapters=has_adapters)
             executor.capture_pieces(backend, lambda _: None, has_adapters=has_adapters)
         if drafter is not None:
@@ -165,7 +166,7 @@ def _prompt(row: int) -> Int32Array:
 
 
 def generate(executor: Executor, kind: Kind, num_rows: int, num_tokens: int) -> list[list[int]]:
-    """Return the tokens of each row; a row starts every second step, in chunks."""
+    """Return the tokens of each row. At every second step a row starts, with a chunked prompt."""
     lens = [len(_prompt(row)) for row in range(num_rows)]
     left = lens.copy()
     outputs: list[list[int]] = [[] for _ in lens]
@@ -247,7 +248,7 @@ def greedy_by_transformers(
 
 
 class Comparison:
-    """Makes tokens once for each way of computing them, and compares them in rows."""
+    """Generates tokens once for each way to compute them, and compares the ways in rows."""
 
     def __init__(self, given: argparse.Namespace, table: Rows) -> None:
         self._device = torch.device(given.device)
@@ -280,7 +281,7 @@ class Comparison:
         return outputs
 
     def compare(self, kind: Kind) -> None:
-        """Add the rows of a kind; a CPU has no other way to compute bfloat16."""
+        """Add the rows of a kind. On a CPU, bfloat16 is left out: there is nothing to compare."""
         exact, rounded = torch.float32, torch.bfloat16
         self._row(kind, exact, "eager", "CPU")
         self._row(kind, exact, "graphs", "CPU")
@@ -316,7 +317,7 @@ def _compared(outputs: list[list[int]], expected: list[list[int]]) -> Mapping[st
 
 
 def wrong_float32(table: Rows) -> int:
-    """Return how many tokens are wrong where all must be equal; a row that failed counts as one."""
+    """Return how many tokens are wrong where all must be equal; a failed row counts as one."""
     return sum(
         row.get("wrong", 1)
         for name, row in table.rows.items()
@@ -328,7 +329,7 @@ KINDS = ("plain", "swaps and forks", "adapters", "experts", "drafts", "int8 KV",
 
 
 def make_kind(name: str, directory: Path) -> Kind:
-    """Return a kind by its name; what it needs is written to `directory`."""
+    """Return a kind by its name; write the files that the kind needs to `directory`."""
     if name == "adapters":
         made = (
             make_adapter(directory / of, SHIPPED_MODEL, seed, rank=rank)

@@ -2,10 +2,10 @@
 
     python -m gpu.formats --shape 8B --json out.json    (in bench/, as gpu.sh does)
 
-Milliseconds per decode step for some numbers of rows, with graphs: in 16 bits, fp8, int8 and int4,
-and in 16 bits with `--batch-invariant`. Then the shipped model's perplexity in the same formats, on
-the same device (`quality.py`). Random weights of the shape; fp8 is rounded as checkpoints are, with
-a scale for each output.
+First come milliseconds per decode step for some numbers of rows, with graphs: in 16 bits, fp8, int8
+and int4, and in 16 bits with `--batch-invariant`. The weights are random and have the given shape.
+In fp8 they are rounded as in checkpoints, with a scale for each output. Then comes the shipped
+model's perplexity in the same formats, on the same device (`quality.py`).
 """
 
 import argparse
@@ -48,7 +48,7 @@ _NUM_TOKENS = 6_000
 def fp8_map(
     weights: Weights, weight: torch.Tensor, bias: torch.Tensor | None, _: Quantization | None
 ) -> Linear:
-    """Stands in for `Weights._map`: makes the map that an fp8 checkpoint has."""
+    """Stand in for `Weights._map`: make the map that an fp8 checkpoint would have."""
     scales = (weight.abs().amax(1, keepdim=True).float() / _FP8_LARGEST).clamp_(min=1e-12)
     values = (weight / scales).to(torch.float8_e4m3fn)
     if gpu_linear.is_here(weight.device):
@@ -83,7 +83,7 @@ def measure_steps(name: str, given: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def measure_quality(name: str, given: argparse.Namespace) -> Mapping[str, Any]:
-    """Score held-out text by a worker with the format."""
+    """Let a worker with the format score held-out text."""
     # Only prompts are computed, so graphs would be captured in vain.
     device = given.device.partition(":")[0]
     flags = {"dtype": "bfloat16", "device": device, "enforce_eager": "true"}

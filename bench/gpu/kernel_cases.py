@@ -1,4 +1,4 @@
-"""The cases of `gpu_kernels.py`: each kernel over shapes of models and of loads."""
+"""The cases of `gpu_kernels.py`: each kernel, with the shapes of models and of loads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,12 +27,12 @@ class Prepared:
     baselines: dict[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
     """Functions that prepare the launch of a baseline, by its name."""
     expected: str | None = None
-    """The baseline with the same result."""
+    """The baseline whose result must be the same; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the table; its tensors are made when its turn comes."""
+    """One row of the table. The tensors of a case are made when its turn comes."""
 
     kernel: str
     shape: str
@@ -50,7 +50,7 @@ class Size:
     dtype: torch.dtype
 
     def lens(self, seq_lens: Sequence[int]) -> list[int]:
-        """Cut a batch to these bounds."""
+        """Cut the lengths of a batch to these bounds."""
         return [min(each, self.max_tokens) for each in seq_lens[: self.max_seqs]]
 
 
@@ -185,7 +185,7 @@ def _decode_cases(size: Size) -> list[Case]:
         if block_size != 16:
             cases.append(_decode(size, "64x8k", uniform, model))
         cases.append(_decode(size, "64x8k", uniform, model, layout=PoolLayout.LAYER_MAJOR))
-    # A layer of a whole model: of each block of 2 MiB it reads 64 KiB (69 GB in all).
+    # One layer of a whole model (69 GB in all): it reads 64 KiB of each block of 2 MiB.
     cases += [_decode(size, "64x8k", uniform, layout=each, num_layers=32) for each in PoolLayout]
     return cases
 
@@ -263,7 +263,7 @@ def _rows(
     shape: str,
     make: Callable[[torch.device], tuple[tuple[torch.Tensor, ...], tuple[object, ...], int]],
 ) -> Case:
-    """Return a case whose baseline is the twin; `make` returns tensors, other arguments, bytes."""
+    """Make a case whose baseline is the twin; `make` returns tensors, other arguments, bytes."""
 
     def prepare(device: torch.device) -> Prepared:
         tensors, rest, num_bytes = make(device)
@@ -338,7 +338,7 @@ def _row_cases(size: Size) -> list[Case]:
 
 
 def _grouped_linear_cases(size: Size) -> list[Case]:
-    """Return cases of experts with equally many rows; only the baselines know their number."""
+    """Return cases of experts that have equally many rows; only the baselines are told so."""
     cases = []
     for text, num_groups, rows_of_each, shape in (
         ("8 experts, 1 token", 8, 1, (28_672, 4096)),
@@ -415,7 +415,7 @@ def _quantized_linear_cases(size: Size) -> list[Case]:
 
 
 def _quantized_experts_cases(size: Size) -> list[Case]:
-    """Return cases of int4 experts with equally many rows."""
+    """Return cases of int4 experts that have equally many rows."""
     num_in, num_out = min(4096, size.max_width), min(28_672, 2 * size.max_width)
     cases = []
     for rows_of_each in (1, 16, 512):

@@ -1,7 +1,7 @@
-"""The rows of a table: each is written when it is known, and one that fails is a row, too.
+"""The rows of a table: each is written when it is known, and a failure is a row, too.
 
-After a device fault, such as an illegal address, every further call of CUDA in the process fails.
-The rows that are left then run in a new process, which replaces this one.
+After a device fault, such as an illegal address, every further CUDA call in the process fails. The
+remaining rows are then measured in a new process, which replaces this one.
 """
 
 import json
@@ -33,7 +33,7 @@ class Rows:
             self.rows = json.loads(file.read_text())["rows"]
 
     def run(self, name: str, measure: Callable[[], Mapping[str, Any]]) -> None:
-        """Measure a row, unless the process before this one did; print and write it."""
+        """Measure, print and write a row, unless the process before this one has measured it."""
         if name in self.rows:
             return
         started = time.perf_counter()
@@ -51,9 +51,10 @@ class Rows:
             self._restart()
 
     def start(self, measure: Callable[[], Mapping[str, Any]]) -> None:
-        """Measure the row "start", in the process after a device fault, too.
+        """Measure the row "start", even if the process before this one has measured it.
 
-        If the fault came from there, it would come again: SystemExit.
+        Raises:
+            SystemExit: The device fault came from this row, so it would come again.
         """
         if next(reversed(self.rows), None) == "start":
             sys.exit("the device has failed at the start")
@@ -61,7 +62,7 @@ class Rows:
         self.run("start", measure)
 
     def numbers(self, of: str) -> dict[str, Any]:
-        """Return the numbers named `of` by row."""
+        """Return each row's number named `of`, by the name of the row."""
         return {name: row[of] for name, row in self.rows.items() if of in row}
 
     @property
@@ -69,7 +70,7 @@ class Rows:
         return self.numbers("error")
 
     def write(self, **others: Any) -> None:
-        """Write all rows, beside other numbers."""
+        """Write all rows and the numbers in `others`."""
         if self._file is None:
             return
         new = self._file.with_suffix(".new")
@@ -79,7 +80,7 @@ class Rows:
 
 
 def reason(error: Exception) -> str:
-    """Return an error in one line."""
+    """Return an error as one line of text."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_ERROR]}"
 
 
@@ -88,12 +89,12 @@ def _text(value: Any) -> str:
 
 
 def continues(file: Path) -> bool:
-    """Whether this process goes on after a device fault in the one that wrote `file`."""
+    """Whether the process that wrote `file` met a device fault, and this process replaces it."""
     return os.environ.pop(_CONTINUES, None) is not None and file.exists()
 
 
 def is_lost() -> bool:
-    """Whether the device answers no more."""
+    """Whether the device no longer answers."""
     if not torch.cuda.is_initialized():
         return False
     try:
@@ -104,7 +105,7 @@ def is_lost() -> bool:
 
 
 def start_again() -> None:
-    """Replace this process by a new one, without what it holds of the device."""
+    """Replace this process by a new one, which frees all that this one holds on the device."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.environ[_CONTINUES] = "1"

@@ -2,10 +2,11 @@
 
     python -m gpu.serve --shape 8B --bandwidth 4.1e12 --json out.json    (in bench/, as gpu.sh does)
 
-It measures throughput, time to first token and between tokens at each concurrency; how long the
-device is idle between decode steps, by its own clock; the share of the bandwidth that a decode of
-one sequence reaches; and an open-loop load: requests of mixed lengths that arrive at random, with
-about --open-share of the tokens per second of the largest concurrency. Nothing else uses the GPU.
+The benchmark measures, at each concurrency, throughput, time to first token and time between
+tokens. It also measures how long the device is idle between decode steps, by the device's own
+clock, and the share of the bandwidth that a decode of one sequence reaches. Then comes an open-loop
+load: requests of mixed lengths arrive at random, with about --open-share of the tokens per second
+of the largest concurrency. Nothing else may use the GPU.
 """
 
 import argparse
@@ -34,7 +35,7 @@ _POLL_S = 0.25
 async def idle_share(metrics_url: str, num_tokens: int) -> float | None:
     """Return the share of time that the device is idle in the middle of a load, during decodes.
 
-    Measured from 40 % to 80 % of the load's `num_tokens`; None if that is too short.
+    The share is measured from 40 % to 80 % of the load's `num_tokens`; None if that is too short.
     """
     async with aiohttp.ClientSession() as session:
 
@@ -60,7 +61,7 @@ async def idle_share(metrics_url: str, num_tokens: int) -> float | None:
 
 
 async def measure(given: argparse.Namespace) -> Results:
-    """Start, measure and stop everything; write JSON whenever a number is known."""
+    """Start, measure and stop the service; write JSON whenever a number is known."""
     sizes = SHAPES[given.shape]
     (worker_port,) = free_ports(1)
     flags = (
@@ -104,10 +105,10 @@ async def measure(given: argparse.Namespace) -> Results:
 async def _open_load(
     given: argparse.Namespace, base_url: str, model: str, largest: LoadResult
 ) -> dict[str, float]:
-    """Measure random arrivals; return their numbers, named open_….
+    """Measure random arrivals; return numbers whose names begin with open_.
 
-    A length drawn evenly by its logarithm between a quarter of `len` and twice it has a mean of
-    about 0.84 `len`.
+    A length whose logarithm is uniform between those of a quarter of `len` and of twice `len` has a
+    mean of about 0.84 `len`.
     """
     output_len = given.output_len
     arrivals = Arrivals(

@@ -1,6 +1,6 @@
-"""Requests that a real scheduler drives through an executor whose pool is too small for them.
+"""Serves requests with a real scheduler, and with an executor whose pool is too small for them.
 
-So sequences are swapped out and in, forked outputs copy a block before they write to it, and
+Sequences are swapped out and in, forked sequences copy a shared block before they write to it, and
 prompts find their beginning in the prefix cache.
 """
 
@@ -18,7 +18,7 @@ from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 
 _NUM_SHARED = 24
-"""Tokens with which half of the prompts begin."""
+"""The number of tokens with which half of the prompts begin alike."""
 
 
 def serve(

@@ -1,11 +1,11 @@
-"""Measures swaps on a GPU: against pinned memcpy, and how much they slow down decodes.
+"""Compares swaps on a GPU with pinned memcpy, and measures how much they slow down decodes.
 
     python -m gpu.swap --json out.json    (in bench/, as gpu.sh does)
 
 - `payload_over_memcpy`: as in `swap.py`.
-- `decode_slowdown`: how much longer steps of 32 decodes take if each also swaps a sequence's
-  blocks out and another's in, with at most about as many bytes as the link moves in that time.
-  Steps with and without swaps take turns; random weights.
+- `decode_slowdown`: how much longer steps of 32 decodes take if each step also swaps the blocks of
+  one sequence out and those of another in, at most about as many bytes as the link moves during a
+  step. Steps with and without swaps take turns. The weights are random.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _ROUND_STEPS = 8
 
 
 class DecodeLoop:
-    """An executor whose rows all decode, and further blocks to swap out and in."""
+    """An executor whose rows all decode, and additional blocks to swap out and in."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         device = torch.device(given.device)
@@ -118,7 +118,7 @@ class DecodeLoop:
 
 
 def decode_slowdown(given: argparse.Namespace, num_rounds: int) -> dict[str, float]:
-    """Return the median step time with swaps ÷ that without, minus one."""
+    """Return the median of step time with swaps ÷ step time without swaps, minus one."""
     loop = DecodeLoop(given)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for index, swaps in turns(seconds, num_rounds, warm_ups=1):

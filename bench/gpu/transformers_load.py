@@ -2,8 +2,8 @@
 
     python -m gpu.transformers_load --shape 1B --json out.json    (in bench/, as gpu.sh does)
 
-The model has the same shape, with random weights. If one of the two fails, its result is the error,
-and the other one runs.
+The model has the same shape as there, and random weights. If one of the two ways to generate fails,
+its result is the error, and the other one still runs.
 """
 
 import argparse

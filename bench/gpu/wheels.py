@@ -26,7 +26,7 @@ _TESTS: Final = (
     "hypothesis",
 )
 _NOT_SENT: Final = {"torch", "numpy", "transformers", "triton"}
-"""Packages that the machine has; torch alone would be gigabytes."""
+"""Packages that the machine has, so they are not sent; torch alone would be gigabytes."""
 _GLIBC: Final = (17, 24, 27, 28, 31, 34)
 _MAX_BYTES: Final = 64 * 1024**2
 """The limit on what can be carried to the machine: the checkout and the wheels."""
@@ -34,7 +34,7 @@ _MIB: Final = 1024**2
 
 
 def requirements() -> list[Requirement]:
-    """Return the requirements of all processes, from pyproject.toml, and of the kernels' tests."""
+    """Return the requirements in pyproject.toml of all processes, and those of kernels' tests."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
     texts = [*project["dependencies"], *project["optional-dependencies"]["worker"], *_TESTS]
     return [each for each in map(Requirement, texts) if each.name not in _NOT_SENT]

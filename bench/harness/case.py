@@ -1,4 +1,4 @@
-"""The frame of every benchmark: command line, tables, JSON with a description of the machine.
+"""What all benchmarks share: command line, tables, and JSON with a description of the machine.
 
 Each script parses `arguments(__doc__, ...)` and passes them to `main` with the function that
 measures; `main` returns the numbers, which the script compares with its goals.
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SHIPPED_MODEL = ROOT / "models" / "quire-tiny-python"
 
 Results: TypeAlias = Mapping[str, Any]
-"""Names to numbers, flat, as `--json` writes them."""
+"""Maps names to numbers, without nesting, as `--json` writes them."""
 
 _START = time.monotonic()
 
@@ -61,7 +61,7 @@ def main(
 ) -> Results:
     """Print the machine, measure, write JSON if asked to, and return the results.
 
-    End the process if that fails.
+    If the measurement fails, end the process.
     """
     name = Path(sys.argv[0]).name
     print(headline(machine_facts()), flush=True)
@@ -86,7 +86,7 @@ async def _cancelled_by_sigterm(measuring: Coroutine[Any, Any, Results]) -> Resu
 
 
 def write_json(file: Path, results: Results) -> None:
-    """Replace the file by the results, floats with five decimals, and the machine's facts."""
+    """Replace the file; write the results, floats with five decimals, and the machine's facts."""
     rounded = {
         name: round(value, 5) if isinstance(value, float) else value
         for name, value in results.items()
@@ -97,14 +97,14 @@ def write_json(file: Path, results: Results) -> None:
 
 
 def progress(line: str) -> None:
-    """Write a line to standard error, after the time that this process has run."""
+    """Write a line to standard error; it begins with the time that this process has run."""
     print(f"[{time.monotonic() - _START:5.1f} s] {line}", file=sys.stderr, flush=True)
 
 
 class Table:
     """A table that is printed row by row, as results come.
 
-    A column is "title:format": the format is Python's for numbers, "<20" for text on the left.
+    A column is "title:format". The format is Python's, such as ".1f" for numbers or "<20" for text.
     """
 
     def __init__(self, *columns: str) -> None:

@@ -1,4 +1,4 @@
-"""Closed-loop clients: they load a server with random prompts, and measure its latency.
+"""Closed-loop clients: they send random prompts to a server, and measure its latency.
 
 Each of `concurrency` clients sends its next prompt when its last one is complete. The prompts are
 token ids and all differ, so no prefix cache helps and no tokenizer is measured; with `ignore_eos`
@@ -39,7 +39,7 @@ class Workload:
     output_len: int
     """Tokens of each answer."""
     vocab_size: int = 1000
-    """Prompts are drawn from the ids below it."""
+    """Prompts are drawn from the token ids below this one."""
     seed: int = 0
 
 
@@ -59,11 +59,11 @@ class LoadResult:
     tpot_mean_ms: float
     """Time per output token after the first, averaged within each request."""
     itl_p99_ms: float
-    """Time between two pieces of a stream. A piece has one token, or several if the server
-    merges."""
+    """Time between two pieces of a stream. A piece has one token, or several if the server merges
+    tokens."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers by name, with the concurrency at the end of each."""
+        """Return the numbers by name; each name ends with the concurrency."""
         names = {"ttft_mean_ms": "ttft_ms", "tpot_mean_ms": "tpot_ms"}
         return {
             f"{names.get(each.name, each.name)}_c{self.concurrency}": getattr(self, each.name)
@@ -101,7 +101,7 @@ async def find_model(base_url: str) -> str:
 
 Result = TypeVar("Result")
 Turn: TypeAlias = Callable[[Workload, int], Awaitable[Result]]
-"""Completes a workload at a concurrency."""
+"""One side's turn: completes a workload at a concurrency."""
 
 
 async def take_turns(
@@ -136,7 +136,8 @@ def completion_body(workload: Workload, prompt: Sequence[int]) -> bytes:
 
 async def run_load(base_url: str, workload: Workload, concurrency: int) -> LoadResult:
     """Warm up, then measure over HTTP; raises BenchError if the server refuses or breaks."""
-    # The slots are the limit. Each request has its own connection, because llama.cpp closes it.
+    # The slots limit the requests, not the connector. Each request has its own connection, because
+    # llama.cpp closes it.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(base_url, connector=connector, timeout=timeout) as session:
@@ -160,10 +161,10 @@ def _bodies(workload: Workload, draw: random.Random, count: int) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What came for one request."""
+    """The answer to one request."""
 
     arrivals: list[float]
-    """Arrival times of its pieces, in seconds since the request was sent."""
+    """Arrival times of the answer's pieces, in seconds since the request was sent."""
     num_tokens: int
 
 
@@ -180,7 +181,7 @@ async def _send_all(
 
 
 async def timed_stream(session: aiohttp.ClientSession, body: bytes) -> Stream:
-    """Send a request and read its stream; raises BenchError if that has no text or usage."""
+    """Send a request and read its stream; raises BenchError if the stream has no text or usage."""
     arrivals: list[float] = []
     started = time.perf_counter()
     num_tokens = await post_stream(
@@ -275,7 +276,7 @@ def summarize(streams: Sequence[Stream], concurrency: int, duration_s: float) ->
 
 
 def draw_prompts(workload: Workload) -> list[list[int]]:
-    """Return the workload's prompts; they differ by seed, and from the prompts over HTTP."""
+    """Draw the workload's prompts, by its seed. Loads over HTTP have other prompts."""
     draw = random.Random(f"prompts {workload.seed}")
     return [
         [draw.randrange(workload.vocab_size) for _ in range(workload.input_len)]
@@ -291,7 +292,7 @@ def sampling_of(workload: Workload) -> common_pb2.SamplingParams:
 
 
 async def grpc_tok_s(target: str, workload: Workload, concurrency: int) -> float:
-    """Send all prompts over gRPC; return tokens per second. BenchError: an answer is too short."""
+    """Send all prompts over gRPC; return tokens/s. Raises BenchError if an answer is too short."""
     requests = [
         inference_pb2.GenerateRequest(
             model=workload.model,

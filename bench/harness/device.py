@@ -12,7 +12,7 @@ from contract.step import NewSequence, Plan, Result
 
 
 class Clock:
-    """Runs callbacks in the order of their times, in seconds; equal times in the order of `at`."""
+    """Runs callbacks in the order of their times, in seconds; on a tie, in the order of `at`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,7 +23,7 @@ class Clock:
         heapq.heappush(self._events, (time_s, next(self._numbers), do))
 
     def run(self) -> None:
-        """Run all callbacks, including those that they add."""
+        """Run all callbacks, including callbacks that are added meanwhile."""
         while self._events:
             self.now, _, do = heapq.heappop(self._events)
             do()
@@ -32,8 +32,8 @@ class Clock:
 class SimulatedWorker:
     """Executes plans in order, with arrays over rows, and returns which rows have sampled.
 
-    A row decodes until it has `max_total_tokens`, as scheduler and worker count; with one step in
-    flight it may stop earlier (`stop_at`). Moves between tiers all succeed at once.
+    A row decodes until it has `max_total_tokens`, as scheduler and worker count. With one step in
+    flight, a row may stop earlier (`stop_at`). Every move between tiers succeeds at once.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class SimulatedWorker:
         draw: Callable[[NewSequence, int], int] | None = None,
         stop_at: Callable[[NewSequence], int] | None = None,
     ) -> None:
-        """`draw` returns the token at an index of a sequence, prompt included; by default 0.
+        """`draw` returns a sequence's token at an index, which counts the prompt; by default 0.
 
-        `stop_at` returns how many tokens, with the prompt, a sequence has when it stops.
+        `stop_at` returns how many tokens, including the prompt, a sequence has when it stops.
         """
         self.num_computed = np.zeros(max_num_seqs, np.int64)
-        """By row: tokens whose KV is valid."""
+        """By row, the number of tokens whose KV is valid."""
         self.sequences: dict[int, NewSequence] = {}
-        """By row, from its start to its release."""
+        """The sequence of each row, from its start to its release."""
         self._num_known = self.num_computed.copy()
         self._end = self.num_computed.copy()
         self._stop = self.num_computed.copy()

@@ -41,7 +41,7 @@ def machine_facts(cpu: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """Return the facts that every table of measurements needs, in a line."""
+    """Return, in one line, the facts that every table of measurements needs."""
     return (
         f"{facts['cpu']} ({facts['cpu_family_model']}), {facts['cores']} cores,"
         f" {facts['instruction_sets'] or 'no known instruction sets'}; {facts['date']}"
@@ -49,7 +49,7 @@ def headline(facts: Mapping[str, Any]) -> str:
 
 
 def _family_and_model(cpu: Mapping[str, str]) -> str:
-    """Return what tells CPUs of one name apart; Arm calls it implementer and part."""
+    """Return the numbers that tell CPUs of one name apart; Arm calls them implementer and part."""
     return "/".join(
         cpu.get(name, cpu.get(arm, "?"))
         for name, arm in (("cpu family", "CPU implementer"), ("model", "CPU part"))

@@ -2,11 +2,12 @@
 
     python -m harness.many_streams http HOST:PORT --model NAME --streams N --tokens N
 
-`control_plane.py` starts it. All streams begin at once and are read as they come, with plain
-sockets: a client library takes more time per token than the router. By gRPC, `--per-connection`
-streams share a connection, like those of one channel, and with `grpc-many` a call; by HTTP each
-stream has a connection. Prints a line of JSON when every stream has its first token, and another
-after SIGTERM: how many tokens and pieces (SSE events or messages with tokens) have come.
+`control_plane.py` starts this process. All streams begin at once. They are read through plain
+sockets, because a client library takes more time per token than the router. Over HTTP, each stream
+has its own connection. Over gRPC, `--per-connection` streams share a connection, like the streams
+of one channel; with `grpc-many` they also share a call. Prints a line of JSON when every stream has
+its first token, and another after SIGTERM: how many tokens and pieces have come. A piece is an SSE
+event or a message with tokens.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from quire.v1 import common_pb2, inference_pb2
 _PROMPT_LEN = 16
 _RECEIVE_BYTES = 1 << 18
 _EVENT = b'"finish_reason":null'
-"""Once in each SSE event with text."""
+"""Occurs once in each SSE event with text."""
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class Counts:
     num_tokens: int = 0
     """Counted only for gRPC."""
     started: set[object] = field(default_factory=set)
-    """Streams that have a piece."""
+    """Streams that have received a piece."""
 
 
 class HttpStream:
@@ -65,7 +66,7 @@ class HttpStream:
 class GrpcConnection:
     """An HTTP/2 connection with calls of `InferenceService`.
 
-    With `is_many` the requests share a call of `GenerateMany`; else each is one of `Generate`.
+    With `is_many`, the requests share a `GenerateMany` call; otherwise each is a `Generate` call.
     """
 
     _DATA, _HEADERS, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 4, 6, 7, 8

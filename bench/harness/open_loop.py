@@ -30,13 +30,13 @@ class Arrivals:
 
 
 def lengths(chance: random.Random, bounds: tuple[int, int]) -> int:
-    """Draw a length between the bounds, evenly by its logarithm."""
+    """Draw a length between the bounds; its logarithm is uniform."""
     least, most = bounds
     return round(least * (most / least) ** chance.random())
 
 
 async def run_arrivals(base_url: str, model: str, arrivals: Arrivals) -> LoadResult:
-    """Send the requests; BenchError if the server refuses one. `concurrency` is their number."""
+    """Send the requests; raises BenchError if one is refused. `concurrency` is their number."""
     chance = random.Random(0)
     streams: list[Stream] = []
     connector = aiohttp.TCPConnector(limit=0, force_close=True)

@@ -56,7 +56,7 @@ class Process:
         *,
         ready_path: str = "/ready",
     ) -> None:
-        """`argv` follows the interpreter; it is ready when it answers `ready_path` with 200."""
+        """`argv` follows the interpreter. A process is ready when `ready_path` answers 200."""
         self.name = name
         self._ready_path = ready_path
         self.base_url = f"http://{HOST}:{http_port}"
@@ -93,12 +93,12 @@ class Process:
             os.killpg(self.pid, number)
 
     async def kill(self) -> None:
-        """Kill it with SIGKILL, and wait until it has ended."""
+        """Kill the process with SIGKILL, and wait until it has ended."""
         self.signal(signal.SIGKILL)
         await self._wait()
 
     async def stop(self, within_s: float = _STOP_S) -> None:
-        """Send SIGTERM; kill it if it has not ended in time."""
+        """Send SIGTERM; kill the process if it has not ended in time."""
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
@@ -111,7 +111,7 @@ class Process:
             await asyncio.sleep(_POLL_S)
 
     async def get(self, path: str) -> str | None:
-        """Return the body of its answer, if the status is 200."""
+        """Return the body of the process's answer; None unless the status is 200."""
         timeout = aiohttp.ClientTimeout(total=5)
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with (
@@ -122,7 +122,7 @@ class Process:
         return None
 
     async def wait_until_ready(self) -> None:
-        """Wait until it is ready; raises BenchError with the end of its log if it is not."""
+        """Wait until the process is ready; raises BenchError, with the log's end, if it fails."""
         deadline = time.monotonic() + _START_S
         while await self.get(self._ready_path) is None:
             self.check_runs()
@@ -141,18 +141,18 @@ class Process:
             return "".join(deque(lines, maxlen=num_lines))
 
     def rss_bytes(self) -> int:
-        """Its resident memory."""
+        """Return the process's resident memory."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         fields = dict(line.split(":", 1) for line in status.splitlines())
         return int(fields["VmRSS"].split()[0]) * 1024
 
     def running_s(self) -> float:
-        """Processor time that its threads have taken, to the nanosecond."""
+        """Return the processor time that the process's threads have taken, to the nanosecond."""
         tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
         return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
     def cpu_s(self) -> float:
-        """Processor time that it and all processes below it have taken."""
+        """Return the processor time of the process and of all processes below it."""
         parents, ticks = {}, {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):  # it has ended
@@ -171,7 +171,7 @@ async def modules(
 ) -> AsyncIterator[dict[str, Process]]:
     """Start modules, each with its gRPC at DIRECTORY/MODULE.sock; yields when all are ready.
 
-    With --grpc-port among its flags, a module listens there instead.
+    With --grpc-port among its flags, a module listens at that port instead.
     """
     processes: dict[str, Process] = {}
     for (module, flags), port in zip(
@@ -234,7 +234,7 @@ async def model_directory(given: Path | None) -> AsyncIterator[Path]:
 
 
 async def run_script(*argv: str) -> str:
-    """Run a Python program to its end and return its output; raises BenchError if it fails."""
+    """Run a Python program to its end, and return its output; raises BenchError if it fails."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, *argv, stdout=asyncio.subprocess.PIPE, env=environment()
     )
@@ -249,7 +249,7 @@ async def run_script(*argv: str) -> str:
 
 
 class Answerer:
-    """A process that answers each line of JSON with another; it ends when its input ends."""
+    """A process that answers each line of JSON with another line, and ends when its input ends."""
 
     def __init__(self, *argv: str) -> None:
         self._argv = argv

@@ -25,7 +25,7 @@ def turns(sides: Iterable[Side], num_rounds: int, warm_ups: int = 0) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of some values, the least and the greatest."""
+    """The median, the least and the greatest of some values."""
 
     median: float
     least: float
@@ -37,7 +37,7 @@ class Spread:
 
     @classmethod
     def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> "Spread":
-        """The spread of the ratios of one side's values to the other's, round by round."""
+        """Return the spread of one side's values ÷ the other side's, round by round."""
         return cls.of([a / b for a, b in zip(above, below, strict=True)])
 
     def metrics(self, name: str) -> dict[str, float]:

@@ -31,7 +31,7 @@ class CodecCost:
     max_error: float = 0.0
     """Largest change of a number, relative to the largest in its row."""
     perplexity: float | None = None
-    """Perplexity of text; the KV of its first half went through the codec."""
+    """Perplexity of the second half of texts; the KV of the first half went through the codec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _quantized(
 
 
 def _perplexity(engine: Engine, samples: list[np.ndarray], codec: QuantizedCodec | None) -> float:
-    """Perplexity of the texts' second halves after the first halves' KV came from the host."""
+    """Return the perplexity of the texts' second halves; the first halves' KV was swapped."""
     half = _LENGTH // 2
     blocks = np.arange(half // BLOCK_SIZE, dtype=np.int32)
     losses = []

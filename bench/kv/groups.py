@@ -2,10 +2,10 @@
 
     python bench/kv/groups.py
 
-From a model's sizes alone, by the code with which a worker lays out its blocks and a scheduler
-counts them. KV is in bfloat16, states are in float32. By vLLM's rule a layer holds the blocks of 16
-tokens that its window shows, or one state; beside recurrent layers, blocks grow until a layer's KV
-of one is as large as a state.
+The script needs only a model's sizes; it runs the code with which a worker lays out blocks and a
+scheduler counts them. KV is in bfloat16, states are in float32. For comparison, it also applies
+vLLM's rule: a layer holds the blocks of 16 tokens in its window, or one state; if the model has
+recurrent layers, blocks grow until a layer's KV in a block is as large as a state.
 """
 
 from dataclasses import dataclass
@@ -39,10 +39,10 @@ def model(
     num_states: int = 0,
     state: int = 0,
 ) -> ModelConfig:
-    """A model of `num_layers` attention layers, and `num_states` with `state` numbers each.
+    """Make a model of `num_layers` attention layers and `num_states` states of `state` numbers.
 
-    With `window`, every `full_every`-th layer sees all tokens; 0: none does. `full_shape` are the
-    KV heads and the head dim of these layers, if the others have other ones.
+    With `window`, every `full_every`-th layer sees all tokens; 0: none does. `full_shape` is the
+    number of KV heads and the head dim of the layers that see all tokens; None: as other layers.
     """
     windows = tuple(
         None
@@ -119,7 +119,7 @@ class Held:
 
 
 def held(config: ModelConfig) -> Held:
-    """The blocks that a sequence of `NUM_TOKENS` tokens holds while it decodes."""
+    """Return the blocks that a sequence of `NUM_TOKENS` tokens holds while it decodes."""
     groups, block_size = group_attention(config, _DTYPE, _MAX_MODEL_LEN), _BLOCK_SIZE
     if config.num_states:
         groups, block_size = place_states(config, block_size, _DTYPE, groups)
@@ -137,7 +137,7 @@ def held(config: ModelConfig) -> Held:
 
 
 def vllm_bytes(config: ModelConfig) -> int:
-    """Return the bytes that it holds by vLLM's rule."""
+    """Return the bytes that such a sequence holds by vLLM's rule."""
     of_token = _bytes_of_token(config, 0) if config.num_layers else 0
     size, page = _BLOCK_SIZE, config.state_bytes
     if config.num_states and of_token:
@@ -154,7 +154,7 @@ def vllm_bytes(config: ModelConfig) -> int:
 
 
 def _bytes_of_token(config: ModelConfig, layer: int) -> int:
-    """The KV of a token in one layer."""
+    """Return the bytes of a token's KV in one layer."""
     num_sides = 1 if config.latent_dim else 2
     num_kv_heads, head_dim = config.kv_shape(layer)
     return num_sides * num_kv_heads * head_dim * _DTYPE.itemsize

@@ -1,4 +1,4 @@
-"""Times swaps of KV blocks against plain copies of as many bytes."""
+"""Compares the time of swaps of KV blocks with that of plain copies of as many bytes."""
 
 import random
 import time
@@ -14,7 +14,7 @@ from gpu_worker.kv.host_pool import HostPool
 
 
 def swap_over_memcpy(pool: KvPool, num_rounds: int) -> dict[str, float]:
-    """Swap blocks and copy as many bytes in one piece, in turn; return GB/s and ratios."""
+    """In turn, swap blocks and copy as many bytes in one piece; return GB/s and ratios."""
     num_blocks = pool.num_blocks // 2
     host_pool = HostPool(pool.blocks_as_bytes, num_blocks)
     is_gpu = pool.device.type == "cuda"

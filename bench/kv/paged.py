@@ -17,7 +17,7 @@ BLOCK_SIZE = 16
 
 
 class PagedEngine:
-    """One step is in flight; the prefix cache is off."""
+    """An engine with paged KV. One step is in flight; the prefix cache is off."""
 
     def __init__(
         self, jobs: Iterator[Job], num_clients: int, num_slots: int, *, defragments: bool = False
@@ -113,7 +113,10 @@ class PagedEngine:
             table[:] = [moved.get(block, block) for block in table]
 
     def _see_why_head_waits(self, plan: Plan) -> None:
-        """Record why the head of the queue, if it never ran, did not start in a step with room."""
+        """Record why the first waiting job did not start, although the step had room for tokens.
+
+        A job that has run before does not count.
+        """
         load = self._core.load()
         is_full = plan.num_scheduled_tokens == MAX_BATCHED_TOKENS
         if is_full or load.num_waiting == 0 or load.num_waiting != len(self._never_ran):

@@ -46,7 +46,7 @@ class _Watched:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A model, its KV and its executor; one sequence at a time, in row 0."""
+    """A model, its KV and its executor. It computes one sequence at a time, in row 0."""
 
     config: ModelConfig
     pool: KvPool
@@ -74,14 +74,14 @@ class Engine:
 
     @torch.inference_mode()
     def losses(self, token_ids: Int32Array, start: int) -> torch.Tensor:
-        """float32[N]: the last step's loss on each next token, of tokens from `start` on."""
+        """Return float32[N]: the last step's losses on the tokens after `start`."""
         logits = self.model.logits(self.model.hidden[:-1]).float()
         targets = torch.from_numpy(token_ids[start + 1 :].astype(np.int64)).to(logits.device)
         return torch.nn.functional.cross_entropy(logits, targets, reduction="none").cpu()
 
 
 def load_engine(directory: Path, num_blocks: int, dtype: torch.dtype, device: str) -> Engine:
-    """Load a model with a KV pool of `num_blocks`."""
+    """Load a model with a KV pool of `num_blocks` blocks."""
     source = open_model(directory)
     config = source.config
     where = torch.device(device)

@@ -1,4 +1,4 @@
-"""Plays requests on a simulated device, to count how many fit its KV memory.
+"""Plays requests on a simulated device, to count how many fit in its KV memory.
 
 Steps are real; their durations come from a time model. The engines have the same memory, token
 budget and order (first come, first served). They know a request's prompt and its limit of tokens,
@@ -20,9 +20,9 @@ class Job:
 
     prompt_len: int
     max_len: int
-    """Prompt and output; a reservation must have room for it."""
+    """The limit on prompt and output together; a reservation must have room for it."""
     output_len: int
-    """Unknown to the engines until the last token."""
+    """The real length of the output, which engines do not know until the last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Step:
     num_outputs: int
     num_running: int
     fragmentation: float
-    """1 - longest free run / free, in blocks or slots; 0 if none is free."""
+    """1 - longest free run / free memory, both in blocks or slots; 0 if none is free."""
 
 
 class Engine(Protocol):
@@ -45,9 +45,9 @@ class Engine(Protocol):
     started: set[int]
     """Jobs that have run."""
     no_room: set[int]
-    """Jobs that could not start in their turn, or continue, because too little was free."""
+    """Jobs that could not start in their turn, or continue: too little memory was free."""
     no_run: set[int]
-    """Jobs that could not start in their turn although enough was free."""
+    """Jobs that could not start in their turn although enough memory was free."""
 
     def step(self, now: float) -> Step:
         """Compute a step that begins at `now`, in seconds."""
@@ -64,7 +64,7 @@ class Replay:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens."""
+        """Output tokens per second."""
         return self.num_outputs / self.time_s
 
     @property
@@ -79,7 +79,7 @@ class Replay:
 def replay(
     engines: Sequence[Engine], model: TimeModel, warm_up_s: float, measured_s: float
 ) -> Replay:
-    """Let engines that share a device take turns, a step each."""
+    """Let engines that share a device take turns; a turn is one step."""
     warm_up, measured = Replay(), Replay()
     running = [0] * len(engines)
     while measured.time_s < measured_s:
@@ -96,5 +96,5 @@ def replay(
 
 
 def share_outside(longest: int, num_free: int) -> float:
-    """The share of free slots outside the longest free run; 0 if none is free."""
+    """Return the share of free slots outside the longest free run; 0 if none is free."""
     return 1 - longest / num_free if num_free else 0.0

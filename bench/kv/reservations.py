@@ -53,7 +53,7 @@ class _Reserved:
 
 
 class ReservingEngine:
-    """Continuous batching; a request runs when the first fit has a run for it."""
+    """Continuous batching; a request can start when `FirstFit` has a run of slots for it."""
 
     def __init__(self, jobs: Iterator[Job], num_clients: int, num_slots: int) -> None:
         self.started: set[int] = set()
@@ -65,7 +65,7 @@ class ReservingEngine:
         self._running: list[_Reserved] = []
 
     def step(self, now: float) -> Step:  # noqa: ARG002 - it needs no clock
-        """Decode all, then compute prompts, then admit, within the budget."""
+        """Decode all requests, then compute prompts, then admit requests, within the budget."""
         num_outputs = 0
         for each in self._running:
             if each.num_outputs:

@@ -59,7 +59,7 @@ def _seconds(
 
 def _quantile(percent: int) -> Callable[[list[float]], float]:
     def take(values: list[float]) -> float:
-        # quantiles() wants two values
+        # quantiles() needs at least two values
         return statistics.quantiles([*values, values[-1]], n=100, method="inclusive")[percent - 1]
 
     return take

@@ -36,7 +36,7 @@ class StepTimeSamples:
         self._num_tokens: dict[int, int] = {}
         """Number of tokens of each step in flight."""
         self._busy_since: float | None = None
-        """When the last result arrived, if the worker had another step then."""
+        """When the last result arrived; None if the worker had no other step then."""
         self._samples: list[tuple[int, float]] = []
 
     def sent(self, plan: Plan) -> None:

@@ -1,16 +1,16 @@
-"""Sends a recording's requests to a core with another policy, and compares when each was served.
+"""Sends a recording's requests to a core with another policy, and compares when each is served.
 
-Another policy puts other sequences into the rows, so the recorded results cannot be used again.
-Instead the worker is simulated, under these assumptions:
+Another policy puts other sequences into the rows, so the recorded results cannot be replayed.
+Instead, the worker is simulated under these assumptions:
 
 - Requests arrive at the recorded times. Refused requests are left out, because their outputs are
   not known.
-- A sequence produces its recorded tokens, and ends by a stop token or its length where it did. A
-  sequence that was cancelled, failed, or still ran when the recording stopped, is cancelled when it
-  has as many tokens as were recorded; without any, at the recorded time.
+- A sequence produces its recorded tokens. If it ended by a stop token or its length, it ends there.
+  If it was cancelled, failed, or still ran when the recording stopped, it is cancelled when it has
+  as many tokens as were recorded; if none were, it is cancelled at the recorded time.
 - Prompts are paced by `step_pacer`, with the last recorded estimates of step times.
-- A step takes `a + b * tokens`, with `a` and `b` from the recorded steps (`step_times`), and moves
-  between device and host at the bandwidth that the worker had measured. Nothing fails.
+- A step takes `a + b * tokens`, with `a` and `b` from the recorded steps (`step_times`). Moves
+  between device and host take the bandwidth that the worker had measured. Nothing fails.
 
 The recorded policy is simulated as well. The difference between its simulation and the recording is
 the error of these assumptions; the difference between the two simulations is the policy's effect.
@@ -43,7 +43,7 @@ from scheduler_svc.journal.entries import (
 )
 
 _BY_ITSELF = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE})
-"""Ends that the simulation reproduces from tokens alone."""
+"""Finish reasons that the simulation reproduces from tokens alone."""
 
 
 _NOT_STUDIED = {
@@ -71,16 +71,16 @@ class SeqName(NamedTuple):
 
 @dataclass(slots=True)
 class SequenceHistory:
-    """The times of a sequence's events, in seconds after its request came."""
+    """The times of a sequence's events, in seconds after its request arrived."""
 
     request_id: str
     output_index: int
     arrived: float
     """Arrival time, by the recorder's clock."""
     token_ids: list[int]
-    """Its output, including tokens from before it was submitted here."""
+    """The sequence's output, including tokens from before it was submitted to this core."""
     queue_s: float | None = None
-    """How long it waited; None: it was never admitted here."""
+    """How long the sequence waited; None: this core never admitted it."""
     first_token_s: float | None = None
     finished_s: float | None = None
     reason: FinishReason | None = None
@@ -142,9 +142,9 @@ class Study:
     step_times: StepTimes
     recorded: Run
     control: Run
-    """The recorded policy, simulated."""
+    """The simulation of the recorded policy."""
     other: Run
-    """The other policy, simulated."""
+    """The simulation of the other policy."""
 
 
 def study(file: BinaryIO, policy: str, policy_args: tuple[tuple[str, str], ...]) -> Study:
@@ -186,7 +186,7 @@ class _Recording:
         self.step_times = StepTimeSamples()
         self.requests: list[tuple[float, Request]] = []
         self.cut_off: dict[SeqName, float] = {}
-        """When sequences without a token were cancelled or failed."""
+        """When a sequence was cancelled or failed."""
         self.now = 0.0
         self.tokens_in_time: int | None = None
         """The last recorded bound on prompt tokens beside decodes; None: there was none."""
@@ -267,7 +267,7 @@ class _Simulation:
             for name, history in recording.run.sequences.items()
             if history.reason not in _BY_ITSELF
         }
-        """Sequences that are to be cancelled, with their number of tokens."""
+        """Sequences that must be cancelled when they have as many tokens as were recorded."""
 
     def run_all(self) -> Run:
         """Run until all sequences have ended."""

@@ -22,24 +22,24 @@ class SimulatedRow:
 
     new: NewSequence
     num_tokens: int
-    """Known tokens, including sampled ones."""
+    """The number of known tokens, including sampled ones."""
     num_computed: int
     has_stopped: bool = False
 
     @property
     def num_outputs(self) -> int:
-        """Tokens after its prompt."""
+        """The number of tokens after the row's prompt."""
         return self.num_tokens - self.new.num_prompt_tokens
 
     @property
     def decodes(self) -> bool:
-        """Whether it computes one token in the next step without being named in the plan."""
+        """Whether the row computes one token in the next step without being named in the plan."""
         is_known = self.num_computed >= len(self.new.token_ids)
         return is_known and self.num_tokens < self.new.max_total_tokens
 
 
 class SimulatedWorker:
-    """The rows of a worker, without blocks. Moves between tiers all succeed at once."""
+    """The rows of a worker, without blocks. Every move between tiers succeeds at once."""
 
     def __init__(self, draw: Callable[[SimulatedRow], Draw]) -> None:
         """`draw` returns a row's token at index `row.num_outputs`, from 0."""
@@ -49,7 +49,7 @@ class SimulatedWorker:
         """Tokens whose KV the rows of the last step read."""
 
     def execute(self, plan: Plan) -> Result:
-        """Answer a plan; plans come in order, and each once."""
+        """Answer a plan. Plans must come in order, and each only once."""
         for row in plan.released_rows.tolist():
             del self._rows[row]
         for new in plan.new_sequences:

@@ -43,7 +43,8 @@ _LARGEST_GPU_BYTES = 120 * 2**30
 _CPU_SATURATING_TOKENS = 512
 """From this many tokens per step on, a CPU is bound by arithmetic."""
 _GPU_SATURATING_TOKENS = 2048
-"""The same for a GPU. Not measured. Larger steps are for prompts while no sequence decodes."""
+"""From this many tokens per step on, a GPU is bound by arithmetic. Not measured. Steps with more
+tokens are for prompts while no sequence decodes."""
 _GPU_MIN_PROMPT_TOKENS = 256
 """About the number of tokens by which a GPU multiplies a 16-bit weight in the time that it needs to
 read the weight. Derived, not measured."""
@@ -56,7 +57,7 @@ class CheckedModel:
     """What a rank will load, and how it will serve it."""
 
     settings: WorkerSettings
-    """With what the model makes of them, such as shorter chunks."""
+    """Adjusted for the model: if its attention has chunks, steps run without CUDA graphs."""
     directory: Path
     source: ModelSource
     abilities: Abilities
@@ -64,19 +65,19 @@ class CheckedModel:
     dtype: torch.dtype
     num_threads: int
     amx_uses: tuple[str, ...]
-    """What uses Intel's AMX on a CPU."""
+    """The operations that use Intel's AMX on a CPU."""
     attention: AttentionBackend
     is_dummy: bool
     """Whether the weights are random."""
     limits: Limits
-    """Without the numbers of blocks."""
+    """Complete except for the numbers of blocks, which are not known yet."""
     has_kv: bool
     kv_dtypes: KvDtypes
     groups: LayerGroups
     block_bytes: int
-    """Bytes of a block in this rank."""
+    """Bytes of a block's part in this rank."""
     adapters: Mapping[int, Adapter]
-    """The adapters of the settings, by the number that rows name them by."""
+    """The adapters that the settings name, by number. Rows refer to an adapter by its number."""
     load_adapter: Callable[[str, Path], Adapter]
     """Loads an adapter from its name and directory; raises ModelError."""
 
@@ -84,7 +85,7 @@ class CheckedModel:
 def check_model(member: Member, report: Callable[[str, float | None], None]) -> CheckedModel:
     """Read everything about the model but its weights, and compare it with the settings.
 
-    Also sets the threads and the use of AMX, and loads the adapters of the settings.
+    Also sets up the threads and the use of AMX, and loads the adapters that the settings name.
 
     Raises:
         ModelError: The model cannot be served as the settings ask.
@@ -164,7 +165,7 @@ def _check_without_kv(settings: WorkerSettings, config: ModelConfig) -> None:
 
 
 def _check_can_share(config: ModelConfig, groups: LayerGroups, device: torch.device) -> None:
-    """Check that decodes can share prefixes: they run in graphs, and each layer sees all blocks."""
+    """Check that decodes can share prefixes: on a GPU, with layers that all see every token."""
     if device.type != "cuda":
         raise ModelError(
             f"shared_prefix_attention is true; it must be false on {device.type}, which has no"
@@ -226,7 +227,7 @@ def _layer_groups(
     """Return the KV groups of the model's layers.
 
     All layers are in one group without a window if a draft model uses the same block numbers, or if
-    layers are on several devices.
+    this rank holds only some of the layers.
     """
     num_layers = len(place.layers(config.num_layers))
     is_whole = num_layers == config.num_layers
@@ -269,10 +270,10 @@ def _for_chunks(
 
 
 def _default_sizes(device_bytes: int | None) -> tuple[int, int]:
-    """Return the default number of sequences and tokens of a step, by a GPU's memory; None: a CPU.
+    """Return the default numbers of sequences and tokens in a step.
 
-    The defaults for GPUs are not measured; they assume that devices with more memory compute
-    faster.
+    `device_bytes` is the memory of a GPU; None stands for a CPU. The defaults for GPUs are not
+    measured; they assume that devices with more memory compute faster.
     """
     if device_bytes is None:
         return 64, 2048
@@ -340,7 +341,7 @@ def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device)
     )
     most_tokens = max(default_tokens, max_num_seqs)
     if config.is_encoder:
-        # A prompt is computed in one step, and its vector counts as a token of its row.
+        # A prompt is computed in one step, and its embedding counts as one more token of its row.
         if (settings.max_num_batched_tokens or max_model_len) < max_model_len:
             raise ModelError(
                 f"max-num-batched-tokens is {settings.max_num_batched_tokens};"

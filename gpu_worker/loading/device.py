@@ -1,4 +1,4 @@
-"""Picks the device, its number format, and the code that computes there."""
+"""Picks a model's device and dtype, its attention backend, and the use of AMX."""
 
 import importlib
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from kernels.ops import AttentionBackend
 
 _FLASH_ATTENTION = (9, 0)
 _ROUNDING_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
-"""CPU features for products of bfloat16, by torch's names, on x86 and Arm."""
+"""Torch's names of the CPU features that multiply bfloat16 numbers, on x86 and Arm."""
 
 _log = structlog.get_logger()
 
@@ -54,12 +54,12 @@ def device_name(device: torch.device) -> str:
 
 
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the number format to run in; "auto": the checkpoint's, or float32 if that is slow.
+    """Return the dtype to compute in; "auto": the checkpoint's, or float32 where that is slow.
 
     CPUs have no arithmetic for float16, and only some have it for bfloat16. On the others, our
-    kernels in C compute bfloat16 in float32 and read half as many bytes: compiled for AVX2, a
-    linear map of bfloat16 took 0.5 to 0.8 times as long as one of float32, for 1 to 256 rows (Zen
-    5, busy with other work). Torch, which computes experts, was not measured.
+    kernels in C compute bfloat16 in float32, and read half as many bytes as for float32. Compiled
+    for AVX2, a linear map of bfloat16 took 0.5 to 0.8 times as long as one of float32, for 1 to 256
+    rows (Zen 5, busy with other work). Torch, which computes experts, was not measured.
     """
     dtype: torch.dtype = getattr(torch, resolve_dtype(name, config))
     if name != "auto" or device.type != "cpu" or dtype is torch.float32:
@@ -77,10 +77,10 @@ def _is_all_in_c(config: ModelConfig) -> bool:
 
 
 def pick_attention(name: str, device: torch.device) -> AttentionBackend:
-    """Return the code that attends to the KV pool, by the setting `attention_backend`.
+    """Return the attention backend that the setting `attention_backend` names.
 
     Raises:
-        ModelError: The code is not installed, or does not run on this device.
+        ModelError: The backend is not installed, or does not run on this device.
     """
     if name == "triton":
         return ops
@@ -100,7 +100,7 @@ def pick_attention(name: str, device: torch.device) -> AttentionBackend:
 
 
 def log_kernels(device: torch.device) -> None:
-    """Log which library of C kernels computes on a CPU; if there is none, a warning said why."""
+    """Log which library of C kernels a CPU uses; if there is none, `native` has warned why."""
     library = native() if device.type == "cpu" else None
     if library is None:
         return
@@ -145,9 +145,10 @@ def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
 def name_arithmetic(device: torch.device, amx_uses: Sequence[str]) -> str:
     """Name the properties of this device, besides versions, that decide the last bits of results.
 
-    On a GPU, this is its model, by which libraries choose kernels, and we choose tiles and products
-    of fp8. On a CPU, these are its instruction sets, by which torch, oneDNN and our kernels choose
-    the order of sums; the machine code of our kernels, if there is any; and what uses AMX.
+    On a GPU, this is its model: libraries choose kernels by it, and we choose tiles and the way to
+    multiply fp8. On a CPU, these are its instruction sets, by which torch, oneDNN and our kernels
+    choose the order of sums; a digest of our kernels' machine code; and the operations that use
+    AMX.
     """
     if device.type != "cpu":
         return repr((device.type, device_name(device)))

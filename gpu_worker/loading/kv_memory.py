@@ -96,7 +96,7 @@ def free_host_kv_bytes(device: torch.device, role: Role = Role.BOTH) -> int:
 
     With a GPU it is 4 GiB, or a quarter of the free memory if that is less, because no other
     process can use pinned memory. On a CPU it is 0, because the device pool is in the same memory.
-    But prefill and decode workers always need host memory, through which requests move.
+    But prefill and decode workers always need host memory, because sequences move through it.
     """
     if device.type != "cuda" and role is Role.BOTH:
         return 0
@@ -116,9 +116,9 @@ def free_gpu_kv_bytes(
 ) -> int:
     """Return the KV memory on a GPU: `utilization` of its memory, less what the largest step needs.
 
-    This runs that step, with all `ranks` if the model is on several devices. `limits.num_blocks` is
-    ignored. The result also leaves room for sets of CUDA graphs, whose memory other steps cannot
-    use: see `graph_bytes`.
+    The function runs that step, with all `ranks` if the model is on several devices. It ignores
+    `limits.num_blocks`. The result also leaves room for `num_graph_sets` sets of CUDA graphs,
+    because no other step can use the memory of graphs: see `graph_bytes`.
     """
     profiled = _run_largest_step(model, config, limits, dtypes, device, ranks)
     if num_graph_sets:
@@ -139,7 +139,7 @@ def _run_largest_step(
     device: torch.device,
     ranks: Ranks | None,
 ) -> int:
-    """Run the largest step; return torch's peak of reserved bytes, with weights."""
+    """Run the largest step; return the most bytes that torch reserved, including the weights."""
     step = largest_step(limits)
     num_blocks = sum(len(new.block_ids) for new in step.new_sequences)
     limits = replace(limits, num_blocks=num_blocks)
@@ -167,9 +167,9 @@ def graph_bytes(
 
     All `ranks` call this together.
 
-    All graphs share torch's memory, so they need as much as the largest computation. The driver
-    keeps memory for each graph in proportion to its kernels. Their number is about the same for all
-    sizes, so it is measured with one size.
+    All graphs share one pool of torch's memory, so together they need only as much as the largest
+    of them. The driver keeps memory for each graph in proportion to its number of kernels. This
+    number is about the same for all sizes, so the driver's memory is measured with one size.
     """
     pool = KvPool(config, 1, limits.block_size, dtypes, device)
     last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
@@ -177,8 +177,8 @@ def graph_bytes(
     torch.cuda.reset_peak_memory_stats(device)
     decodes = DecodeGraphs(model, pool, limits, last_token_ids)
     pieces = PiecewiseGraphs(model.forward, pool, limits, last_token_ids)
-    # A model that cannot be captured in pieces may raise anything, here as in a capture. But a rank
-    # that continued after an error of its own would leave the others waiting in mid-run.
+    # A model that cannot be captured in pieces may raise anything, here as in a capture. But if a
+    # rank continued after an error that only it has, the others would wait for it forever.
     tolerated = Exception if ranks is None else PiecesError
     with torch.inference_mode():
         decodes.rehearse()

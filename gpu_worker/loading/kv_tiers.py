@@ -57,8 +57,8 @@ def kv_identity(
     """Return a hash of everything, except earlier tokens, that determines the KV of a token.
 
     `arithmetic` names the hardware and kernels that compute the KV
-    (`gpu_worker.loading.device.name_arithmetic`). With others, the KV has other last bits, and a
-    request's tokens would depend on whether its KV was found.
+    (`gpu_worker.loading.device.name_arithmetic`). Other hardware or kernels compute other last
+    bits, so without `arithmetic` a request's tokens would depend on whether its KV was found.
     With a far tier, which other machines share, the model's files are hashed by name and content.
     Otherwise they are hashed by name, size and time of change, so copies count as different.
     `config` is hashed too, because `max_model_len` selects LongRoPE's factors, which rotate keys.
@@ -83,7 +83,7 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 
 def _content(path: Path) -> bytes:
-    """Return a hash of a file, by CRCs of its pieces: as fast as it can be read."""
+    """Return a hash of the CRCs of a file's pieces, which takes no longer than reading the file."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(piece):
@@ -94,7 +94,7 @@ def _content(path: Path) -> bytes:
 def open_lower_tiers(
     settings: WorkerSettings, pool: KvPool, config: ModelConfig, identity: bytes | None = None
 ) -> LowerTiers:
-    """Allocate the tiers. With `identity`, the disk's blocks outlive the process.
+    """Allocate the tiers. With `identity`, disk blocks in `disk_kv_dir` outlive the process.
 
     Raises:
         ModelError: The disk lacks room, or there is a disk tier without a host tier.
@@ -157,7 +157,7 @@ def _open_disk_pool(
 def _record_codec(
     settings: WorkerSettings, block_bytes: int, pool: KvPool, config: ModelConfig
 ) -> RecordCodec | None:
-    """Return the codec of the disk, applied after the host's."""
+    """Return the disk's codec, which encodes host blocks as the host's codec stored them."""
     spec, host = settings.disk_codec, settings.host_codec
     if spec.is_lossless:
         itemsize = 1 if host.is_quantized else pool.layout.itemsize

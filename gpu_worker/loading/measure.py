@@ -59,7 +59,7 @@ def measure_rates(
 
 
 def rates_of_all(own: Rates, block_bytes: int, ranks: Ranks) -> tuple[Rates, int]:
-    """Combine the ranks' rates (the slowest counts), and add up the bytes of a block.
+    """Return the rates that the slowest ranks allow, and a block's bytes, summed over all ranks.
 
     Workers on several devices have no disk tier, so there is no disk rate.
     """
@@ -93,7 +93,7 @@ def swap_bytes_per_s(host_pool: HostPool, pool: KvPool) -> float:
 
 
 def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> float:
-    """Measure bytes of KV per second, read from the disk itself, not from the page cache.
+    """Measure how many bytes of KV per second the disk itself returns, not the page cache.
 
     Contents of host and device blocks are lost.
 

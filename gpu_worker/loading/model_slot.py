@@ -1,4 +1,4 @@
-"""The worker's model, if one is loaded: loads and unloads it, and opens and closes the services."""
+"""Loads and unloads the worker's model, and opens and closes the services that need it."""
 
 import asyncio
 import threading
@@ -36,7 +36,7 @@ _UNLOADED: Final = "its model is unloaded"
 _log = structlog.get_logger()
 
 Report = Callable[[str, float | None], None]
-"""Takes a status and the progress in [0, 1]; called on any thread."""
+"""Takes a status, and the progress in [0, 1] or None if unknown. Called on any thread."""
 
 
 class GaveUpError(Exception):
@@ -119,7 +119,7 @@ class ModelSlot:
         self._health.set_ready()
 
     def begin_load(self, directory: Path | None) -> OngoingLoad | None:
-        """Begin to load a model, or join a load in progress; None if it is loaded already.
+        """Begin to load a model, or join a load in progress; None if the model is loaded already.
 
         If a model is being unloaded, the load begins afterwards.
 
@@ -151,7 +151,7 @@ class ModelSlot:
         return load
 
     async def unload(self) -> bool:
-        """Unload the model, even if the caller leaves; return whether one was loaded.
+        """Unload the model, even if the caller stops waiting; return whether a model was loaded.
 
         Raises:
             UnimplementedError: The model is on several devices.
@@ -255,7 +255,7 @@ class ModelSlot:
         _log.info("unloaded the model")
 
     def _settings_of(self, directory: Path) -> WorkerSettings:
-        """Return the settings for a model, without those that concern only the flags' model."""
+        """Return the settings for a model; those that fit only the flags' model are reset."""
         if _is_same(directory, Path(self._settings.model)):
             return self._settings
         other = {"model": str(directory), "served_model_name": "", "lora": ()}
@@ -283,7 +283,7 @@ def _load_model(
     leader: Leader | None,
 ) -> "LoadedModel":
     check_config(settings, report)
-    # Imported here because torch takes seconds to import, and the ports should answer before.
+    # Imported here because torch takes seconds to import, and the ports should answer earlier.
     from gpu_worker.loading.worker_model import load  # noqa: PLC0415
 
     return load(settings, report, event_loop, leader)
@@ -314,7 +314,7 @@ def _explain(error: Exception, directory: Path) -> Exception:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Clear the frames of an error and its causes, which would keep memory alive."""
+    """Clear the frames of an error and its causes, because their variables keep memory alive."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

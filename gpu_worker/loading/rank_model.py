@@ -51,7 +51,7 @@ class RankModel:
     device: torch.device
     num_threads: int
     amx_uses: tuple[str, ...]
-    """What uses Intel's AMX on a CPU."""
+    """The operations that use Intel's AMX on a CPU."""
     tiers: LowerTiers
     has_structured_output: bool
     limits: Limits
@@ -63,7 +63,7 @@ class RankModel:
     max_num_blocks: int | None
     """The largest size of the pool, in blocks; None: its size is fixed."""
     rates: Rates
-    """The rates of all ranks together."""
+    """The rates of the whole model, as its slowest ranks allow."""
     abilities: Abilities
     identity: bytes | None
     """A hash of everything that determines the KV; None: random weights, or no KV."""
@@ -81,8 +81,8 @@ def load_rank_model(
     Args:
         member: Which rank this is, and its settings.
         report: Called with status and progress; an error that it raises ends the load.
-        meet: Connects the ranks, and returns None if there are no other ranks. Called when this
-            rank knows that it can serve the settings.
+        meet: Connects the ranks, and returns None if there are no other ranks. Called after this
+            rank has checked that it can serve the model as the settings ask.
 
     Raises:
         ModelError: The model cannot be served as the settings ask, or not even one KV block fits.
@@ -101,10 +101,10 @@ def _load_rank_model(
 ) -> RankModel:
     """Do as `load_rank_model` does; `undo` collects the resources to release after a failure.
 
-    First it checks everything that needs no weights. Then the ranks connect, before any of them
-    loads gigabytes. Weights are loaded before KV memory is allocated, because on a GPU the KV pool
-    gets the memory that the largest step leaves. Last comes the executor: graphs are captured at
-    the pool's final addresses, and rates are measured with all parts in place.
+    Each rank first checks everything that needs no weights. Then the ranks connect, before any of
+    them loads gigabytes. Weights are loaded before KV memory is allocated, because on a GPU the KV
+    pool gets the memory that the largest step leaves. The executor is built last: graphs are
+    captured at the pool's final addresses, and rates are measured with all parts in place.
     """
     checked = check_model(member, report)
     settings, device = checked.settings, checked.device
@@ -143,8 +143,8 @@ def _load_rank_model(
         adapters=checked.adapters,
         slots=slots,
         # Steps of an encoder are not split, because without KV the parts of a prompt would not see
-        # each other. Nor are steps of recurrent layers, because a failed step has already advanced
-        # some states.
+        # each other. Steps with recurrent layers are not split either, because a step that fails
+        # has already advanced some states.
         takes_parts=checked.abilities.generates and not config.num_states,
     )
     if checked.has_kv and has_graphs(settings, device):
@@ -199,7 +199,7 @@ def _load_rank_model(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Memory:
-    """The KV memory of all tiers, and the limits with their sizes."""
+    """The KV memory of all tiers, and the limits with the tiers' numbers of blocks."""
 
     pool: KvPool
     tiers: LowerTiers
@@ -215,7 +215,7 @@ def _open_memory(
     ranks: Ranks | None,
     undo: ExitStack,
 ) -> _Memory:
-    """Allocate the KV pool and the tiers below it; all ranks use the smallest sizes of any."""
+    """Allocate the KV pool and the tiers below it; all ranks use the sizes of the smallest ones."""
     settings, device, limits = checked.settings, checked.device, checked.limits
     config = checked.source.local_config
     num_blocks = _num_blocks(
@@ -345,9 +345,9 @@ def _structured_output(
 def _adapter_slots(
     config: ModelConfig, adapters: Mapping[int, Adapter], device: torch.device, dtype: torch.dtype
 ) -> AdapterSlots | None:
-    """Make the slots of a GPU's adapters; None if the worker starts without adapters.
+    """Make a GPU's slots for adapters; None on a CPU, or if the worker starts without adapters.
 
-    Slots double the number of graphs; without slots, steps with adapters run eagerly.
+    Slots double the number of graphs; without slots, steps with adapters run without graphs.
     """
     if not adapters or device.type != "cuda":
         return None
@@ -358,10 +358,10 @@ def _adapter_slots(
 
 
 def _num_graph_sets(settings: WorkerSettings, device: torch.device) -> int:
-    """Return how many sets of graphs to leave room for.
+    """Return the number of sets of graphs to leave room for.
 
-    A set with adapters counts twice: its graphs launch about twice as many kernels, and take twice
-    the memory.
+    A set of graphs with adapters counts as two, because these graphs launch about twice as many
+    kernels and take twice the memory.
     """
     if not has_graphs(settings, device):
         return 0

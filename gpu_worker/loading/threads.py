@@ -29,8 +29,8 @@ def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
 def pin_threads(wanted: str, device: torch.device, num_threads: int, number: int) -> None:
     """Pin the threads of the kernels in C to a core each, if the setting `pin_threads` says so.
 
-    Weights must be packed later: then their pages are near the threads that read them. A lone
-    thread is not pinned.
+    Call this before weights are packed, so that their pages are near the threads that read them. A
+    lone thread is not pinned.
 
     Args:
         wanted: The setting, "on" or "off".
@@ -67,7 +67,7 @@ def pin_threads(wanted: str, device: torch.device, num_threads: int, number: int
 def num_usable_cores() -> int:
     """Return how many physical cores this process may use, or logical ones if that is unknown.
 
-    The time that a control group may use counts, too: threads that spin would use it up.
+    The control group's limit on CPU time counts, too, because spinning threads would use it up.
     """
     cores, quota = len(usable_cores()), _cpu_quota()
     return cores if quota is None else min(cores, math.ceil(quota))
@@ -93,7 +93,7 @@ def usable_cores() -> list[int]:
 
 
 def _cpu_quota() -> float | None:
-    """Return how many CPUs' time the control group, of version 2 or 1, may use; None: any."""
+    """Return how many CPUs' time the control group (v2 or v1) may use; None: no limit."""
     try:
         if (both := _CGROUP / "cpu.max").exists():
             quota, period = both.read_text().split()

@@ -1,4 +1,4 @@
-"""Loads a worker's model and starts its step loop: the parts of the worker that need torch."""
+"""Loads a worker's model and starts its step loop. Importing this module imports torch."""
 
 import asyncio
 import hashlib

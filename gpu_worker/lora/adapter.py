@@ -34,7 +34,7 @@ class AdaptedMap:
 
 
 def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
-    """Yield the maps of a layer that adapters may change; of experts, none."""
+    """Yield the maps of a layer that adapters may change. Maps of experts are not among them."""
     prefix = f"model.layers.{layer}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     hidden, intermediate = config.hidden_size, config.intermediate_size
@@ -77,7 +77,7 @@ class LowRankMap:
 
 
 def with_maps(layer: DecoderLayer, change: Callable[[MapName, Linear], Linear]) -> DecoderLayer:
-    """Return the layer with its maps changed; experts stay as they are."""
+    """Copy the layer, with `change` applied to each map. Experts stay as they are."""
     mlp = layer.feed_forward
     if isinstance(mlp, GatedMlp):
         mlp = replace(mlp, gate_up=change(GATE_UP, mlp.gate_up), down=change(DOWN, mlp.down))
@@ -97,11 +97,11 @@ class Adapter:
     layers: tuple[Mapping[MapName, LowRankMap], ...]
     """The additions of each layer, by map."""
     native: NativeAdapter | None = None
-    """These additions for the native decoder; None if it has no code for them."""
+    """The additions, packed for the native decoder; None if it has no code for one of them."""
 
 
 def native_adapter(layers: Sequence[Mapping[MapName, LowRankMap]]) -> NativeAdapter | None:
-    """Make the layers' additions for native code; None if it does not support one of them."""
+    """Pack the layers' additions for the native decoder; None if it has no code for one of them."""
     packed: list[dict[str, PackedPair]] = []
     for layer in layers:
         pairs: dict[str, PackedPair] = {}

@@ -33,7 +33,7 @@ _OF_TRAINING: Final = frozenset(
     | {"lora_dropout", "eva_config", "megatron_config", "megatron_core", "runtime_config"}
     | {"qalora_group_size"}
 )
-"""Fields without effect on a trained adapter, unless a field that is refused is set, too.
+"""Fields that change a trained adapter only together with another field, which is refused.
 
 Any other field is accepted only with a neutral value: a newer variant of LoRA must not be mistaken
 for LoRA.
@@ -106,7 +106,7 @@ _MAX_NAMES_SHOWN: Final = 5
 def load_adapter(
     name: str, directory: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Adapter:
-    """Load a model's adapter. Steps may run at the same time.
+    """Load an adapter for a model. Steps may run at the same time.
 
     Args:
         name: The name that requests use.
@@ -207,7 +207,7 @@ def _low_rank_map(
             first_rank += rank
         first_out += num_out
     up = up.to(device, dtype)
-    if device.type == "cuda":  # GPU kernels read B by its inputs
+    if device.type == "cuda":  # GPU kernels expect B to be stored input by input
         up = up.t().contiguous().t()
     return LowRankMap(
         make_linear(down.to(device, dtype), None, is_low_rank=True),
@@ -232,7 +232,7 @@ def _tensor(path: Path, file: Any, name: str, shape: tuple[int, int]) -> torch.T
 
 
 def _digest(directory: Path) -> bytes | None:
-    """Return the SHA-256 of both files; None if one cannot be read (loading raises the error)."""
+    """Return the SHA-256 of config and weights; None if one is unreadable (loading then fails)."""
     digest = hashlib.sha256()
     try:
         for name in (CONFIG_FILE, _WEIGHTS_FILE):

@@ -46,14 +46,14 @@ class SlottedMap:
     def add_to(
         self, out: torch.Tensor, x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
     ) -> None:
-        """Add B A x to the map's result, for tokens in the order of their slots."""
+        """Add B A x to `out`, the map's result. `AdapterSlots.group` makes `order` and `ends`."""
         num_rows = len(order)
         ranks = ops.grouped_linear(x, self.down, ends, order, None, num_rows, None)  # [T, R]
         ops.grouped_linear(ranks, self.up, ends, None, order, num_rows, out)
 
 
 _Maps: TypeAlias = tuple[Mapping[MapName, SlottedMap], ...]
-"""By layer."""
+"""The maps of each layer, by name."""
 
 
 class AdapterSlots:
@@ -85,21 +85,21 @@ class AdapterSlots:
             self._put(slot, adapter)
 
     def remove(self, number: int) -> None:
-        """Free an adapter's slot, if it has one; no later step has rows of this adapter."""
+        """Free an adapter's slot, if it has one. No later step may have rows with the adapter."""
         slot = self._slot_of.pop(number, None)
         if slot is not None:
             self._put(slot, None)
 
     def have(self, numbers: Int64Array) -> bool:
-        """Whether all adapters of these numbers have slots; 0 is no adapter."""
+        """Whether all adapters with these numbers have slots. The number 0 means no adapter."""
         return set(numbers.tolist()) - {0} <= self._slot_of.keys()
 
     def group(self, numbers: Int64Array, size: int) -> tuple[Int64Array, Int32Array]:
-        """Order tokens by slot, those without an adapter last.
+        """Order tokens by slot; tokens without an adapter come last.
 
         Args:
-            numbers: The adapters of the first tokens, for which `have` is true.
-            size: T; tokens beyond those numbers have no adapter.
+            numbers: The adapter numbers of the first tokens; `have(numbers)` must be true.
+            size: T; tokens beyond `len(numbers)` have no adapter.
 
         Returns:
             int64[T], the tokens' indexes; and int32[NUM_SLOTS], where each slot's tokens end.
@@ -111,7 +111,7 @@ class AdapterSlots:
         return slots.argsort(kind="stable"), counts.cumsum().astype(np.int32)
 
     def onto_tokens(self, order: torch.Tensor, ends: torch.Tensor) -> "SlottedAdapters":
-        """Return the adapters of tokens, whose groups are on the device as `group` made them."""
+        """Return the adapters of tokens; `order` and `ends` are from `group`, on the device."""
         return SlottedAdapters(self._maps, order, ends)
 
     def compile(self, dtype: torch.dtype) -> None:
@@ -127,7 +127,7 @@ class AdapterSlots:
                 each.add_to(out, x, order, ends)
 
     def _put(self, slot: int, adapter: Adapter | None) -> None:
-        """Change a slot in all tables, after all steps launched so far."""
+        """Fill a slot, or empty it. The change takes effect after all steps launched so far."""
         weights: list[torch.Tensor | None] = []
         for layer, maps in enumerate(self._maps):
             for name, each in maps.items():
@@ -144,20 +144,20 @@ class AdapterSlots:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlottedAdapters:
-    """The adapters of a step's tokens, or of a graph's."""
+    """The adapters of the tokens of a step or of a graph."""
 
     _maps: _Maps
     _order: torch.Tensor
-    """int64[T]: the tokens by slot."""
+    """int64[T]: indexes of the tokens, in the order of their slots."""
     _ends: torch.Tensor
     """int32[NUM_SLOTS]: where each slot's tokens end."""
 
     @property
     def native(self) -> None:
-        """None: the native decoder has no code for these."""
+        """None: the native decoder has no code for adapters in slots."""
 
     def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
-        """Return the layer at this index, with the adapters' additions to its maps."""
+        """Copy the layer at this index, and add the adapters' additions to its maps."""
         maps = self._maps[index]
 
         def adapted(name: MapName, base: Linear) -> Linear:
@@ -177,7 +177,7 @@ def _fits(low_rank: LowRankMap) -> bool:
 
 
 def _pair(low_rank: LowRankMap | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return A, `[ranks, K]`, and B by its inputs, `[ranks, N]`."""
+    """Return A as `[ranks, K]`, and B, transposed, as `[ranks, N]`."""
     if low_rank is None:
         return None, None
     down, up = low_rank.down, low_rank.up

@@ -85,14 +85,14 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAdapters:
-    """The adapters of a step's tokens. Tokens without one get the plain model."""
+    """The adapters of a step's tokens. A token without an adapter gets the plain model."""
 
     _tokens: tuple[_Tokens, ...]
     native: RowAdapters | None
-    """The same adapters for the native decoder; None if it has no code for one of them."""
+    """The adapters in the native decoder's form; None if it has no code for one of them."""
 
     def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
-        """Return the layer at this index, with the adapters' additions to its maps."""
+        """Copy the layer at this index, and add the adapters' additions to its maps."""
         return with_maps(layer, lambda name, base: self._onto(index, name, base))
 
     def _onto(self, index: int, name: MapName, base: Linear) -> Linear:

@@ -1,1 +1,1 @@
-"""The memory of a device and its host: its size, its use, and when it is short."""
+"""The memory of a device and its host: sizes, use, copies, and when memory is short."""

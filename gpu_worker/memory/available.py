@@ -11,7 +11,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Return the bytes that this process may still allocate, by machine and control group."""
+    """Return the bytes that this process may still allocate in the machine and control group."""
     bounds = []
     if (available := _meminfo().get("MemAvailable")) is not None:
         bounds.append(available)
@@ -29,7 +29,7 @@ def device_available_bytes(device: torch.device) -> int:
 
 
 def device_total_bytes(device: torch.device) -> int:
-    """Return the device's total bytes; for a CPU, what machine and control group allow."""
+    """Return the device's total bytes; for a CPU, all that machine and control group allow."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     bounds = []
@@ -44,8 +44,8 @@ def device_total_bytes(device: torch.device) -> int:
 def _reclaimable_bytes() -> int:
     """Return the bytes of page cache that count as used but are dropped when memory is needed.
 
-    They include recently used pages that are not mapped; otherwise a growing page cache would look
-    like a memory shortage.
+    Recently used pages count, too, if they are not mapped. Otherwise a growing page cache would
+    look like a memory shortage.
     """
     stat = _CGROUP / "memory.stat"
     lines = stat.read_text().splitlines() if stat.exists() else []

@@ -18,7 +18,7 @@ import torch
 
 
 class OutOfMemoryError(Exception):
-    """There is no memory for the chunks, and none of them is mapped. The message has the sizes."""
+    """No memory is left for new chunks; none of them is mapped. The message has the sizes."""
 
 
 class Chunks(Protocol):
@@ -27,24 +27,24 @@ class Chunks(Protocol):
     chunk_bytes: int
 
     def map(self, first: int, count: int) -> None:
-        """Map chunks [first, first + count), zeroed. None of them may be mapped.
+        """Map chunks [first, first + count), zeroed. None of them may be mapped already.
 
         Raises:
-            OutOfMemoryError: None of them is mapped.
+            OutOfMemoryError: There is no memory; none of the chunks has been mapped.
         """
 
     def unmap(self, first: int, count: int) -> None:
-        """Unmap chunks. Their contents are lost; no code may be using them."""
+        """Unmap chunks [first, first + count), which no code may be using. Contents are lost."""
 
     def view(self) -> torch.Tensor:
-        """uint8[N] over the whole range; chunk 0 must be mapped. Valid until `close`."""
+        """Return uint8[N] over the whole range, valid until `close`. Chunk 0 must be mapped."""
 
     def close(self) -> None:
-        """Release the range. Nothing may be mapped."""
+        """Release the range. All chunks must be unmapped."""
 
 
 class ElasticMemory:
-    """The first `num_bytes` of a range. Called from one thread."""
+    """Memory whose size can change: the first `num_bytes` of a range. Called from one thread."""
 
     def __init__(self, chunks: Chunks, num_bytes: int) -> None:
         """Map `num_bytes`, at least 1, zeroed.
@@ -89,7 +89,7 @@ class ElasticMemory:
 
 
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
-"""Reserves addresses only, so that overcommit accounting does not count them."""
+"""With this flag, reserved addresses do not count as memory in overcommit accounting."""
 _HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _SMALL: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)
 
@@ -98,13 +98,13 @@ class CpuChunks:
     """CPU memory: `Chunks` over an anonymous map.
 
     The pages of an unmapped chunk go back to the system; the chunk then reads as zeros. Callers
-    must not write to it, because writing would allocate pages again.
+    must not write to an unmapped chunk, because writing would allocate pages again.
 
     The initial chunks get pages when they are first used. Chunks mapped later are touched at once,
-    so that other workers do not count that memory as free.
+    so that other workers do not count their memory as free.
 
     Mapped chunks are on huge pages if the system has them. Attention reads blocks from everywhere
-    in the pool, and would spend a tenth of its time on looking up small pages.
+    in the pool; with small pages, it would spend a tenth of its time on looking up addresses.
     """
 
     chunk_bytes = mmap.PAGESIZE
@@ -112,8 +112,8 @@ class CpuChunks:
     def __init__(self, max_bytes: int, available_bytes: Callable[[], int]) -> None:
         """Reserve addresses for at least `max_bytes`.
 
-        `available_bytes` returns how much memory the process may still take. `map` maps no
-        more than that, except the initial chunks, whose size the operator has set.
+        `available_bytes` returns how much memory the process may still take. `map` never maps
+        more, except for the initial chunks, whose size the operator has set.
 
         Raises:
             OutOfMemoryError: The system refuses that many addresses.
@@ -144,7 +144,7 @@ class CpuChunks:
     def unmap(self, first: int, count: int) -> None:
         """See `Chunks`."""
         start, num_bytes = first * self.chunk_bytes, count * self.chunk_bytes
-        self._advise(_SMALL, start, num_bytes)  # otherwise it may become part of a huge page
+        self._advise(_SMALL, start, num_bytes)  # otherwise a huge page may cover it again
         self._memory.madvise(mmap.MADV_DONTNEED, start, num_bytes)
 
     def _advise(self, advice: int | None, start: int, num_bytes: int) -> None:
@@ -162,8 +162,8 @@ class CpuChunks:
 
 
 _CHUNK_BYTES = 32 * 1024**2
-"""The smallest chunk. Even so, mapping a whole GPU takes thousands of calls, and finer steps are
-not needed."""
+"""The smallest chunk. Mapping a whole GPU already takes thousands of calls, and finer steps are not
+needed."""
 
 
 class VirtualMemoryError(Exception):
@@ -185,17 +185,17 @@ def load_driver() -> Any:
 
 
 class CudaChunks:
-    """GPU memory, by the driver's calls for virtual memory.
+    """GPU memory: `Chunks` over the driver's calls for virtual memory.
 
-    A chunk's memory is created, mapped, made accessible and zeroed. Its handle is released at once,
-    because the mapping keeps the memory; unmapping frees it. The device's context must be current
-    on every calling thread.
+    To map a chunk, the driver creates its memory, maps it, makes it accessible and zeroes it. The
+    memory's handle is released at once, because the mapping keeps the memory; unmapping frees it.
+    The device's context must be current on every calling thread.
     """
 
     def __init__(
         self, driver: Any, device: torch.device, max_bytes: int, chunk_bytes: int = _CHUNK_BYTES
     ) -> None:
-        """Reserve addresses for at least `max_bytes`; a chunk has at least `chunk_bytes`.
+        """Reserve addresses for at least `max_bytes`, in chunks of at least `chunk_bytes`.
 
         Raises:
             VirtualMemoryError: The device has no virtual memory, or no addresses left.
@@ -220,7 +220,7 @@ class CudaChunks:
         """See `Chunks`.
 
         Raises:
-            VirtualMemoryError: The driver refuses. None of the chunks is mapped.
+            VirtualMemoryError: The driver refused a call; none of the chunks is mapped.
         """
         mapped = first
         try:
@@ -236,8 +236,8 @@ class CudaChunks:
         """See `Chunks`.
 
         Raises:
-            AcceleratorError: The driver refuses. It is then unknown which chunks are mapped, so the
-            process must end, as after any other device failure.
+            AcceleratorError: The driver refused a call. Which chunks are mapped is then unknown, so
+                the process must end, as after any other device failure.
         """
         try:
             for chunk in reversed(range(first, first + count)):

@@ -1,7 +1,7 @@
 """Memory pressure: derives a level from how much memory is available. Needs no torch.
 
-A worse level takes effect at once. A better one takes effect only after several better readings in
-a row: the reaction to a level improves the readings, and the first better one must not end it.
+A worse level takes effect at once. A better level takes effect only after several better readings
+in a row: the reaction to a level improves the readings, and must not end at the first better one.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _CRITICAL_SHARE = 0.01
 
 
 class WatchedMemory(Protocol):
-    """Reports the level. Any thread may read it."""
+    """Reports the level of memory pressure, to any thread."""
 
     @property
     def level(self) -> MemoryLevel | None:
@@ -45,9 +45,9 @@ def choose_thresholds(
     Args:
         warning: Share of total memory, at least `critical`; None: not set.
         critical: Share of total memory, at most `warning`; None: not set.
-        available: Available bytes when the worker is ready. Using half of them is normal, and must
-            not count as pressure.
-        total: All bytes.
+        available: Available bytes when the worker is ready. Half of them may be used later: this
+            is normal, and not pressure.
+        total: All bytes of the memory.
     """
     at_first = available / total if total else 0.0
     if warning is None:

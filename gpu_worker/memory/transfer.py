@@ -1,4 +1,4 @@
-"""Copies between host and device: arrays to the device in one copy, and results back."""
+"""Copies arrays from the host to a device in one transfer, and tensors from a device back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,8 @@ _ALIGN_BYTES = 16
 def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     """Copy `arrays` to `device`, as tensors of the same contents, dtypes and shapes.
 
-    On CUDA the arrays travel together through pinned memory, and the caller does not wait; torch
-    keeps that memory until the copy is done. On a CPU the tensors share the arrays' memory.
+    On CUDA the arrays travel together through pinned memory, and the caller does not wait: torch
+    keeps the pinned memory until the copy is done. On a CPU the tensors share the arrays' memory.
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
@@ -23,7 +23,7 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[tor
 
 
 def upload_into(buffer: torch.Tensor, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-    """Upload to the beginning of `buffer`, uint8[*] on a device, and return views of it.
+    """Copy `arrays` to the beginning of `buffer`, uint8[*] on a device; return views of `buffer`.
 
     An array's address depends only on its own shape and dtype and those of the arrays before it.
     """
@@ -34,7 +34,7 @@ def upload_into(buffer: torch.Tensor, arrays: Sequence[npt.NDArray[Any]]) -> lis
 
 
 def packed_bytes(arrays: Sequence[npt.NDArray[Any]]) -> int:
-    """Return the bytes of a buffer that `upload_into` needs."""
+    """Return how many bytes of a buffer `upload_into` fills."""
     return _starts(arrays)[-1]
 
 
@@ -72,7 +72,7 @@ class Download:
     """Copies tensors to the host without waiting for the device."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
-        """Start the copies, after all earlier work."""
+        """Enqueue the copies after all work that the device already has to do."""
         self._tensors = [_to_host(tensor) for tensor in tensors]
         self._arrived: torch.cuda.Event | None = None
         if tensors[0].is_cuda:
@@ -92,6 +92,6 @@ class Download:
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
-        return tensor.clone()  # the next step may overwrite it, as on a GPU
+        return tensor.clone()  # because the next step may overwrite `tensor`
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)

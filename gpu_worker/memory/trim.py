@@ -16,9 +16,10 @@ _MAX_HEAP_BYTES: Final = 32 * 1024**2
 
 
 def begin_release() -> None:
-    """Return memory that is freed from now until `release_memory` to the system at once.
+    """From now until `release_memory`, return freed memory to the system at once.
 
-    Otherwise each malloc arena would keep its end, and `malloc_trim` only trims the first arena.
+    Otherwise each malloc arena would keep the free memory at its end, and `malloc_trim` trims the
+    end of the first arena only.
     """
     set_malloc(M_TRIM_THRESHOLD, _TRIM_AT_ONCE)
 

@@ -1,7 +1,7 @@
 """Watches the memory of the worker's device on a thread, and reports shortages.
 
-A GPU's numbers come from its driver and torch's allocator; a CPU's from the machine and the
-process's control group.
+The numbers of a GPU come from its driver and torch's allocator. Those of a CPU come from the
+machine and the process's control group.
 """
 
 import threading
@@ -27,13 +27,13 @@ class DeviceMemory:
 
     total: int
     free: int
-    """Free memory by the driver; for a CPU, the memory that the process may still take."""
+    """Memory that the driver reports as free; on a CPU, memory that the process may still take."""
     reserved: int
-    """Reserved by torch's allocator."""
+    """Memory that torch's allocator has reserved."""
     allocated: int
     """Part of `reserved` that tensors use."""
     split: int
-    """Part of `reserved` that is free between tensors: reusable, but cannot be released."""
+    """Part of `reserved` that is free between tensors. It can be reused, but not released."""
 
     @property
     def available(self) -> int:
@@ -50,7 +50,7 @@ class Driver(Protocol):
     """Reads a device's memory."""
 
     def read(self) -> DeviceMemory:
-        """Take a reading. Thread-safe."""
+        """Take a reading. Any thread may call this."""
 
 
 class CudaDriver:
@@ -120,7 +120,7 @@ class MemoryMonitor:
         return None if self._has_failed else self._meter.level
 
     def check(self) -> MemoryLevel:
-        """Take a reading."""
+        """Take a reading, update the metrics, and return the new level."""
         seen = self._driver.read()
         kinds = {
             "total": seen.total,
@@ -151,7 +151,7 @@ class MemoryMonitor:
         threading.Thread(target=self.run, name="device-memory", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop, and set the metric of the level to 0."""
+        """Stop watching, and set the metric of the level to 0."""
         self._stopped.set()
         metrics.DEVICE_MEMORY_LEVEL.set(MemoryLevel.OK.value)
 

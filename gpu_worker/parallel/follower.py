@@ -28,7 +28,7 @@ _log = structlog.get_logger()
 
 
 class Follower:
-    """A rank's connection with rank 0, from rank 0's welcome on."""
+    """The connection of a rank to rank 0, which has accepted the rank."""
 
     def __init__(self, member: Member) -> None:
         """Connect as soon as rank 0 listens, and wait until all ranks are connected.

@@ -1,8 +1,8 @@
 """Rank 0's side of its group: connects the other ranks, sends them calls, and ends with them.
 
-When a rank has died, a collective never returns, and the thread that waits in it hangs, on a GPU
-perhaps inside the driver. So when a rank is lost, or fails at a step that others have begun, this
-process ends at once, and all other ranks end with it. The scheduler sees one lost worker.
+When a rank has died, a collective never returns: the thread that waits in it hangs, perhaps inside
+a GPU's driver. So when a rank is lost, or fails at a step that other ranks have begun, this process
+ends at once, and all other ranks end with it. The scheduler sees one lost worker.
 """
 
 import json
@@ -30,7 +30,7 @@ _log = structlog.get_logger()
 
 
 class Leader:
-    """The other ranks, as rank 0 sees them. Called from one thread at a time."""
+    """Rank 0's connections to the other ranks. Called from one thread at a time."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Listen, and start this machine's other ranks.
@@ -47,7 +47,7 @@ class Leader:
                 f"master-addr is {address[0]}, master-port {address[1]}: {error}"
             ) from error
         port = self._listener.getsockname()[1]
-        # The other ranks get the port that was free just now.
+        # The other ranks get the port on which this process really listens: the setting may be 0.
         self.member = Member(settings.model_copy(update={"master_port": port}))
         self._links: dict[int, Link] = {}
         self._is_closing = False
@@ -102,14 +102,14 @@ class Leader:
         """End this process, which ends the group. Call this only after `gather`."""
         if threading.current_thread() is not self._watcher:
             self._watcher.join(_SAY_S)  # if a rank is lost, the watcher reports it
-        with self._lock:  # so that it does not run during `close`
+        with self._lock:  # so that `close` cannot begin meanwhile
             _log.error("the group of ranks ends", problem=problem)
             sys.stderr.write(f"quire-worker: {problem}\n")
             sys.stderr.flush()
             os._exit(1)
 
     def _meet(self, link: Link) -> None:
-        """Accept a rank that has connected; close any other connection."""
+        """Accept a new connection if it is a rank's; otherwise close it."""
         try:
             link.set_timeout(_HELLO_S)
             hello = link.receive()
@@ -123,7 +123,7 @@ class Leader:
         self._links[rank] = link
 
     def _watch(self) -> None:
-        """Wait until a rank fails or is lost; otherwise ranks send nothing."""
+        """Wait until a rank fails or is lost, then end the group. Ranks send nothing else."""
         with selectors.DefaultSelector() as selector:
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)

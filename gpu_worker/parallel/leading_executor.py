@@ -1,4 +1,4 @@
-"""Rank 0's executor: also sends every call to the other ranks."""
+"""Rank 0's executor, which also sends every call to the other ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

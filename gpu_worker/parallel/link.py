@@ -1,7 +1,7 @@
 """The connection between rank 0 and another rank: a greeting, then commands, until one end dies.
 
-Each end detects at once when the other end dies, even while it computes or waits. A frame is a
-kind, a length, and that many bytes.
+Each end detects at once that the other end has died, even while its own process computes or waits.
+A frame is a kind, a length, and that many bytes.
 """
 
 import socket
@@ -71,7 +71,7 @@ class Link:
             raise ConnectionError(f"a frame has the unknown kind {kind}") from None
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Make later calls raise TimeoutError, an OSError, if they wait longer."""
+        """Make later calls raise TimeoutError, an OSError, if they wait longer than `seconds`."""
         self._socket.settimeout(seconds)
 
     def fileno(self) -> int:

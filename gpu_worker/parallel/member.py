@@ -39,13 +39,13 @@ class Member:
     """One rank of a group."""
 
     settings: WorkerSettings
-    """The settings of the command that started it."""
+    """The settings of the command that started this rank."""
     number: int = 0
-    """Its number among the command's processes, which determines its rank and its GPU."""
+    """The process's number among those of its command. It determines the rank and the GPU."""
 
     @property
     def place(self) -> Place:
-        """Its part of the model."""
+        """The part of the model that this rank holds."""
         return Place(
             self.settings.rank + self.number,
             self.settings.tensor_parallel_size,
@@ -61,8 +61,8 @@ class Member:
         """Check another member's `hello`; return its rank.
 
         Raises:
-            ModelError: Its settings differ from this one's.
-            ValueError: It is not a rank's hello.
+            ModelError: Its settings differ from this member's, or its rank is out of range.
+            ValueError, KeyError, TypeError, AttributeError: `hello` is not a rank's hello.
         """
         said: dict[str, Any] = json.loads(hello)
         rank, theirs = said["rank"], said["settings"]
@@ -90,9 +90,9 @@ def member_from_json(text: bytes) -> Member:
 
 
 def command() -> list[str]:
-    """Return the command that runs a rank; it reads a `Member` from its standard input.
+    """Return the command that runs a rank.
 
-    The process ends when its standard input ends.
+    The process reads a `Member`, as JSON, from its standard input, and ends when the input ends.
     """
     return [sys.executable, "-P", "-m", "gpu_worker.rank_process"]
 
@@ -106,7 +106,7 @@ class LocalRanks:
     def __init__(self, member: Member) -> None:
         """Start the other ranks, if `member` is the first process of the command.
 
-        Each ends when its standard input ends, which happens when this process ends.
+        Each process ends when its standard input ends, at the latest when this process ends.
         """
         self._processes = []
         num_local = member.settings.num_local_ranks if member.number == 0 else 0

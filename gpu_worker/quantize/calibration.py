@@ -38,7 +38,7 @@ class Rounding:
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error
-    """Raised at the first layer, because the rest of the model need not run."""
+    """Raised at the first layer from the second sample on: later layers need not run again."""
 
 
 def read_samples(path: Path, tokenizer: Any, num_samples: int, length: int) -> torch.Tensor:
@@ -74,7 +74,7 @@ def round_layers(
     rounding: Rounding,
     progress: Callable[[int, int], None],
 ) -> Iterator[tuple[str, RoundedWeight]]:
-    """Round the maps of all decoder layers, in place; yield each map's name and its integers.
+    """Round the maps of all decoder layers, in place; yield each map's name and rounded weight.
 
     Args:
         model: A causal language model of transformers, in float32.
@@ -178,7 +178,7 @@ def _inputs_of_layers(
 
 @contextlib.contextmanager
 def _observed(maps: Mapping[str, nn.Linear]) -> Iterator[dict[str, torch.Tensor]]:
-    """Sum `x @ x.T` over the inputs of each map while the block runs: float32[K, K] by name."""
+    """While the `with` block runs, sum `x @ x.T` over each map's inputs: float32[K, K], by name."""
     sums = {name: torch.zeros(2 * (each.in_features,)) for name, each in maps.items()}
 
     def add(name: str, x: torch.Tensor) -> None:

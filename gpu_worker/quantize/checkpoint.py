@@ -1,4 +1,4 @@
-"""Writes rounded maps and a model's other tensors as a GPTQ checkpoint, which other engines read.
+"""Writes rounded maps and a model's other tensors as GPTQ, a format that other engines read, too.
 
 Symbols: `N` output features of a linear map, `K` its input features.
 """
@@ -62,7 +62,8 @@ def write_checkpoint(
 ) -> None:
     """Copy a model directory to `out`, with the tensors of `maps` replaced by rounded ones.
 
-    `maps` has names and weights. Other tensors stay as they are. `out` appears when it is complete.
+    `maps` yields each map's name and rounded weight. Other tensors stay as they are. `out` appears
+    only when it is complete.
 
     Raises:
         ModelError: The checkpoint stores a map under another name, or cannot be read.

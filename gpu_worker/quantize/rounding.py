@@ -1,10 +1,10 @@
-"""Rounds the weight of a linear map to integers so that the map's outputs change least.
+"""Rounds the weight of a linear map to integers, and changes the map's outputs as little as it can.
 
 GPTQ (Frantar et al., 2022): input features are rounded one after another. The features that are not
 rounded yet compensate for each error, as far as they are correlated in the map's inputs. Features
 with large inputs go first. A group's scale is chosen before its features are rounded.
 
-Symbols: `N` output features of a linear map, `K` its input features, `G` groups of these.
+Symbols: `N` output features of a linear map, `K` its input features, `G` groups of input features.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ _LEAST_SCALE: Final = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedWeight:
-    """A weight `[N, K]`, stored as `(value - zero) * scale`."""
+    """A weight `[N, K]` in integers: each number is `(value - zero) * scale`."""
 
     values: torch.Tensor
-    """int32[N, K], from 0."""
+    """int32[N, K], at least 0."""
     zeros: torch.Tensor
     """int32[N, G]."""
     scales: torch.Tensor

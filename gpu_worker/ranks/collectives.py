@@ -24,7 +24,7 @@ RowMap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def open_store(address: str) -> tuple[Store, int]:
-    """Open the store by which the ranks find each other, in rank 0; return it and its port."""
+    """Open the store by which ranks find each other; return it and its port. Only for rank 0."""
     family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((address, 0), family=family)
     port: int = listener.getsockname()[1]
@@ -40,7 +40,7 @@ def find_store(address: str, port: int) -> Store:
 
 
 class Ranks:
-    """This rank's connections with its group. Called from one thread at a time."""
+    """This rank's connections to the other ranks. Called from one thread at a time."""
 
     def __init__(self, place: Place, store: Store, device: torch.device) -> None:
         """Connect, and wait until all ranks are connected.
@@ -66,7 +66,10 @@ class Ranks:
                 self._stage = group
 
     def summed(self, part: RowMap) -> RowMap:
-        """Return a map `[T, K]` to `[T, N]` that sums the ranks' partial results, on every rank."""
+        """Make a map `[T, K]` to `[T, N]` that sums the results of `part` over the stage's ranks.
+
+        Every rank of the stage gets the sum.
+        """
 
         def apply(x: torch.Tensor) -> torch.Tensor:
             out = part(x).contiguous()
@@ -76,9 +79,9 @@ class Ranks:
         return apply
 
     def joined(self, part: RowMap, num_out: int) -> RowMap:
-        """Return a map that joins the ranks' outputs, split as `Place.vocabulary`, to `num_out`.
+        """Make a map that joins the ranks' results of `part` to `num_out` outputs per row.
 
-        Every rank of the stage gets the whole result.
+        `Place.vocabulary` says which outputs a rank has. Every rank of the stage gets all outputs.
         """
         size = self.place.tensor_size
         width = -(-num_out // size)
@@ -103,7 +106,7 @@ class Ranks:
         return hidden
 
     def share(self, values: torch.Tensor) -> None:
-        """Overwrite `values`, on the device, with rank 0's."""
+        """Overwrite `values`, a tensor on the device, with rank 0's values."""
         dist.broadcast(values, 0)
 
     def least(self, *values: float) -> list[float]:
@@ -115,7 +118,7 @@ class Ranks:
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def any_has(self, flags: BoolArray) -> BoolArray:
-        """Return bool[N]: which flags are set in any rank; on the host."""
+        """Return bool[N] on the host: the flags that at least one rank has set."""
         reduced = torch.from_numpy(flags.astype(np.uint8))
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._host)
         return reduced.numpy().astype(np.bool_)

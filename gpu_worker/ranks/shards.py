@@ -1,4 +1,4 @@
-"""Which part of a model each rank holds: its share of each layer, and its layers.
+"""Which part of a model each rank holds: which layers, and which share of each layer.
 
 A *rank* is one process and its device. The ranks of one *stage* hold the same layers and split each
 of them; stages run one after another. Rank 0 is in the last stage, because tokens are sampled
@@ -33,27 +33,27 @@ class Place:
 
     @property
     def stage(self) -> int:
-        """Its stage; stage 0 has the first layers."""
+        """The rank's stage; stage 0 has the first layers."""
         return self.pipeline_size - 1 - self.rank // self.tensor_size
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether it holds the embedding."""
+        """Whether the rank holds the embedding."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it holds the final norm and the head."""
+        """Whether the rank holds the final norm and the head."""
         return self.stage == self.pipeline_size - 1
 
     @property
     def previous_rank(self) -> int:
-        """The rank that sends it hidden states, unless it is in the first stage."""
+        """The rank that sends hidden states to this rank, if this is not in the first stage."""
         return self.rank + self.tensor_size
 
     @property
     def next_rank(self) -> int:
-        """The rank that it sends hidden states to, unless it is in the last stage."""
+        """The rank to which this rank sends hidden states, if this is not in the last stage."""
         return self.rank - self.tensor_size
 
     def layers(self, num_layers: int) -> range:
@@ -74,7 +74,7 @@ class Place:
         """Return this rank's share of `count` parts of a layer, called `name` in config.json.
 
         Raises:
-            ModelError: They cannot be split evenly.
+            ModelError: The ranks of a stage cannot split the parts evenly.
         """
         if count % self.tensor_size:
             raise ModelError(
@@ -83,10 +83,10 @@ class Place:
         return self.groups(count)
 
     def share_or_repeat(self, name: str, count: int) -> range:
-        """Do as `share` does, but if there are fewer parts than ranks, several ranks hold a part.
+        """Do as `share` does, but if there are fewer parts than ranks, several ranks share a part.
 
         Raises:
-            ModelError: Neither count divides the other.
+            ModelError: Neither the number of parts nor that of ranks divides the other.
         """
         if count % self.tensor_size and self.tensor_size % count:
             raise ModelError(
@@ -96,7 +96,10 @@ class Place:
         return self.groups(count)
 
     def groups(self, count: int) -> range:
-        """Return this rank's part of `count`, which `share` or `share_or_repeat` has accepted."""
+        """Return this rank's share of `count` parts, as `share` and `share_or_repeat` do.
+
+        One of them must have accepted `count`.
+        """
         start = count * self.tensor_rank // self.tensor_size
         return range(start, start + max(1, count // self.tensor_size))
 

@@ -37,8 +37,8 @@ class Checkpoint:
     ) -> None:
         """Open all files; raises ModelError if one is missing or damaged.
 
-        `rename` maps a tensor's name in its file to its name here; None leaves the tensor out. With
-        `stacked_hidden_size`, the model's hidden size, stacked experts appear one by one.
+        `rename` maps a tensor's name in its file to its name in this object; None leaves the tensor
+        out. With `stacked_hidden_size`, the model's hidden size, stacked experts appear one by one.
         """
         self._name_to_file: dict[str, TensorFile] = {}
         self._name_in_file: dict[str, str] = {}
@@ -56,7 +56,7 @@ class Checkpoint:
         return self._name_to_file.keys()
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a whole tensor, memory-mapped if possible; it must not be written."""
+        """Return a whole tensor, memory-mapped if possible; callers must not write to it."""
         file, in_file = self._name_to_file[name], self._name_in_file[name]
         return file.tensor(Piece(in_file, file.shape(in_file)))
 
@@ -134,7 +134,7 @@ class _Pickled:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Before version 1.6, torch wrote no zip files; others cannot be mapped.
+            # Only zip files can be mapped; before version 1.6, torch wrote other files.
             tensors = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
         except Exception as error:  # a damaged pickle may raise anything
             reason = (str(error) or type(error).__name__).splitlines()[0]

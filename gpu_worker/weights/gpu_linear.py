@@ -16,7 +16,7 @@ from kernels.reference.linear.quantized import HALF_RUN, pack_nibbles
 from kernels.triton.linear.tile_sizes import fewest_rows
 
 _RUN: Final = 32
-"""The number of features in a group is a multiple of this, or the whole row."""
+"""A group has a multiple of this number of features, or it is the whole row."""
 _FP8_LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 _FP8_MULTIPLE: Final = 16
 """`torch._scaled_mm` takes numbers of features that are multiples of this."""
@@ -46,9 +46,10 @@ def pack_integers(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> "QuantizedLinear":
-    """Lay out a quantized weight as `kernels.cpu.linear.pack_integers` does; `can_pack` must hold.
+    """Do for a GPU what `kernels.cpu.linear.pack_integers` does; `can_pack` must hold.
 
-    Scales and offsets are rounded to float16; at 4 bits, they are for values from 0 to 15.
+    Scales and offsets are rounded to float16. At 4 bits, the map's offsets are for values from 0 to
+    15.
     """
     values = values.t()
     if bits == 4:  # noqa: PLR2004
@@ -67,7 +68,7 @@ def pack_integers(
 def pack_fp8(
     values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> Linear:
-    """Lay out `values` e4m3 [N, K] times `scales` fp32 [N, G]; `can_pack` must hold."""
+    """Make the map of `values`, e4m3 [N, K], times `scales`, fp32 [N, G]; `can_pack` must hold."""
     why_not = _why_not_scaled(values, scales, dtype)
     if why_not is None:
         return ScaledLinear(values.contiguous(), scales.t().contiguous(), bias)
@@ -78,15 +79,16 @@ def pack_fp8(
 def pack_mxfp4(
     blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> "QuantizedLinear":
-    """Lay out a weight of MXFP4 as `kernels.cpu.linear.pack_mxfp4` does; `can_pack` must hold."""
-    # Of a group's 32 features, a byte has two neighbours; the kernel takes two that are 16 apart.
+    """Do for a GPU what `kernels.cpu.linear.pack_mxfp4` does; `can_pack` must hold."""
+    # A byte of `blocks` has two neighbours of a group's 32 features. The kernel takes bytes of two
+    # features that are 16 apart.
     low, high = blocks[:, :, : HALF_RUN // 2], blocks[:, :, HALF_RUN // 2 :]
     values = torch.stack((low & 15 | high << 4, low >> 4 | high & 0xF0), 3)  # [N, G, 8, 2]
     return _packed(values.flatten(1).t(), scales.t(), None, bias, dtype)
 
 
 def batch_invariant(linear: Linear, dtype: torch.dtype) -> Linear:
-    """Return the same map for activations of `dtype`, but rows do not depend on other rows.
+    """Make the same map for activations of `dtype`, but let no row depend on other rows.
 
     Libraries choose kernels by the number of rows. So 16-bit weights get a kernel of ours, and fp8
     weights are multiplied as 16-bit numbers.

@@ -24,7 +24,7 @@ does. The host never waits for the device."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainGroup:
-    """Maps with 16- or 32-bit weights."""
+    """A group of maps with 16- or 32-bit weights."""
 
     maps: GroupedMaps
 
@@ -42,7 +42,7 @@ class PlainGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedGroup:
-    """Maps with weights of 8 or 4 bits; see `ops.grouped_quantized_linear`."""
+    """A group of maps with weights of 8 or 4 bits; see `ops.grouped_quantized_linear`."""
 
     values: torch.Tensor
     """`[X, K, N]`, or `[X, K / 2, N]` at 4 bits."""
@@ -68,7 +68,7 @@ class QuantizedGroup:
 
 
 def group(linears: Sequence[Linear]) -> GroupedLinear | None:
-    """Return the maps as one, or None if no kernel takes them together.
+    """Make one map of several; return None if no kernel takes them together.
 
     Plain weights stay where they are, and quantized ones are copied. Fp8 weights are multiplied as
     16-bit numbers; activations are not rounded.

@@ -14,8 +14,8 @@ __all__ = ["JsonFields", "ModelError", "UnsupportedError", "read_json"]
 class JsonFields:
     """The fields of a JSON object. A null field counts as absent.
 
-    Every getter raises ModelError for a value of the wrong type, and for an absent field without a
-    default.
+    Every getter except `get` raises ModelError for a value of the wrong type, and for an absent
+    field without a default.
     """
 
     path: Path
@@ -61,7 +61,10 @@ class JsonFields:
         return value
 
     def int_list(self, name: str) -> list[int]:
-        """Return integers from 0. A single integer becomes a list, an absent field an empty one."""
+        """Return a list of integers, all at least 0; a single integer counts as a list of one.
+
+        The list is empty if the field is absent.
+        """
         value = self.get(name, default=[])
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in items):

@@ -24,9 +24,9 @@ def make_linear(
 ) -> Linear:
     """Make the map `x @ weight.T + bias` in the device's fastest form.
 
-    On a CPU the weight is packed once, here, for our own kernel. Then few rows cost only the
-    reading of the weight, and a row's result does not depend on the number of rows. Torch
-    multiplies weights that cannot be packed, which is all of them if the C code was not compiled.
+    On a CPU the weight is packed once, here, for our own kernel. Few rows then take only the time
+    to read the weight, and a row's result does not depend on the number of rows. Torch multiplies
+    weights that cannot be packed. If the C code was not compiled, no weight can be packed.
 
     Args:
         weight: `[N, K]`; the caller need not keep it.

@@ -14,12 +14,12 @@ class ModelConfig:
     """
 
     architecture: str
-    """As in `architectures` of config.json, such as "LlamaForCausalLM"."""
+    """The name in `architectures` of config.json, such as "LlamaForCausalLM"."""
     vocab_size: int
     max_model_len: int
     """The largest number of tokens in a sequence."""
     num_layers: int
-    """Layers with attention: each has keys and values in the KV pool."""
+    """The number of layers with attention; each has keys and values in the KV pool."""
     num_kv_heads: int
     """KV heads of each layer, unless `kv_shapes` is set."""
     head_dim: int
@@ -27,8 +27,8 @@ class ModelConfig:
     kv_shapes: tuple[tuple[int, int], ...] = ()
     """KV heads and head dim of each layer. Empty: all have `num_kv_heads` and `head_dim`."""
     latent_dim: int | None = None
-    """With multi-head latent attention: a value is the first `latent_dim` numbers of its key, so it
-    is not stored; None: values are stored."""
+    """With multi-head latent attention, a value is the first `latent_dim` numbers of its key, so
+    values are not stored. None: values are stored."""
     has_exact_keys: bool = False
     """Whether keys hold positions, as with ALiBi; such KV must not be rounded to 8 bits."""
     eos_token_ids: tuple[int, ...]
@@ -44,11 +44,11 @@ class ModelConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it stores no KV, and so generates no tokens."""
+        """Whether the model stores no KV, and so generates no tokens."""
         return self.num_layers == self.num_states == 0
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
-        """KV heads and head dim of a layer."""
+        """Return the number of KV heads and the head dim of a layer."""
         return self.kv_shapes[layer] if self.kv_shapes else (self.num_kv_heads, self.head_dim)
 
 
@@ -106,7 +106,7 @@ def read_eos_token_ids(fields: JsonFields) -> tuple[int, ...]:
 
 
 def read_dtype(fields: JsonFields) -> str:
-    """Read the checkpoint's number format."""
+    """Read the checkpoint's dtype."""
     # transformers 5 writes `dtype`, older versions write `torch_dtype`.
     name = fields.get("dtype", default=fields.get("torch_dtype", default="float32"))
     if not isinstance(name, str) or name not in DTYPES:

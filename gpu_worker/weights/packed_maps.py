@@ -1,4 +1,4 @@
-"""Makes linear maps that a quantized checkpoint packs: AWQ, GPTQ, GGUF, scaled fp8, MXFP4.
+"""Makes linear maps from a checkpoint's packed weights: AWQ, GPTQ, GGUF, scaled fp8, MXFP4.
 
 Symbols: `N` output features of a linear map, `K` its input features, `G` groups of input features.
 """
@@ -39,11 +39,11 @@ _MOST_GROUP: Final = 128
 _LEAST_GROUP: Final = 32
 """Packed maps take group sizes that are powers of two in this range."""
 _LEAST_PLAIN_GROUP: Final = 16
-"""The least group of 8-bit integers without offsets, as in Q6_K; only a CPU takes it."""
+"""The smallest group of 8-bit integers without offsets, as in Q6_K; only CPU kernels take it."""
 
 
 def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> QuantizedWeight | None:
-    """Return a part of a weight, in groups of a size that packed maps support; None if impossible.
+    """Return a part of a weight; None if its groups would be too small for packed maps.
 
     If the part would cut a group, groups are split into smaller ones with the same scale.
     """
@@ -111,7 +111,7 @@ class PackedMaps:
         device: torch.device,
         fill: Callable[[Piece, torch.Tensor], None],
     ) -> None:
-        """Take the arguments of `Weights`. On the meta device, tensors are only requested."""
+        """Take the arguments of `Weights`. On the meta device, `fill` only notes the tensors."""
         self._stored = stored
         self._names = names
         self._dtype = dtype
@@ -133,7 +133,7 @@ class PackedMaps:
 
     @property
     def unused(self) -> str:
-        """A pattern for names of tensors for quantized activations, which are not used."""
+        """A pattern for the names of scales of activations, tensors that are not used."""
         return r".*\.input_scale"
 
     def has(self, name: str) -> bool:

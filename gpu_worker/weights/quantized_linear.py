@@ -15,7 +15,7 @@ from gpu_worker.weights.linear import Linear, make_linear
 from kernels.cpu import linear as native
 
 _INT4_GROUP_SIZE: Final = 32
-"""Makes 5 bits per weight, with scales and offsets of 16 bits."""
+"""With scales and offsets of 16 bits, groups of this size make 5 bits per weight."""
 _INT4_KERNEL_GROUPS: Final = (32, 64, 128)
 _INT4_RANGES: Final = (1.0, 0.85)
 """Candidate grids, as shares of a group's range. The whole range keeps weights that are already on
@@ -49,7 +49,7 @@ class QuantizedWeight:
     offsets: torch.Tensor | None
     """Shaped like the scales; None: zeros.
 
-    The kernel multiplies with scales and offsets in float16. At 4 bits, it uses the offsets for
+    The kernel multiplies with scales and offsets in float16. At 4 bits, its offsets are those for
     values from 0 to 15, so that GGUF's Q4_0 and Q4_1 are kept exactly.
     """
 
@@ -125,7 +125,8 @@ def _fit_int4(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return scale, lowest weight and squared error of each group of `[N, G, 32]`.
 
-    All are float32 `[N, G, 1]`, the first two rounded to the float16 that the kernel multiplies.
+    All are float32 `[N, G, 1]`. Scale and lowest weight are rounded to float16, which the kernel
+    multiplies.
     The fit starts with a grid over a share of the values' range, and improves it by least squares.
     """
     low, high = (range_share * bound for bound in groups.aminmax(dim=2, keepdim=True))
@@ -152,9 +153,9 @@ def _rounded(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def can_multiply(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether our own kernel for the weight's device takes it, for activations of `dtype`.
+    """Whether our own kernel on the weight's device takes it, for activations of `dtype`.
 
-    On a CPU 4-bit groups must have 32, 64 or 128 input features. With float32 activations the
+    On a CPU, 4-bit groups must have 32, 64 or 128 input features. With float32 activations the
     product must be exact, so scales and offsets must fit in float16. A GPU dequantizes weights for
     float32 activations.
     """

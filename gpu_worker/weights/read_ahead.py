@@ -1,8 +1,9 @@
 """Reads tensors' bytes into the page cache, in parallel, before the tensors are converted.
 
 A mapped file is read sequentially: each access waits for the pages around it. Disks, above all
-those behind a network, are faster with several large requests at once. The bytes read are thrown
-away, because the page cache has them, and can drop them. vLLM's strategy "prefetch" does the same.
+those behind a network, are faster with several large reads at once. The bytes that are read are
+thrown away, because they stay in the page cache, from which the system can drop them. vLLM's
+strategy "prefetch" does the same.
 """
 
 import os
@@ -28,7 +29,7 @@ def read_to_cache(extent: Extent) -> None:
     """Read bytes of a file and drop them, unless they are cached.
 
     Raises:
-        OSError: They cannot be read, or the file has become shorter.
+        OSError: The bytes cannot be read, or the file has become shorter.
     """
     file, start, stop = extent.descriptor, extent.bytes.start, extent.bytes.stop
     probes = (*extent.bytes[::_PROBE_BYTES], *extent.bytes[-1:])
@@ -43,10 +44,10 @@ def read_to_cache(extent: Extent) -> None:
 
 
 class ReadAhead:
-    """Reads extents of files, in the order in which they are needed.
+    """Reads extents of files into the page cache, in the order in which they are needed.
 
-    It starts extents after the one in use until they have `AHEAD_BYTES`, or a quarter of the free
-    memory if that is less. An extent larger than half of the free memory is left out, because its
+    Reading ahead stops at `AHEAD_BYTES` after the extent in use, or at a quarter of the free memory
+    if that is less. An extent larger than half of the free memory is left out, because its
     beginning would be dropped before its end is read.
     """
 
@@ -75,7 +76,7 @@ class ReadAhead:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Cancel requests that have not begun, and end the threads."""
+        """Cancel reads that have not begun, and end the threads."""
         self._pool.shutdown(cancel_futures=True)
 
     def wait_for_next(self) -> None:

@@ -39,7 +39,7 @@ _DUMMY_STD = 0.02
 
 
 class Weights:
-    """A checkpoint's tensors, converted and put on a device on request."""
+    """A checkpoint's tensors, converted and put on a device when a model asks for them."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Weights:
         """`fill` fills an empty tensor; `names` are the names of all tensors in the checkpoint.
 
         `ranks` are the devices that share the model; None: this device only. `stored` is how the
-        checkpoint packs its linear maps; None: not at all. If `is_batch_invariant`, no bit of a
-        row depends on other rows in the maps that `linear` and `head` make.
+        checkpoint packs its linear maps; None: it does not pack them. If `is_batch_invariant`, no
+        bit of a row depends on other rows in the maps that `linear` and `head` make.
         """
         self.names = names
         self.ranks = ranks
@@ -67,7 +67,7 @@ class Weights:
         """The dtype of all weights and activations."""
         self.device = device
         self.num_quantized = 0
-        """Linear maps quantized so far."""
+        """The number of linear maps quantized so far."""
         self._quantization = quantization
         self._is_batch_invariant = is_batch_invariant
         self._fill = fill
@@ -85,7 +85,7 @@ class Weights:
     def dense(self, name: str, num_out: int, num_in: int) -> torch.Tensor:
         """Return the weight of a linear map, `[N, K]`, for a model that multiplies parts of it.
 
-        It is dequantized if the checkpoint packs it, and never quantized.
+        The weight is dequantized if the checkpoint packs it, and is never quantized here.
 
         Args:
             name: The map's name, without ".weight".
@@ -139,7 +139,7 @@ class Weights:
     def split_fused(
         self, num_in: int, name: str, *parts: tuple[int, int], bias: bool = False
     ) -> Linear:
-        """Do as `split_outputs` does, for maps that the checkpoint has as one.
+        """Do as `split_outputs` does, for maps that the checkpoint stores as one.
 
         Args:
             num_in: K.
@@ -161,7 +161,7 @@ class Weights:
     def split_inputs(
         self, num_groups: int, size: int, part: tuple[str, int], *, bias: bool = False
     ) -> Linear:
-        """Do as `linear` does, with only this rank's share of the inputs: a part for `summed`.
+        """Do as `linear` does, with only this rank's share of the inputs; `summed` takes the map.
 
         Args:
             num_groups: Number of groups of inputs.
@@ -176,13 +176,16 @@ class Weights:
         return self._linear([(name, (num_out, num_groups * size), columns)], bias=bias)
 
     def summed(self, part: MapT) -> MapT | Linear:
-        """Sum the partial results of the stage's ranks; with one rank, `part` itself."""
+        """Make a map that sums the ranks' results of `part`; with one rank, return `part`."""
         if self.ranks is None or self.place.tensor_size == 1:
             return part
         return self.ranks.summed(part)
 
     def joined(self, part: MapT, num_out: int) -> MapT | Linear:
-        """Join the ranks' parts of `num_out` outputs, split as `Place.vocabulary`."""
+        """Make a map that joins the ranks' results of `part`; with one rank, return `part`.
+
+        `Place.vocabulary` says which of the `num_out` outputs a rank has.
+        """
         if self.ranks is None or self.place.tensor_size == 1:
             return part
         return self.ranks.joined(part, num_out)
@@ -191,9 +194,9 @@ class Weights:
         """Make the map to the vocabulary from its weight `[V, E]`, which may be the embedding.
 
         If other maps are quantized, this map gets 8 bits, which has no measurable loss; 4 bits cost
-        the shipped model 1.3 % of perplexity. 16 bits would be a large part of the bytes that a
-        small model reads per step. The embedding itself is looked up, not multiplied, and stays as
-        it is.
+        the shipped model 1.3 % of perplexity. With 16 bits, this map would be a large part of the
+        bytes that a small model reads per step. The embedding itself is looked up, not multiplied,
+        and stays as it is.
         """
         return self._map(weight, None, Quantization.INT8 if self._quantization else None)
 
@@ -215,9 +218,9 @@ class Weights:
         return self.of_weight(parts[0][0], self._joined(pieces), joined_bias)
 
     def of_weight(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Make a map of a weight `[N, K]` that the model has read; quantized as `linear` does.
+        """Make a map of a weight `[N, K]` that the model has read; quantize it as `linear` does.
 
-        `name` is its name in errors.
+        `name` is the map's name in errors.
         """
         num_in = weight.shape[1]
         if self._quantization is not None and not can_quantize(num_in, self._quantization):
@@ -287,11 +290,11 @@ def load_weights(
         architecture: The model's name in errors.
         build: Makes the model; must not look into the tensors.
         dtype: The dtype of weights and activations.
-        device: Where to put them.
+        device: Where to put the weights.
         progress: Called with the fraction of weights read, up to 1.
         quantization: How to quantize linear maps; None: they stay in `dtype`.
         ranks: The devices that share the model; each reads its part.
-        stored: How the checkpoint packs its linear maps; None: not at all.
+        stored: How the checkpoint packs its linear maps; None: it does not pack them.
         rename: See `Checkpoint`.
         stacked_hidden_size: See `Checkpoint`.
         is_batch_invariant: See `Weights`.

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype."""
+"""The shape and dtype of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Piece:
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     where: tuple[slice, ...] = ()
-    """Which part, by dimension; dimensions not listed are whole."""
+    """The slice of each dimension; dimensions that are not listed are whole."""
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
@@ -56,7 +56,10 @@ class OpenFile:
         return b"" if self._descriptor is None else os.pread(self._descriptor, num_bytes, start)
 
     def extent(self, tensor: range, piece: Piece) -> Extent | None:
-        """Return where a piece's rows are, in its tensor's bytes; None: the file is not open."""
+        """Return where a piece's rows are; None: the file is not open.
+
+        `tensor` is where the bytes of the whole tensor are.
+        """
         if self._descriptor is None:
             return None
         if piece.where and piece.shape[0]:
@@ -81,10 +84,10 @@ class TensorFile(Protocol):
         """Return the shape of the whole tensor."""
 
     def tensor(self, piece: Piece) -> torch.Tensor:
-        """Return a piece, `[*piece.piece_shape]`, and read little more than it.
+        """Return a piece, `[*piece.piece_shape]`; read little more than the piece.
 
         The tensor must have the shape `piece.shape`.
         """
 
     def extent(self, piece: Piece) -> Extent | None:
-        """Return where the piece's bytes are, with few others; None: unknown."""
+        """Return a range that has the piece's bytes, and few others; None: unknown."""

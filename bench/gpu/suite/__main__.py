@@ -1,9 +1,9 @@
 """Runs a call of the GPU tests and benchmarks, and prints one table: see gpu.sh.
 
-Every part is a separate process with a share of the call's time. One that takes longer is stopped,
-so that the next ones have theirs; what it has written until then counts. If a part fails or has no
-time left, its line in the table says so. --cpu-smoke runs every part with the smallest shapes on a
-CPU: it measures nothing, and shows that the scripts work.
+Every part is a separate process with a share of the call's time. A part that takes longer is
+stopped, so that later parts get their shares; results that it has written until then count. If a
+part fails or has no time left, its line in the table says so. --cpu-smoke runs every part with the
+smallest shapes on a CPU: it measures nothing, and shows that the scripts work.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from gpu.suite.report import Outcome, table, write
 
 _LOG_LINES: Final = 12
 _LEAST_S: Final = 5.0
-"""With less, a part is not started."""
+"""With less time than this, a part is not started."""
 _STOP_S: Final = 10.0
-"""How long a part may take to end its own processes, and to write what it has."""
+"""How long a part may take to end its own processes, and to write its results."""
 _TRITON_CACHE: Final = KEPT / "triton"
 
 
@@ -36,14 +36,14 @@ class Running(Protocol):
     """A part's process."""
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return its exit status, or None if it still runs after this time."""
+        """Return the process's exit status, or None if it still runs after `timeout_s`."""
 
     def stop(self) -> None:
-        """End it and its children."""
+        """End the process and its children."""
 
 
 Start = Callable[[Part, Path], Running]
-"""Starts a part in its directory, with its output in log.txt there; OSError: it does not start."""
+"""Starts a part in a directory, and writes its output to log.txt there; may raise OSError."""
 
 
 class _Process:
@@ -73,7 +73,7 @@ class _Process:
         return None
 
     def stop(self) -> None:
-        """Interrupt it, because pytest then writes its results; then kill the whole session."""
+        """Interrupt the part, so that pytest writes its results; then kill the whole session."""
         with contextlib.suppress(ProcessLookupError):
             if self._process.poll() is None:
                 os.kill(self._process.pid, signal.SIGINT)
@@ -132,8 +132,8 @@ def run_all(
 ) -> None:
     """Run the parts in order while there is time; add each to `outcomes`, and write gpu.json.
 
-    A part may take its own seconds, and those that no later part needs. What it has written counts
-    if it is interrupted, too; KeyboardInterrupt is raised again.
+    A part may take its own seconds, and those that no later part needs. If the call is interrupted,
+    the results written so far count, too; KeyboardInterrupt is raised again.
     """
     ends_s = now() + budget_s
     for index, part in enumerate(parts):
@@ -183,7 +183,7 @@ def _main() -> int:
     out = given.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="quire-gpu-"))
-    # A shell that runs this in the background lets it ignore SIGINT, and so would its parts.
+    # A process that a shell runs in the background ignores SIGINT, and its parts would, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     outcomes: list[Outcome] = []

@@ -18,12 +18,12 @@ NAMES: Final = (
 _MAX_BYTES: Final = 15 * 2**20
 """A little less than the largest file that can be carried."""
 _TOLD: Final = (".json", ".cubin", ".ptx")
-"""The files of a compiled kernel that are kept if all together are too large: what runs, and what
-says how it was made."""
+"""Which files of compiled kernels are kept if all files are too large: the code that runs, and the
+description of how it was made."""
 
 
 def pack(work: Path, cache: Path, out: Path) -> None:
-    """Write the files of a call, `gpu.json` excepted, from the parts' directories in `work`."""
+    """Write a call's files, except `gpu.json`, from the parts' directories in `work`."""
     for kernels in work.glob("*/kernels.json"):
         if kernels.parent.name == "kernels" or not (out / "kernels.json").exists():
             (out / "kernels.json").write_bytes(kernels.read_bytes())
@@ -45,7 +45,7 @@ def _merge_tests(files: Iterable[Path], out: Path) -> None:
     for file in files:
         try:
             merged.extend(ET.parse(file).getroot())  # noqa: S314  pytest wrote it
-        except ET.ParseError:  # its writer was killed
+        except ET.ParseError:  # the process that wrote it was killed
             print(f"{file} is damaged")
     ET.ElementTree(merged).write(out)
 

@@ -9,7 +9,7 @@ from typing import Final
 BENCH: Final = Path(__file__).parents[2]
 ROOT: Final = BENCH.parent
 KEPT: Final = Path(os.environ.get("QUIRE_BENCH_KEPT") or ROOT / "build" / "gpu")
-"""What a call leaves for the next one on the same machine: the ceilings, and compiled kernels."""
+"""Where a call keeps ceilings and compiled kernels for the next call on the same machine."""
 CEILINGS: Final = KEPT / "ceilings.json"
 MOST_S: Final = 530.0
 """The seconds of a call, so that it ends within nine minutes with the packing of its files."""
@@ -25,7 +25,7 @@ _DEVICE_TESTS: Final = (
     "tests/unit/gpu_worker/memory/test_elastic.py",
 )
 _SMOKE_S: Final = 300.0
-"""For parts that take seconds, on a machine that may be busy."""
+"""The limit on parts that take seconds, on a machine that may be busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Part:
     command: tuple[str, ...]
     """`{out}` is the part's directory."""
     seconds: float
-    """Its share of the call's time. It may use what earlier parts have saved."""
+    """The part's share of the call's time. A part may also use time that earlier parts saved."""
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -42,14 +42,14 @@ Call = tuple[Part, ...]
 
 
 def ceilings(*, is_smoke: bool = False) -> Part:
-    """Return the part that measures the ceilings, unless an earlier call kept them."""
+    """Return the part that measures the ceilings, unless an earlier call has kept them."""
     flags = ("--cpu-smoke",) if is_smoke else ()
     kernels = ("--only", "no such case", "--ceilings", str(CEILINGS), "--out", "{out}/kernels.json")
     return Part("ceilings", _kernel_bench(*flags, *kernels), _SMOKE_S if is_smoke else 30)
 
 
 def whole(bandwidth: float) -> tuple[Call, ...]:
-    """Return the parts of each call on a GPU: is it right, how fast is it, and the rest.
+    """Return the parts of each call on a GPU: checks of results, speed, and the rest.
 
     The most telling parts come first, in case a call is cut short. `bandwidth` is in bytes per
     second.

@@ -1,4 +1,4 @@
-"""The table of a call: every part's numbers, and which goals were met."""
+"""The table of a call: the numbers of every part, and which goals were met."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -15,14 +15,14 @@ class Outcome:
     name: str
     seconds: float
     error: str | None
-    """The reason why it failed; some results may exist."""
+    """Why the part failed; None: it did not. Some results may exist even if it failed."""
     results: dict[str, Any]
-    """Results by the name of the file that the part wrote."""
+    """The results in each file that the part wrote, by the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A goal: the place of its number in the results, and its bound."""
+    """A goal: where its number is in the results, and the number's bound."""
 
     text: str
     part: str
@@ -91,7 +91,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def _ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return the ratios of numbers of different parts."""
+    """Return ratios between numbers of different parts."""
     ratios = {}
     batching = found.get("transformers 1B", {}).get("continuous_batching_tok_s_c64")
     ours = found.get("serve 1B", {}).get("output_tok_s_c64")

@@ -33,7 +33,7 @@ class IntegerFormat:
 
     packing: Packing
     bits: int
-    """4; GPTQ also has 8."""
+    """4, or with GPTQ also 8."""
     group_size: int | None
     """Input features of a group; None: one group has all."""
     zero_shift: int
@@ -61,7 +61,7 @@ class Fp8Format:
     scale_shape: ScaleShape | tuple[int, int]
     """A `ScaleShape`, or the outputs and inputs of a block that shares a scale."""
     scale_name: str
-    """The tensor's name, after the map's name and a dot."""
+    """The name of the tensor of scales, after the map's name and a dot."""
 
     @property
     def title(self) -> str:

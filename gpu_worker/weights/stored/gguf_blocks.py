@@ -17,7 +17,7 @@ Parts: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def unpack_blocks(kind: str, rows: torch.Tensor) -> QuantizedWeight:
-    """Return the weight of some rows.
+    """Return the weight that some rows of blocks encode.
 
     Args:
         kind: A type of `BLOCK_SIZES`.
@@ -26,7 +26,7 @@ def unpack_blocks(kind: str, rows: torch.Tensor) -> QuantizedWeight:
     blocks = _split(rows, -1, BLOCK_BYTES[kind])  # [N, B, bytes]
     integers, scales, offsets = _UNPACK[kind](blocks)
     is_int4 = kind.startswith("Q4")
-    if is_int4:  # from 0 to 15; centred here
+    if is_int4:  # these are from 0 to 15, but `QuantizedWeight` has -8 to 7
         integers = integers - 8
         offsets = 8 * scales if offsets is None else offsets + 8 * scales
         if kind == "Q4_0":
@@ -94,7 +94,7 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _k_nibbles(numbers: torch.Tensor) -> torch.Tensor:
-    """Unpack 128 bytes to eight groups: 32 bytes hold one in the low nibbles, one in the high."""
+    """Unpack 128 bytes to eight groups: 32 bytes hold one in low nibbles, another in high ones."""
     return _split(_halves(_split(numbers, 4, 32)).flatten(2), 8, 32)
 
 
@@ -129,5 +129,5 @@ _UNPACK: Final[dict[str, Callable[[torch.Tensor], Parts]]] = {
 BLOCK_SIZES: Final = {
     kind.name: kind.block_size for kind in TENSOR_TYPES.values() if kind.is_quantized
 }
-"""Maps the name of a type to the numbers in a block."""
+"""Maps the name of a type to how many numbers a block has."""
 BLOCK_BYTES: Final = {kind.name: kind.block_bytes for kind in TENSOR_TYPES.values()}

@@ -168,7 +168,7 @@ class GgufFile:
 
 
 def open_gguf_files(directory: Path) -> list[GgufFile]:
-    """Return the GGUF files of a directory that `model_files` made; may be empty.
+    """Return the GGUF files of a directory that `model_files` made; the list may be empty.
 
     Raises:
         ModelError: See `GgufFile`.

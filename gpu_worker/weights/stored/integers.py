@@ -32,11 +32,11 @@ def integer_tensors(stored: IntegerFormat, num_out: int, num_in: int) -> dict[st
 
 
 def unpack_integers(stored: IntegerFormat, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-    """Return the weight `(q - zero) * scale` of a map; exact, with scales and offsets in float32.
+    """Return the weight `(q - zero) * scale` of a map, exactly: scales and offsets are float32.
 
     Args:
-        stored: How it is packed.
-        tensors: As named by `integer_tensors`.
+        stored: How the map is packed.
+        tensors: The map's tensors, by the names that `integer_tensors` gives.
     """
     bits, middle = stored.bits, 2 ** (stored.bits - 1)
     if stored.packing is Packing.AWQ:

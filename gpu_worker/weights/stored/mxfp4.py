@@ -1,8 +1,8 @@
-"""Weights in MXFP4: numbers of 4 bits; each 32 share a power of two as their scale.
+"""Weights in MXFP4: numbers of 4 bits; 32 numbers share one scale, which is a power of two.
 
 The format: OCP Microscaling Formats (MX), version 1.0.
 
-Symbols: `N` output features of a linear map, `K` its input features, `G` groups of 32 of them.
+Symbols: `N` output features of a linear map, `K` its input features, `G` groups of 32.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from kernels.cpu import linear as native
 from kernels.reference.linear.quantized import E2M1, powers_of_two
 
 NAN_SCALE: Final = 255
-"""In place of a power of two."""
+"""The scale that stands for NaN, and not for a power of two."""
 LARGEST_SCALE: Final = 240
-"""Kernels on GPUs multiply scales by 2^14 in float32."""
+"""The largest scale that GPU kernels can multiply by 2^14 in float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Weight:
-    """A weight `[N, K]` as gpt-oss is published."""
+    """A weight `[N, K]`, in the form in which gpt-oss is published."""
 
     blocks: torch.Tensor
     """uint8[N, G, 16]: each byte has two numbers of `E2M1`, the first in its low bits."""
     scales: torch.Tensor
-    """uint8[N, G], for `powers_of_two`."""
+    """uint8[N, G], which `powers_of_two` decodes."""
 
     def dequantized(self) -> torch.Tensor:
         """Return the weight, exactly: float32 `[N, K]`."""

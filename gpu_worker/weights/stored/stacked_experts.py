@@ -14,7 +14,7 @@ from gpu_worker.weights.tensor_file import Extent, Piece, TensorFile
 
 _STACKED: Final = re.compile(r"(.+\.experts)\.(gate_up|down)_proj(|_scale_inv)")
 _BLOCK: Final = 128
-"""Inputs or outputs with a common scale, in checkpoints in fp8."""
+"""In fp8 checkpoints, blocks of so many inputs and as many outputs share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ExpertsFile:
     """A file whose stacked tensors appear as a tensor for each map of each expert."""
 
     def __init__(self, file: TensorFile, hidden_size: int) -> None:
-        """`hidden_size` is E: by it, the order of dimensions is known, which checkpoints vary."""
+        """`hidden_size` is E. It shows the order of dimensions, which differs by checkpoint."""
         self._file = file
         self._hidden_size = hidden_size
         self._maps: dict[str, _Map] = {}
@@ -80,7 +80,7 @@ class ExpertsFile:
         return self._file.extent(piece if found is None else found.place)
 
     def _add(self, name: str, experts: str, maps: str, suffix: str) -> None:
-        """Add the maps of `[X, 2 * I, E]` or `[X, E, I]`, or of the same transposed."""
+        """Add the maps in a tensor of shape `[X, 2 * I, E]` or `[X, E, I]`, or transposed."""
         shape = self._file.shape(name)
         hidden = -(-self._hidden_size // _BLOCK) if suffix else self._hidden_size
         is_gate_up = maps == "gate_up"
