@@ -19,7 +19,6 @@ from typing import Final, TypeAlias
 import torch
 
 from gpu_worker.kv.layer_groups import (
-    MAX_GROUPS,
     LayerGroups,
     add_states,
     group_layers,
@@ -37,6 +36,8 @@ _ALIGNMENT: Final = 16
 _CHECKPOINT_BYTES: Final = 64 * 1024
 """A model without attention has blocks long enough that a checkpoint of all its states takes at
 most this many bytes per token, half as many as the KV of Llama 3 8B. Chosen, not measured."""
+_MAX_GROUPS_WITH_STATES: Final = 8
+"""With more groups blocks could be smaller, but each group takes time. Chosen, not measured."""
 _MAX_BLOCK_SIZE: Final = 8192
 """With larger blocks the prefix cache would find little. Chosen, not measured."""
 
@@ -162,8 +163,8 @@ def place_states(
 ) -> tuple[LayerGroups, int]:
     """Add the groups of recurrent layers to the groups of attention; find a block size for both.
 
-    If the model has attention, the block size is large enough for `MAX_GROUPS` groups to suffice.
-    Otherwise one group holds all states.
+    If the model has attention, the block size is large enough for `_MAX_GROUPS_WITH_STATES` groups
+    to suffice. Otherwise one group holds all states.
 
     Args:
         config: The config of a model with states.
@@ -179,7 +180,7 @@ def place_states(
         num_tokens = min(-(-num_states * state_bytes // _CHECKPOINT_BYTES), _MAX_BLOCK_SIZE)
         size = block_size * -(-num_tokens // block_size)
         return add_states(groups, num_states, num_states), size
-    per_block = -(-num_states // max(1, MAX_GROUPS - len(groups.windows)))
+    per_block = -(-num_states // max(1, _MAX_GROUPS_WITH_STATES - len(groups.windows)))
     least = block_bytes(config, block_size, dtypes, groups)
     size = block_size * -(-per_block * state_bytes // least)
     if size > _MAX_BLOCK_SIZE:

@@ -17,6 +17,7 @@ CPU, DTYPE, MIB = torch.device("cpu"), torch.bfloat16, 2**20
         "Llama 3.1 8B",
         "Gemma 3 1B",
         "Gemma 4 E2B",
+        "Gemma 4 31B",
         "DeepSeek V3, Kimi K2",
         "LFM2-1.2B",
         "Mamba 2.8B",
@@ -49,10 +50,10 @@ def test_a_row_is_what_worker_and_scheduler_take(name):
     assert 0 <= num_held - row.num_blocks <= len(groups.windows)
 
 
-def test_no_row_is_a_fifth_above_vllm_s_rule():
+def test_rows_are_close_to_vllm_s_rule():
     for name, config in MODELS.items():
-        # All blocks have one size, which layers of another shape do not fill.
-        most = 1.7 if len(set(config.kv_shapes)) > 1 else 1.2
+        # All blocks have one size, which an odd number of layers of twice the size does not fill.
+        most = 1.14 if name == "Gemma 4 26B-A4B" else 1.07
         assert held(config).num_bytes <= most * vllm_bytes(config), name
 
 
