@@ -6,8 +6,9 @@ Costs are processor time, so that other work on the machine hardly counts. Seque
 blocks of 16 tokens, so one in sixteen crosses a block boundary in each step. `growth` compares
 1,024 with 64 running sequences when four cross a boundary in both cases. `two groups` compares a
 model in which every other layer has a window with a model without windows, step by step in turns.
-`hash` is the prefix cache's cost per prompt block. The goals are 0.14 us per sequence at 1,024
-sequences, a `growth` of at most 2, and `two groups` of at most 1.5.
+`further groups` compares eleven groups with two. `hash` is the prefix cache's cost per prompt
+block. The goals are 0.14 us per sequence at 1,024 sequences, a `growth` of at most 2, and
+`two groups` of at most 1.5.
 
 With --vllm-python, an interpreter whose environment has vLLM, the benchmark times vLLM's scheduler
 and hashing, too, each right after Quire's at the same size.
@@ -32,7 +33,8 @@ from scheduler_svc.core.scheduler import Scheduler
 
 SIZES = (64, 256, 1024, 4096)
 WINDOW = 128
-"""The second group's window, and the length of all prompts: so each new block frees an old one."""
+"""The window of all groups but the first, and the length of all prompts: so each new block of these
+groups frees an old one."""
 
 
 class Decoding:
@@ -92,16 +94,20 @@ def step_us(num_seqs: int, block_size: int, num_steps: int) -> float:
     return statistics.median(decoding.step_s() for _ in range(num_steps)) * 1e6
 
 
-def groups_us(num_seqs: int, block_size: int, num_steps: int) -> tuple[float, float]:
-    """Return the median microseconds of a step with one KV group and with two.
+def groups_us(
+    few: int, many: int, num_seqs: int, block_size: int, num_steps: int
+) -> tuple[float, float]:
+    """Return the median microseconds of a step with `few` KV groups and with `many`.
 
-    The second group has a window.
+    All groups but the first have a window.
     """
-    one = Decoding(num_seqs, block_size, num_steps)
-    two = Decoding(num_seqs, block_size, num_steps, (None, WINDOW))
-    costs_s = [(one.step_s(), two.step_s()) for _ in range(num_steps)]
-    of_one, of_two = (statistics.median(costs) * 1e6 for costs in zip(*costs_s, strict=True))
-    return of_one, of_two
+    decoding = [
+        Decoding(num_seqs, block_size, num_steps, (None, *[WINDOW] * (num_groups - 1)))
+        for num_groups in (few, many)
+    ]
+    costs_s = [(one.step_s(), other.step_s()) for one, other in [decoding] * num_steps]
+    of_few, of_many = (statistics.median(costs) * 1e6 for costs in zip(*costs_s, strict=True))
+    return of_few, of_many
 
 
 def hash_us_per_block(num_blocks: int = 512, block_size: int = 16) -> float:
@@ -138,9 +144,12 @@ def measure(given: argparse.Namespace) -> Results:
         results["growth_1024_over_64"] = many / few
         print("growth, 1,024 over 64 with four borders each:", end=" ")
         print(f"{many:.1f} / {few:.1f} = {many / few:.2f}")
-        one, two = groups_us(1024, 16, num_steps)
+        one, two = groups_us(1, 2, 1024, 16, num_steps)
         results["two_groups_over_one"] = two / one
         print(f"two groups, over one: {two:.1f} / {one:.1f} = {two / one:.2f}")
+        two, eleven = groups_us(2, 11, 1024, 16, num_steps)
+        results["us_per_further_group"] = cost = (eleven - two) / 9
+        print(f"further groups, each: ({eleven:.1f} - {two:.1f}) / 9 = {cost:.1f} us")
         results["hash_us_per_block"] = cost = hash_us_per_block()
         print(f"hash: {cost:.3f} us per block of 16 tokens", end="")
         if vllm:

@@ -15,7 +15,7 @@ client the text of another.
 
 from functools import lru_cache
 from hashlib import sha256
-from typing import NewType
+from typing import Final, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ HASH_BYTES = 32
 NO_HASH = BlockHash(bytes(HASH_BYTES))
 """In KV events: the parent of a block that is the first of its prompts, or whose parent is unknown.
 """
+_GROUPS: Final = [bytes((group,)) for group in range(2**8)]
 
 
 def split_hashes(packed: bytes) -> list[BlockHash]:
@@ -47,7 +48,8 @@ def next_hash(parent: BlockHash, token_bytes: bytes) -> BlockHash:
 
 def group_hash(name: BlockHash, group: int) -> BlockHash:
     """Return the hash of a KV group's block from the hash of its tokens."""
-    return BlockHash(sha256(name + bytes((group,))).digest()) if group else name
+    # Not wrapped in `BlockHash(...)`, as in `next_hash`.
+    return sha256(name + _GROUPS[group]).digest() if group else name  # type: ignore[return-value]
 
 
 def tail_hash(

@@ -18,10 +18,11 @@ All groups allocate from one pool, because their blocks have the same size. A ha
 and the group, so pools, tiers and labels need not know groups.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from contract.hashing import BlockHash, group_hash
-from contract.worker_limits import STATE_WINDOW, first_seen, window_length
+from contract.worker_limits import STATE_WINDOW, KvWindow, first_seen, window_length
 from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.space.blocks import DeviceBlockId
 
@@ -39,6 +40,9 @@ class KvGroups:
         """Blocks of the pool that no sequence can have."""
         self._windows = config.kv_windows
         self._with_window = [g for g, w in enumerate(self._windows) if w is not None]
+        self._groups_by_window: dict[KvWindow, list[int]] = defaultdict(list)
+        for group in self._with_window:
+            self._groups_by_window[self._windows[group]].append(group)
         self.has_states = STATE_WINDOW in self._windows
         """Whether the model has recurrent layers. A recurrent state cannot be rolled back by a
         token: to compute a token again, a sequence starts at an earlier full block or at its
@@ -93,15 +97,15 @@ class KvGroups:
     ) -> list[DeviceBlockId]:
         """Remove and return the blocks of each table that no token from `num_computed` on sees."""
         passed = []
-        for group in self._with_window:
-            window = self._windows[group]
+        for window, groups in self._groups_by_window.items():
             for table, position in zip(tables, num_computed, strict=True):
-                first = first_seen(window, position) // self._block_size
-                place = (first - 1) * self.num + group
-                while place >= 0 and (block := table[place]) != NULL_BLOCK:
-                    table[place] = NULL_BLOCK
-                    passed.append(block)
-                    place -= self.num
+                last = first_seen(window, position) // self._block_size - 1
+                for group in groups:
+                    place = last * self.num + group
+                    while place >= 0 and (block := table[place]) != NULL_BLOCK:
+                        table[place] = NULL_BLOCK
+                        passed.append(block)
+                        place -= self.num
         passed.reverse()
         return passed
 

@@ -137,7 +137,9 @@ FAMILIES = {
     "mistral": {},
     "phi3": SMALL,
     "gemma2": GEMMA | {"num_hidden_layers": 6, "query_pre_attn_scalar": 16},
-    "gemma3_text": GEMMA | {"num_hidden_layers": 7, "layer_types": [LOCAL] * 5 + [FULL, LOCAL]},
+    # Twelve groups of a layer each.
+    "gemma3_text": GEMMA
+    | {"num_hidden_layers": 12, "layer_types": [LOCAL] * 5 + [FULL] + [LOCAL] * 6},
     "gpt_oss": {},
     "cohere2": SMALL | {"num_hidden_layers": 4, "layer_types": [LOCAL] * 3 + [FULL]},
     "olmo3": SMALL | {"num_hidden_layers": 4, "layer_types": [LOCAL] * 3 + [FULL]},
