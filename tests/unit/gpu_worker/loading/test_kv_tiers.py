@@ -10,6 +10,7 @@ import torch
 
 from gpu_worker import metrics
 from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.layer_groups import LayerGroups
 from gpu_worker.loading import checked_model, device, measure, worker_model
 from gpu_worker.loading.kv_tiers import kv_identity, open_lower_tiers
 from gpu_worker.loading.rank_model import load_rank_model
@@ -317,6 +318,17 @@ def test_kv_of_another_gpu_or_another_order_of_sums_is_other_kv(model, tmp_path,
         identity(attention_backend="flash-attention-3"),
     )
     assert len({usual, *others}) == 4
+
+
+def test_kv_of_other_groups_is_other_kv(model, tmp_path):
+    config = open_model(model).config
+    settings = WorkerSettings(_env_file=None, model=tmp_path)
+
+    def identity(*group_of):
+        groups = LayerGroups((None, 8, 8), group_of)
+        return kv_identity(settings, tmp_path, config, torch.bfloat16, groups, "cpu")
+
+    assert identity(0, 1, 1, 2) == identity(0, 1, 1, 2) != identity(0, 1, 2, 2)
 
 
 def test_a_load_that_fails_behind_the_model_frees_its_disk_file(model, tmp_path):
