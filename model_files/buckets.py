@@ -47,23 +47,23 @@ def download_from_bucket(
         raise ModelError(f"model is {url!r}: {error}") from error
     directory = cache_dir / "urls" / hashlib.sha256(url.encode()).hexdigest()[:16]
     try:
-        sources = _sources(system, root, with_weights=with_weights)
+        files = _remote_files(system, root, with_weights=with_weights)
         directory.mkdir(parents=True, exist_ok=True)
-        total, done = sum(source.size for source in sources), 0
-        for source in sources:
-            target = directory / source.name
-            if not source.is_at(target):
+        total, done = sum(file.size for file in files), 0
+        for file in files:
+            target = directory / file.name
+            if not file.is_at(target):
                 target.parent.mkdir(exist_ok=True)
-                for num_bytes in _copy(system, source, target):
+                for num_bytes in _copy(system, file, target):
                     report(f"downloading {url}", (done + num_bytes) / max(1, total))
-            done += source.size
+            done += file.size
     except Exception as error:  # every storage raises different errors
         raise ModelError(f"model is {url!r}; it cannot be downloaded: {error}") from error
     return directory / Path(root).name if root.endswith(".gguf") else directory
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _RemoteFile:
     """A file to download."""
 
     path: str
@@ -82,49 +82,51 @@ class _Source:
         return (noted.read_text() if noted.exists() else "") == self.version
 
 
-def _source(entry: Mapping[str, Any], name: str | None = None) -> _Source:
+def _remote_file(entry: Mapping[str, Any], name: str | None = None) -> _RemoteFile:
     path = str(entry["name"])
     version = next((str(entry[key]) for key in _VERSION_KEYS if entry.get(key)), "")
-    return _Source(path, name or Path(path).name, int(entry["size"]), version)
+    return _RemoteFile(path, name or Path(path).name, int(entry["size"]), version)
 
 
 def _version_file(target: Path) -> Path:
     return target.with_name(f".{target.name}.version")
 
 
-def _sources(system: Any, root: str, *, with_weights: bool) -> Sequence[_Source]:
+def _remote_files(system: Any, root: str, *, with_weights: bool) -> Sequence[_RemoteFile]:
     """Return the files to download."""
     if root.endswith(".gguf"):
-        return [_source(system.info(root))]
+        return [_remote_file(system.info(root))]
     ends = _SMALL_FILES + (_WEIGHTS if with_weights else ())
-    files = [_source(entry) for entry in system.ls(root, detail=True) if entry["type"] == "file"]
-    found = [source for source in files if source.path.endswith(ends)]
-    if not any(source.name == TOKENIZER for source in found):
+    files = [
+        _remote_file(entry) for entry in system.ls(root, detail=True) if entry["type"] == "file"
+    ]
+    found = [file for file in files if file.path.endswith(ends)]
+    if not any(file.name == TOKENIZER for file in found):
         found += [file for file in files if file.name in OTHER_TOKENIZERS and file not in found]
-    if any(source.path.endswith(".safetensors") for source in found):
-        found = [source for source in found if not source.path.endswith(".bin")]
+    if any(file.path.endswith(".safetensors") for file in found):
+        found = [file for file in found if not file.path.endswith(".bin")]
     if not found:
         raise FileNotFoundError("it has no files of a model")
-    if any(source.name == "modules.json" for source in found):
+    if any(file.name == "modules.json" for file in found):
         with contextlib.suppress(FileNotFoundError):
-            found.append(_source(system.info(f"{root.rstrip('/')}/{POOLING}"), POOLING))
+            found.append(_remote_file(system.info(f"{root.rstrip('/')}/{POOLING}"), POOLING))
     return found
 
 
-def _copy(system: Any, source: _Source, target: Path) -> Iterator[int]:
+def _copy(system: Any, file: _RemoteFile, target: Path) -> Iterator[int]:
     """Copy a file under a temporary name, then rename it; yield the bytes copied so far."""
     num_bytes = 0
     # The name is unique, because several processes may download the model at once.
     partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")
     try:
-        with partial.open("xb") as writer, system.open(source.path, "rb") as reader:
+        with partial.open("xb") as writer, system.open(file.path, "rb") as reader:
             while chunk := reader.read(_CHUNK):
                 writer.write(chunk)
                 num_bytes += len(chunk)
                 yield num_bytes
         _version_file(target).unlink(missing_ok=True)
         partial.replace(target)
-        partial.write_text(source.version)
+        partial.write_text(file.version)
         partial.replace(_version_file(target))
     finally:
         partial.unlink(missing_ok=True)

@@ -51,7 +51,7 @@ _IGNORING_MERGES: Final = (_LLAMA3, _TEKKEN)
 unless the file says otherwise."""
 
 
-class _Kind(IntEnum):
+class _TokenKind(IntEnum):
     """The kinds of tokens in a GGUF file."""
 
     UNKNOWN = 2
@@ -75,9 +75,9 @@ def to_tokenizer(header: GgufHeader) -> Tokenizer:
             raise metadata.error("model", f"is {other!r}; supported: 'gpt2' and 'llama'")
     kinds = metadata.get("token_type", [])
     for kind, is_special in (
-        (_Kind.UNKNOWN, True),
-        (_Kind.CONTROL, True),
-        (_Kind.USER_DEFINED, False),
+        (_TokenKind.UNKNOWN, True),
+        (_TokenKind.CONTROL, True),
+        (_TokenKind.USER_DEFINED, False),
     ):
         tokenizer.add_tokens(
             [

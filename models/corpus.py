@@ -50,7 +50,7 @@ class Corpus:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LibraryFile:
     """A file of the library."""
 
     text: str
@@ -99,7 +99,7 @@ def _read_documents() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     return train, held_out
 
 
-def read_sources() -> Iterator[Source]:
+def read_sources() -> Iterator[LibraryFile]:
     """The files for training, in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
@@ -110,7 +110,7 @@ def read_sources() -> Iterator[Source]:
         if text is None:
             continue
         digest = hashlib.sha256("/".join(parts).encode()).digest()
-        yield Source(
+        yield LibraryFile(
             text=text,
             is_test=bool(TEST_FOLDERS.intersection(parts)),
             is_held_out=digest[0] % HELD_OUT_ONE_IN == 0,

@@ -68,7 +68,7 @@ def _build_model(options: Options, tokenizer: Tokenizer) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-class Batches:
+class Windows:
     """Windows of the streams; a step's windows depend only on the seed and the step."""
 
     def __init__(self, streams: dict[str, NDArray[np.uint16]], seed: int) -> None:
@@ -88,7 +88,7 @@ class Batches:
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """The state in a checkpoint other than weights and optimizer state."""
 
     train_loss: float  # nats per token over all streams, smoothed; at first that of a uniform guess
@@ -109,9 +109,9 @@ class Trainer:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = _build_model(options, tokenizer).to(self.device)
         uniform = math.log(options.vocab_size)
-        self.progress = Progress(train_loss=uniform, held_out_loss=uniform)
+        self.progress = TrainingProgress(train_loss=uniform, held_out_loss=uniform)
         self._corpus = corpus
-        self._batches = Batches(corpus.train, options.seed)
+        self._batches = Windows(corpus.train, options.seed)
         self._checkpoint_file = options.work_dir / "checkpoint.pt"
         matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -137,7 +137,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.progress = Progress(**state["progress"])
+        self.progress = TrainingProgress(**state["progress"])
         return True
 
     def save(self) -> None:

@@ -32,7 +32,7 @@ from router.request.audit import AuditLog
 from router.request.cells import Cells, join_health
 from router.request.inference import Inference
 from router.request.on_demand import OnDemand
-from router.request.shared_admission import Entry
+from router.request.shared_admission import SharedAdmission
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.settings import CellSettings, RouterSettings
@@ -74,8 +74,10 @@ async def run_router(
         side_tasks = await stack.enter_async_context(SideTasks(stop))
         api_keys = settings.read_api_keys()
         usage = UsageCounts() if settings.turn_store else None
-        entry = Entry(settings.max_live_requests, api_keys, usage, _open_audit(settings, stack))
-        cells, of_flags = await _open_cells(settings, entry, health)
+        shared = SharedAdmission(
+            settings.max_live_requests, api_keys, usage, _open_audit(settings, stack)
+        )
+        cells, of_flags = await _open_cells(settings, shared, health)
         stack.callback(cells.close)
         side_tasks.run(keep_trimmed(), "malloc")
         gateway_metrics = GatewayMetrics(cells)
@@ -160,11 +162,13 @@ def _open_audit(settings: RouterSettings, stack: AsyncExitStack) -> AuditLog | N
     return audit
 
 
-async def _open_cells(settings: RouterSettings, entry: Entry, health: Health) -> tuple[Cells, Path]:
+async def _open_cells(
+    settings: RouterSettings, shared: SharedAdmission, health: Health
+) -> tuple[Cells, Path]:
     """Make the cells; also return the first model's directory."""
     own_health = [Health() for _ in settings.cells] if settings.cell else [health]
     made = [
-        await _cell(settings, each, entry, own, health)
+        await _cell(settings, each, shared, own, health)
         for each, own in zip(settings.cells, own_health, strict=True)
     ]
     on_demand = None
@@ -177,14 +181,18 @@ async def _open_cells(settings: RouterSettings, entry: Entry, health: Health) ->
             idle_unload_s=settings.idle_unload_s,
             tls=settings.client_tls,
         )
-    cells = Cells([cell for cell, _ in made], entry, on_demand)
+    cells = Cells([cell for cell, _ in made], shared, on_demand)
     if settings.cell:
         join_health([*zip(cells.names, own_health, strict=True)], health)
     return cells, made[0][1]
 
 
 async def _cell(
-    settings: RouterSettings, cell: CellSettings, entry: Entry, own: Health, router: Health
+    settings: RouterSettings,
+    cell: CellSettings,
+    shared: SharedAdmission,
+    own: Health,
+    router: Health,
 ) -> tuple[Inference, Path]:
     """Make the parts that exist once per model; also return the model's directory."""
     directory = await asyncio.to_thread(
@@ -207,7 +215,7 @@ async def _cell(
         cell.name,
         tokenizers,
         schedulers,
-        entry,
+        shared,
         tokenizer_threads=settings.tokenizer_threads,
         chats=settings.chats,
         stream_interval=settings.stream_interval,

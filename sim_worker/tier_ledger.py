@@ -16,7 +16,7 @@ Slots = npt.NDArray[np.uint64]
 """uint64[N, P]: the digests in the slots of N blocks."""
 
 
-class _State(IntEnum):
+class _BlockState(IntEnum):
     NOTHING = 0
     HOLDS = 1
     ARRIVING = 2
@@ -39,7 +39,7 @@ class TierLedger:
     def clear(self) -> None:
         """Cancel all disk moves; contents that have not arrived are lost."""
         for states in (self._host_states, self._disk_states):
-            states[states == _State.ARRIVING] = _State.NOTHING
+            states[states == _BlockState.ARRIVING] = _BlockState.NOTHING
         self._num_loads[:] = 0
 
     def swap_out(self, slots: Slots, host_blocks: Int32Array) -> None:
@@ -49,9 +49,9 @@ class TierLedger:
             InconsistentPlanError: A block may not be read or written now. The methods below raise
                 it for the same reason.
         """
-        _refuse(self._host_states, _State.ARRIVING, host_blocks, "swapped out to host block")
+        _refuse(self._host_states, _BlockState.ARRIVING, host_blocks, "swapped out to host block")
         self._host[host_blocks] = slots
-        self._host_states[host_blocks] = _State.HOLDS
+        self._host_states[host_blocks] = _BlockState.HOLDS
 
     def swap_in(self, host_blocks: Int32Array) -> Slots:
         """Return the contents of int32[N] host blocks."""
@@ -62,33 +62,33 @@ class TierLedger:
     def store(self, host_blocks: Int32Array, disk_blocks: Int32Array) -> None:
         """Start moving contents from int32[N] host to int32[N] disk blocks."""
         _require_content(self._host_states, host_blocks, "stored from host block")
-        _refuse(self._disk_states, _State.ARRIVING, disk_blocks, "stored in disk block")
+        _refuse(self._disk_states, _BlockState.ARRIVING, disk_blocks, "stored in disk block")
         _refuse(self._num_loads > 0, True, disk_blocks, "stored in disk block")
         self._disk[disk_blocks] = self._host[host_blocks]
-        self._disk_states[disk_blocks] = _State.ARRIVING
+        self._disk_states[disk_blocks] = _BlockState.ARRIVING
 
     def load(self, disk_blocks: Int32Array, host_blocks: Int32Array) -> None:
         """Start moving contents from int32[N] disk to int32[N] host blocks."""
         _require_content(self._disk_states, disk_blocks, "loaded from disk block")
-        _refuse(self._host_states, _State.ARRIVING, host_blocks, "loaded to host block")
+        _refuse(self._host_states, _BlockState.ARRIVING, host_blocks, "loaded to host block")
         self._host[host_blocks] = self._disk[disk_blocks]
-        self._host_states[host_blocks] = _State.ARRIVING
+        self._host_states[host_blocks] = _BlockState.ARRIVING
         self._disk_block_of[host_blocks] = disk_blocks
         np.add.at(self._num_loads, disk_blocks, 1)
 
     def end_stores(self, disk_blocks: Int32Array) -> None:
         """End the stores to int32[N] disk blocks."""
-        self._disk_states[disk_blocks] = _State.HOLDS
+        self._disk_states[disk_blocks] = _BlockState.HOLDS
 
     def end_loads(self, host_blocks: Int32Array) -> None:
         """End the loads to int32[N] host blocks."""
-        self._host_states[host_blocks] = _State.HOLDS
+        self._host_states[host_blocks] = _BlockState.HOLDS
         np.subtract.at(self._num_loads, self._disk_block_of[host_blocks], 1)
 
 
 def _require_content(states: npt.NDArray[np.int8], blocks: Int32Array, move: str) -> None:
-    _refuse(states, _State.NOTHING, blocks, move, "holds nothing")
-    _refuse(states, _State.ARRIVING, blocks, move)
+    _refuse(states, _BlockState.NOTHING, blocks, move, "holds nothing")
+    _refuse(states, _BlockState.ARRIVING, blocks, move)
 
 
 def _refuse(

@@ -35,7 +35,7 @@ from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.entries import (
     CutOff,
-    Entry,
+    JournalEntry,
     Origin,
     RecordingError,
     decode_arguments,
@@ -193,7 +193,7 @@ class _Recording:
         self.max_prompt_tokens: int | None = None
         """The last recorded bound on a step's prompt tokens."""
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: JournalEntry) -> None:
         """Replay the next call."""
         try:
             self._call(entry)
@@ -204,7 +204,7 @@ class _Recording:
                 f"this release's core does not follow it ({error}); quire replay FILE shows where"
             ) from error
 
-    def _call(self, entry: Entry) -> None:
+    def _call(self, entry: JournalEntry) -> None:
         given = decode_arguments(entry)
         self.now = given.get("now", entry.at)
         match entry.call:

@@ -35,14 +35,14 @@ _Work: TypeAlias = Callable[[int, int], int]
 _log = structlog.get_logger()
 
 
-class _Kind(StrEnum):
+class _MoveKind(StrEnum):
     STORE = auto()
     LOAD = auto()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Move:
-    kind: _Kind
+    kind: _MoveKind
     target: int
     """Disk block of a store, host block of a load."""
     step_id: int
@@ -111,7 +111,7 @@ class DiskPool:
         """Moves in flight, in the order of their steps."""
         self._ended: list[tuple[_Move, bool]] = []
         """Ended moves, and whether each succeeded."""
-        self._logged: set[_Kind] = set()
+        self._logged: set[_MoveKind] = set()
 
     def take_found(self) -> tuple[Int32Array, Labels]:
         """Return the blocks that an earlier process has stored and named, oldest first.
@@ -140,7 +140,7 @@ class DiskPool:
             try:
                 self._file.name(block, label.tobytes())
             except OSError as error:
-                self._warn_once(_Kind.STORE, error)
+                self._warn_once(_MoveKind.STORE, error)
 
     def distrust(self, blocks: Int32Array | None = None) -> None:
         """Hide blocks whose content may be wrong from later processes; None: hide all blocks."""
@@ -156,13 +156,13 @@ class DiskPool:
         """
         deadline_s = time.monotonic() + _MAX_WAIT_S
         for host_block, disk_block in zip(src.tolist(), dst.tolist(), strict=True):
-            move = _Move(_Kind.STORE, disk_block, step_id)
+            move = _Move(_MoveKind.STORE, disk_block, step_id)
             self._file.forget(disk_block)
             try:
                 wait_s = max(0.0, deadline_s - time.monotonic())
                 place = self._free_staging.get(timeout=wait_s)
             except queue.Empty:
-                self._warn_once(_Kind.STORE, TimeoutError("the disk cannot keep up"))
+                self._warn_once(_MoveKind.STORE, TimeoutError("the disk cannot keep up"))
                 self._end(move, is_good=False)
                 continue
             np.copyto(self._staging[place], self._host_blocks[host_block])
@@ -177,7 +177,7 @@ class DiskPool:
             step_id: Not less than in earlier calls.
         """
         for disk_block, host_block in zip(src.tolist(), dst.tolist(), strict=True):
-            move = _Move(_Kind.LOAD, host_block, step_id)
+            move = _Move(_MoveKind.LOAD, host_block, step_id)
             self._start(self._loading, move, self._read, disk_block, host_block)
 
     def has_ended_moves(self, step_id: int) -> bool:
@@ -199,15 +199,15 @@ class DiskPool:
             taken = [each for each in self._ended if each[0].step_id <= step_id]
             self._ended = [each for each in self._ended if each[0].step_id > step_id]
 
-        def targets(kind: _Kind, *, good: bool) -> Int32Array:
+        def targets(kind: _MoveKind, *, good: bool) -> Int32Array:
             chosen = [m.target for m, is_good in taken if m.kind is kind and is_good == good]
             return np.array(chosen, np.int32)
 
         return EndedMoves(
-            stored=targets(_Kind.STORE, good=True),
-            failed_stores=targets(_Kind.STORE, good=False),
-            loaded=targets(_Kind.LOAD, good=True),
-            failed_loads=targets(_Kind.LOAD, good=False),
+            stored=targets(_MoveKind.STORE, good=True),
+            failed_stores=targets(_MoveKind.STORE, good=False),
+            loaded=targets(_MoveKind.LOAD, good=True),
+            failed_loads=targets(_MoveKind.LOAD, good=False),
         )
 
     def synchronize(self) -> None:
@@ -260,7 +260,7 @@ class DiskPool:
             self._warn_once(move.kind, error)
             self._end(move, is_good=False)
         else:
-            direction = "out" if move.kind is _Kind.STORE else "in"
+            direction = "out" if move.kind is _MoveKind.STORE else "in"
             metrics.count_transfer("disk", direction, num_bytes, time.perf_counter() - start_s)
             self._end(move, is_good=True)
 
@@ -283,7 +283,7 @@ class DiskPool:
             self._file.forget(disk_block)
             raise
 
-    def _warn_once(self, kind: _Kind, problem: Exception) -> None:
+    def _warn_once(self, kind: _MoveKind, problem: Exception) -> None:
         """Log the first failure of each kind only, because a full disk causes thousands."""
         if kind not in self._logged:
             self._logged.add(kind)

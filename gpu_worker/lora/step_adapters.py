@@ -75,7 +75,7 @@ NO_ADAPTER = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Tokens:
+class _AdapterTokens:
     """The tokens that use one adapter."""
 
     adapter: Adapter
@@ -87,7 +87,7 @@ class _Tokens:
 class StepAdapters:
     """The adapters of a step's tokens. A token without an adapter gets the plain model."""
 
-    _tokens: tuple[_Tokens, ...]
+    _tokens: tuple[_AdapterTokens, ...]
     native: RowAdapters | None
     """The adapters in the native decoder's form; None if it has no code for one of them."""
 
@@ -149,11 +149,12 @@ def step_adapters(
     used = [number for number in np.unique(numbers).tolist() if number != NO_ADAPTER]
     native = _native(numbers, {number: adapters[number] for number in used})
     if (numbers == used[0]).all():
-        return StepAdapters((_Tokens(adapters[used[0]], None),), native)
+        return StepAdapters((_AdapterTokens(adapters[used[0]], None),), native)
     places = upload([np.flatnonzero(numbers == number) for number in used], device)
     return StepAdapters(
         tuple(
-            _Tokens(adapters[number], of_one) for number, of_one in zip(used, places, strict=True)
+            _AdapterTokens(adapters[number], of_one)
+            for number, of_one in zip(used, places, strict=True)
         ),
         native,
     )

@@ -55,13 +55,13 @@ class HostInputs:
     """By KV group: int64[T]."""
     tables: tuple[Int32Array, ...]
     """By KV group: int32[S, M]."""
-    pieces: tuple["Pieces | None", ...]
+    pieces: tuple["ChunkPieces | None", ...]
     """By KV group: the pieces of sequences, if the group has chunks. Then the group's table has
     a row for each piece."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
+class ChunkPieces:
     """Sequences split at the borders of chunks: chunked attention treats each piece as a sequence.
 
     Symbols: `C` pieces.
@@ -86,7 +86,9 @@ class Pieces:
         return of_pieces
 
 
-def cut_at_chunks(firsts: Int64Array, lens: Int64Array, chunk_size: int, block_size: int) -> Pieces:
+def cut_at_chunks(
+    firsts: Int64Array, lens: Int64Array, chunk_size: int, block_size: int
+) -> ChunkPieces:
     """Cut a step's tokens into pieces, each within one chunk.
 
     Args:
@@ -103,7 +105,7 @@ def cut_at_chunks(firsts: Int64Array, lens: Int64Array, chunk_size: int, block_s
     piece_ends = np.minimum(ends[seqs], begins + chunk_size)
     starts = np.zeros(len(seqs) + 1, np.int32)
     np.cumsum(piece_ends - np.maximum(firsts[seqs], begins), out=starts[1:])
-    return Pieces((piece_ends - begins).astype(np.int32), starts, seqs, begins // block_size)
+    return ChunkPieces((piece_ends - begins).astype(np.int32), starts, seqs, begins // block_size)
 
 
 def gather(rows: Rows, scheduled: ScheduledRows, block_size: int) -> HostInputs:
@@ -123,7 +125,7 @@ def gather(rows: Rows, scheduled: ScheduledRows, block_size: int) -> HostInputs:
     width = -(-int(seq_lens.max()) // block_size) * num_groups
     slots: list[Int64Array] = []
     tables: list[Int32Array] = []
-    pieces: list[Pieces | None] = []
+    pieces: list[ChunkPieces | None] = []
     for group, window in enumerate(rows.windows):
         blocks = rows.block_tables[row_of_token, places * num_groups + group].astype(np.int64)
         slots.append(blocks * block_size + offsets)

@@ -21,7 +21,7 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 KV_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """C's numbers for the dtypes of a quantized cache; 0 is the dtype of the model."""
 
-Field: TypeAlias = "float | str | Call"
+Field: TypeAlias = "float | str | KernelCall"
 """A field of a kernel's structure. Outside a program it is a number. In a program it may also be a
 name, for which each run gives a number, or another call of the program, which stands for the
 address of that call's structure."""
@@ -173,7 +173,7 @@ class Library:
         return self._pin_threads(struct.pack(f"@{len(cpus)}q", *cpus), len(cpus))
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """A kernel's call in a program."""
 
     kernel: Kernel
@@ -187,7 +187,7 @@ class Call(NamedTuple):
 class Program:
     """Calls that run one after another; the threads do not sleep in between."""
 
-    def __init__(self, library: Library, calls: Sequence[Call], num_apart: int) -> None:
+    def __init__(self, library: Library, calls: Sequence[KernelCall], num_apart: int) -> None:
         """Prepare the calls, which must not disturb a thread that is late.
 
         A call may change memory that another call uses only if that other call is at least
@@ -208,7 +208,7 @@ class Program:
                 )
         self._run = library.run
         structures = b"".join(
-            call.kernel.pack(*(0 if isinstance(x, str | Call) else x for x in call.fields))
+            call.kernel.pack(*(0 if isinstance(x, str | KernelCall) else x for x in call.fields))
             for call in calls
         )
         self._fields = np.frombuffer(bytearray(structures), dtype=np.int64)
@@ -220,7 +220,7 @@ class Program:
             for place, field in enumerate(call.fields, start):
                 if isinstance(field, str):
                     places[field].append(place)
-                elif isinstance(field, Call):
+                elif isinstance(field, KernelCall):
                     self._fields[place] = address_of[id(field)]
         self._places = {name: np.array(where) for name, where in places.items()}
         self._given = dict.fromkeys(places, 0)

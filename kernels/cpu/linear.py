@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kernels.checks import check_tensor
 from kernels.cpu.fields import address
-from kernels.cpu.library import DTYPES, Call, Field, Library, native
+from kernels.cpu.library import DTYPES, Field, KernelCall, Library, native
 from kernels.cpu.program.kv_ahead import NOTHING_AHEAD, PANEL, KvAhead
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
@@ -259,7 +259,7 @@ class PackedLinear:
         ahead: KvAhead = NOTHING_AHEAD,
         *,
         is_gated: bool = False,
-    ) -> Call:
+    ) -> KernelCall:
         """Return the call that maps the first rows of `x` `[T, K]` to `out` `[T, N]`.
 
         Both have the map's dtype; rows may lie apart. `ahead` is the memory to prefetch for a later
@@ -268,7 +268,7 @@ class PackedLinear:
         hold.
         """
         fields = self._fields(x, out, num_rows, ahead, is_gated=is_gated)
-        return Call(self._library.linear, fields)
+        return KernelCall(self._library.linear, fields)
 
     def _fields(
         self, x: torch.Tensor, out: torch.Tensor, num_rows: Field, ahead: KvAhead, *, is_gated: bool

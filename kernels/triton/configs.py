@@ -7,8 +7,8 @@ measured. The numbers for Triton's interpreter are small, so that tests cross th
 and splits.
 
 A file has a list of rules for each kernel; the first rule that matches decides. A rule may match
-only properties of the model (`Shape`), not of the batch, because a configuration changes the order
-of sums, and a sequence's result must not depend on other sequences.
+only properties of the model (`LaunchShape`), not of the batch, because a configuration changes the
+order of sums, and a sequence's result must not depend on other sequences.
 """
 
 import functools
@@ -26,7 +26,7 @@ _NO_DEVICE_PROCESSORS: Final = 2  # for the interpreter, which more programs wou
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LaunchShape:
     """The properties of a launch that follow from the model; rules may match these."""
 
     dtype: str
@@ -79,7 +79,7 @@ class PrefillConfig:
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
 
-def config_of(kind: type[Config], device: torch.device, shape: Shape) -> Config:
+def config_of(kind: type[Config], device: torch.device, shape: LaunchShape) -> Config:
     """Return the configuration of a kernel for `shape` on `device`, or the forced one."""
     if kind in _forced:
         return cast(Config, _forced[kind])
@@ -99,11 +99,11 @@ def forced(config: DecodeConfig | PrefillConfig) -> Iterator[None]:
         del _forced[type(config)]
 
 
-def shape_of(query: torch.Tensor, value_cache: torch.Tensor) -> Shape:
+def shape_of(query: torch.Tensor, value_cache: torch.Tensor) -> LaunchShape:
     """Return the shape of a launch with `query` [T, H, ...] and `value_cache` [B, P, HKV, D]."""
     num_heads, head_dim = query.shape[1], value_cache.shape[3]
     dims = max(16, 1 << (head_dim - 1).bit_length())
-    return Shape(
+    return LaunchShape(
         dtype=str(query.dtype).removeprefix("torch."),
         stored=str(value_cache.dtype).removeprefix("torch."),
         dims=dims,
@@ -124,12 +124,12 @@ def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], C
     """Return the rules for `kind` in a file's `text`, each with its match and its configuration.
 
     Raises:
-        ValueError: a rule matches a field that no `Shape` has, or a configuration is not one of
-            `kind`.
+        ValueError: a rule matches a field that no `LaunchShape` has, or a configuration is not one
+            of `kind`.
     """
     rules = []
     for rule in json.loads(text)["kernels"][NAMES[kind]]:
-        unknown = set(rule["match"]) - {field.name for field in fields(Shape)}
+        unknown = set(rule["match"]) - {field.name for field in fields(LaunchShape)}
         if unknown:
             raise ValueError(f"match has {sorted(unknown)}, which no shape has")
         rules.append((rule["match"], _parsed(kind, rule["config"])))
@@ -163,7 +163,7 @@ _forced: Final[dict[type[DecodeConfig] | type[PrefillConfig], DecodeConfig | Pre
 
 
 @functools.cache
-def _config_of(name: str, index: int | None, shape: Shape) -> DecodeConfig | PrefillConfig:
+def _config_of(name: str, index: int | None, shape: LaunchShape) -> DecodeConfig | PrefillConfig:
     text = _device_path(index).read_text()
     if name == NAMES[DecodeConfig]:
         return first_match(read_rules(DecodeConfig, text), shape)
@@ -177,7 +177,7 @@ def _device_path(index: int | None) -> Path:
     return config_path(name, torch.cuda.get_device_capability(index))
 
 
-def first_match(rules: list[tuple[dict[str, object], Config]], shape: Shape) -> Config:
+def first_match(rules: list[tuple[dict[str, object], Config]], shape: LaunchShape) -> Config:
     """Return the configuration of the first rule that matches.
 
     Raises:

@@ -29,8 +29,8 @@ from kernels.triton.configs import (
     NAMES,
     Config,
     DecodeConfig,
+    LaunchShape,
     PrefillConfig,
-    Shape,
     config_of,
     config_path,
     file_stem,
@@ -133,7 +133,7 @@ def best_of(
 
 
 def with_rules(
-    text: str, device: str, how: dict[str, object], shape: Shape, tuned: Iterable[Tuned]
+    text: str, device: str, how: dict[str, object], shape: LaunchShape, tuned: Iterable[Tuned]
 ) -> str:
     """Return a file's `text` with a new first rule for `shape`, for each kernel that was tuned.
 

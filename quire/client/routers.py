@@ -14,7 +14,7 @@ Targets: TypeAlias = str | Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class RouterStubs:
     """One router, with two channels that connect at their first call."""
 
     stub: InferenceServiceStub
@@ -41,14 +41,16 @@ class Routers:
             self.channels.append(open_channel(target, pings))
             return InferenceServiceStub(self.channels[-1])  # type: ignore[no-untyped-call]
 
-        self._routers = [Router(stub(target, PATIENT), stub(target, QUICK)) for target in listed]
+        self._routers = [
+            RouterStubs(stub(target, PATIENT), stub(target, QUICK)) for target in listed
+        ]
 
     @property
-    def current(self) -> Router:
+    def current(self) -> RouterStubs:
         """The router to call."""
         return self._routers[self._index]
 
-    def failed(self, router: Router, error: QuireError) -> None:
+    def failed(self, router: RouterStubs, error: QuireError) -> None:
         """Switch to the next router if `router` is unavailable and still the current one."""
         if router is self.current and isinstance(error, UnavailableError):
             self._index = (self._index + 1) % len(self._routers)

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from contract.errors import InvalidArgumentError, ModelNotFoundError, NotFoundError
 from router.access.tenancy import with_precedence
-from router.http.answers.answer import Call, answer
+from router.http.answers.answer import ClientCall, answer
 from router.http.answers.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.http.answers.objects import model_json
 from router.http.answers.streaming import use_model
@@ -124,7 +124,7 @@ def routes(
     ]
 
 
-def _with_headers(call: Call, http: web.Request) -> Call:
+def _with_headers(call: ClientCall, http: web.Request) -> ClientCall:
     """Add what the headers set: priority, tenant, resumable, and the event to resume after."""
     resumable = is_resumable(http)
     call = replace(
@@ -138,7 +138,7 @@ def _with_headers(call: Call, http: web.Request) -> Call:
     return call if last is None else _resumed(call, last)
 
 
-def _resumed(call: Call, last_event_id: str) -> Call:
+def _resumed(call: ClientCall, last_event_id: str) -> ClientCall:
     request_id, received = parse_event_id(last_event_id)
     requests = [
         replace(request, request_id=request_id, resumable=True) for request in call.requests

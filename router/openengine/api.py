@@ -48,7 +48,7 @@ _GUIDES: Final = (
 )
 
 
-class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
+class OpenEngineServicer(openengine_pb2_grpc.InferenceServicer):
     """Answers `openengine.v1.Inference`; an interceptor turns errors into statuses."""
 
     def __init__(self, cells: Cells) -> None:
@@ -175,7 +175,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
     async def Abort(  # noqa: N802
         self, request: pb.AbortRequest, context: CallContext
     ) -> pb.AbortResponse:
-        tenant = self._cells.entry.tenant_of(metadata_of(context).get(TENANT_KEY, ""))
+        tenant = self._cells.shared.tenant_of(metadata_of(context).get(TENANT_KEY, ""))
         known = {each.request_id for each in self._cells.admitted if each.tenant == tenant}
         match request.WhichOneof("target"):
             case "request_id":
@@ -220,7 +220,7 @@ def openengine_services(
     """Make the entries for `rpc.server.serve`."""
     control = ControlServicer(cells, health, find_directory)
     return (
-        service_of(pb, openengine_pb2_grpc, "Inference", InferenceServicer(cells)),
+        service_of(pb, openengine_pb2_grpc, "Inference", OpenEngineServicer(cells)),
         service_of(pb, openengine_pb2_grpc, "Control", control),
     )
 

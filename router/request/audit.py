@@ -44,7 +44,7 @@ class AuditLog:
             handler = _PrivateFile(path, "a", max_bytes, num_files - 1, "utf-8", errors="replace")
         except OSError as error:
             raise AuditLogError(f"--audit-log {path}: {error.strerror}") from error
-        handler.setFormatter(_Line())
+        handler.setFormatter(_AuditFormatter())
         handler.handleError = self._on_error  # type: ignore[method-assign]
         self._waiting: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
         self._listener = QueueListener(self._waiting, handler)
@@ -90,7 +90,7 @@ class _PrivateFile(RotatingFileHandler):
         )
 
 
-class _Line(logging.Formatter):
+class _AuditFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if not record.msg:  # the rotating handler calls this method twice
             record.msg = self._text(record)

@@ -23,7 +23,7 @@ from router.live.live_request import LiveRequest
 from router.request.admission import AdmittedRequest
 from router.request.inference import Inference, refusals_counted
 from router.request.on_demand import OnDemand, is_patient
-from router.request.shared_admission import Entry
+from router.request.shared_admission import SharedAdmission
 from router.schedulers.calls import sum_loads
 from router.schedulers.kv_watch import watch_kv
 from rpc.health import Health
@@ -35,14 +35,14 @@ class Cells:
     """The cells of all models, and the calls that concern several of them."""
 
     def __init__(
-        self, cells: Sequence[Inference], entry: Entry, on_demand: OnDemand | None = None
+        self, cells: Sequence[Inference], shared: SharedAdmission, on_demand: OnDemand | None = None
     ) -> None:
-        """`cells` has at least one cell. The names of the cells differ, and all share `entry`.
+        """`cells` has at least one cell. The names of the cells differ, and all have this `shared`.
 
         Requests that name no model go to the first cell.
         """
         self.all = tuple(cells)
-        self.entry = entry
+        self.shared = shared
         self.on_demand = on_demand
 
     # --- by name --------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Cells:
         """Raise `TooBusyError` if the tenant's quota has no room for a body of this size."""
         most = max(cell.text.max_token_bytes for cell in self.all)
         with refusals_counted():
-            self.entry.check_quota(num_bytes, most)
+            self.shared.check_quota(num_bytes, most)
 
     async def use(self, model: str, *, is_patient: bool = False) -> Inference:
         """Return the cell of a request's model; if models are loaded on demand, load it first.
@@ -140,7 +140,7 @@ class Cells:
 
     async def resume(self, request: ResumeRequest, model: str = "") -> LiveRequest:
         """Continue a request; an empty model name searches all cells. See `Inference.resume`."""
-        request = replace(request, tenant=self.entry.tenant_of(request.tenant))
+        request = replace(request, tenant=self.shared.tenant_of(request.tenant))
         return await self._where(
             request.tenant,
             request.request_id,
@@ -150,7 +150,7 @@ class Cells:
 
     async def cancel(self, request_id: str, tenant: str, model: str = "") -> None:
         """Cancel a resumable request, even if another call reads it; raises like `resume`."""
-        await self.cancel_of(self.entry.tenant_of(tenant), request_id, model)
+        await self.cancel_of(self.shared.tenant_of(tenant), request_id, model)
 
     async def cancel_of(self, tenant: str, request_id: str, model: str = "") -> None:
         """Cancel a tenant's resumable request. The caller must have checked the permission.
@@ -179,7 +179,7 @@ class Cells:
                 cells = self.some(model)
             except ModelNotFoundError:  # the name of an adapter that has been unloaded
                 cells = self.all
-            if (admitted := self.entry.admission.find(tenant, request_id)) is not None:
+            if (admitted := self.shared.admission.find(tenant, request_id)) is not None:
                 cells = [cell for cell in self.all if cell.name == admitted.model]
             refusals: list[QuireError] = []
             for cell in cells:
@@ -195,7 +195,7 @@ class Cells:
 
         Their calls end with ABORTED. `tenant` is the tenant that the caller claims.
         """
-        tenant, wanted = self.entry.tenant_of(tenant), {*request_ids}
+        tenant, wanted = self.shared.tenant_of(tenant), {*request_ids}
         for each in self.admitted:
             if each.tenant == tenant and each.request_id in wanted:
                 each.end(AbortedError(f"request {each.request_id!r} was aborted"))
@@ -203,12 +203,12 @@ class Cells:
     @property
     def admitted(self) -> Sequence[AdmittedRequest]:
         """This router's requests that still have a reader, oldest first."""
-        return self.entry.admission.admitted
+        return self.shared.admission.admitted
 
     @property
     def num_live(self) -> int:
         """Number of admitted requests whose reader has neither finished nor left."""
-        return len(self.entry.admission)
+        return len(self.shared.admission)
 
     # --- what the schedulers report -------------------------------------------------------------
 
@@ -232,13 +232,13 @@ class Cells:
 
         Raises `PermissionDeniedError` if the call's API key belongs to a tenant.
         """
-        self.entry.check_operator()
+        self.shared.check_operator()
         found = await self._known("", lambda cell: cell.schedulers.describe_kv(query))
         return [worker for workers in found for worker in workers]
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
         """Return the activity of the workers; raises like `describe_kv`."""
-        self.entry.check_operator()
+        self.shared.check_operator()
         found = await self._known("", lambda cell: cell.schedulers.describe_activity(query))
         return [worker for workers in found for worker in workers]
 
@@ -247,7 +247,7 @@ class Cells:
 
         Raises like `describe_kv` and `only`.
         """
-        self.entry.check_operator()
+        self.shared.check_operator()
         return watch_kv(self.only(model).schedulers, worker)
 
     async def _known(self, model: str, ask: Callable[[Inference], Awaitable[T]]) -> list[T]:
@@ -278,7 +278,7 @@ class Cells:
         for cell in self.all:
             cell.schedulers.set_draining()
         try:
-            await self.entry.admission.drain()
+            await self.shared.admission.drain()
         except asyncio.CancelledError:
             for cell in self.all:
                 cell.hand_over()

@@ -34,7 +34,7 @@ from router.live.usage import UsageKey
 from router.request import span as request_span
 from router.request.admission import AdmittedRequest
 from router.request.model_text import ModelText
-from router.request.shared_admission import Entry
+from router.request.shared_admission import SharedAdmission
 from router.request.validation import check_request, complete_sampling
 from router.schedulers.messages import Resumption
 from router.schedulers.pool import Schedulers
@@ -55,7 +55,7 @@ class Inference:
         model_name: str,
         tokenizers: Tokenizers,
         schedulers: Schedulers,
-        entry: Entry,
+        shared: SharedAdmission,
         *,
         tokenizer_threads: int,
         chats: ChatSettings = ChatSettings(),  # noqa: B008 - it never changes
@@ -67,16 +67,16 @@ class Inference:
         """
         self.name = model_name
         self._metrics = metrics.of_model(model_name)
-        self.entry = entry
+        self.shared = shared
         self._stream_interval = stream_interval
         self.schedulers = schedulers
-        self._admission, self._quotas = entry.admission, entry.quotas
+        self._admission, self._quotas = shared.admission, shared.quotas
         self.model = ServedModel(model_name, schedulers)
         self.text = ModelText(
             tokenizers,
             self.model,
             num_threads=tokenizer_threads,
-            max_pending_prompts=entry.max_live_requests,
+            max_pending_prompts=shared.max_live_requests,
             chats=chats,
         )
 
@@ -118,7 +118,7 @@ class Inference:
         check_request(request, model, self.text.max_text_bytes(model))
         # Check this before the expensive work, because under overload most requests end here.
         self.schedulers.check_room(request.n)
-        if self.entry.has_api_keys:
+        if self.shared.has_api_keys:
             request = claim(request)
         stream_interval = request.stream_interval or self._stream_interval
         request = replace(request, stream_interval=stream_interval)
@@ -382,10 +382,10 @@ class Inference:
         live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
     def _on_closed(self, live: LiveRequest, share: QuotaShare, *, is_kept: bool) -> None:
-        if self.entry.usage is not None and not is_kept:
-            self.entry.usage.add(live.usage_key, live.used)
-        if self.entry.audit is not None:
-            self.entry.audit.add(live, self.text.decoder())
+        if self.shared.usage is not None and not is_kept:
+            self.shared.usage.add(live.usage_key, live.used)
+        if self.shared.audit is not None:
+            self.shared.audit.add(live, self.text.decoder())
         if live.goes_on:
             # This router does not learn how the request ends
             now = asyncio.get_running_loop().time()

@@ -217,7 +217,7 @@ class OnDemand:
         return any(
             each.model == cell.name
             and not (each.live is not None and is_patient(each.live.record.priority))
-            for each in cell.entry.admission.admitted
+            for each in cell.shared.admission.admitted
         )
 
     async def _make_room_and_load(self, wanted: Inference) -> None:

@@ -13,7 +13,7 @@ _MAX_ESCAPE_BYTES = 6
 """JSON needs at most this many bytes for one byte of text, as in \\u0041."""
 
 
-class Entry:
+class SharedAdmission:
     """Admits the requests of one router; must be created within the event loop."""
 
     def __init__(

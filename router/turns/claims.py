@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from heapq import merge
 from typing import Final, NamedTuple
 
-from router.turns.database import Connection, Cursor
+from router.turns.database import Cursor, DatabaseConnection
 
 MAX_QUEUES: Final = 1000
 """Limit on the queues that one claim looks at."""
@@ -55,7 +55,7 @@ class Shares:
 
 
 def find_single(
-    cursor: Cursor, db: Connection, now: float, limit: int, models: Models
+    cursor: Cursor, db: DatabaseConnection, now: float, limit: int, models: Models
 ) -> list[Waiting]:
     """Return at most `limit` turns without an owner and without a group, in order."""
     chosen = ""
@@ -71,7 +71,7 @@ def find_single(
 
 
 def find_grouped(
-    cursor: Cursor, db: Connection, now: float, limit: int, models: Models, shares: Shares
+    cursor: Cursor, db: DatabaseConnection, now: float, limit: int, models: Models, shares: Shares
 ) -> tuple[list[Waiting], str]:
     """Return at most `limit` turns of groups without an owner, and the next claim's `last_tenant`.
 

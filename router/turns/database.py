@@ -30,7 +30,7 @@ class Cursor(Protocol):
     def fetchall(self) -> list[Any]: ...
 
 
-class Connection(Protocol):
+class DatabaseConnection(Protocol):
     """One connection; its methods run in the database's thread."""
 
     skips_locked: str
@@ -48,13 +48,13 @@ class Connection(Protocol):
 class Database:
     """Runs transactions one after another in a thread; connects when needed."""
 
-    def __init__(self, connect: Callable[[], Connection]) -> None:
+    def __init__(self, connect: Callable[[], DatabaseConnection]) -> None:
         """`connect` opens the database and raises StoreError if it cannot."""
         self._connect = connect
-        self._connection: Connection | None = None
+        self._connection: DatabaseConnection | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="turns")
 
-    async def run(self, work: Callable[[Cursor, Connection], T]) -> T:
+    async def run(self, work: Callable[[Cursor, DatabaseConnection], T]) -> T:
         """Run `work` in a transaction; return its result after the commit.
 
         Raises:
@@ -63,7 +63,7 @@ class Database:
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
 
-    def _run(self, work: Callable[[Cursor, Connection], T]) -> T:
+    def _run(self, work: Callable[[Cursor, DatabaseConnection], T]) -> T:
         if self._connection is None:
             connection = self._connect()
             try:
@@ -133,7 +133,7 @@ _BUSY_S: Final = 5.0
 """How long a transaction waits for another process's transaction."""
 
 
-def migrate(connection: Connection) -> None:
+def migrate(connection: DatabaseConnection) -> None:
     """Upgrade the schema to this version; several processes may do so at once.
 
     Raises:

@@ -64,7 +64,7 @@ def _without(delta: OutputDelta, num: int) -> OutputDelta:
 
 
 @dataclass(slots=True)
-class _Tokens:
+class _OutputTokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -93,7 +93,7 @@ class RunningTurn:
         self.num_readers = 0
         self.done = asyncio.Event()
         """Set once the end is stored."""
-        self._outputs: defaultdict[int, _Tokens] = defaultdict(_Tokens)
+        self._outputs: defaultdict[int, _OutputTokens] = defaultdict(_OutputTokens)
         self._last: list[Event] = []
         """The events after all tokens: the ends of outputs, and the usage."""
         self._end: TurnEnd | None = None

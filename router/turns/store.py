@@ -12,7 +12,7 @@ from contract.outputs import Event
 from quire.v1 import inference_pb2
 from router.live.usage import UsageRows
 from router.turns.claims import ALL_MODELS, Models, Shares, find_grouped, find_single
-from router.turns.database import Connection, Cursor, Database
+from router.turns.database import Cursor, Database, DatabaseConnection
 from router.turns.groups import GroupCounts, add_counts, counts_of, read_counts
 from router.turns.turn import Turn, TurnEnd, TurnStatus
 from router.turns.usage import add_once, add_usage, sweep_usage
@@ -86,7 +86,7 @@ class TurnStore:
         """
         return await self.database.run(lambda cursor, db: self._write(cursor, db, changes))
 
-    def _write(self, cursor: Cursor, db: Connection, changes: TurnChanges) -> set[str]:
+    def _write(self, cursor: Cursor, db: DatabaseConnection, changes: TurnChanges) -> set[str]:
         now = db.now(cursor)
         lease_until = now + LEASE_S
         cursor.execute(
@@ -131,7 +131,7 @@ class TurnStore:
         of groups, the tenants with the lowest `num_running` come first.
         """
 
-        def work(cursor: Cursor, db: Connection) -> list[Turn]:
+        def work(cursor: Cursor, db: DatabaseConnection) -> list[Turn]:
             now = db.now(cursor)
             ids: list[str] = []
             if limit:
@@ -162,7 +162,7 @@ class TurnStore:
         Old usage is deleted, too.
         """
 
-        def work(cursor: Cursor, db: Connection) -> int:
+        def work(cursor: Cursor, db: DatabaseConnection) -> int:
             sweep_usage(cursor, db.now(cursor), usage_retention_s)
             cursor.execute(
                 "DELETE FROM turns WHERE id IN"
@@ -184,7 +184,7 @@ class TurnStore:
         return await self._one("idempotency_key = ?", tenant, idempotency_key)
 
     async def _one(self, condition: str, tenant: str, value: str) -> Turn | None:
-        def work(cursor: Cursor, _: Connection) -> Turn | None:
+        def work(cursor: Cursor, _: DatabaseConnection) -> Turn | None:
             cursor.execute(
                 f"SELECT {_COLUMNS} FROM turns WHERE tenant = ? AND {condition}",  # noqa: S608 - constants
                 (tenant, value),
@@ -210,7 +210,7 @@ class TurnStore:
         of_chain = "FROM chain JOIN turns ON turns.id = chain.id"
         asked = (tenant, turn_id, tenant, MAX_CHAIN)
 
-        def work(cursor: Cursor, _: Connection) -> list[Turn]:
+        def work(cursor: Cursor, _: DatabaseConnection) -> list[Turn]:
             cursor.execute(
                 f"{chain} SELECT count(*), sum(length(body) + coalesce(length(result), 0))"
                 f" {of_chain}",
@@ -236,7 +236,7 @@ class TurnStore:
     async def events(self, turn_id: str, first_number: int = 0) -> Sequence[Event]:
         """Return a turn's events from number `first_number` on."""
 
-        def work(cursor: Cursor, _: Connection) -> list[Event]:
+        def work(cursor: Cursor, _: DatabaseConnection) -> list[Event]:
             cursor.execute(
                 "SELECT event FROM turn_events WHERE turn_id = ? AND number >= ? ORDER BY number",
                 (turn_id, first_number),
@@ -248,7 +248,7 @@ class TurnStore:
     async def end(self, tenant: str, turn_id: str, end: TurnEnd, events: Sequence[Event]) -> bool:
         """End a turn of any owner if it is live, with last events; return whether it was live."""
 
-        def work(cursor: Cursor, _: Connection) -> bool:
+        def work(cursor: Cursor, _: DatabaseConnection) -> bool:
             cursor.execute(
                 "UPDATE turns SET status = ?, result = ?, ended_at = ?, owner = ''"
                 " WHERE tenant = ? AND id = ? AND ended_at IS NULL RETURNING group_id",
@@ -269,7 +269,7 @@ class TurnStore:
     async def delete(self, tenant: str, turn_id: str) -> bool:
         """Delete a turn; return whether it existed. Its owner notices within a second or two."""
 
-        def work(cursor: Cursor, _: Connection) -> bool:
+        def work(cursor: Cursor, _: DatabaseConnection) -> bool:
             cursor.execute("DELETE FROM turns WHERE tenant = ? AND id = ?", (tenant, turn_id))
             return cursor.rowcount > 0
 
@@ -284,7 +284,7 @@ class TurnStore:
     async def is_group_live(self, group: str) -> bool:
         """Return whether a turn of a group has not ended."""
 
-        def work(cursor: Cursor, _: Connection) -> bool:
+        def work(cursor: Cursor, _: DatabaseConnection) -> bool:
             cursor.execute(
                 f"SELECT 1 FROM turns WHERE {OF_GROUP} AND ended_at IS NULL LIMIT 1",  # noqa: S608 - constants
                 (group,),
@@ -307,7 +307,7 @@ class TurnStore:
         in_order = "ORDER BY position LIMIT ?"
         asked = tenant, group, first_position
 
-        def work(cursor: Cursor, _: Connection) -> list[Turn]:
+        def work(cursor: Cursor, _: DatabaseConnection) -> list[Turn]:
             cursor.execute(
                 "SELECT length(body) + coalesce(length(record), 0) + coalesce(length(result), 0)"
                 f" {of_group} {in_order}",

@@ -288,7 +288,7 @@ class Turns:
             running.move()  # readers find the end in the store
 
     async def _read_to_the_end(self, running: RunningTurn, live: LiveRequest | None) -> None:
-        self._cells.entry.act_for(running.turn.tenant, running.turn.key_name)
+        self._cells.shared.act_for(running.turn.tenant, running.turn.key_name)
         backoff_s, num_failures, num_tokens = _MIN_BACKOFF_S, 0, running.num_tokens
         while True:
             try:

@@ -6,7 +6,7 @@ from typing import Final
 
 from contract.errors import InvalidArgumentError
 from router.live.usage import HOUR_S, UsageRows, Used, hour_of
-from router.turns.database import Connection, Cursor, Database
+from router.turns.database import Cursor, Database, DatabaseConnection
 
 _DAY_S: Final = 24 * HOUR_S
 GROUPS: Final[Mapping[str, str]] = {
@@ -89,7 +89,7 @@ async def read_usage(
     sums = ", ".join(f"CAST(coalesce(sum({name}), 0) AS BIGINT)" for name in _SUMS)
     grouped = f" GROUP BY {columns} ORDER BY {columns}" if by else ""
 
-    def work(cursor: Cursor, _: Connection) -> list[UsageRow]:
+    def work(cursor: Cursor, _: DatabaseConnection) -> list[UsageRow]:
         cursor.execute(
             f"SELECT {columns and columns + ', '}{sums} FROM usage"  # noqa: S608 - constants
             f" WHERE hour >= ? AND hour < ?{grouped} LIMIT {MAX_ROWS + 1}",

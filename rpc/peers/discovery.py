@@ -108,7 +108,7 @@ def _split(name: str) -> tuple[str, int]:
     return host, int(port)
 
 
-class Member(Protocol):
+class MemberTask(Protocol):
     """A task for one discovered process."""
 
     target: str
@@ -117,7 +117,7 @@ class Member(Protocol):
         """Run until cancelled; raises an error on failure."""
 
 
-M = TypeVar("M", bound=Member)
+M = TypeVar("M", bound=MemberTask)
 
 
 async def keep_members(

@@ -1,10 +1,10 @@
 """The format of recordings: the calls of one scheduler core, in order, with their results.
 
 A file begins with `MAGIC`. Frames follow: length and CRC-32 of the payload, both u32 and
-little-endian, then the payload. The first payload is an `Origin`, and each later one is an `Entry`,
-in MessagePack. The core's own classes are encoded directly: an object as a map by field, a numpy
-array as `[dtype, bytes]`. So there is no schema besides the core's methods and classes, and a new
-method of the core is recorded when it is marked `core_input`.
+little-endian, then the payload. The first payload is an `Origin`, and each later one is a
+`JournalEntry`, in MessagePack. The core's own classes are encoded directly: an object as a map by
+field, a numpy array as `[dtype, bytes]`. So there is no schema besides the core's methods and
+classes, and a new method of the core is recorded when it is marked `core_input`.
 """
 
 import inspect
@@ -57,7 +57,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """One call, or the end of the recording."""
 
     call: str
@@ -86,7 +86,7 @@ class Recording:
 
     origin: Origin
     config: SchedulerConfig
-    entries: Iterator[Entry | CutOff] = field(repr=False)
+    entries: Iterator[JournalEntry | CutOff] = field(repr=False)
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -104,10 +104,10 @@ def encode_entry(
     plan: Plan | None = None,
     raised: str = "",
 ) -> bytes:
-    """Return the frame of an `Entry` with these fields."""
+    """Return the frame of a `JournalEntry` with these fields."""
     raw = msgspec.Raw(_ENCODER.encode({k: _without_defaults(v) for k, v in arguments.items()}))
     kept = None if plan is None else describe_plan(plan)
-    return _frame(_ENCODER.encode(Entry(call, raw, at, kept, raised)))
+    return _frame(_ENCODER.encode(JournalEntry(call, raw, at, kept, raised)))
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def read_recording(file: BinaryIO) -> Recording:
     return Recording(origin, _convert(origin.config, SchedulerConfig), map(_entry, frames))
 
 
-def decode_arguments(entry: Entry) -> dict[str, Any]:
+def decode_arguments(entry: JournalEntry) -> dict[str, Any]:
     """Return the arguments of a call, by name.
 
     Raises:
@@ -202,10 +202,10 @@ def decode_arguments(entry: Entry) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in arguments.__struct_fields__}
 
 
-def _entry(frame: bytes | CutOff) -> Entry | CutOff:
+def _entry(frame: bytes | CutOff) -> JournalEntry | CutOff:
     if isinstance(frame, CutOff):
         return frame
-    entry = _decode(frame, Entry)
+    entry = _decode(frame, JournalEntry)
     if entry.call and entry.call not in CALLS:
         raise RecordingError(f"it has a call {entry.call!r}, which this version does not know")
     return entry

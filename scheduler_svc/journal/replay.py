@@ -13,7 +13,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.journal.entries import (
     CutOff,
-    Entry,
+    JournalEntry,
     Recording,
     decode_arguments,
     describe_plan,
@@ -69,7 +69,7 @@ class Difference:
 
     number: int
     """The number of the call in the recording, from 1."""
-    entry: Entry
+    entry: JournalEntry
     arguments: dict[str, Any]
     fields: dict[str, tuple[object, object]]
     """The fields of the plan that differ, each with the recorded and the replayed value."""
@@ -142,7 +142,7 @@ class _Replayer:
         result.load = self._core.load()
         return result
 
-    def _compare(self, entry: Entry) -> Difference | None:
+    def _compare(self, entry: JournalEntry) -> Difference | None:
         arguments = decode_arguments(entry)
         plan: Plan | None = None
         error: Exception | None = None
@@ -179,7 +179,7 @@ class _Replayer:
 
     def _count(
         self,
-        entry: Entry,
+        entry: JournalEntry,
         now: float | None,
         plan: Plan | None,
         described: dict[str, Any] | None,

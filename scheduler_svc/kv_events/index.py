@@ -67,7 +67,7 @@ class KvIndex:
 
     def table(self, tier: CacheTier) -> dict[BlockHash, Any]:
         """Return the table for a pool; the table reports its changes here."""
-        return _Table(self, tier)
+        return _PoolTable(self, tier)
 
     def on_named(self, seq: Sequence, first: int, end: int, token_ids: Int32Array) -> None:
         """Record the tokens of blocks that are about to be published.
@@ -143,7 +143,7 @@ class KvIndex:
         self._changes.append(change)
 
 
-class _Table(dict[BlockHash, Any]):
+class _PoolTable(dict[BlockHash, Any]):
     """The table of one pool, with the methods that `BlockPool` uses."""
 
     def __init__(self, index: KvIndex, tier: CacheTier) -> None:

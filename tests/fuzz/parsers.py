@@ -52,7 +52,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.entries import (
     FORMAT_VERSION,
     MAGIC,
-    Entry,
+    JournalEntry,
     Origin,
     RecordingError,
     decode_arguments,
@@ -304,7 +304,7 @@ def _recordings(draw: st.DrawFn) -> bytes:
 
 def _recording(data: bytes) -> None:
     for entry in read_recording(io.BufferedReader(io.BytesIO(data))).entries:
-        if isinstance(entry, Entry) and entry.call:
+        if isinstance(entry, JournalEntry) and entry.call:
             decode_arguments(entry)
 
 

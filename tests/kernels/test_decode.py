@@ -114,7 +114,7 @@ def test_slots_before_the_window_are_not_read(attend, device):
 
 def cut_as(**changes):
     """Set the configuration of decode attention."""
-    shape = tuned.Shape(dtype="float32", stored="float32", dims=16, group=1)
+    shape = tuned.LaunchShape(dtype="float32", stored="float32", dims=16, group=1)
     config = tuned.config_of(tuned.DecodeConfig, torch.device("cpu"), shape)
     return tuned.forced(replace(config, **changes))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.cpu.build import SOURCES
-from kernels.cpu.library import Call, native
+from kernels.cpu.library import KernelCall, native
 from kernels.cpu.program.kv_ahead import MAX_RUNS, PANEL, RUN_STEPS, share_out
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs native code")
@@ -163,7 +163,7 @@ def test_nothing_is_fetched_for_an_empty_step(all_runs):
 
 
 def test_the_maps_before_an_attention_share_it_out_from_its_end():
-    attention = Call(native().attention, ())
+    attention = KernelCall(native().attention, ())
     maps = {"o": (768, 768), "wide": (70000, 32), "down": (2048, 769), "qkv": (896, 32)}
     parts = share_out(attention, maps)
     assert {name: (part.num_runs, part.num_runs_after) for name, part in parts.items()} == {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kernels.cpu.library import Call, Program, native
+from kernels.cpu.library import KernelCall, Program, native
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs native code")
 
@@ -41,7 +41,7 @@ class FakeKernel:
 def call(num_shares, do_share, joins=False):
     """A call of so many shares; `do_share(share, num_shares)` does one."""
     share = _SHARE(lambda _args, share, num_shares: do_share(share, num_shares))
-    return Call(FakeKernel(share, _COUNT(lambda _args: num_shares)), (), joins)
+    return KernelCall(FakeKernel(share, _COUNT(lambda _args: num_shares)), (), joins)
 
 
 def run(calls, num_threads, num_apart=1000):
@@ -138,9 +138,9 @@ def test_a_field_that_is_a_call_is_the_address_of_that_calls_structure():
 
         return FakeKernel(_SHARE(note), _COUNT(lambda _args: 1), "P")
 
-    pointed_at = Call(kernel("pointed at"), (7,))
-    calls = [Call(kernel("before"), (pointed_at,)), pointed_at]
-    Program(native(), [*calls, Call(kernel("after"), (pointed_at,))], 1)()
+    pointed_at = KernelCall(kernel("pointed at"), (7,))
+    calls = [KernelCall(kernel("before"), (pointed_at,)), pointed_at]
+    Program(native(), [*calls, KernelCall(kernel("after"), (pointed_at,))], 1)()
     address, number = seen["pointed at"]
     assert number == 7
     assert seen["before"][1] == seen["after"][1] == address

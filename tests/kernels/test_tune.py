@@ -8,8 +8,8 @@ from kernels.triton import configs as tuned
 from kernels.triton.configs import (
     CONFIG_DIR,
     DecodeConfig,
+    LaunchShape,
     PrefillConfig,
-    Shape,
     first_match,
     read_rules,
 )
@@ -17,7 +17,7 @@ from kernels.tuning import __main__ as tune
 from kernels.tuning.candidates import decode_seconds, prefill_seconds
 from kernels.tuning.workload import ModelSizes
 
-SHAPE = Shape("bfloat16", "int8", 128, 4)
+SHAPE = LaunchShape("bfloat16", "int8", 128, 4)
 DECODE = DecodeConfig(64, 128, 1, 4, 5, 4)
 CONFIGS = sorted(CONFIG_DIR.glob("*.json"))
 
@@ -66,7 +66,7 @@ def test_a_launch_uses_the_tuned_configuration():
         rules = read_rules(DecodeConfig, written)
         assert len(rules) == len(read_rules(DecodeConfig, before)) + 1
         assert first_match(rules, SHAPE) == chosen.config
-        other = Shape("bfloat16", "int8", 128, 5)
+        other = LaunchShape("bfloat16", "int8", 128, 5)
         assert first_match(rules, other) == first_match(read_rules(DecodeConfig, before), other)
     assert json.loads(again)["tuned"] == {"date": "2000-01-02"}
 
@@ -86,7 +86,7 @@ def test_a_file_has_a_configuration_for_every_shape(path):
     for dtype in ("float32", "float16", "bfloat16"):
         for stored in (dtype, "int8", "float8_e4m3fn"):
             for dims in (16, 64, 128, 256, 512):
-                shape = Shape(dtype, stored, dims, 4)
+                shape = LaunchShape(dtype, stored, dims, 4)
                 decode = first_match(read_rules(DecodeConfig, text), shape)
                 prefill = first_match(read_rules(PrefillConfig, text), shape)
                 assert decode.split % decode.positions == 0
@@ -141,7 +141,7 @@ def test_a_file_that_does_not_fit_is_refused_by_name(rule, message):
 
 
 def test_no_rule_is_an_error_that_names_the_shape():
-    with pytest.raises(ValueError, match="no rule matches Shape"):
+    with pytest.raises(ValueError, match="no rule matches LaunchShape"):
         first_match([({"dims": 64}, DECODE)], SHAPE)
 
 

@@ -166,7 +166,7 @@ class RecurrentStates:
             if "attention_mask" in given.arguments:
                 given.arguments["attention_mask"] = None
 
-            def compute(part: torch.Tensor, state: "_State") -> torch.Tensor:
+            def compute(part: torch.Tensor, state: "_LayerState") -> torch.Tensor:
                 given.arguments[hidden_name] = part
                 given.arguments[name] = state
                 out: torch.Tensor = original(*given.args, **given.kwargs)
@@ -195,13 +195,13 @@ class RecurrentStates:
             out[0, places] = computed
 
         if pieces.together_places:
-            state = _State(layer.tensors, memory[pieces.together_reads], hidden.dtype)
+            state = _LayerState(layer.tensors, memory[pieces.together_reads], hidden.dtype)
             computed = compute(hidden[pieces.together_places].unsqueeze(1), state)  # [S, 1, E]
             put(pieces.together_places, computed[:, 0])
             memory[pieces.together_writes] = state.packed(memory.shape[1])
         for start, stop, read, write in pieces.apart:
             numbers = None if read is None else memory[read : read + 1]
-            state = _State(layer.tensors, numbers, hidden.dtype)
+            state = _LayerState(layer.tensors, numbers, hidden.dtype)
             put(slice(start, stop), compute(hidden[start:stop].unsqueeze(0), state)[0])
             memory[write] = state.packed(memory.shape[1])[0]
         assert out is not None, "a step has tokens"
@@ -257,7 +257,7 @@ def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size:
     )
 
 
-class _State:
+class _LayerState:
     """The cache that a module of `transformers` sees: the states of its layer, in one batch.
 
     It works as `transformers.cache_utils.LinearAttentionLayer` does. A module may change the

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 
 from kernels.cpu.fields import LayerCaches, num_partials
-from kernels.cpu.library import Call, Program, native
+from kernels.cpu.library import KernelCall, Program, native
 from kernels.cpu.program.inputs import NativeInputs, StepField
 from kernels.cpu.program.kv_ahead import KvAhead, share_out
 from kernels.cpu.program.layer_calls import ALL, WANTED, LayerCalls, NativeLayer
@@ -43,7 +43,7 @@ class _Size(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Step:
+class _StepProgram:
     """A program and its memory."""
 
     run: Program
@@ -77,7 +77,7 @@ class NativeDecoder:
         self._final_norm = final_norm
         self._cos_sin = cos_sin
         self._caches = tuple(caches)
-        self._steps: dict[_Size, _Step] = {}
+        self._steps: dict[_Size, _StepProgram] = {}
         self._memory = torch.empty(0, dtype=_DTYPE)
         self._partials = torch.empty(0, dtype=torch.float32)
 
@@ -113,7 +113,7 @@ class NativeDecoder:
         step.run(numbers)
         return out
 
-    def _make(self, size: _Size) -> _Step:
+    def _make(self, size: _Size) -> _StepProgram:
         """Make a program for steps of up to this size.
 
         Layer i writes to workspace i modulo their number. If some tokens are not wanted, the last
@@ -148,7 +148,7 @@ class NativeDecoder:
             for i, layer in enumerate(self._layers)
         ]  # fmt: skip
         aheads = self._aheads(attentions)
-        calls: list[Call] = []
+        calls: list[KernelCall] = []
         firsts: list[int] = []  # the index of each layer's first call
         for i, layer in enumerate(self._layers):
             firsts.append(len(calls))
@@ -168,9 +168,9 @@ class NativeDecoder:
             (there - here for here, there in zip(firsts[1:], reused, strict=False)),
             default=len(calls) + 1,
         )
-        return _Step(Program(self._library, calls, num_apart), partials, (memory, total))
+        return _StepProgram(Program(self._library, calls, num_apart), partials, (memory, total))
 
-    def _aheads(self, attentions: Sequence[Sequence[Call]]) -> list[dict[str, KvAhead]]:
+    def _aheads(self, attentions: Sequence[Sequence[KernelCall]]) -> list[dict[str, KvAhead]]:
         """Return the prefetches of each layer's maps, given each layer's attention."""
         aheads: list[dict[str, KvAhead]] = [{} for _ in attentions]
         for i, attention in enumerate(attentions):

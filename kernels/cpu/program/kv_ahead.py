@@ -10,7 +10,7 @@ depends on what is prefetched.
 from collections.abc import Hashable, Mapping
 from typing import Final, NamedTuple, TypeVar
 
-from kernels.cpu.library import Call
+from kernels.cpu.library import KernelCall
 
 _Place = TypeVar("_Place", bound=Hashable)
 
@@ -27,7 +27,7 @@ same number."""
 class KvAhead(NamedTuple):
     """What one linear map prefetches of an attention call's memory: C's `struct kv_part`."""
 
-    attention: Call | int
+    attention: KernelCall | int
     """The attention call; 0: the map prefetches nothing."""
     num_runs: int
     """At most this many runs are prefetched with each tile of rows after the first."""
@@ -39,7 +39,9 @@ class KvAhead(NamedTuple):
 NOTHING_AHEAD: Final = KvAhead(0, 0, 0)
 
 
-def share_out(attention: Call, maps: Mapping[_Place, tuple[int, int]]) -> dict[_Place, KvAhead]:
+def share_out(
+    attention: KernelCall, maps: Mapping[_Place, tuple[int, int]]
+) -> dict[_Place, KvAhead]:
     """Divide the memory that `attention` reads among the maps before it.
 
     `maps` are in the order in which they run, each with its number of input and output features.

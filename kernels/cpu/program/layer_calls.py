@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import torch
 
 from kernels.cpu.fields import LayerCaches, attention_fields, store_fields
-from kernels.cpu.library import DTYPES, Call, Field, Library
+from kernels.cpu.library import DTYPES, Field, KernelCall, Library
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.program.inputs import StepField
 from kernels.cpu.program.kv_ahead import NOTHING_AHEAD, KvAhead
@@ -73,10 +73,10 @@ class LayerCalls:
         caches: LayerCaches,
         before: Workspace | None,
         work: Workspace,
-        attention: Sequence[Call],
+        attention: Sequence[KernelCall],
         ahead: Mapping[str, KvAhead],
         wanted: Workspace | None = None,
-    ) -> Iterator[Call]:
+    ) -> Iterator[KernelCall]:
         """Yield the calls of layer `index`, which read the previous layer's output in `before`.
 
         Args:
@@ -125,7 +125,7 @@ class LayerCalls:
             )
         else:
             yield from maps.calls("gate_up", layer.gate_up, work.mlp_normed, work.gate_up)
-            yield Call(self._library.silu_mul, (
+            yield KernelCall(self._library.silu_mul, (
                 _DTYPE, rows.num, work.gated.shape[1],
                 work.gate_up.data_ptr(), work.gated.data_ptr(), work.gate_up.stride(0),
             ))  # fmt: skip
@@ -138,7 +138,7 @@ class LayerCalls:
         work: Workspace,
         rows: RowFields,
         partials: str | None,
-    ) -> tuple[Call, ...]:
+    ) -> tuple[KernelCall, ...]:
         """Return the calls from `work.query` to `work.attended`.
 
         `partials` names the address where partial results go; None: there are none.
@@ -152,12 +152,15 @@ class LayerCalls:
             seq_lens=StepField.SEQ_LENS, query_start_loc=rows.starts,
             partials=partials or 0, window=layer.window,
         )  # fmt: skip
-        calls = Call(self._library.attention, fields), Call(self._library.merge_splits, fields)
+        calls = (
+            KernelCall(self._library.attention, fields),
+            KernelCall(self._library.merge_splits, fields),
+        )
         return calls[:1] if partials is None else calls
 
     def add_norm(
         self, before: Workspace, total: int, weight: torch.Tensor, out: Field, num_rows: Field
-    ) -> Call:
+    ) -> KernelCall:
         """Return the call that adds the last layer's output, in `before`, and normalises the sum.
 
         The sum goes to `total` and the normalised sum to `out`; both are addresses of bfloat16
@@ -174,9 +177,9 @@ class LayerCalls:
         weight: torch.Tensor,
         out: Field,
         num_rows: Field,
-    ) -> Call:
+    ) -> KernelCall:
         width = self._shape.hidden_size
-        return Call(self._library.rms_norm, (
+        return KernelCall(self._library.rms_norm, (
             _DTYPE, num_rows, 1, width, x, residual, weight.data_ptr(), out, total,
             width, 0, width, self._shape.rms_norm_eps,
         ))  # fmt: skip
@@ -187,14 +190,16 @@ class LayerCalls:
         out: torch.Tensor,  # [N, *]
         *,
         joins: bool = False,
-    ) -> Call:
+    ) -> KernelCall:
         """Copy the rows of the wanted tokens."""
         row_bytes = out.shape[1] * out.element_size()
-        return Call(self._library.gather, (
+        return KernelCall(self._library.gather, (
             StepField.NUM_WANTED, row_bytes, row_bytes, x, StepField.PLACES, out.data_ptr(),
         ), joins)  # fmt: skip
 
-    def _store(self, layer: NativeLayer, caches: LayerCaches, work: Workspace) -> Iterator[Call]:
+    def _store(
+        self, layer: NativeLayer, caches: LayerCaches, work: Workspace
+    ) -> Iterator[KernelCall]:
         """Yield the calls that rotate queries into `work.query` and store keys and values."""
         library, shape = self._library, self._shape
         num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -203,14 +208,14 @@ class LayerCalls:
         if layer.qk_norm is not None:
             normed = work.normed_query, work.normed_key
             for x, weight, out in zip((query, key), layer.qk_norm, normed, strict=True):
-                yield Call(library.rms_norm, (
+                yield KernelCall(library.rms_norm, (
                     _DTYPE, StepField.NUM_TOKENS, x.shape[1], head_dim,
                     x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
                     x.stride(0), x.stride(1), 0, shape.rms_norm_eps,
                 ), joins)  # fmt: skip
                 joins = True
             query, key = normed
-        yield Call(library.rotary, (
+        yield KernelCall(library.rotary, (
             _DTYPE, StepField.NUM_TOKENS, num_heads, num_kv_heads, head_dim,
             self._cos_sin.shape[1] // 2,
             query.data_ptr(), key.data_ptr(), self._cos_sin.data_ptr(), StepField.POSITIONS,
@@ -221,7 +226,7 @@ class LayerCalls:
             work.key, value, caches,
             num_tokens=StepField.NUM_TOKENS, slot_mapping=StepField.SLOT_MAPPING,
         )  # fmt: skip
-        yield Call(library.store_kv, fields, joins=True)
+        yield KernelCall(library.store_kv, fields, joins=True)
 
 
 class _Maps(NamedTuple):
@@ -241,7 +246,7 @@ class _Maps(NamedTuple):
         out: torch.Tensor,  # [T, N], or [T, N / 2] if it is gated
         *,
         is_gated: bool = False,
-    ) -> Iterator[Call]:
+    ) -> Iterator[KernelCall]:
         """Yield the calls from `x` to `out`, with those of adapters if there are any.
 
         If `is_gated`, the map computes `[gate, up]`, and `silu(gate) * up` goes to `out`.

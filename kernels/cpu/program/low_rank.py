@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.cpu.library import Call, Field, Library
+from kernels.cpu.library import Field, KernelCall, Library
 from kernels.cpu.linear import PackedLinear
 
 MAPS: Final = ("qkv", "attention_output", "gate_up", "down")
@@ -108,7 +108,7 @@ def low_rank_calls(
     out: torch.Tensor,
     *,
     is_gated: bool = False,
-) -> Iterator[Call]:
+) -> Iterator[KernelCall]:
     """Yield the calls that write `alone` plus the adapters' additions for `x` to `out`.
 
     They follow the call of the map from `x` to `alone`. All tensors are bfloat16; rows may lie
@@ -125,10 +125,10 @@ def low_rank_calls(
         is_gated: whether the map computes `[gate, up]`, and `silu(gate) * up` [T, N / 2] goes to
             `out`; its `can_gate` must hold.
     """
-    yield Call(library.low_rank_down, (
+    yield KernelCall(library.low_rank_down, (
         rows, place, x.shape[1], x.data_ptr(), ranks.data_ptr(), x.stride(0), ranks.stride(0),
     ), joins=True)  # fmt: skip
-    yield Call(library.low_rank_up, (
+    yield KernelCall(library.low_rank_up, (
         rows, place, out.shape[1], alone.data_ptr(), ranks.data_ptr(), out.data_ptr(),
         alone.stride(0), ranks.stride(0), out.stride(0), is_gated,
     ))  # fmt: skip

@@ -20,7 +20,7 @@ from contract.request import (
     ResumeRequest,
 )
 from router.http.answers.event_ids import StreamPosition
-from router.http.answers.objects import CollectedOutput, Json, Shape, usage_json
+from router.http.answers.objects import ChoiceShape, CollectedOutput, Json, usage_json
 from router.http.answers.sse import SseResponse, sse_event, sse_of
 from router.http.answers.streaming import stream
 from router.http.errors import (
@@ -47,7 +47,7 @@ class UsageInStream(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ClientCall:
     """One client call, with one request per prompt and `n` outputs of each request.
 
     Output j of request i is choice `i * n + j`.
@@ -56,7 +56,7 @@ class Call:
     request_id: str
     requests: Sequence[GenerateRequest]
     n: int
-    shape: Shape
+    shape: ChoiceShape
     stream: bool
     usage_in_stream: UsageInStream
     received: Mapping[int, OutputReceived] | None = None
@@ -90,7 +90,7 @@ class Call:
         )
 
 
-async def answer(http: web.Request, inference: Inference, call: Call) -> web.StreamResponse:
+async def answer(http: web.Request, inference: Inference, call: ClientCall) -> web.StreamResponse:
     """Answer the call. When this ends in any way, the call's requests have ended."""
     try:
         if len(call.requests) > 1:
@@ -108,7 +108,7 @@ async def answer(http: web.Request, inference: Inference, call: Call) -> web.Str
         raise error_with_json_names(call.field_to_json, error) from error
 
 
-async def _open(inference: Inference, call: Call, request: GenerateRequest) -> LiveRequest:
+async def _open(inference: Inference, call: ClientCall, request: GenerateRequest) -> LiveRequest:
     """Start a request, or resume it after the events that its client has received."""
     if not call.stream and not request.resumable:  # nothing is sent before the end
         request = replace(request, stream_interval=MAX_STREAM_INTERVAL)
@@ -125,7 +125,7 @@ async def _open(inference: Inference, call: Call, request: GenerateRequest) -> L
     )
 
 
-def _catch_up(call: Call, request: GenerateRequest, live: LiveRequest) -> None:
+def _catch_up(call: ClientCall, request: GenerateRequest, live: LiveRequest) -> None:
     """Feed the text that the client already has to the shape, to restore the shape's state.
 
     Raises `FailedPreconditionError` if log-probabilities of that text were lost.
@@ -138,7 +138,7 @@ def _catch_up(call: Call, request: GenerateRequest, live: LiveRequest) -> None:
         call.shape.delta(output.index, skipped)
 
 
-async def _collect(call: Call, lives: Sequence[LiveRequest]) -> web.Response:
+async def _collect(call: ClientCall, lives: Sequence[LiveRequest]) -> web.Response:
     outputs = [CollectedOutput() for _ in range(call.n * len(call.requests))]
     usages: list[Usage] = []
 
@@ -166,7 +166,7 @@ async def _collect(call: Call, lives: Sequence[LiveRequest]) -> web.Response:
 
 
 def whole_json(
-    call: Call,
+    call: ClientCall,
     outputs: Sequence[CollectedOutput],
     usages: Sequence[Usage],
     *,
@@ -190,7 +190,7 @@ def whole_json(
 
 
 async def _stream(
-    http: web.Request, call: Call, lives: Sequence[LiveRequest]
+    http: web.Request, call: ClientCall, lives: Sequence[LiveRequest]
 ) -> web.StreamResponse:
     sse = sse_of(http, {REQUEST_ID_HEADER: call.request_id})
 
@@ -247,7 +247,7 @@ class _Chunks:
         "_usages",
     )
 
-    def __init__(self, sse: SseResponse, call: Call, live: LiveRequest) -> None:
+    def __init__(self, sse: SseResponse, call: ClientCall, live: LiveRequest) -> None:
         self._sse = sse
         self._call = call
         self._head = _head(call, live, call.shape.chunk_object_name)
@@ -334,7 +334,7 @@ class _Chunks:
         return sse_event({**self._head, "choices": [choice], **call.shape.once(), **usage})
 
 
-def _head(call: Call, live: LiveRequest, object_name: str) -> Json:
+def _head(call: ClientCall, live: LiveRequest, object_name: str) -> Json:
     return {
         "id": call.shape.id_prefix + call.request_id,
         "object": object_name,

@@ -1,6 +1,6 @@
 """The JSON of completions, and the JSON that all calls share: usage, models, ends of choices.
 
-Completions and chats differ only in the `Shape` of a choice. A shape belongs to one call and tracks
+Completions and chats differ only in their `ChoiceShape`. A shape belongs to one call and tracks
 what has been sent of each choice. `answer.py` streams and collects both kinds.
 """
 
@@ -44,7 +44,7 @@ class CollectedOutput:
         self.logprobs += delta.logprobs
 
 
-class Shape(Protocol):
+class ChoiceShape(Protocol):
     """Makes the JSON of choices, for one kind of call."""
 
     id_prefix: str

@@ -82,7 +82,7 @@ class Batches:
 
     def tenant_of(self, headers: Mapping[str, str]) -> str:
         """Return the tenant of a call with these headers."""
-        return self.cells.entry.tenant_of(headers.get(TENANT_KEY, ""))
+        return self.cells.shared.tenant_of(headers.get(TENANT_KEY, ""))
 
     async def file(self, tenant: str, file_id: str) -> File:
         """Return a file; raises NotFoundError if it is not kept."""

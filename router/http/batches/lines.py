@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputDelta, OutputFinished, Usage
 from contract.request import MAX_PRIORITY, GenerateRequest
-from router.http.answers.answer import Call, whole_json
+from router.http.answers.answer import ClientCall, whole_json
 from router.http.answers.objects import CollectedOutput, Json
 from router.http.batches.store import Batch
 from router.http.body import MAX_PARSED_AT_ONCE_BYTES
@@ -110,7 +110,7 @@ class BatchLines:
     async def request(self, turn: Turn) -> GenerateRequest:
         """Return the request of a line; raises QuireError if the line's body is invalid."""
         call = await self._call(turn, self.cells.of(turn.model))
-        if isinstance(call, Call):
+        if isinstance(call, ClientCall):
             if len(call.requests) > 1:
                 raise InvalidArgumentError("prompt", "is a list; a batch line takes one prompt")
             request = call.requests[0]
@@ -138,7 +138,7 @@ class BatchLines:
         """Return a line of the error file, for a request that cannot be answered."""
         return line(turn, status_code=error.http_status, body=error_json(error))
 
-    async def _call(self, turn: Turn, inference: Inference) -> Call | ResponseCall:
+    async def _call(self, turn: Turn, inference: Inference) -> ClientCall | ResponseCall:
         body = await _off_loop(turn, _body_of)
         if isinstance(body, ChatBody):
             return await chat_call(inference, body, turn.id)

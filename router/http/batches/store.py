@@ -11,7 +11,7 @@ from router.http.answers.objects import Json
 from router.http.idempotency import CallKey
 from router.http.listing import PageQuery
 from router.http.strict_json import json_bytes
-from router.turns.database import Connection, Cursor, Database
+from router.turns.database import Cursor, Database, DatabaseConnection
 from router.turns.store import OF_GROUP, insert_turn
 from router.turns.turn import Turn
 
@@ -77,7 +77,7 @@ class BatchStore:
             AlreadyExistsError: Another call has the key.
         """
 
-        def work(cursor: Cursor, db: Connection) -> str:
+        def work(cursor: Cursor, db: DatabaseConnection) -> str:
             content.seek(0)
             if call is not None:
                 cursor.execute(
@@ -92,7 +92,7 @@ class BatchStore:
     async def file_bytes(self, tenant: str) -> int:
         """Return the size of all files of a tenant."""
 
-        def work(cursor: Cursor, db: Connection) -> int:
+        def work(cursor: Cursor, db: DatabaseConnection) -> int:
             cursor.execute(
                 f"SELECT coalesce(sum(num_bytes), 0) FROM files WHERE tenant = ? AND {_IS_KEPT}",  # noqa: S608 - constants
                 (tenant, db.now(cursor)),
@@ -102,7 +102,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def has_file_with_key(self, tenant: str, idempotency_key: str) -> bool:
-        def work(cursor: Cursor, db: Connection) -> bool:
+        def work(cursor: Cursor, db: DatabaseConnection) -> bool:
             cursor.execute(
                 f"SELECT 1 FROM files WHERE tenant = ? AND idempotency_key = ? AND {_IS_KEPT}",  # noqa: S608 - constants
                 (tenant, idempotency_key, db.now(cursor)),
@@ -120,7 +120,7 @@ class BatchStore:
             InvalidArgumentError: There is no file with the id `after`.
         """
 
-        def work(cursor: Cursor, db: Connection) -> list[File]:
+        def work(cursor: Cursor, db: DatabaseConnection) -> list[File]:
             chosen: dict[str, object] = {_IS_KEPT: db.now(cursor)}
             if purpose is not None:
                 chosen["purpose = ?"] = purpose
@@ -130,7 +130,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def file(self, tenant: str, file_id: str) -> File | None:
-        def work(cursor: Cursor, db: Connection) -> File | None:
+        def work(cursor: Cursor, db: DatabaseConnection) -> File | None:
             cursor.execute(
                 f"SELECT {_FILE} FROM files WHERE tenant = ? AND id = ? AND {_IS_KEPT}",  # noqa: S608 - constants
                 (tenant, file_id, db.now(cursor)),
@@ -141,7 +141,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def content(self, tenant: str, file_id: str) -> bytes | None:
-        def work(cursor: Cursor, db: Connection) -> bytes | None:
+        def work(cursor: Cursor, db: DatabaseConnection) -> bytes | None:
             cursor.execute(
                 f"SELECT content FROM files WHERE tenant = ? AND id = ? AND {_IS_KEPT}",  # noqa: S608 - constants
                 (tenant, file_id, db.now(cursor)),
@@ -152,7 +152,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def delete_file(self, tenant: str, file_id: str) -> bool:
-        def work(cursor: Cursor, _: Connection) -> bool:
+        def work(cursor: Cursor, _: DatabaseConnection) -> bool:
             cursor.execute("DELETE FROM files WHERE tenant = ? AND id = ?", (tenant, file_id))
             return cursor.rowcount > 0
 
@@ -190,7 +190,7 @@ class BatchStore:
     async def last_position(self, batch: Batch) -> int:
         """Return the number of the last line that has a turn; 0 if none has."""
 
-        def work(cursor: Cursor, _: Connection) -> int:
+        def work(cursor: Cursor, _: DatabaseConnection) -> int:
             cursor.execute(
                 f"SELECT max(position) FROM turns WHERE {OF_GROUP}",  # noqa: S608 - constants
                 (batch.id,),
@@ -206,7 +206,7 @@ class BatchStore:
         Transactions must be short, because they delay turns that clients wait for.
         """
 
-        def work(cursor: Cursor, db: Connection) -> bool:
+        def work(cursor: Cursor, db: DatabaseConnection) -> bool:
             cursor.execute(  # the lock on the row prevents another router from ending the batch
                 "SELECT shown FROM batches WHERE tenant = ? AND id = ? AND is_live = ?"  # noqa: S608 - constants
                 + db.skips_locked,
@@ -228,7 +228,7 @@ class BatchStore:
             InvalidArgumentError: There is no batch with the id `after`.
         """
 
-        def work(cursor: Cursor, _: Connection) -> list[Batch]:
+        def work(cursor: Cursor, _: DatabaseConnection) -> list[Batch]:
             return [*map(_batch, _page(cursor, "batches", _BATCH, tenant, wanted))]
 
         return await self._database.run(work)
@@ -236,7 +236,7 @@ class BatchStore:
     async def live_batches(self) -> Sequence[Batch]:
         """Return the batches of all tenants that have not ended, newest first."""
 
-        def work(cursor: Cursor, _: Connection) -> list[Batch]:
+        def work(cursor: Cursor, _: DatabaseConnection) -> list[Batch]:
             cursor.execute(
                 f"SELECT {_BATCH} FROM batches WHERE is_live = ? ORDER BY created_at DESC, id",  # noqa: S608 - constants
                 (True,),
@@ -246,7 +246,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def batch(self, tenant: str, batch_id: str) -> Batch | None:
-        def work(cursor: Cursor, _: Connection) -> Batch | None:
+        def work(cursor: Cursor, _: DatabaseConnection) -> Batch | None:
             return _find(cursor, tenant, batch_id)
 
         return await self._database.run(work)
@@ -254,7 +254,7 @@ class BatchStore:
     async def change(self, batch: Batch, change: Callable[[Json], Json]) -> None:
         """Change a batch that has not ended."""
 
-        def work(cursor: Cursor, _: Connection) -> None:
+        def work(cursor: Cursor, _: DatabaseConnection) -> None:
             # This locks the row, to serialize concurrent changes.
             cursor.execute("UPDATE batches SET is_live = is_live WHERE id = ?", (batch.id,))
             now = _find(cursor, batch.tenant, batch.id)
@@ -269,7 +269,7 @@ class BatchStore:
     async def end_queued(self, batch: Batch) -> None:
         """End the turns of a batch that no router has started."""
 
-        def work(cursor: Cursor, db: Connection) -> int:
+        def work(cursor: Cursor, db: DatabaseConnection) -> int:
             now = db.now(cursor)
             cursor.execute(
                 "UPDATE turns SET status = 'cancelled', ended_at = ? WHERE id IN (SELECT id"  # noqa: S608 - constants
@@ -287,7 +287,7 @@ class BatchStore:
     ) -> None:
         """End a batch and store its result files, unless another router has ended it."""
 
-        def work(cursor: Cursor, _: Connection) -> None:
+        def work(cursor: Cursor, _: DatabaseConnection) -> None:
             cursor.execute(
                 "UPDATE batches SET shown = ?, is_live = ? WHERE id = ? AND is_live = ?",
                 (json_bytes(shown), False, batch.id, True),
@@ -314,7 +314,7 @@ class BatchStore:
         )
 
     async def _clear(self, condition: str, value: object) -> None:
-        def work(cursor: Cursor, db: Connection) -> int:
+        def work(cursor: Cursor, db: DatabaseConnection) -> int:
             cursor.execute(
                 f"DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE {condition}"  # noqa: S608 - constants
                 f" LIMIT ?{db.skips_locked})",
@@ -328,7 +328,7 @@ class BatchStore:
     async def sweep(self, retention_s: float) -> None:
         """Delete files and ended batches older than `retention_s`, and files that have expired."""
 
-        def work(cursor: Cursor, db: Connection) -> None:
+        def work(cursor: Cursor, db: DatabaseConnection) -> None:
             before = db.now(cursor) - retention_s
             cursor.execute("DELETE FROM files WHERE created_at < ?", (before,))
             cursor.execute("DELETE FROM files WHERE expires_at <= ?", (db.now(cursor),))

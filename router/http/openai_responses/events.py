@@ -8,7 +8,7 @@ matter how its tokens are divided into deltas.
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 from contract.errors import QuireError
 from contract.outputs import (
@@ -25,6 +25,7 @@ from router.http.errors import error_from_finished
 from router.http.openai_responses.items import sealed
 from router.live.stop_strings import StopMatcher
 from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
+from router.text.detokenizer import Detokenizer
 
 _OUR_CALL_ID: Final = re.compile(r"call_[0-9a-f]{32}")
 """Matches an id that a parser has generated; other ids come from the model."""
@@ -33,16 +34,6 @@ _NO_GROUPS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType({})
 
 _COMPLETED: Final = "completed"
 _INCOMPLETE: Final = "incomplete"
-
-
-class Detokenizer(Protocol):
-    """Converts one output's tokens to text."""
-
-    def push(self, token_id: int) -> str:
-        """Return the text that this token completes."""
-
-    def flush(self) -> str:
-        """Return the rest of the text."""
 
 
 class OutputText:

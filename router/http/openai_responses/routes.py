@@ -106,7 +106,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         return json_response(page(items, request.query, most=MAX_LISTED))
 
     def tenant_of(request: web.Request) -> str:
-        return cells.entry.tenant_of(request.headers.get(TENANT_KEY, ""))
+        return cells.shared.tenant_of(request.headers.get(TENANT_KEY, ""))
 
     def kept_here() -> KeptResponses:
         if kept is None:
@@ -158,7 +158,7 @@ async def _answer_kept(
     turn, call = await kept.accept(
         body,
         response_id,
-        kept.cells.entry.tenant_of(http.headers.get(TENANT_KEY, "")),
+        kept.cells.shared.tenant_of(http.headers.get(TENANT_KEY, "")),
         http.headers,
     )
     if turn.id != response_id:  # an older response has this idempotency key

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError
-from router.http.answers.answer import Call
+from router.http.answers.answer import ClientCall
 from router.http.answers.chat_shape import ChatShape
 from router.http.requests.conversation import Conversation, Effort
 from router.http.requests.messages import (
@@ -137,7 +137,7 @@ class ChatBody(ToolFields, Body):
         check_template_kwargs(self.chat_template_kwargs)
 
 
-async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Call:
+async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> ClientCall:
     """Make the call for a body; may raise QuireError."""
     body.check()
     prompt, plan = await body.conversation.prepare(inference)
@@ -163,7 +163,7 @@ async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Ca
         add_special_tokens=False,  # the template has written the special tokens
     )
     prompts: list[Sequence[int]] = []
-    return Call(
+    return ClientCall(
         request_id=request_id,
         requests=[plan.applied_to(request)],
         n=body.n,

@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 from pydantic import PlainValidator
 
 from contract.errors import InvalidArgumentError
-from router.http.answers.answer import Call
+from router.http.answers.answer import ClientCall
 from router.http.answers.objects import CompletionShape, Echo
 from router.http.requests.schema import UNIMPLEMENTED, Body, Prompt
 from router.http.strict_json import excerpt
@@ -82,7 +82,7 @@ class CompletionBody(Body):
         return self.echo and self.max_tokens == 0
 
 
-def completion_call(inference: Inference, body: CompletionBody, request_id: str) -> Call:
+def completion_call(inference: Inference, body: CompletionBody, request_id: str) -> ClientCall:
     """Make the call for a body; may raise QuireError."""
     body.check()
     prompt_logprobs = body.prompt_logprobs
@@ -114,7 +114,7 @@ def completion_call(inference: Inference, body: CompletionBody, request_id: str)
         )
         for i, prompt in enumerate(body.prompt)
     ]
-    return Call(
+    return ClientCall(
         request_id=request_id,
         requests=requests,
         n=body.n,

@@ -14,7 +14,7 @@ from router_tokenizers import byte_level_bpe
 from router.live.usage import UsageCounts
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.request.shared_admission import Entry
+from router.request.shared_admission import SharedAdmission
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text.tokenizer import Tokenizers, load_tokenizer
@@ -72,10 +72,10 @@ async def router(model_dir: Path, tmp_path: Path) -> AsyncIterator[Router]:
     )
     task = asyncio.create_task(client.run())
     usage = UsageCounts()
-    entry = Entry(3, usage=usage)
-    inference = Inference("tiny", tokenizers, client, entry, tokenizer_threads=1)
+    shared = SharedAdmission(3, usage=usage)
+    inference = Inference("tiny", tokenizers, client, shared, tokenizer_threads=1)
     await ready.wait()
-    yield Router(inference, Cells([inference], entry), scheduler, health, ready, usage)
+    yield Router(inference, Cells([inference], shared), scheduler, health, ready, usage)
     inference.close()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

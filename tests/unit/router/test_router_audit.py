@@ -33,9 +33,9 @@ def lines(path):
 
 async def test_a_request_s_prompt_and_outputs_are_one_line(router, tmp_path):
     path = tmp_path / "logs" / "audit.jsonl"
-    router.cells.entry.audit = AuditLog(path, 2**20, 2)
+    router.cells.shared.audit = AuditLog(path, 2**20, 2)
     await answer(router, "wörld\n", "one two")
-    await asyncio.to_thread(router.cells.entry.audit.close)
+    await asyncio.to_thread(router.cells.shared.audit.close)
     (line,) = lines(path)
     assert line["prompt"].endswith("wörld\n")
     assert line["outputs"] == [{"text": "one two", "finish_reason": "length"}]
@@ -65,7 +65,7 @@ async def test_a_text_is_made_once(tmp_path):
 
 async def test_a_full_file_is_kept_under_another_name_and_the_oldest_deleted(router, tmp_path):
     path = tmp_path / "audit.jsonl"
-    audit = router.cells.entry.audit = AuditLog(path, 100, 3)  # each line is longer
+    audit = router.cells.shared.audit = AuditLog(path, 100, 3)  # each line is longer
     for text in ("one", "two", "three", "four"):
         await answer(router, "Say", text)
     await asyncio.to_thread(audit.close)
@@ -76,7 +76,7 @@ async def test_a_full_file_is_kept_under_another_name_and_the_oldest_deleted(rou
 
 
 async def test_what_cannot_be_written_is_counted_and_harms_no_request(router, tmp_path):
-    audit = router.cells.entry.audit = AuditLog(tmp_path / "audit.jsonl", 2**20, 2)
+    audit = router.cells.shared.audit = AuditLog(tmp_path / "audit.jsonl", 2**20, 2)
     before = metrics.AUDIT_LINES_LOST._value.get()
     audit._handler.stream.close()  # like a lost disk
     await answer(router, "Say", "one")

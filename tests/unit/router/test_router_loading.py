@@ -20,7 +20,7 @@ from contract.request import GenerateRequest
 from router.operators.adapters_and_models import Operations
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.request.shared_admission import Entry
+from router.request.shared_admission import SharedAdmission
 from router.schedulers import loading as loading_module
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
@@ -37,9 +37,9 @@ PEER = "unix:"
 
 def operated(schedulers, check_operator=None):
     operators = Operators(check_operator, has_client_certificates=False, obeys_loopback=False)
-    entry = Entry(9)
-    cell = Inference("tiny", schedulers._tokenizers, schedulers, entry, tokenizer_threads=1)
-    return Operations(Cells([cell], entry), operators)
+    shared = SharedAdmission(9)
+    cell = Inference("tiny", schedulers._tokenizers, schedulers, shared, tokenizer_threads=1)
+    return Operations(Cells([cell], shared), operators)
 
 
 async def reconnect(router):

@@ -26,7 +26,7 @@ from router.live.usage import UsageCounts
 from router.request.cells import Cells
 from router.request.inference import Inference
 from router.request.on_demand import OnDemand
-from router.request.shared_admission import Entry
+from router.request.shared_admission import SharedAdmission
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text.tokenizer import Tokenizers, load_tokenizer
@@ -110,7 +110,7 @@ class Service:
 async def serving(model_dir, folder, names, **options):
     device = Device()
     schedulers, made = {}, []
-    entry = Entry(options.pop("max_live_requests", 9))
+    shared = SharedAdmission(options.pop("max_live_requests", 9))
     for name in names:
         scheduler = schedulers[name] = FakeScheduler(folder / name)
         scheduler.loading = FakeLoading(scheduler, device, name)
@@ -124,11 +124,11 @@ async def serving(model_dir, folder, names, **options):
             tokenizers=tokenizers,
             health=Health(),
         )
-        made.append(Inference(name, tokenizers, links, entry, tokenizer_threads=1))
+        made.append(Inference(name, tokenizers, links, shared, tokenizer_threads=1))
     on_demand = OnDemand(
         made, **{"max_loaded": 1, "min_loaded_s": 0, "max_waiting": 9, "tick_s": 0.01, **options}
     )
-    cells = Cells(made, entry, on_demand)
+    cells = Cells(made, shared, on_demand)
     tasks = [asyncio.create_task(cell.schedulers.run()) for cell in made]
     tasks.append(asyncio.create_task(on_demand.run()))
     try:

@@ -15,7 +15,7 @@ from quire.v1 import kv_pb2
 from router.operators.adapters_and_models import Operations
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.request.shared_admission import Entry
+from router.request.shared_admission import SharedAdmission
 from router.schedulers import link as link_module
 from router.schedulers import pool as schedulers_module
 from router.schedulers.link import LinkConfig
@@ -50,9 +50,9 @@ class Pool:
             tokenizers=tokenizers,
             health=self.health,
         )
-        entry = Entry(99)
-        self.inference = Inference("tiny", tokenizers, self.schedulers, entry, tokenizer_threads=1)
-        self.cells = Cells([self.inference], entry)
+        shared = SharedAdmission(99)
+        self.inference = Inference("tiny", tokenizers, self.schedulers, shared, tokenizer_threads=1)
+        self.cells = Cells([self.inference], shared)
 
     async def wait_for(self, num_connected, num_known=None):
         while (

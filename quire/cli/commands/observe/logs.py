@@ -30,7 +30,7 @@ _ALIKE: Final = (*_OWN, "request_id", "trace_id")
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _LogLine:
     process: str
     text: str
     fields: dict[str, Any] | None
@@ -74,7 +74,7 @@ class _Parser:
     def __init__(self) -> None:
         self._process_to_timestamp: dict[str, str] = {}
 
-    def parse(self, lines: Iterable[tuple[str, str]]) -> Iterator[_Line]:
+    def parse(self, lines: Iterable[tuple[str, str]]) -> Iterator[_LogLine]:
         for process, text in lines:
             fields = None
             if text.startswith("{"):
@@ -84,7 +84,7 @@ class _Parser:
                     fields = None
             if fields is not None and isinstance(at := fields.get("timestamp"), str):
                 self._process_to_timestamp[process] = at
-            yield _Line(process, text, fields, self._process_to_timestamp.get(process, ""))
+            yield _LogLine(process, text, fields, self._process_to_timestamp.get(process, ""))
 
 
 class _About:
@@ -94,13 +94,13 @@ class _About:
         self._request_id = request_id
         self._trace_ids: set[str] = set()
 
-    def choose(self, lines: Sequence[_Line]) -> list[_Line]:
+    def choose(self, lines: Sequence[_LogLine]) -> list[_LogLine]:
         for line in lines:
             if line.fields and line.fields.get("request_id") == self._request_id:
                 self._trace_ids.update(filter(None, [line.fields.get("trace_id")]))
         return [line for line in lines if self._is_about(line)]
 
-    def _is_about(self, line: _Line) -> bool:
+    def _is_about(self, line: _LogLine) -> bool:
         if line.fields is None:
             return self._request_id in line.text
         return (
@@ -109,7 +109,7 @@ class _About:
         )
 
 
-def _show(line: _Line, without: Collection[str]) -> str:
+def _show(line: _LogLine, without: Collection[str]) -> str:
     name = f"{line.process:<10}"
     if line.fields is None:
         return f"{name} {line.text}"
