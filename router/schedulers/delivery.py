@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
-from pathlib import Path
 from typing import Final
 
 from router.live.live_request import LiveRequest
@@ -21,7 +20,7 @@ _FEW: Final = 32
 """Up to this many streams are written immediately, because merging would save little."""
 _LONGEST_HOLD_S: Final = 0.005
 """Maximum time for which a wave holds the event loop before other callbacks run."""
-_SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
+_SCHEDSTAT: Final = "/proc/self/task/{}/schedstat"
 _MOST_BYTES: Final = 100
 """More than three numbers of 64 bits need."""
 
@@ -132,7 +131,7 @@ class Delivery:
 def wanted_s() -> float:
     """Return how many seconds this thread has run plus, on Linux, waited for a processor."""
     try:
-        file = _opened(_SCHEDSTAT, threading.get_native_id())
+        file = _opened(_SCHEDSTAT.format(threading.get_native_id()))
         ran_ns, waited_ns, _ = os.pread(file, _MOST_BYTES, 0).split()
     except OSError:
         return time.thread_time()
@@ -140,7 +139,6 @@ def wanted_s() -> float:
 
 
 @cache
-def _opened(path: Path, thread_id: int) -> int:
-    """Open the file of the thread `thread_id`, once: this takes longer than reading it."""
-    del thread_id
+def _opened(path: str) -> int:
+    """Open a file, once, and keep it open: opening takes longer than reading."""
     return os.open(path, os.O_RDONLY)

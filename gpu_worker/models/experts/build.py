@@ -4,7 +4,7 @@ import torch
 
 from gpu_worker.models.experts.config import ExpertsConfig, Routing
 from gpu_worker.models.experts.mixture import ExpertsAndShared, make_experts
-from gpu_worker.models.experts.routing import Router
+from gpu_worker.models.experts.routing import Router, read_router
 from gpu_worker.models.feed_forward import FeedForward, build_gated_mlp
 from gpu_worker.weights.linear import make_linear
 from gpu_worker.weights.reader import Weights
@@ -20,10 +20,7 @@ def build_experts(config: ExpertsConfig, hidden: int, layer: str, weights: Weigh
         weights: The checkpoint.
     """
     names, module = config.names, f"{layer}.{config.names.module}"
-    # The router is in float32 and never quantized: a rounded one would choose other experts.
-    router = weights.tensor(
-        f"{module}.gate.weight", config.num_experts, hidden, dtype=torch.float32
-    )
+    router = read_router(f"{module}.gate", config.num_experts, hidden, weights)
     bias = None
     if config.routing is Routing.SIGMOID:
         name = f"{module}.gate.e_score_correction_bias"

@@ -9,6 +9,7 @@ import torch
 
 from gpu_worker.models.experts.config import ExpertsConfig, Routing
 from gpu_worker.weights.linear import Linear
+from gpu_worker.weights.reader import Weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +47,11 @@ class Router:
         if config.has_shares_of_one:
             shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
         return shares if config.share_factor == 1 else shares * config.share_factor, chosen
+
+
+def read_router(name: str, num_experts: int, hidden: int, weights: Weights) -> torch.Tensor:
+    """Read a router's weight in float32, never quantized: a rounded one chooses other experts."""
+    return weights.tensor(f"{name}.weight", num_experts, hidden, dtype=torch.float32)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ from typing import Final
 from gpu_worker.models.experts.config import read_gpt_oss_experts
 from gpu_worker.models.llama.config import (
     LlamaConfig,
-    read_layer_types,
     split_llama_config,
+    windows_by_layer,
 )
 from gpu_worker.models.rope import rope_from_fields
 from gpu_worker.ranks.shards import Place
@@ -102,7 +102,4 @@ def _windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
     window = fields.positive_int("sliding_window", default=128)
     if fields.get("layer_types") is None:
         return tuple(None if layer % 2 else window for layer in range(num_layers))
-    return tuple(
-        window if kind == "sliding_attention" else None
-        for kind in read_layer_types(fields, num_layers)
-    )
+    return windows_by_layer(fields, num_layers, window)

@@ -8,7 +8,7 @@ import torch
 
 from gpu_worker.models.decoder_layer import DecoderLayer
 from gpu_worker.models.experts.mixture import make_experts
-from gpu_worker.models.experts.routing import Router
+from gpu_worker.models.experts.routing import Router, read_router
 from gpu_worker.models.feed_forward import FeedForward, Gate, GatedMlp
 from gpu_worker.models.gpt_oss.config import GptOssConfig
 from gpu_worker.models.llama.decoder import (
@@ -51,10 +51,7 @@ def _layer(config: GptOssConfig, index: int, weights: Weights) -> DecoderLayer:
 def _experts(config: GptOssConfig, module: str, weights: Weights) -> FeedForward:
     experts, hidden = config.experts, config.hidden_size
     assert experts is not None, "all layers have experts"
-    # The router is in float32 and never quantized: a rounded one would choose other experts.
-    router = weights.tensor(
-        f"{module}.router.weight", experts.num_experts, hidden, dtype=torch.float32
-    )
+    router = read_router(f"{module}.router", experts.num_experts, hidden, weights)
     bias = weights.tensor(f"{module}.router.bias", experts.num_experts, dtype=torch.float32)
 
     def gate(gate_up: torch.Tensor) -> torch.Tensor:

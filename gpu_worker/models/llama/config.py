@@ -85,6 +85,18 @@ class _ReadExperts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class _Window:
+    """How an architecture reads `sliding_window`."""
+
+    default: int | None = None
+    """The window if config.json has no such field; None: no window."""
+    is_by_layer: bool = False
+    """Whether only some layers have the window."""
+    has_switch: bool = False
+    """Whether the window needs `use_sliding_window`."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Family:
     """An architecture's defaults where config.json is silent, as in `transformers`."""
 
@@ -108,29 +120,18 @@ class _Family:
     rms_norm_eps: float = 1e-6
     has_fused_qkv: bool = False
     has_fused_gate_up: bool = False
-    has_window: bool = False
-    """Whether `sliding_window` is read at all."""
-    has_window_switch: bool = False
-    """Whether the window needs `use_sliding_window`."""
-    windows_by_layer: bool = False
-    """Whether the window applies to some layers only."""
+    window: _Window | None = None
+    """None: no layer has a window."""
     ropes_by_layer: bool = False
     """Whether layers with a window have a separate rotary embedding. If config.json has only one
     embedding, theirs is the same without scaling."""
-    sliding_window: int | None = None
-    """The window if config.json has no such field."""
     read_experts: _ReadExperts | None = None
     """None: no layer has experts."""
     predicts_further: bool = False
 
 
-_QWEN_2 = _Family(
-    qkv_bias=True,
-    has_window=True,
-    has_window_switch=True,
-    windows_by_layer=True,
-    sliding_window=4096,
-)
+_QWEN_WINDOW = _Window(4096, is_by_layer=True, has_switch=True)
+_QWEN_2 = _Family(qkv_bias=True, window=_QWEN_WINDOW)
 _QWEN_3 = _Family(bias_field="attention_bias", has_output_bias=True, qk_norm=True)
 _GLM = _Family(
     bias_field="attention_bias",
@@ -166,17 +167,15 @@ _FAMILIES = {
     "LlamaForCausalLM": _Family(
         bias_field="attention_bias", has_output_bias=True, reads_mlp_bias=True
     ),
-    "MistralForCausalLM": _Family(has_window=True, sliding_window=4096),
+    "MistralForCausalLM": _Family(window=_Window(4096)),
     "MixtralForCausalLM": _Family(
-        has_window=True, rope_theta=1e6, rms_norm_eps=1e-5, read_experts=read_mixtral_experts
+        window=_Window(), rope_theta=1e6, rms_norm_eps=1e-5, read_experts=read_mixtral_experts
     ),
     "Olmo2ForCausalLM": replace(_OLMO, norms=_OLMO_NORMS),
     "Olmo3ForCausalLM": replace(
         _OLMO,
         norms=_OLMO_NORMS,
-        has_window=True,
-        windows_by_layer=True,
-        sliding_window=4096,
+        window=_Window(4096, is_by_layer=True),
         ropes_by_layer=True,
         rope_theta=500000.0,
     ),
@@ -186,7 +185,7 @@ _FAMILIES = {
         rotary_share=1.0,
         has_fused_qkv=True,
         has_fused_gate_up=True,
-        has_window=True,
+        window=_Window(),
     ),
     "Qwen2ForCausalLM": _QWEN_2,
     "Qwen2MoeForCausalLM": _Family(
@@ -194,14 +193,7 @@ _FAMILIES = {
         qkv_bias=True,
         read_experts=partial(read_qwen_experts, has_shared=True),
     ),
-    "Qwen3ForCausalLM": replace(
-        _QWEN_3,
-        head_dim=128,
-        has_window=True,
-        has_window_switch=True,
-        windows_by_layer=True,
-        sliding_window=4096,
-    ),
+    "Qwen3ForCausalLM": replace(_QWEN_3, head_dim=128, window=_QWEN_WINDOW),
     "Qwen3MoeForCausalLM": replace(_QWEN_3, read_experts=read_qwen_experts),
 }
 LLAMA_ARCHITECTURES = tuple(_FAMILIES)
@@ -317,40 +309,31 @@ def _rotary_dim(fields: JsonFields, family: _Family, rope: RopeConfig, head_dim:
 
 
 def _windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
-    everywhere = (None,) * num_layers
-    if not family.has_window:
+    everywhere, reads = (None,) * num_layers, family.window
+    if reads is None:
         if fields.boolean("use_sliding_window", default=False):
             raise fields.unsupported("use_sliding_window", "is true; only false is supported")
         return everywhere
-    is_off = family.has_window_switch and not fields.boolean("use_sliding_window", default=False)
+    is_off = reads.has_switch and not fields.boolean("use_sliding_window", default=False)
     is_null = fields.has("sliding_window") and fields.get("sliding_window") is None
-    if is_off or is_null or not (fields.has("sliding_window") or family.sliding_window):
+    if is_off or is_null or not (fields.has("sliding_window") or reads.default):
         return everywhere
-    window = fields.positive_int("sliding_window", default=family.sliding_window)
-    if not family.windows_by_layer:
+    window = fields.positive_int("sliding_window", default=reads.default)
+    if not reads.is_by_layer:
         return (window,) * num_layers
-    return tuple(
-        window if kind == "sliding_attention" else None
-        for kind in _layer_types(fields, family, num_layers)
-    )
-
-
-def _layer_types(fields: JsonFields, family: _Family, num_layers: int) -> tuple[str, ...]:
     if fields.get("layer_types") is not None:
-        return read_layer_types(fields, num_layers)
-    if not family.has_window_switch:
+        return windows_by_layer(fields, num_layers, window)
+    if not reads.has_switch:
         raise fields.unsupported("layer_types", "is missing")
     # Before transformers 4.53: layers from this one on have the window.
     first = fields.get("max_window_layers", default=28)
     if not isinstance(first, int):
         raise fields.error("max_window_layers", f"is {first!r}; it must be an integer")
-    return tuple(
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
-    )
+    return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
-def read_layer_types(fields: JsonFields, num_layers: int) -> tuple[str, ...]:
-    """Read `layer_types`: by layer, "sliding_attention" or "full_attention".
+def windows_by_layer(fields: JsonFields, num_layers: int, window: int) -> tuple[int | None, ...]:
+    """Return `window` for the layers that `layer_types` names "sliding_attention".
 
     Raises:
         ModelError: `layer_types` is not a list of these names, one for each layer.
@@ -363,4 +346,4 @@ def read_layer_types(fields: JsonFields, num_layers: int) -> tuple[str, ...]:
         raise fields.unsupported(
             "layer_types", f"has {unknown[0]!r}; known are sliding_attention and full_attention"
         )
-    return tuple(kinds)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -194,7 +194,7 @@ def test_time_on_the_processor_counts_with_and_without_schedstat(
     has_schedstat, tmp_path, monkeypatch
 ):
     if not has_schedstat:
-        monkeypatch.setattr(module, "_SCHEDSTAT", tmp_path / "none")
+        monkeypatch.setattr(module, "_SCHEDSTAT", str(tmp_path / "none"))
     before, ran = wanted_s(), time.thread_time()
     while time.thread_time() < ran + 0.02:
         pass
@@ -202,6 +202,6 @@ def test_time_on_the_processor_counts_with_and_without_schedstat(
 
 
 def test_time_that_the_thread_waited_for_a_processor_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_SCHEDSTAT", tmp_path / "schedstat")
+    monkeypatch.setattr(module, "_SCHEDSTAT", str(tmp_path / "schedstat"))
     (tmp_path / "schedstat").write_text("2000000000 500000000 7\n")
     assert wanted_s() == 2.5
