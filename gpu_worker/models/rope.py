@@ -90,6 +90,13 @@ class RopeConfig:
         """The longest sequence that the embedding supports; None: any length."""
         return self.scaling.max_model_len if isinstance(self.scaling, LongRopeScaling) else None
 
+    def refuse_partial_rotation(self, fields: JsonFields) -> None:
+        """Raise UnsupportedError if only a share of a head's dimensions is rotated."""
+        if self.rotated_share != 1.0:
+            raise fields.unsupported(
+                "partial_rotary_factor", f"is {self.rotated_share}; only 1.0 is supported"
+            )
+
 
 def rope_from_fields(
     fields: JsonFields, *, default_theta: float = 10000.0, default_share: float = 1.0

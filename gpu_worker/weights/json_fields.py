@@ -40,6 +40,11 @@ class JsonFields:
         value = self.values.get(name)
         return default if value is None else value
 
+    def allow_only(self, name: str, supported: object) -> None:
+        """Raise UnsupportedError if the field has another value; it may be absent."""
+        if (value := self.get(name, supported)) != supported:
+            raise self.unsupported(name, f"is {value!r}; only {supported!r} is supported")
+
     def positive_int(self, name: str, default: int | None = None) -> int:
         """Return an integer, at least 1."""
         value = self._required(name, default)

@@ -91,17 +91,12 @@ def read_deepseek_config(fields: JsonFields) -> DeepseekConfig:
         ModelError: A file or field is missing, malformed, or asks for something unsupported.
     """
     family = _FAMILIES[read_architecture(fields)]
-    activation = fields.get("hidden_act", default="silu")
-    if activation != "silu":
-        raise fields.unsupported("hidden_act", f"is {activation!r}; only 'silu' is supported")
+    fields.allow_only("hidden_act", "silu")
     if fields.boolean("mlp_bias", default=False):
         raise fields.unsupported("mlp_bias", "is true; only false is supported")
     common = read_model_config(fields)
     rope = rope_from_fields(fields)
-    if rope.rotated_share != 1.0:
-        raise fields.unsupported(
-            "partial_rotary_factor", f"is {rope.rotated_share}; only 1.0 is supported"
-        )
+    rope.refuse_partial_rotation(fields)
     hidden_size = fields.positive_int("hidden_size")
     num_heads = fields.positive_int("num_attention_heads")
     latent_dim = fields.positive_int("kv_lora_rank")

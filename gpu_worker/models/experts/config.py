@@ -141,11 +141,7 @@ def read_grouped_experts(
     layers = _layers_after_dense(fields, num_layers, num_dense, reads_layer_types=reads_layer_types)
     if not any(layers):
         return None
-    scoring = fields.get("scoring_func", default=routing.value)
-    if scoring != routing.value:
-        raise fields.unsupported(
-            "scoring_func", f"is {scoring!r}; only {routing.value!r} is supported"
-        )
+    fields.allow_only("scoring_func", routing.value)
     num_experts = fields.positive_int("n_routed_experts")
     num_per_token = fields.positive_int("num_experts_per_tok")
     num_groups = fields.positive_int("n_group", default=1)
@@ -212,10 +208,7 @@ def _layers_after_dense(
     fields: JsonFields, num_layers: int, num_dense: int, *, reads_layer_types: bool
 ) -> tuple[bool, ...]:
     """Read which layers have experts: those the config lists, or all after the first dense ones."""
-    if fields.get("moe_layer_freq", default=1) != 1:
-        raise fields.unsupported(
-            "moe_layer_freq", f"is {fields.get('moe_layer_freq')!r}; only 1 is supported"
-        )
+    fields.allow_only("moe_layer_freq", 1)
     kinds = fields.get("mlp_layer_types")
     if reads_layer_types and kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != num_layers:

@@ -36,9 +36,7 @@ def read_gpt_oss_config(fields: JsonFields) -> GptOssConfig:
     Raises:
         ModelError: A file or field is missing, malformed, or asks for something unsupported.
     """
-    activation = fields.get("hidden_act", default="silu")
-    if activation != "silu":
-        raise fields.unsupported("hidden_act", f"is {activation!r}; only 'silu' is supported")
+    fields.allow_only("hidden_act", "silu")
     if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
         raise fields.unsupported("rope_parameters", "is missing")
     common = read_model_config(fields)
@@ -47,10 +45,7 @@ def read_gpt_oss_config(fields: JsonFields) -> GptOssConfig:
         raise fields.unsupported("head_dim", f"is {head_dim}; it must be even for rotary embedding")
     attention_bias = fields.boolean("attention_bias", default=True)
     rope = rope_from_fields(fields, default_theta=150000.0)
-    if rope.rotated_share != 1.0:
-        raise fields.unsupported(
-            "partial_rotary_factor", f"is {rope.rotated_share}; only 1.0 is supported"
-        )
+    rope.refuse_partial_rotation(fields)
     return GptOssConfig(
         architecture=common.architecture,
         vocab_size=common.vocab_size,

@@ -206,9 +206,7 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         ModelError: A file or field is missing, malformed, or asks for something unsupported.
     """
     family = _FAMILIES[read_architecture(fields)]
-    activation = fields.get("hidden_act", default="silu")
-    if activation != "silu":
-        raise fields.unsupported("hidden_act", f"is {activation!r}; only 'silu' is supported")
+    fields.allow_only("hidden_act", "silu")
     if fields.get("clip_qkv") is not None:
         raise fields.unsupported(
             "clip_qkv", f"is {fields.get('clip_qkv')!r}; only null is supported"
@@ -301,10 +299,8 @@ def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig 
 
 
 def _rotary_dim(fields: JsonFields, family: _Family, rope: RopeConfig, head_dim: int) -> int:
-    if family.rotary_share is None and rope.rotated_share != 1.0:
-        raise fields.unsupported(
-            "partial_rotary_factor", f"is {rope.rotated_share}; only 1.0 is supported"
-        )
+    if family.rotary_share is None:
+        rope.refuse_partial_rotation(fields)
     return rotary_dim(fields, "partial_rotary_factor", rope, head_dim)
 
 
