@@ -91,11 +91,19 @@ def read_gpt_oss_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
 
 
 def read_qwen_experts(
-    fields: JsonFields, num_layers: int, *, has_shared: bool = False
+    fields: JsonFields,
+    num_layers: int,
+    *,
+    has_shared: bool = False,
+    size_field: str = "moe_intermediate_size",
 ) -> ExpertsConfig:
     """Read the experts of Qwen and OLMoE.
 
-    With `has_shared` there is also a shared expert, whose share depends on the token.
+    Args:
+        fields: The fields of config.json.
+        num_layers: Number of layers.
+        has_shared: Whether there is a shared expert, whose share depends on the token.
+        size_field: The field with the MLP size of each expert.
 
     Raises:
         ModelError: A field is missing or malformed, or asks for more experts than there are.
@@ -103,14 +111,13 @@ def read_qwen_experts(
     # transformers 5 writes Qwen3's under the second name.
     name = "num_experts" if fields.has("num_experts") else "num_local_experts"
     num_experts = fields.positive_int(name)
-    size = fields.positive_int("intermediate_size")
     step = fields.positive_int("decoder_sparse_step", default=1)
     dense = fields.int_list("mlp_only_layers")
     return ExpertsConfig(
         layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
         num_experts=num_experts,
         num_per_token=_num_per_token(fields, name, num_experts),
-        intermediate_size=fields.positive_int("moe_intermediate_size", default=size),
+        intermediate_size=fields.positive_int(size_field),
         has_shares_of_one=fields.boolean("norm_topk_prob", default=False),
         shared_size=fields.positive_int("shared_expert_intermediate_size") if has_shared else None,
         has_shared_gate=has_shared,

@@ -257,6 +257,12 @@ def test_experts_of_qwen_3_as_old_and_new_transformers_write_them(tmp_path, name
     )
 
 
+def test_experts_of_olmoe_have_the_size_of_a_dense_mlp(tmp_path):
+    fields = {"architectures": ["OlmoeForCausalLM"], "num_experts": 64, "num_experts_per_tok": 8}
+    config = read(write(tmp_path, **fields, moe_intermediate_size=96))
+    assert config.experts.intermediate_size == 128
+
+
 @pytest.mark.parametrize(
     ("changes", "share", "rotary_dim"),
     [
@@ -274,6 +280,7 @@ def test_what_neox_rotates(tmp_path, changes, share, rotary_dim):
 
 
 NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
+OLMO_3 = {"architectures": ["Olmo3ForCausalLM"], "layer_types": ["full_attention"] * 3}
 
 
 @pytest.mark.parametrize(
@@ -282,6 +289,15 @@ NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
         (NEOX | {"hidden_act": "mish"}, "hidden_act is 'mish'; supported: gelu"),
         (NEOX | {"rotary_pct": 0.2}, "rotary_pct is 0.2; it must rotate an even number of"),
         (NEOX | {"num_attention_heads": 6}, "num_attention_heads must divide hidden_size, 64"),
+        (QWEN_3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        (
+            OLMO_3 | {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}},
+            "rope_parameters.factor is 8.0; it must be in full_attention or sliding_attention",
+        ),
+        (
+            OLMO_3 | {"rope_parameters": {"full_attention": {}, "rope_theta": 1e6}},
+            "rope_parameters.rope_theta is 1000000.0; it must be in full_attention or",
+        ),
         (
             {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
             "num_experts_per_tok is 9; it must be at most num_local_experts, 8",
