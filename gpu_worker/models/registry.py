@@ -41,7 +41,7 @@ from gpu_worker.weights.json_fields import JsonFields, ModelError, UnsupportedEr
 from gpu_worker.weights.model_config import ModelConfig, read_architecture
 from gpu_worker.weights.quantized_linear import Quantization
 from gpu_worker.weights.reader import Weights, draw_weights, load_weights
-from gpu_worker.weights.stored.format import check_dequantized, read_stored_format
+from gpu_worker.weights.stored.format import Mxfp4Format, check_dequantized, read_stored_format
 
 _TRANSFORMERS: Final = "transformers"
 
@@ -151,8 +151,10 @@ class _CheckpointSource:
             return self._family.build(self.config, weights)
 
         if self._is_dummy:
+            # Maps of other formats are drawn as plain numbers.
+            stored = self._stored if isinstance(self._stored, Mxfp4Format) else None
             return draw_weights(
-                *(build, dtype, device, self._quantization, ranks),
+                *(build, dtype, device, self._quantization, ranks, stored),
                 is_batch_invariant=self._is_batch_invariant,
             )
         return load_weights(

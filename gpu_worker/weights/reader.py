@@ -26,7 +26,7 @@ from gpu_worker.weights.quantized_linear import (
     quantize,
 )
 from gpu_worker.weights.read_ahead import ReadAhead
-from gpu_worker.weights.stored.format import StoredFormat
+from gpu_worker.weights.stored.format import Mxfp4Format, StoredFormat
 from gpu_worker.weights.tensor_file import Piece
 
 ModelT = TypeVar("ModelT")
@@ -36,6 +36,8 @@ _META = torch.device("meta")
 _MAX_NAMES_SHOWN = 5
 _DUMMY_STD = 0.02
 """A usual initialization, with which activations stay in range."""
+_DUMMY_MXFP4_SCALE = 120
+"""2^-7: the numbers of MXFP4, drawn evenly, then have about this standard deviation, too."""
 
 
 class Weights:
@@ -367,6 +369,7 @@ def draw_weights(
     device: torch.device,
     quantization: Quantization | None = None,
     ranks: Ranks | None = None,
+    stored: Mxfp4Format | None = None,
     *,
     is_batch_invariant: bool = False,
 ) -> ModelT:
@@ -379,14 +382,22 @@ def draw_weights(
     def fill(piece: Piece, out: torch.Tensor) -> None:
         if len(piece.shape) == 1:
             out.fill_(1)
+        elif out.dtype is torch.uint8:
+            if piece.name.endswith("_scales"):
+                out.fill_(_DUMMY_MXFP4_SCALE)
+            else:
+                out.random_(256, generator=generator)
         else:
             out.normal_(std=_DUMMY_STD, generator=generator)
 
     weights = Weights(
-        *(_EveryName(), dtype, device, fill, quantization, ranks),
+        *(_EveryName(), dtype, device, fill, quantization, ranks, stored),
         is_batch_invariant=is_batch_invariant,
     )
-    return build(weights)
+    model = build(weights)
+    if weights.packed is not None:
+        weights.packed.log()
+    return model
 
 
 def _some(names: Sequence[str]) -> str:
