@@ -12,7 +12,11 @@ import torch
 from gpu_worker.models.attention import Decoder
 from gpu_worker.models.bert.config import BERT_ARCHITECTURES, read_bert_config
 from gpu_worker.models.bert.encoder import build_bert
-from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
+from gpu_worker.models.deepseek.config import (
+    DEEPSEEK_ARCHITECTURES,
+    read_deepseek_config,
+    split_deepseek_config,
+)
 from gpu_worker.models.deepseek.decoder import build_deepseek
 from gpu_worker.models.gpt_oss.config import (
     GPT_OSS_ARCHITECTURE,
@@ -96,7 +100,10 @@ _NATIVE: Final = {
     **dict.fromkeys(BERT_ARCHITECTURES, _Family(read_bert_config, build_bert)),
     GPT_OSS_ARCHITECTURE: _Family(read_gpt_oss_config, build_gpt_oss, split_gpt_oss_config),
     "GPTNeoXForCausalLM": _Family(read_neox_config, build_neox, split_neox_config),
-    **dict.fromkeys(DEEPSEEK_ARCHITECTURES, _Family(read_deepseek_config, build_deepseek)),
+    **dict.fromkeys(
+        DEEPSEEK_ARCHITECTURES,
+        _Family(read_deepseek_config, build_deepseek, split_deepseek_config),
+    ),
 }
 
 

@@ -84,19 +84,23 @@ class Weights:
         """Return a tensor of this shape, in the dtype of all weights unless `dtype` is given."""
         return self.part(Piece(name, shape), dtype)
 
-    def dense(self, name: str, num_out: int, num_in: int) -> torch.Tensor:
-        """Return the weight of a linear map, `[N, K]`, for a model that multiplies parts of it.
+    def dense_share(self, name: str, num_groups: int, size: int, num_in: int) -> torch.Tensor:
+        """Return this rank's outputs of a map, `[N, K]`, for a model that multiplies parts of it.
 
         The weight is dequantized if the checkpoint packs it, and is never quantized here.
 
         Args:
             name: The map's name, without ".weight".
-            num_out: N.
+            num_groups: See `split_outputs`.
+            size: See `split_outputs`.
             num_in: K.
         """
+        groups = self.place.groups(num_groups)
+        rows = slice(groups.start * size, groups.stop * size)
+        piece = Piece(f"{name}.weight", (num_groups * size, num_in), (rows,))
         if self.packed is not None and self.packed.has(name):
-            return self.packed.dense(Piece(f"{name}.weight", (num_out, num_in)))
-        return self.tensor(f"{name}.weight", num_out, num_in)
+            return self.packed.dense(piece)
+        return self.part(piece)
 
     def rows(self, name: str, rows: range, *shape: int) -> torch.Tensor:
         """Return some rows of a tensor of this shape."""
@@ -201,6 +205,25 @@ class Weights:
         and stays as it is.
         """
         return self._map(weight, None, Quantization.INT8 if self._quantization else None)
+
+    def split_head(
+        self, name: str, vocab_size: int, num_in: int, tied: torch.Tensor | None = None
+    ) -> Linear:
+        """Make the map to the vocabulary, whose outputs the ranks split and then join.
+
+        Args:
+            name: The weight's name.
+            vocab_size: V.
+            num_in: E.
+            tied: The weight, if it is the embedding and this rank has that.
+        """
+        rows = self.place.vocabulary(vocab_size)
+        weight = (
+            self.rows(name, rows, vocab_size, num_in)
+            if tied is None
+            else tied[rows.start : rows.stop]
+        )
+        return self.joined(self.head(weight), vocab_size)
 
     def _linear(
         self,

@@ -157,7 +157,9 @@ def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:
     layers = tuple(_layer(config, index, weights) for index in place.layers(config.num_layers))
     if place.is_last_stage:
         final_norm = _norm(config, "gpt_neox.final_layer_norm", weights)
-        lm_head = weights.joined(_head(config, embedding, weights), config.vocab_size)
+        tied = embedding if config.tie_word_embeddings else None
+        name = _head_name(config, weights)
+        lm_head = weights.split_head(name, config.vocab_size, config.hidden_size, tied)
     return NeoxDecoder(
         config=split_neox_config(config, place),
         embedding=embedding,
@@ -171,17 +173,12 @@ def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:
     )
 
 
-def _head(config: NeoxConfig, embedding: torch.Tensor | None, weights: Weights) -> Linear:
-    """Build this rank's part of the map to the vocabulary."""
-    rows = weights.place.vocabulary(config.vocab_size)
+def _head_name(config: NeoxConfig, weights: Weights) -> str:
+    """Return the name of the weight of the map to the vocabulary."""
     if config.tie_word_embeddings:
-        if embedding is not None:
-            return weights.head(embedding[rows.start : rows.stop])
-        name = _EMBEDDING
-    else:
-        # Versions before transformers 5 call it embed_out.
-        name = "lm_head.weight" if "lm_head.weight" in weights.names else "embed_out.weight"
-    return weights.head(weights.rows(name, rows, config.vocab_size, config.hidden_size))
+        return _EMBEDDING
+    # Versions before transformers 5 call it embed_out.
+    return "lm_head.weight" if "lm_head.weight" in weights.names else "embed_out.weight"
 
 
 def _layer(config: NeoxConfig, index: int, weights: Weights) -> NeoxLayer:
