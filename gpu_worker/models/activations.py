@@ -36,6 +36,7 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu_new": _tanh_gelu,
     "gelu_pytorch_tanh": _tanh_gelu,
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
     "silu": _silu,
 }
 """Each family's config reader accepts only some of these."""

@@ -24,14 +24,18 @@ from gpu_worker.models.gpt_oss.config import (
     split_gpt_oss_config,
 )
 from gpu_worker.models.gpt_oss.decoder import build_gpt_oss
+from gpu_worker.models.layer_norm.config import (
+    LAYER_NORM_ARCHITECTURES,
+    read_layer_norm_config,
+    split_layer_norm_config,
+)
+from gpu_worker.models.layer_norm.decoder import build_layer_norm_decoder
 from gpu_worker.models.llama.config import (
     LLAMA_ARCHITECTURES,
     read_llama_config,
     split_llama_config,
 )
 from gpu_worker.models.llama.decoder import build_llama
-from gpu_worker.models.neox.config import read_neox_config, split_neox_config
-from gpu_worker.models.neox.decoder import build_neox
 from gpu_worker.models.rope import with_long_factors
 from gpu_worker.models.text_part import (
     has_stacked_experts,
@@ -99,7 +103,10 @@ _NATIVE: Final = {
     **dict.fromkeys(LLAMA_ARCHITECTURES, _LLAMA),
     **dict.fromkeys(BERT_ARCHITECTURES, _Family(read_bert_config, build_bert)),
     GPT_OSS_ARCHITECTURE: _Family(read_gpt_oss_config, build_gpt_oss, split_gpt_oss_config),
-    "GPTNeoXForCausalLM": _Family(read_neox_config, build_neox, split_neox_config),
+    **dict.fromkeys(
+        LAYER_NORM_ARCHITECTURES,
+        _Family(read_layer_norm_config, build_layer_norm_decoder, split_layer_norm_config),
+    ),
     **dict.fromkeys(
         DEEPSEEK_ARCHITECTURES,
         _Family(read_deepseek_config, build_deepseek, split_deepseek_config),

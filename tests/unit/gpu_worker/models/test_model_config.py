@@ -279,6 +279,40 @@ def test_what_neox_rotates(tmp_path, changes, share, rotary_dim):
     assert config.num_kv_heads == 4
 
 
+@pytest.mark.parametrize(
+    ("family", "activation", "has_biases", "rotary_dim", "is_parallel", "is_tied"),
+    [
+        ("GPTNeoX", "gelu", True, 4, True, False),
+        ("Nemotron", "relu2", False, 8, False, False),
+        ("StableLm", "silu", False, 4, False, False),
+        ("Starcoder2", "gelu_pytorch_tanh", True, 16, False, True),
+    ],
+)
+def test_decoders_with_layer_norms_whose_config_says_little(
+    tmp_path, family, activation, has_biases, rotary_dim, is_parallel, is_tied
+):
+    config = read(write(tmp_path, architectures=[f"{family}ForCausalLM"]))
+    assert (config.activation, config.layer_norm_eps) == (activation, 1e-5)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (has_biases,) * 3
+    assert (config.rope, config.windows) == (RopeConfig(1e4, None, rotary_dim / 16), (None,) * 3)
+    assert (config.rotary_dim, config.is_parallel) == (rotary_dim, is_parallel)
+    assert config.tie_word_embeddings == is_tied
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("GPTNeoX", "layer_norm_eps"),
+        ("Nemotron", "norm_eps"),
+        ("StableLm", "layer_norm_eps"),
+        ("Starcoder2", "norm_epsilon"),
+    ],
+)
+def test_the_epsilon_of_layer_norms(tmp_path, family, name):
+    config = read(write(tmp_path, architectures=[f"{family}ForCausalLM"], **{name: 1e-3}))
+    assert config.layer_norm_eps == 1e-3
+
+
 NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
 OLMO_3 = {"architectures": ["Olmo3ForCausalLM"], "layer_types": ["full_attention"] * 3}
 
@@ -331,6 +365,10 @@ def test_unsupported_features_of_the_families_are_named(tmp_path, changes, messa
             "use_sliding_window is true; only false is supported",
         ),
         ({"architectures": ["Olmo3ForCausalLM"]}, "layer_types is missing"),
+        (
+            {"architectures": ["Starcoder2ForCausalLM"], "partial_rotary_factor": 0.5},
+            "partial_rotary_factor is 0.5; only 1.0 is supported",
+        ),
         ({"clip_qkv": 8.0}, "clip_qkv is 8.0; only null is supported"),
         (
             {"rope_scaling": {"type": "ntk", "factor": 4.0}},

@@ -24,12 +24,15 @@ FAMILIES = {
     "qwen3": {"tie_word_embeddings": True, "vocab_size": 501},
     "qwen3_moe": {},
     "gpt_neox": {},
+    "nemotron": {},
+    "stablelm": {},
+    "starcoder2": {"num_key_value_heads": 1},
     "gpt_oss": {},
     "deepseek_v2": {},
     "deepseek_v3": {"attention_bias": True},
     "minicpm3": {},
 }
-OF_A_PIPELINE = ("qwen2", "qwen3", "gpt_neox", "gpt_oss", "olmo2", "minicpm3")
+OF_A_PIPELINE = ("qwen2", "qwen3", "gpt_neox", "gpt_oss", "olmo2", "minicpm3", "starcoder2")
 LATENT_SIZES = {
     "kv_lora_rank": 32,
     "v_head_dim": 16,

@@ -1,11 +1,10 @@
-"""GPT-NeoX: layer norms have biases; attention and feed-forward part may run in parallel.
+"""The decoder with layer norms; attention and feed-forward part may run in parallel.
 
-Symbols: `T` tokens, `S` sequences, `H` heads, `D` head dim, `R` rotated dimensions of a head,
-`E` hidden size, `I` intermediate size, `V` vocabulary.
+Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `R` rotated
+dimensions of a head, `E` hidden size, `I` intermediate size, `V` vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch.nn import functional
@@ -13,13 +12,12 @@ from torch.nn import functional
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.activations import ACTIVATIONS, Activation
 from gpu_worker.models.attention import AttentionMetadata, attend, rotary_store_kv
-from gpu_worker.models.neox.config import NeoxConfig, split_neox_config
+from gpu_worker.models.feed_forward import FeedForward, build_gated_mlp
+from gpu_worker.models.layer_norm.config import LayerNormConfig, split_layer_norm_config
 from gpu_worker.models.rope_table import rotary_table
 from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.weights.linear import Linear
 from gpu_worker.weights.reader import Weights
-
-_EMBEDDING: Final = "gpt_neox.embed_in.weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +37,7 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
-    """The feed-forward part."""
+    """A feed-forward part without a gate."""
 
     up: Linear
     """E to I."""
@@ -53,28 +51,31 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NeoxLayer:
+class Layer:
     """The weights of one layer."""
 
     attention_norm: LayerNorm
     qkv: Linear
-    """E to H * 3 * D: by head, query, key and value."""
+    """E to (H + 2 * HKV) * D: queries, keys and values; or query, key and value of one head after
+    the other."""
     attention_output: Linear
     """H * D to E."""
-    mlp_norm: LayerNorm
-    mlp: Linear
-    """E to E: an `Mlp`, or on several devices the sum of the devices' parts."""
+    mlp_norm: LayerNorm | None
+    """None: `attention_norm`."""
+    mlp: FeedForward
+    window: int | None
+    """Number of tokens that a token sees, itself included; None: all before it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NeoxDecoder:
+class LayerNormDecoder:
     """A language model. Immutable. Call it in `torch.inference_mode()`."""
 
-    config: NeoxConfig
+    config: LayerNormConfig
     """The config of this rank's part, if the model is on several devices."""
     embedding: torch.Tensor | None
     """`[V, E]`; None if an earlier stage has it."""
-    layers: tuple[NeoxLayer, ...]
+    layers: tuple[Layer, ...]
     final_norm: LayerNorm | None
     """None if a later stage has it."""
     lm_head: Linear | None
@@ -98,20 +99,21 @@ class NeoxDecoder:
             x = functional.embedding(token_ids, self.embedding)
         wanted = None if self.final_norm is None else metadata.wanted
         for index, layer in enumerate(self.layers):
-            query = self._store(index, layer, x, positions, pool, metadata)
+            normed = layer.attention_norm(x)
+            query = self._store(index, layer, normed, positions, pool, metadata)
             if wanted is not None and index == len(self.layers) - 1:
-                query, x = metadata.select(query), metadata.select(x)
+                query, x, normed = map(metadata.select, (query, x, normed))
                 metadata = wanted.metadata
                 if not len(query):
                     return x
+            scale, window = self.config.head_dim**-0.5, layer.window
             attended = layer.attention_output(
-                attend(query, pool, index, metadata, self.config.head_dim**-0.5)
+                attend(query, pool, index, metadata, scale, window=window)
             )
-            if self.config.is_parallel:
-                x = x + attended + layer.mlp(layer.mlp_norm(x))
-            else:
-                x = x + attended
-                x = x + layer.mlp(layer.mlp_norm(x))
+            total = x + attended
+            if layer.mlp_norm is not None:
+                normed = layer.mlp_norm(x if self.config.is_parallel else total)
+            x = total + layer.mlp(normed)
         if self.final_norm is None:
             self._others.send_on(x)
             return metadata.select(x)
@@ -131,37 +133,42 @@ class NeoxDecoder:
     def _store(
         self,
         index: int,
-        layer: NeoxLayer,
-        x: torch.Tensor,  # [T, E]
+        layer: Layer,
+        normed: torch.Tensor,  # [T, E]
         positions: torch.Tensor,
         pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Store the tokens' K and V; return their rotated queries, `[T, H, D]`."""
-        config = self.config
-        heads = layer.qkv(layer.attention_norm(x)).view(-1, config.num_kv_heads, 3, config.head_dim)
-        query, key, value = heads.unbind(2)  # [T, H, D] each
+        config, mapped = self.config, layer.qkv(normed)
+        if len(config.names.qkv) == 1:
+            by_head = mapped.view(-1, config.num_heads, 3, config.head_dim)
+            query, key, value = by_head.unbind(2)  # [T, H, D] each
+        else:
+            counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+            heads = mapped.view(-1, sum(counts), config.head_dim)
+            query, key, value = torch.split(heads, counts, dim=1)
         return rotary_store_kv(query, key, value, self.cos_sin, positions, pool, index, metadata)
 
 
-def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:
+def build_layer_norm_decoder(config: LayerNormConfig, weights: Weights) -> LayerNormDecoder:
     """Build the part of the decoder for `weights.place`; errors of reading tensors pass through."""
     # Old checkpoints also contain masks and frequencies, which are not weights.
-    weights.ignore(r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
+    weights.ignore(r".*\.(attention\.(bias|masked_bias)|rotary_emb\.inv_freq)")
     if config.tie_word_embeddings:
         weights.ignore(r"(embed_out|lm_head)\.weight")
-    place = weights.place
+    place, names, vocab_size = weights.place, config.names, config.vocab_size
     embedding = final_norm = lm_head = None
     if place.is_first_stage:
-        embedding = weights.tensor(_EMBEDDING, config.vocab_size, config.hidden_size)
+        embedding = weights.tensor(f"{names.embedding}.weight", vocab_size, config.hidden_size)
     layers = tuple(_layer(config, index, weights) for index in place.layers(config.num_layers))
     if place.is_last_stage:
-        final_norm = _norm(config, "gpt_neox.final_layer_norm", weights)
+        final_norm = _norm(config, names.final_norm, weights)
         tied = embedding if config.tie_word_embeddings else None
         name = _head_name(config, weights)
-        lm_head = weights.split_head(name, config.vocab_size, config.hidden_size, tied)
-    return NeoxDecoder(
-        config=split_neox_config(config, place),
+        lm_head = weights.split_head(name, vocab_size, config.hidden_size, tied)
+    return LayerNormDecoder(
+        config=split_layer_norm_config(config, place),
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,
@@ -173,40 +180,64 @@ def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:
     )
 
 
-def _head_name(config: NeoxConfig, weights: Weights) -> str:
+def _head_name(config: LayerNormConfig, weights: Weights) -> str:
     """Return the name of the weight of the map to the vocabulary."""
+    names, name = config.names, "lm_head.weight"
     if config.tie_word_embeddings:
-        return _EMBEDDING
-    # Versions before transformers 5 call it embed_out.
-    return "lm_head.weight" if "lm_head.weight" in weights.names else "embed_out.weight"
+        return f"{names.embedding}.weight"
+    if names.old_head is not None and name not in weights.names:
+        return f"{names.old_head}.weight"
+    return name
 
 
-def _layer(config: NeoxConfig, index: int, weights: Weights) -> NeoxLayer:
-    layer, hidden, inner = f"gpt_neox.layers.{index}", config.hidden_size, config.intermediate_size
-    attention, mlp = f"{layer}.attention", f"{layer}.mlp"
-    heads, head_dim, bias = config.num_kv_heads, config.head_dim, config.attention_bias
-    mlp_part = Mlp(
-        up=weights.split_outputs(hidden, (f"{mlp}.dense_h_to_4h", inner, 1), bias=True),
-        activation=ACTIVATIONS[config.activation],
-        down=weights.split_inputs(inner, 1, (f"{mlp}.dense_4h_to_h", hidden), bias=True),
-    )
-    return NeoxLayer(
+def _layer(config: LayerNormConfig, index: int, weights: Weights) -> Layer:
+    hidden, head_dim, names = config.hidden_size, config.head_dim, config.names
+    layer = f"{names.layers}.{index}"
+    attention = f"{layer}.{names.attention}"
+    output = f"{attention}.{names.output}", hidden
+    return Layer(
         attention_norm=_norm(config, f"{layer}.input_layernorm", weights),
-        qkv=weights.split_outputs(
-            hidden, (f"{attention}.query_key_value", heads, 3 * head_dim), bias=bias
-        ),
+        qkv=_qkv(config, attention, weights),
         attention_output=weights.summed(
-            weights.split_inputs(heads, head_dim, (f"{attention}.dense", hidden), bias=bias)
+            weights.split_inputs(config.num_heads, head_dim, output, bias=config.output_bias)
         ),
-        mlp_norm=_norm(config, f"{layer}.post_attention_layernorm", weights),
-        mlp=weights.summed(mlp_part),
+        mlp_norm=_norm(config, f"{layer}.post_attention_layernorm", weights)
+        if config.has_mlp_norm
+        else None,
+        mlp=weights.summed(_mlp(config, f"{layer}.mlp", weights)),
+        window=config.windows[index],
     )
 
 
-def _norm(config: NeoxConfig, name: str, weights: Weights) -> LayerNorm:
+def _qkv(config: LayerNormConfig, attention: str, weights: Weights) -> Linear:
+    names, head_dim = config.names.qkv, config.head_dim
+    if len(names) == 1:
+        parts = [(f"{attention}.{names[0]}", config.num_heads, 3 * head_dim)]
+    else:
+        counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        modules = (f"{attention}.{name}" for name in names)
+        parts = [(module, count, head_dim) for module, count in zip(modules, counts, strict=True)]
+    return weights.split_outputs(config.hidden_size, *parts, bias=config.qkv_bias)
+
+
+def _mlp(config: LayerNormConfig, mlp: str, weights: Weights) -> FeedForward:
+    """Build this rank's part; the ranks' results are summed."""
+    hidden, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    if config.is_gated:
+        return build_gated_mlp(hidden, size, mlp, weights, bias=bias)
+    up, down = f"{mlp}.{config.names.up}", f"{mlp}.{config.names.down}"
+    return Mlp(
+        up=weights.split_outputs(hidden, (up, size, 1), bias=bias),
+        activation=ACTIVATIONS[config.activation],
+        down=weights.split_inputs(size, 1, (down, hidden), bias=bias),
+    )
+
+
+def _norm(config: LayerNormConfig, name: str, weights: Weights) -> LayerNorm:
     size = config.hidden_size
+    weight = weights.tensor(f"{name}.weight", size)
     return LayerNorm(
-        weights.tensor(f"{name}.weight", size),
+        weight + 1 if config.adds_one_to_norms else weight,
         weights.tensor(f"{name}.bias", size),
         config.layer_norm_eps,
     )
