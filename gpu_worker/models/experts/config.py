@@ -151,15 +151,14 @@ def read_grouped_experts(
     fields.allow_only("scoring_func", routing.value)
     num_experts = fields.positive_int("n_routed_experts")
     num_per_token = fields.positive_int("num_experts_per_tok")
-    num_groups = fields.positive_int("n_group", default=1)
-    num_chosen_groups = fields.positive_int("topk_group", default=1)
-    if routing is Routing.SOFTMAX:
-        method = fields.get("topk_method", default="greedy")
-        if method == "greedy":
-            num_groups = num_chosen_groups = 1
-        elif method != "group_limited_greedy":
-            supported = "greedy, group_limited_greedy"
-            raise fields.unsupported("topk_method", f"is {method!r}; supported: {supported}")
+    num_groups = num_chosen_groups = 1
+    method = fields.get("topk_method", default="greedy")
+    if routing is Routing.SIGMOID or method == "group_limited_greedy":
+        num_groups = fields.positive_int("n_group")
+        num_chosen_groups = fields.positive_int("topk_group")
+    elif method != "greedy":
+        supported = "greedy, group_limited_greedy"
+        raise fields.unsupported("topk_method", f"is {method!r}; supported: {supported}")
     if num_experts % num_groups:
         raise fields.error("n_group", f"is {num_groups}; it must divide the {num_experts} experts")
     if num_chosen_groups > num_groups:
@@ -178,12 +177,12 @@ def read_grouped_experts(
         # For V2, transformers ignores the field, and the shares need not sum to 1.
         has_shares_of_one=routing is Routing.SIGMOID
         and fields.boolean("norm_topk_prob", default=True),
-        share_factor=fields.number("routed_scaling_factor", default=1.0),
+        share_factor=fields.number("routed_scaling_factor"),
         routing=routing,
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
         # Shared experts are one MLP that is as wide as all of them.
-        shared_size=size * fields.positive_int("n_shared_experts", default=1),
+        shared_size=size * fields.positive_int("n_shared_experts"),
     )
 
 
