@@ -50,8 +50,9 @@ class WorkerSettings(ProcessSettings):
     """Number format of weights and activations; auto is the checkpoint's format, or float32 if the
     device is slow with that format."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """auto reads the weights. dummy draws random weights on the device instead, to measure speed;
-    the model then outputs nonsense."""
+    """auto reads the weights. dummy draws random weights on the device instead, to measure speed
+    and memory; the model then outputs nonsense. Weights of quantized checkpoints are drawn as plain
+    numbers, except MXFP4."""
     quantization: Literal["int8", "int4"] | None = None
     """Quantize the weights of linear maps when they are read, for less memory and faster decoding.
     This works with Quire's own implementations and yours. int8: each output has a scale. int4: each

@@ -20,9 +20,10 @@ NATIVE_FAMILIES = (
         "mixtral",
         "olmo2",
         "olmoe",
+        "nemotron",
         "phi3",
     ),
-    *("qwen2_moe", "qwen3_moe"),
+    *("qwen2_moe", "qwen3_moe", "stablelm", "starcoder2"),
 )
 
 BOS_TOKEN, EOS_TOKEN = "<s>", "</s>"
@@ -143,12 +144,14 @@ def make_model(
         # A window shorter than most prompts.
         "mistral": {"sliding_window": 20, "num_attention_heads": 8},
         "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+        "nemotron": {"initializer_range": 0.2},
         "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
         "phi3": {"pad_token_id": 0, "partial_rotary_factor": 0.75},
         "qwen2": {"num_hidden_layers": 3},
         "qwen2_moe": _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 96},
         "qwen3": {"head_dim": 24},
         "qwen3_moe": _EXPERTS | {"num_experts": 4, "head_dim": 16, "norm_topk_prob": True},
+        "starcoder2": {"sliding_window": 20, "initializer_range": 0.3},
         "youtu": _LATENT,
     }
     config = AutoConfig.for_model(family, **(sizes | by_family.get(family, {}) | overrides))

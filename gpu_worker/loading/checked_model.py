@@ -24,8 +24,8 @@ from gpu_worker.loading.threads import pin_threads, set_num_threads
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.abilities import read_abilities
+from gpu_worker.models.layer_norm.config import LayerNormConfig
 from gpu_worker.models.llama.config import LlamaConfig
-from gpu_worker.models.neox.config import NeoxConfig
 from gpu_worker.models.registry import ModelSource, open_model
 from gpu_worker.parallel.member import Member
 from gpu_worker.ranks.shards import Place
@@ -186,7 +186,7 @@ def _check_batch_invariant(config: ModelConfig, device: torch.device) -> None:
             " kernels always compute each row independently"
         )
     is_llama = isinstance(config, LlamaConfig) and config.experts is None
-    if not is_llama and not isinstance(config, NeoxConfig):
+    if not is_llama and not isinstance(config, LayerNormConfig):
         raise ModelError(
             f"batch_invariant is true; it must be false for {config.architecture}: only Quire's own"
             " decoders without experts or latent attention are supported"

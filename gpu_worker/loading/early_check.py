@@ -5,8 +5,11 @@ from typing import Final
 from gpu_worker.models.bert.config import BERT_ARCHITECTURES, read_bert_config
 from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
 from gpu_worker.models.gpt_oss.config import GPT_OSS_ARCHITECTURE, read_gpt_oss_config
+from gpu_worker.models.layer_norm.config import (
+    LAYER_NORM_ARCHITECTURES,
+    read_layer_norm_config,
+)
 from gpu_worker.models.llama.config import LLAMA_ARCHITECTURES, read_llama_config
-from gpu_worker.models.neox.config import read_neox_config
 from gpu_worker.models.rope import with_long_factors
 from gpu_worker.models.text_part import text_part
 from gpu_worker.settings import WorkerSettings
@@ -20,7 +23,7 @@ _READERS: Final = {
     **dict.fromkeys(DEEPSEEK_ARCHITECTURES, read_deepseek_config),
     **dict.fromkeys(BERT_ARCHITECTURES, read_bert_config),
     GPT_OSS_ARCHITECTURE: read_gpt_oss_config,
-    "GPTNeoXForCausalLM": read_neox_config,
+    **dict.fromkeys(LAYER_NORM_ARCHITECTURES, read_layer_norm_config),
 }
 
 

@@ -1,7 +1,11 @@
-"""The activations of feed-forward parts, by their names in config.json."""
+"""The activations of feed-forward parts, by their names in config.json.
 
+A number's result depends on no other number. On CPUs the last bits of torch's SiLU and tanh GELU
+depend on a number's place in the tensor, so here they are made of operations without this fault.
+"""
+
+import math
 from collections.abc import Callable
-from functools import partial
 from typing import Final, TypeAlias
 
 import torch
@@ -10,14 +14,29 @@ from torch.nn import functional
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Maps each element of a tensor; keeps its shape and dtype."""
 
-_TANH_GELU: Final = partial(functional.gelu, approximate="tanh")
+
+def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type != "cpu":
+        return functional.gelu(x, approximate="tanh")
+    wide = x.float()
+    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+    return (0.5 * wide * (1 + inner.tanh())).to(x.dtype)
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type != "cpu":
+        return functional.silu(x)
+    wide = x.float()
+    return (wide / (1 + (-wide).exp())).to(x.dtype)
+
 
 ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu": functional.gelu,
-    "gelu_fast": _TANH_GELU,
-    "gelu_new": _TANH_GELU,
-    "gelu_pytorch_tanh": _TANH_GELU,
+    "gelu_fast": _tanh_gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
     "relu": functional.relu,
-    "silu": functional.silu,
+    "relu2": lambda x: functional.relu(x).square(),
+    "silu": _silu,
 }
 """Each family's config reader accepts only some of these."""

@@ -12,7 +12,11 @@ import torch
 from gpu_worker.models.attention import Decoder
 from gpu_worker.models.bert.config import BERT_ARCHITECTURES, read_bert_config
 from gpu_worker.models.bert.encoder import build_bert
-from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
+from gpu_worker.models.deepseek.config import (
+    DEEPSEEK_ARCHITECTURES,
+    read_deepseek_config,
+    split_deepseek_config,
+)
 from gpu_worker.models.deepseek.decoder import build_deepseek
 from gpu_worker.models.gpt_oss.config import (
     GPT_OSS_ARCHITECTURE,
@@ -20,14 +24,18 @@ from gpu_worker.models.gpt_oss.config import (
     split_gpt_oss_config,
 )
 from gpu_worker.models.gpt_oss.decoder import build_gpt_oss
+from gpu_worker.models.layer_norm.config import (
+    LAYER_NORM_ARCHITECTURES,
+    read_layer_norm_config,
+    split_layer_norm_config,
+)
+from gpu_worker.models.layer_norm.decoder import build_layer_norm_decoder
 from gpu_worker.models.llama.config import (
     LLAMA_ARCHITECTURES,
     read_llama_config,
     split_llama_config,
 )
 from gpu_worker.models.llama.decoder import build_llama
-from gpu_worker.models.neox.config import read_neox_config, split_neox_config
-from gpu_worker.models.neox.decoder import build_neox
 from gpu_worker.models.rope import with_long_factors
 from gpu_worker.models.text_part import (
     has_stacked_experts,
@@ -41,7 +49,7 @@ from gpu_worker.weights.json_fields import JsonFields, ModelError, UnsupportedEr
 from gpu_worker.weights.model_config import ModelConfig, read_architecture
 from gpu_worker.weights.quantized_linear import Quantization
 from gpu_worker.weights.reader import Weights, draw_weights, load_weights
-from gpu_worker.weights.stored.format import check_dequantized, read_stored_format
+from gpu_worker.weights.stored.format import Mxfp4Format, check_dequantized, read_stored_format
 
 _TRANSFORMERS: Final = "transformers"
 
@@ -95,8 +103,14 @@ _NATIVE: Final = {
     **dict.fromkeys(LLAMA_ARCHITECTURES, _LLAMA),
     **dict.fromkeys(BERT_ARCHITECTURES, _Family(read_bert_config, build_bert)),
     GPT_OSS_ARCHITECTURE: _Family(read_gpt_oss_config, build_gpt_oss, split_gpt_oss_config),
-    "GPTNeoXForCausalLM": _Family(read_neox_config, build_neox, split_neox_config),
-    **dict.fromkeys(DEEPSEEK_ARCHITECTURES, _Family(read_deepseek_config, build_deepseek)),
+    **dict.fromkeys(
+        LAYER_NORM_ARCHITECTURES,
+        _Family(read_layer_norm_config, build_layer_norm_decoder, split_layer_norm_config),
+    ),
+    **dict.fromkeys(
+        DEEPSEEK_ARCHITECTURES,
+        _Family(read_deepseek_config, build_deepseek, split_deepseek_config),
+    ),
 }
 
 
@@ -151,8 +165,10 @@ class _CheckpointSource:
             return self._family.build(self.config, weights)
 
         if self._is_dummy:
+            # Maps of other formats are drawn as plain numbers.
+            stored = self._stored if isinstance(self._stored, Mxfp4Format) else None
             return draw_weights(
-                *(build, dtype, device, self._quantization, ranks),
+                *(build, dtype, device, self._quantization, ranks, stored),
                 is_batch_invariant=self._is_batch_invariant,
             )
         return load_weights(

@@ -26,7 +26,7 @@ from gpu_worker.weights.quantized_linear import (
     quantize,
 )
 from gpu_worker.weights.read_ahead import ReadAhead
-from gpu_worker.weights.stored.format import StoredFormat
+from gpu_worker.weights.stored.format import Mxfp4Format, StoredFormat
 from gpu_worker.weights.tensor_file import Piece
 
 ModelT = TypeVar("ModelT")
@@ -36,6 +36,8 @@ _META = torch.device("meta")
 _MAX_NAMES_SHOWN = 5
 _DUMMY_STD = 0.02
 """A usual initialization, with which activations stay in range."""
+_DUMMY_MXFP4_SCALE = 120
+"""2^-7: the numbers of MXFP4, drawn evenly, then have about this standard deviation, too."""
 
 
 class Weights:
@@ -82,19 +84,23 @@ class Weights:
         """Return a tensor of this shape, in the dtype of all weights unless `dtype` is given."""
         return self.part(Piece(name, shape), dtype)
 
-    def dense(self, name: str, num_out: int, num_in: int) -> torch.Tensor:
-        """Return the weight of a linear map, `[N, K]`, for a model that multiplies parts of it.
+    def dense_share(self, name: str, num_groups: int, size: int, num_in: int) -> torch.Tensor:
+        """Return this rank's outputs of a map, `[N, K]`, for a model that multiplies parts of it.
 
         The weight is dequantized if the checkpoint packs it, and is never quantized here.
 
         Args:
             name: The map's name, without ".weight".
-            num_out: N.
+            num_groups: See `split_outputs`.
+            size: See `split_outputs`.
             num_in: K.
         """
+        groups = self.place.groups(num_groups)
+        rows = slice(groups.start * size, groups.stop * size)
+        piece = Piece(f"{name}.weight", (num_groups * size, num_in), (rows,))
         if self.packed is not None and self.packed.has(name):
-            return self.packed.dense(Piece(f"{name}.weight", (num_out, num_in)))
-        return self.tensor(f"{name}.weight", num_out, num_in)
+            return self.packed.dense(piece)
+        return self.part(piece)
 
     def rows(self, name: str, rows: range, *shape: int) -> torch.Tensor:
         """Return some rows of a tensor of this shape."""
@@ -199,6 +205,25 @@ class Weights:
         and stays as it is.
         """
         return self._map(weight, None, Quantization.INT8 if self._quantization else None)
+
+    def split_head(
+        self, name: str, vocab_size: int, num_in: int, tied: torch.Tensor | None = None
+    ) -> Linear:
+        """Make the map to the vocabulary, whose outputs the ranks split and then join.
+
+        Args:
+            name: The weight's name.
+            vocab_size: V.
+            num_in: E.
+            tied: The weight, if it is the embedding and this rank has that.
+        """
+        rows = self.place.vocabulary(vocab_size)
+        weight = (
+            self.rows(name, rows, vocab_size, num_in)
+            if tied is None
+            else tied[rows.start : rows.stop]
+        )
+        return self.joined(self.head(weight), vocab_size)
 
     def _linear(
         self,
@@ -367,6 +392,7 @@ def draw_weights(
     device: torch.device,
     quantization: Quantization | None = None,
     ranks: Ranks | None = None,
+    stored: Mxfp4Format | None = None,
     *,
     is_batch_invariant: bool = False,
 ) -> ModelT:
@@ -379,14 +405,22 @@ def draw_weights(
     def fill(piece: Piece, out: torch.Tensor) -> None:
         if len(piece.shape) == 1:
             out.fill_(1)
+        elif out.dtype is torch.uint8:
+            if piece.name.endswith("_scales"):
+                out.fill_(_DUMMY_MXFP4_SCALE)
+            else:
+                out.random_(256, generator=generator)
         else:
             out.normal_(std=_DUMMY_STD, generator=generator)
 
     weights = Weights(
-        *(_EveryName(), dtype, device, fill, quantization, ranks),
+        *(_EveryName(), dtype, device, fill, quantization, ranks, stored),
         is_batch_invariant=is_batch_invariant,
     )
-    return build(weights)
+    model = build(weights)
+    if weights.packed is not None:
+        weights.packed.log()
+    return model
 
 
 def _some(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, attend, store_kv
-from gpu_worker.models.deepseek.config import DeepseekConfig
+from gpu_worker.models.deepseek.config import DeepseekConfig, split_deepseek_config
 from gpu_worker.weights.linear import HeadMaps, Linear, make_head_maps
 from gpu_worker.weights.reader import Weights
 from kernels import ops
@@ -119,22 +119,23 @@ def build_attention(config: DeepseekConfig, module: str, weights: Weights) -> La
         config.plain_dim + config.value_dim,
     )
     if config.query_rank is None:
-        query: Linear = weights.linear(hidden, (f"{module}.q_proj", heads * query_size))
+        query: Linear = weights.split_outputs(hidden, (f"{module}.q_proj", heads, query_size))
     else:
         query = RankedQuery(
             down=weights.linear(hidden, (f"{module}.q_a_proj", config.query_rank), bias=bias),
             norm=weights.tensor(f"{module}.q_a_layernorm.weight", config.query_rank),
-            up=weights.linear(config.query_rank, (f"{module}.q_b_proj", heads * query_size)),
+            up=weights.split_outputs(config.query_rank, (f"{module}.q_b_proj", heads, query_size)),
         )
-    of_heads = weights.dense(f"{module}.kv_b_proj", heads * key_value_dim, config.latent_dim).view(
-        heads, key_value_dim, config.latent_dim
-    )
+    of_heads = weights.dense_share(
+        f"{module}.kv_b_proj", heads, key_value_dim, config.latent_dim
+    ).view(-1, key_value_dim, config.latent_dim)
+    output = f"{module}.o_proj", hidden
     return LatentAttention(
-        config=config,
+        config=split_deepseek_config(config, weights.place),
         query=query,
         latent=weights.linear(hidden, (f"{module}.kv_a_proj_with_mqa", config.head_dim), bias=bias),
         latent_norm=weights.tensor(f"{module}.kv_a_layernorm.weight", config.latent_dim),
         to_latent=make_head_maps(of_heads[:, : config.plain_dim].mT),
         to_value=make_head_maps(of_heads[:, config.plain_dim :]),
-        output=weights.linear(heads * config.value_dim, (f"{module}.o_proj", hidden), bias=bias),
+        output=weights.summed(weights.split_inputs(heads, config.value_dim, output, bias=bias)),
     )

@@ -3,8 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpu_worker.models.experts.config import ExpertsConfig, Routing, read_grouped_experts
+from gpu_worker.models.experts.config import (
+    ExpertsConfig,
+    Routing,
+    read_grouped_experts,
+    split_experts,
+)
 from gpu_worker.models.rope import RopeConfig, YarnScaling, rope_from_fields
+from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import JsonFields
 from gpu_worker.weights.model_config import ModelConfig, read_architecture, read_model_config
 
@@ -137,6 +143,21 @@ def read_deepseek_config(fields: JsonFields) -> DeepseekConfig:
         experts=_experts(fields, family, common.num_layers),
     )
     return _with_scales(config, fields) if family.has_scales else config
+
+
+def split_deepseek_config(config: DeepseekConfig, place: Place) -> DeepseekConfig:
+    """Return the config of one rank's layers and heads; each rank has the whole latent.
+
+    Raises:
+        ModelError: The layers or heads cannot be split among the ranks.
+    """
+    return replace(
+        config,
+        num_layers=len(place.layers(config.num_layers)),
+        num_heads=len(place.share("num_attention_heads", config.num_heads)),
+        intermediate_size=len(place.share("intermediate_size", config.intermediate_size)),
+        experts=None if config.experts is None else split_experts(config.experts, place),
+    )
 
 
 def _query_rank(fields: JsonFields) -> int | None:

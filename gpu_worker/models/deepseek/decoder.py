@@ -5,6 +5,7 @@ size, `V` vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch.nn import functional
@@ -12,14 +13,17 @@ from torch.nn import functional
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata
 from gpu_worker.models.deepseek.attention import LatentAttention, build_attention
-from gpu_worker.models.deepseek.config import DeepseekConfig
+from gpu_worker.models.deepseek.config import DeepseekConfig, split_deepseek_config
 from gpu_worker.models.experts.build import build_experts
 from gpu_worker.models.feed_forward import FeedForward, build_gated_mlp
 from gpu_worker.models.rope_table import rotary_table
+from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.weights.linear import Linear
 from gpu_worker.weights.reader import Weights
 from kernels import ops
 from kernels.cpu.linear import PackedLinear
+
+_EMBEDDING: Final = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,15 +43,18 @@ class DeepseekDecoder:
     """A language model. Immutable. Call it in `torch.inference_mode()`."""
 
     config: DeepseekConfig
-    embedding: torch.Tensor
-    """`[V, E]`."""
+    """The config of this rank's part, if the model is on several devices."""
+    embedding: torch.Tensor | None
+    """`[V, E]`; None if an earlier stage has it."""
     layers: tuple[DeepseekLayer, ...]
-    final_norm: torch.Tensor
-    """`[E]`."""
-    lm_head: Linear
-    """E to V."""
+    final_norm: torch.Tensor | None
+    """`[E]`; None if a later stage has it."""
+    lm_head: Linear | None
+    """E to V; None if a later stage has it."""
     cos_sin: torch.Tensor
     """float32 `[max_model_len, rotary_dim]`, from `rotary_table`."""
+    ranks: Ranks | None = None
+    """The other devices, if any."""
 
     def forward(
         self,
@@ -58,9 +65,13 @@ class DeepseekDecoder:
     ) -> torch.Tensor:
         """Compute a step's tokens, and store their latents; see `LlamaDecoder.forward`."""
         eps = self.config.rms_norm_eps
-        residual = functional.embedding(token_ids, self.embedding)
-        if self.config.embedding_scale != 1:
-            residual = residual * self.config.embedding_scale
+        if self.embedding is None:
+            residual = self._others.receive(len(token_ids), self.layers[0].input_norm)
+        else:
+            residual = functional.embedding(token_ids, self.embedding)
+            if self.config.embedding_scale != 1:
+                residual = residual * self.config.embedding_scale
+        wanted = None if self.final_norm is None else metadata.wanted
         out: torch.Tensor | None = None  # output of a branch; the next norm adds it
         for index, layer in enumerate(self.layers):
             if out is None:
@@ -68,19 +79,25 @@ class DeepseekDecoder:
             else:
                 normed, residual = ops.add_rms_norm(out, residual, layer.input_norm, eps)
             query = layer.attention.store(normed, self.cos_sin, positions, pool, index, metadata)
-            if metadata.wanted is not None and index == len(self.layers) - 1:
+            if wanted is not None and index == len(self.layers) - 1:
                 query, residual = metadata.select(query), metadata.select(residual)
-                metadata = metadata.wanted.metadata
+                metadata = wanted.metadata
                 if not len(query):
                     return residual
             out = self._scaled(layer.attention.attend(query, pool, index, metadata))
             normed, residual = ops.add_rms_norm(out, residual, layer.mlp_norm, eps)
             out = self._scaled(layer.feed_forward(normed))
         assert out is not None, "a decoder has at least one layer"
+        if self.final_norm is None:
+            hidden = residual + out
+            self._others.send_on(hidden)
+            return metadata.select(hidden)
         return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the logits of the next token from final hidden states: `[S, E]` to `[S, V]`."""
+        """See `LlamaDecoder.logits`."""
+        if self.lm_head is None:
+            return hidden[:, :0].float()
         if self.config.logits_scale != 1:
             hidden = hidden * self.config.logits_scale
         if isinstance(self.lm_head, PackedLinear):
@@ -89,32 +106,42 @@ class DeepseekDecoder:
         # GPUs sample from logits of 16 bits, too.
         return logits if logits.is_cuda else logits.float()
 
+    @property
+    def _others(self) -> Ranks:
+        assert self.ranks is not None, "a stage of a pipeline has ranks"
+        return self.ranks
+
     def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
         return branch if self.config.residual_scale == 1 else branch * self.config.residual_scale
 
 
 def build_deepseek(config: DeepseekConfig, weights: Weights) -> DeepseekDecoder:
-    """Build the decoder; errors of reading tensors pass through."""
-    vocab_size, hidden = config.vocab_size, config.hidden_size
+    """Build the part of the decoder for `weights.place`; errors of reading tensors pass through."""
+    vocab_size, hidden, place = config.vocab_size, config.hidden_size, weights.place
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
     # Layers that predict further tokens.
     weights.ignore(rf"model\.layers\.{config.num_layers}\..*")
     if config.tie_word_embeddings:
         weights.ignore(r"lm_head\.weight")  # a copy of the embedding, in some checkpoints
-    embedding = weights.tensor("model.embed_tokens.weight", vocab_size, hidden)
-    layers = tuple(_layer(config, index, weights) for index in range(config.num_layers))
-    head = embedding
-    if not config.tie_word_embeddings:
-        head = weights.tensor("lm_head.weight", vocab_size, hidden)
+    embedding = final_norm = lm_head = None
+    if place.is_first_stage:
+        embedding = weights.tensor(_EMBEDDING, vocab_size, hidden)
+    layers = tuple(_layer(config, index, weights) for index in place.layers(config.num_layers))
+    if place.is_last_stage:
+        final_norm = weights.tensor("model.norm.weight", hidden)
+        name = _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
+        tied = embedding if config.tie_word_embeddings else None
+        lm_head = weights.split_head(name, vocab_size, hidden, tied)
     return DeepseekDecoder(
-        config=config,
+        config=split_deepseek_config(config, place),
         embedding=embedding,
         layers=layers,
-        final_norm=weights.tensor("model.norm.weight", hidden),
-        lm_head=weights.head(head),
+        final_norm=final_norm,
+        lm_head=lm_head,
         cos_sin=rotary_table(config.rope, config.rotary_dim, config.max_model_len).to(
             weights.device
         ),
+        ranks=weights.ranks,
     )
 
 
@@ -128,5 +155,5 @@ def _layer(config: DeepseekConfig, index: int, weights: Weights) -> DeepseekLaye
         input_norm=weights.tensor(f"{layer}.input_layernorm.weight", hidden),
         attention=build_attention(config, f"{layer}.self_attn", weights),
         mlp_norm=weights.tensor(f"{layer}.post_attention_layernorm.weight", hidden),
-        feed_forward=feed_forward,
+        feed_forward=weights.summed(feed_forward),
     )

@@ -91,11 +91,19 @@ def read_gpt_oss_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
 
 
 def read_qwen_experts(
-    fields: JsonFields, num_layers: int, *, has_shared: bool = False
+    fields: JsonFields,
+    num_layers: int,
+    *,
+    has_shared: bool = False,
+    size_field: str = "moe_intermediate_size",
 ) -> ExpertsConfig:
     """Read the experts of Qwen and OLMoE.
 
-    With `has_shared` there is also a shared expert, whose share depends on the token.
+    Args:
+        fields: The fields of config.json.
+        num_layers: Number of layers.
+        has_shared: Whether there is a shared expert, whose share depends on the token.
+        size_field: The field with the MLP size of each expert.
 
     Raises:
         ModelError: A field is missing or malformed, or asks for more experts than there are.
@@ -103,14 +111,13 @@ def read_qwen_experts(
     # transformers 5 writes Qwen3's under the second name.
     name = "num_experts" if fields.has("num_experts") else "num_local_experts"
     num_experts = fields.positive_int(name)
-    size = fields.positive_int("intermediate_size")
     step = fields.positive_int("decoder_sparse_step", default=1)
     dense = fields.int_list("mlp_only_layers")
     return ExpertsConfig(
         layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
         num_experts=num_experts,
         num_per_token=_num_per_token(fields, name, num_experts),
-        intermediate_size=fields.positive_int("moe_intermediate_size", default=size),
+        intermediate_size=fields.positive_int(size_field),
         has_shares_of_one=fields.boolean("norm_topk_prob", default=False),
         shared_size=fields.positive_int("shared_expert_intermediate_size") if has_shared else None,
         has_shared_gate=has_shared,
@@ -144,15 +151,14 @@ def read_grouped_experts(
     fields.allow_only("scoring_func", routing.value)
     num_experts = fields.positive_int("n_routed_experts")
     num_per_token = fields.positive_int("num_experts_per_tok")
-    num_groups = fields.positive_int("n_group", default=1)
-    num_chosen_groups = fields.positive_int("topk_group", default=1)
-    if routing is Routing.SOFTMAX:
-        method = fields.get("topk_method", default="greedy")
-        if method == "greedy":
-            num_groups = num_chosen_groups = 1
-        elif method != "group_limited_greedy":
-            supported = "greedy, group_limited_greedy"
-            raise fields.unsupported("topk_method", f"is {method!r}; supported: {supported}")
+    num_groups = num_chosen_groups = 1
+    method = fields.get("topk_method", default="greedy")
+    if routing is Routing.SIGMOID or method == "group_limited_greedy":
+        num_groups = fields.positive_int("n_group")
+        num_chosen_groups = fields.positive_int("topk_group")
+    elif method != "greedy":
+        supported = "greedy, group_limited_greedy"
+        raise fields.unsupported("topk_method", f"is {method!r}; supported: {supported}")
     if num_experts % num_groups:
         raise fields.error("n_group", f"is {num_groups}; it must divide the {num_experts} experts")
     if num_chosen_groups > num_groups:
@@ -171,12 +177,12 @@ def read_grouped_experts(
         # For V2, transformers ignores the field, and the shares need not sum to 1.
         has_shares_of_one=routing is Routing.SIGMOID
         and fields.boolean("norm_topk_prob", default=True),
-        share_factor=fields.number("routed_scaling_factor", default=1.0),
+        share_factor=fields.number("routed_scaling_factor"),
         routing=routing,
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
         # Shared experts are one MLP that is as wide as all of them.
-        shared_size=size * fields.positive_int("n_shared_experts", default=1),
+        shared_size=size * fields.positive_int("n_shared_experts"),
     )
 
 

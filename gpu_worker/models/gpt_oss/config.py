@@ -13,9 +13,9 @@ from gpu_worker.models.rope import rope_from_fields
 from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import JsonFields, ModelError
 from gpu_worker.weights.model_config import read_model_config
-from gpu_worker.weights.stored.format import MXFP4_GROUP_SIZE
+from gpu_worker.weights.stored.format import MXFP4_ARCHITECTURE, MXFP4_GROUP_SIZE
 
-GPT_OSS_ARCHITECTURE: Final = "GptOssForCausalLM"
+GPT_OSS_ARCHITECTURE: Final = MXFP4_ARCHITECTURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ def _expert(
     if weights.place.tensor_rank == 0:  # one rank adds it
         of_down = Piece(f"{module}.down_proj_bias", (num_experts, hidden), (own,))
         down_bias = weights.part(of_down)[0]
-    if not config.is_mxfp4 or weights.packed is None:  # random weights are plain
+    if not config.is_mxfp4:
         wide, narrow = (num_experts, hidden, 2 * size), (num_experts, size, hidden)  # transposed
         inputs = slice(features.start, features.stop)
         down = weights.part(Piece(f"{module}.down_proj", narrow, (own, inputs)))[0].t()
@@ -95,6 +95,7 @@ def _expert(
             weights.of_weight(module, down.contiguous(), down_bias),
             gate,
         )
+    assert weights.packed is not None, "config.json says that experts are packed"
     groups = slice(features.start // MXFP4_GROUP_SIZE, features.stop // MXFP4_GROUP_SIZE)
     wide = num_experts, 2 * size, hidden // MXFP4_GROUP_SIZE
     packed = _read_mxfp4(weights, f"{module}.gate_up_proj", wide, (own, of_both))

@@ -179,7 +179,9 @@ _FAMILIES = {
         ropes_by_layer=True,
         rope_theta=500000.0,
     ),
-    "OlmoeForCausalLM": replace(_OLMO, read_experts=read_qwen_experts),
+    "OlmoeForCausalLM": replace(
+        _OLMO, read_experts=partial(read_qwen_experts, size_field="intermediate_size")
+    ),
     "Phi3ForCausalLM": _Family(
         rms_norm_eps=1e-5,
         rotary_share=1.0,
@@ -286,6 +288,13 @@ def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig 
     if not by_kind.values:  # before transformers 5
         rope = rope_from_fields(fields, **options)
         return rope, RopeConfig(rope.theta)
+    kinds = "full_attention", "sliding_attention"
+    if ignored := sorted(by_kind.values.keys() - set(kinds)):
+        raise by_kind.error(
+            ignored[0],
+            f"is {by_kind.get(ignored[0])!r}; it must be in {' or '.join(kinds)}, because"
+            f" {read_architecture(fields)} ignores it elsewhere",
+        )
     full, windowed = (
         rope_from_fields(
             replace(
@@ -293,7 +302,7 @@ def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig 
             ),
             **options,
         )
-        for kind in ("full_attention", "sliding_attention")
+        for kind in kinds
     )
     return full, windowed
 

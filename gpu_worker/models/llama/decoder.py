@@ -252,7 +252,9 @@ def build_decoder(
     decoder_layers = tuple(map(make_layer, layers))
     if place.is_last_stage:
         final_norm = weights.tensor("model.norm.weight", hidden)
-        lm_head = weights.joined(_head(config, embedding, weights), config.vocab_size)
+        name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        tied = embedding if config.tie_word_embeddings else None
+        lm_head = weights.split_head(name, config.vocab_size, hidden, tied)
     return LlamaDecoder(
         config=split_llama_config(config, place),
         embedding=embedding,
@@ -270,15 +272,6 @@ def _half_by_half(config: LlamaConfig, device: torch.device) -> torch.Tensor:
     order = torch.arange(config.head_dim)
     rotated = order[: config.rotary_dim].view(-1, 2)
     return torch.cat((rotated[:, 0], rotated[:, 1], order[config.rotary_dim :])).to(device)
-
-
-def _head(config: LlamaConfig, embedding: torch.Tensor | None, weights: Weights) -> Linear:
-    """Build this rank's part of the map to the vocabulary."""
-    rows = weights.place.vocabulary(config.vocab_size)
-    if config.tie_word_embeddings and embedding is not None:
-        return weights.head(embedding[rows.start : rows.stop])
-    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    return weights.head(weights.rows(name, rows, config.vocab_size, config.hidden_size))
 
 
 def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:

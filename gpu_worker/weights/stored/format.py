@@ -9,10 +9,13 @@ from enum import Enum
 from typing import Final, TypeAlias
 
 from gpu_worker.weights.json_fields import JsonFields
+from gpu_worker.weights.model_config import read_architecture
 from model_files.gguf_config import QUANT_METHOD
 
 _GROUP_SIZES: Final = (32, 64, 128)
 MXFP4_GROUP_SIZE: Final = 32
+MXFP4_ARCHITECTURE: Final = "GptOssForCausalLM"
+"""The only one whose weights may be in MXFP4."""
 _DEQUANTIZED: Final = ("fp8", "mxfp4")
 _WHOLE: Final = -1
 """The group size in config.json that means one group of all input features."""
@@ -103,6 +106,7 @@ def read_stored_format(fields: JsonFields) -> StoredFormat | None:
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise config.error("quant_method", f"is {method!r}; supported: {', '.join(_METHODS)}")
+    _check_mxfp4(fields)
     return _METHODS[method](config)
 
 
@@ -115,6 +119,20 @@ def check_dequantized(fields: JsonFields) -> None:
             "quant_method",
             f"is {method!r}; of models that transformers runs, supported:"
             f" {', '.join(_DEQUANTIZED)}",
+        )
+    _check_mxfp4(fields)
+
+
+def _check_mxfp4(fields: JsonFields) -> None:
+    """Raise ModelError if the weights are in MXFP4 and the model cannot have them so."""
+    config = fields.nested("quantization_config")
+    if config.get("quant_method") != "mxfp4":
+        return
+    if (architecture := read_architecture(fields)) != MXFP4_ARCHITECTURE:
+        raise config.error(
+            "quant_method",
+            f"is 'mxfp4', which is supported only for {MXFP4_ARCHITECTURE}; the model is a"
+            f" {architecture}",
         )
 
 

@@ -48,7 +48,10 @@ class ExpertsFile:
     """A file whose stacked tensors appear as a tensor for each map of each expert."""
 
     def __init__(self, file: TensorFile, hidden_size: int) -> None:
-        """`hidden_size` is E. It shows the order of dimensions, which differs by checkpoint."""
+        """`hidden_size` is E. It shows the order of dimensions, which differs by checkpoint.
+
+        A shape that fits both orders is read as `[X, outputs, inputs]`, as by `transformers`.
+        """
         self._file = file
         self._hidden_size = hidden_size
         self._maps: dict[str, _Map] = {}

@@ -160,6 +160,7 @@ FAMILIES = {
     "glm4_moe": {},
     "olmo2": {},
     "olmoe": {},
+    "starcoder2": {},
     "longcat_flash": LONGCAT,
     "ministral3": {
         "head_dim": 16,

@@ -42,6 +42,13 @@ def test_a_model_with_too_short_a_context_is_refused_without_its_weights(tmp_pat
             },
             "quant_method is 'hqq'; of models that transformers runs, supported: fp8, mxfp4",
         ),
+        (
+            {
+                "architectures": ["FalconForCausalLM"],
+                "quantization_config": {"quant_method": "mxfp4"},
+            },
+            "quantization_config.quant_method is 'mxfp4', which is supported only for Gpt",
+        ),
     ],
     ids=str,
 )
@@ -52,9 +59,19 @@ def test_what_config_json_rules_out_is_refused_early(tmp_path, config, problem):
         check_config(WorkerSettings(model=str(tmp_path)), lambda *_: None)
 
 
-def test_quantization_that_ours_lacks_is_refused_early(model_dirs, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [
+        ("hqq", "quant_method is 'hqq'; supported: awq, gptq"),
+        (
+            "mxfp4",
+            "is 'mxfp4', which is supported only for GptOssForCausalLM",
+        ),
+    ],
+)
+def test_quantization_that_ours_lacks_is_refused_early(model_dirs, tmp_path, method, problem):
     config = json.loads((model_dirs.get("llama") / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "hqq"}
+    config["quantization_config"] = {"quant_method": method}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="quant_method is 'hqq'; supported: awq, gptq"):
+    with pytest.raises(ModelError, match=problem):
         check_config(WorkerSettings(model=str(tmp_path)), lambda *_: None)

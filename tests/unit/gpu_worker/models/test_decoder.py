@@ -19,6 +19,9 @@ VARIANTS = [
     ("mixtral", {"sliding_window": 33, "num_experts_per_tok": 3}),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False}),
     ("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
+    ("nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "hidden_act": "silu"}),
+    ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True, "num_key_value_heads": 4}),
+    ("starcoder2", {"use_bias": False, "sliding_window": None, "tie_word_embeddings": True}),
     (
         "glm4_moe",
         {"use_qk_norm": False, "attention_bias": True, "n_group": 3, "topk_group": 2}

@@ -136,8 +136,13 @@ def test_bfloat16_is_close_to_float32(model_dirs):
     assert (actual - expected).norm() < 0.03 * expected.norm()
 
 
-@pytest.mark.parametrize("flag", ["tensor", "pipeline"])
-def test_several_devices_are_refused_by_name(model_dirs, flag):
-    place = Place(**{f"{flag}_size": 2})
-    with pytest.raises(ModelError, match=f"{flag}-parallel-size is 2; DeepseekV3ForCausalLM runs"):
-        open_model(model_dirs.get("deepseek_v3"), place=place)
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"tensor_size": 3}, "tensor-parallel-size is 3; it must divide num_attention_heads, 4"),
+        ({"tensor_size": 4, "pipeline_size": 3}, "pipeline-parallel-size is 3; the model has 2"),
+    ],
+)
+def test_devices_that_cannot_share_the_model_are_refused_by_name(model_dirs, sizes, problem):
+    with pytest.raises(ModelError, match=problem):
+        open_model(model_dirs.get("deepseek_v3"), place=Place(**sizes))

@@ -88,7 +88,7 @@ def test_deepseek_v2_has_groups_only_if_its_method_has(tmp_path):
     config = read(tmp_path, V2)
     assert config.query_rank is None
     assert (config.experts.num_groups, config.experts.num_chosen_groups) == (8, 4)
-    greedy = read(tmp_path, V2 | {"topk_method": "greedy"}).experts
+    greedy = read(tmp_path, V2 | {"topk_method": "greedy", "n_group": None}).experts
     assert (greedy.num_groups, greedy.has_shares_of_one) == (1, False)
 
 
@@ -112,6 +112,12 @@ def test_what_transformers_may_run_is_unsupported(tmp_path, changes, message):
     ("changes", "message"),
     [
         ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        # Defaults of transformers differ by family.
+        ({"n_group": None}, "n_group is missing"),
+        ({"topk_group": None}, "topk_group is missing"),
+        ({"n_shared_experts": None}, "n_shared_experts is missing"),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor is missing"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63"),
         ({"n_group": 7}, "n_group is 7; it must divide the 256 experts"),
         ({"topk_group": 9}, "topk_group is 9; n_group is 8"),

@@ -84,7 +84,7 @@ def test_fp8_in_the_text_part_of_a_model_that_takes_images(model_dirs, tmp_path,
 
 
 def test_other_methods_are_refused_by_name(model_dirs, tmp_path):
-    directory = shutil.copytree(model_dirs.get("starcoder2"), tmp_path / "model")
+    directory = shutil.copytree(model_dirs.get("granite"), tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq"}
     (directory / "config.json").write_text(json.dumps(config))

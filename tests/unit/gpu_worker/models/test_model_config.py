@@ -257,6 +257,12 @@ def test_experts_of_qwen_3_as_old_and_new_transformers_write_them(tmp_path, name
     )
 
 
+def test_experts_of_olmoe_have_the_size_of_a_dense_mlp(tmp_path):
+    fields = {"architectures": ["OlmoeForCausalLM"], "num_experts": 64, "num_experts_per_tok": 8}
+    config = read(write(tmp_path, **fields, moe_intermediate_size=96))
+    assert config.experts.intermediate_size == 128
+
+
 @pytest.mark.parametrize(
     ("changes", "share", "rotary_dim"),
     [
@@ -273,7 +279,42 @@ def test_what_neox_rotates(tmp_path, changes, share, rotary_dim):
     assert config.num_kv_heads == 4
 
 
+@pytest.mark.parametrize(
+    ("family", "activation", "has_biases", "rotary_dim", "is_parallel", "is_tied"),
+    [
+        ("GPTNeoX", "gelu", True, 4, True, False),
+        ("Nemotron", "relu2", False, 8, False, False),
+        ("StableLm", "silu", False, 4, False, False),
+        ("Starcoder2", "gelu_pytorch_tanh", True, 16, False, True),
+    ],
+)
+def test_decoders_with_layer_norms_whose_config_says_little(
+    tmp_path, family, activation, has_biases, rotary_dim, is_parallel, is_tied
+):
+    config = read(write(tmp_path, architectures=[f"{family}ForCausalLM"]))
+    assert (config.activation, config.layer_norm_eps) == (activation, 1e-5)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (has_biases,) * 3
+    assert (config.rope, config.windows) == (RopeConfig(1e4, None, rotary_dim / 16), (None,) * 3)
+    assert (config.rotary_dim, config.is_parallel) == (rotary_dim, is_parallel)
+    assert config.tie_word_embeddings == is_tied
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("GPTNeoX", "layer_norm_eps"),
+        ("Nemotron", "norm_eps"),
+        ("StableLm", "layer_norm_eps"),
+        ("Starcoder2", "norm_epsilon"),
+    ],
+)
+def test_the_epsilon_of_layer_norms(tmp_path, family, name):
+    config = read(write(tmp_path, architectures=[f"{family}ForCausalLM"], **{name: 1e-3}))
+    assert config.layer_norm_eps == 1e-3
+
+
 NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
+OLMO_3 = {"architectures": ["Olmo3ForCausalLM"], "layer_types": ["full_attention"] * 3}
 
 
 @pytest.mark.parametrize(
@@ -282,6 +323,15 @@ NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
         (NEOX | {"hidden_act": "mish"}, "hidden_act is 'mish'; supported: gelu"),
         (NEOX | {"rotary_pct": 0.2}, "rotary_pct is 0.2; it must rotate an even number of"),
         (NEOX | {"num_attention_heads": 6}, "num_attention_heads must divide hidden_size, 64"),
+        (QWEN_3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        (
+            OLMO_3 | {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}},
+            "rope_parameters.factor is 8.0; it must be in full_attention or sliding_attention",
+        ),
+        (
+            OLMO_3 | {"rope_parameters": {"full_attention": {}, "rope_theta": 1e6}},
+            "rope_parameters.rope_theta is 1000000.0; it must be in full_attention or",
+        ),
         (
             {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
             "num_experts_per_tok is 9; it must be at most num_local_experts, 8",
@@ -315,6 +365,10 @@ def test_unsupported_features_of_the_families_are_named(tmp_path, changes, messa
             "use_sliding_window is true; only false is supported",
         ),
         ({"architectures": ["Olmo3ForCausalLM"]}, "layer_types is missing"),
+        (
+            {"architectures": ["Starcoder2ForCausalLM"], "partial_rotary_factor": 0.5},
+            "partial_rotary_factor is 0.5; only 1.0 is supported",
+        ),
         ({"clip_qkv": 8.0}, "clip_qkv is 8.0; only null is supported"),
         (
             {"rope_scaling": {"type": "ntk", "factor": 4.0}},

@@ -60,7 +60,7 @@ FAMILIES = OWN_ATTENTION | {
     "phi3": {"sliding_window": 30, "pad_token_id": 0},
     "qwen2_moe": QWEN2_MOE,
     "stablelm": {},
-    "starcoder2": {"sliding_window": 20, "initializer_range": 0.3},
+    "starcoder2": {},
 }
 
 
@@ -100,6 +100,8 @@ def test_a_native_family_runs_on_transformers_if_asked(model_dirs):
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish'; supported: gelu"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm is true; only false is supported"),
+        ("stablelm", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is true; only false is supported"),
         (
             "llama",
@@ -288,7 +290,8 @@ def test_a_window_that_only_the_mask_has_is_the_layer_s(model_dirs, monkeypatch,
     fields = {"layer_types": layer_types} if layer_types else {}
     family = "cohere2" if layer_types else "starcoder2"
     directory = model_dirs.get(family, sliding_window=20, **fields)
-    assert open_model(directory).config.windows == ((None, 20) if layer_types else (20, 20))
+    windows = open_model(directory, "transformers").config.windows
+    assert windows == ((None, 20) if layer_types else (20, 20))
 
 
 def test_a_window_that_no_mask_has_is_refused(model_dirs, monkeypatch):
@@ -296,7 +299,7 @@ def test_a_window_that_no_mask_has_is_refused(model_dirs, monkeypatch):
     asked = replace(options_without_window(), window=7)
     monkeypatch.setattr(attention, "read_options", lambda *_: asked)
     with pytest.raises(ModelError, match=r"layer 0 asks attention for window 7, but its masks"):
-        open_model(model_dirs.get("starcoder2", sliding_window=20))
+        open_model(model_dirs.get("starcoder2"), "transformers")
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,8 @@ def test_in_one_native_call_or_op_by_op_in_bfloat16(model_dirs, monkeypatch, fam
         ("glm4", {}),
         ("olmo2", {}),
         ("gpt_neox", {"use_parallel_residual": False}),
+        ("stablelm", {"use_parallel_residual": True}),
+        ("starcoder2", {}),
         ("deepseek_v3", {}),
     ],
 )

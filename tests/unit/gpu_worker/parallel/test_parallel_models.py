@@ -24,11 +24,24 @@ FAMILIES = {
     "qwen3": {"tie_word_embeddings": True, "vocab_size": 501},
     "qwen3_moe": {},
     "gpt_neox": {},
+    "nemotron": {},
+    "stablelm": {},
+    "starcoder2": {"num_key_value_heads": 1},
     "gpt_oss": {},
+    "deepseek_v2": {},
+    "deepseek_v3": {"attention_bias": True},
+    "minicpm3": {},
+}
+OF_A_PIPELINE = ("qwen2", "qwen3", "gpt_neox", "gpt_oss", "olmo2", "minicpm3", "starcoder2")
+LATENT_SIZES = {
+    "kv_lora_rank": 32,
+    "v_head_dim": 16,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
 }
 SHARED_OUT = [
     *((family, TENSOR) for family in FAMILIES if family != "olmo2"),
-    *((family, PIPELINE) for family in ("qwen2", "qwen3", "gpt_neox", "gpt_oss", "olmo2")),
+    *((family, PIPELINE) for family in OF_A_PIPELINE),
 ]
 
 
@@ -36,10 +49,12 @@ SHARED_OUT = [
 def results(tmp_path_factory):
     """By variant and sizes: the samples of one process, and of each of two ranks."""
     dirs = ModelDirs(tmp_path_factory.mktemp("models"))
-    keys = [*SHARED_OUT, ("int8", TENSOR), ("gptq", TENSOR), ("mxfp4", TENSOR)]
+    keys = [*SHARED_OUT, *((name, TENSOR) for name in ("int8", "gptq", "latent gptq", "mxfp4"))]
     cases = [Case(str(dirs.get(name, **FAMILIES[name])), *sizes) for name, sizes in SHARED_OUT]
     cases.append(Case(str(dirs.get("llama", num_hidden_layers=1)), *TENSOR, quantization="int8"))
     directory = dirs.get("llama", num_hidden_layers=1, intermediate_size=96)
+    cases.append(Case(str(write(directory, directory / "packed", FORMS["gptq_32"])), *TENSOR))
+    directory = dirs.get("deepseek_v2", **LATENT_SIZES)
     cases.append(Case(str(write(directory, directory / "packed", FORMS["gptq_32"])), *TENSOR))
     packed, _ = write_mxfp4(dirs.get("gpt_oss", intermediate_size=64), directory / "mxfp4")
     cases.append(Case(str(packed), *TENSOR))
@@ -96,6 +111,11 @@ def test_a_rank_holds_its_share_of_the_kv(results):
     ]
 
 
+def test_each_rank_holds_all_latents(results):
+    alone, rank_0, _ = results["deepseek_v3", TENSOR]
+    assert rank_0["block_bytes"] == alone["block_bytes"]
+
+
 def test_kv_heads_fewer_than_ranks_are_repeated(results):
     alone, rank_0, _ = results["mistral", TENSOR]
     assert rank_0["block_bytes"] == alone["block_bytes"]
@@ -107,7 +127,7 @@ def test_quantized_weights_are_shared_out(results):
     assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=0.3)
 
 
-@pytest.mark.parametrize("name", ["gptq", "mxfp4"])
+@pytest.mark.parametrize("name", ["gptq", "latent gptq", "mxfp4"])
 def test_a_quantized_checkpoint_is_shared_out(results, name):
     """One of GPTQ's maps cuts groups of 32 in two and is dequantized; the others are not."""
     alone, rank_0, rank_1 = results[name, TENSOR]

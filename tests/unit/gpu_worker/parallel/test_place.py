@@ -1,7 +1,10 @@
 """The part of a model that each rank holds."""
 
+from dataclasses import replace
+
 import pytest
 
+from gpu_worker.models.experts.config import ExpertsConfig, split_experts
 from gpu_worker.models.registry import open_model
 from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import ModelError
@@ -55,6 +58,36 @@ def test_kv_heads_fewer_than_ranks_stay_with_their_query_heads():
 def test_the_vocabulary_is_padded_at_its_end_alone():
     parts = [place.vocabulary(10) for place in places(4, 1)]
     assert parts == [range(3), range(3, 6), range(6, 9), range(9, 10)]
+
+
+EXPERTS = ExpertsConfig(
+    layers=(True, False),
+    num_experts=5,
+    num_per_token=2,
+    intermediate_size=64,
+    has_shares_of_one=True,
+    shared_size=96,
+    has_shared_gate=True,
+)
+
+
+def test_each_rank_has_a_part_of_every_expert_and_of_the_shared_one():
+    for place in places(2, 1):
+        part = split_experts(EXPERTS, place)
+        assert part == replace(EXPERTS, intermediate_size=32, shared_size=48)
+
+
+@pytest.mark.parametrize(
+    ("tensor_size", "problem"),
+    [
+        (3, "tensor-parallel-size is 3; it must divide moe_intermediate_size, 64"),
+        (64, "tensor-parallel-size is 64; it must divide shared_expert_intermediate_size, 96"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_refused_by_name(tensor_size, problem):
+    with pytest.raises(ModelError) as error:
+        split_experts(EXPERTS, Place(tensor_size=tensor_size))
+    assert str(error.value) == problem
 
 
 @pytest.fixture(scope="module")

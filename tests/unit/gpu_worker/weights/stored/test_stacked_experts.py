@@ -66,3 +66,12 @@ def test_each_expert_s_maps(is_transposed):
     assert torch.equal(read(up, rows), expected[rows])
     assert torch.equal(read(up, slice(None), columns), expected[:, columns])
     assert file.extent(Piece(up, file.shape(up))).bytes == range(1, 2), "read ahead: one expert"
+
+
+@pytest.mark.parametrize(("stack", "part"), [("gate_up", "gate"), ("down", "down")])
+def test_a_shape_that_fits_both_orders_is_read_as_by_transformers(stack, part):
+    square = torch.rand(1, HIDDEN, HIDDEN)
+    file = ExpertsFile(File({f"{EXPERTS}.{stack}_proj": square}), HIDDEN)
+    name = f"{EXPERTS}.0.{part}_proj.weight"
+    shape = file.shape(name)
+    assert torch.equal(file.tensor(Piece(name, shape)), square[0, : shape[0]])

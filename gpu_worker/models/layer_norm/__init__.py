@@ -1,0 +1,1 @@
+"""Decoders with layer norms: GPT-NeoX, Nemotron, StableLM and StarCoder 2."""
