@@ -23,13 +23,13 @@ import numpy.typing as npt
 BlockHash = NewType("BlockHash", bytes)
 HASH_BYTES = 32
 NO_HASH = BlockHash(bytes(HASH_BYTES))
-"""In KV events: the parent of a block that is the first of its prompts, or whose parent is unknown.
+"""In KV events, the parent hash of a prompt's first block, and of a block with an unknown parent.
 """
 _GROUPS: Final = [bytes((group,)) for group in range(2**8)]
 
 
 def split_hashes(packed: bytes) -> list[BlockHash]:
-    """Split the hashes that a message has joined in one field."""
+    """Split a message's field that contains several hashes, one after another."""
     starts = range(0, len(packed), HASH_BYTES)
     return [BlockHash(packed[start : start + HASH_BYTES]) for start in starts]
 
@@ -42,7 +42,8 @@ def root_hash(salt: str) -> BlockHash:
 
 def next_hash(parent: BlockHash, token_bytes: bytes) -> BlockHash:
     """Return the hash of the block after `parent`; `token_bytes` are little-endian int32."""
-    # Not wrapped in `BlockHash(...)`: that call would take a tenth of the time of this function.
+    # The digest is not wrapped in `BlockHash(...)`: the call would take a tenth of this function's
+    # time.
     return sha256(parent + token_bytes).digest()  # type: ignore[return-value]
 
 

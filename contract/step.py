@@ -4,7 +4,7 @@ A *row* is the slot of a live sequence in the worker, in [0, max_num_seqs); the 
 the numbers. A plan contains only changes. When all known tokens of a row are computed, the row
 samples a new one. From then on the row *decodes*: every step computes the last token and samples
 the next, until the sequence stops or reaches its length. Later plans name the row only to append a
-block or to release it. Arrays are int32; arrays named in one docstring are parallel.
+block or to release it. Arrays are int32. Arrays that one docstring names together are parallel.
 `contract.codec.step` turns plans and results into the messages of `worker.proto`.
 """
 
@@ -87,8 +87,8 @@ class NewSequence:
         return self.sampling
 
 
-# Read-only, but not frozen: a frozen dataclass sets each field by a call, which here would take a
-# twentieth of the time of planning a step.
+# A plan is read-only, but its class is not frozen. A frozen dataclass sets each field by a call;
+# these calls would take a twentieth of the time of planning a step.
 @dataclass(slots=True, eq=False)
 class Plan:
     """The changes before a step, and the prompt chunks that it computes.
@@ -104,8 +104,8 @@ class Plan:
     """Rows whose sequence has ended or left; they are freed first."""
     new_sequences: tuple[NewSequence, ...] = ()
     appended_rows: Int32Array = field(default_factory=no_ints)
-    """Rows whose block table gets one more block of each KV group at its end, given in
-    `appended_block_ids`."""
+    """Rows whose block table gets one more block of each KV group at its end.
+    `appended_block_ids` has these blocks."""
     appended_block_ids: Int32Array = field(default_factory=no_ints)
     placements: Int32Array = field(default_factory=no_ints)
     """Entries to set in block tables, as a flat list of triples: row, entry, block. Used only for
@@ -128,8 +128,9 @@ class Plan:
     plan's tables. The copies of this plan move their contents."""
     renamed_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_store_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Host blocks to store in disk blocks `disk_store_dst_block_ids`. The worker reads them before
-    this step writes host blocks. The result of this or a later step reports the end of a store."""
+    """Host blocks to store in disk blocks `disk_store_dst_block_ids`. The worker reads these host
+    blocks before this step writes to any. The result of this or a later step reports the end of a
+    store."""
     disk_store_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_load_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Disk blocks to load to host blocks `disk_load_dst_block_ids`. The result of this or a later
@@ -175,7 +176,7 @@ class PromptLogprobs:
     position: int
     """The first token's index in the prompt."""
     logprobs: tuple[StepLogprob, ...]
-    """The entries of the token at `position` and of the tokens after it."""
+    """One entry for the token at `position`, and one for each token after it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,10 +227,10 @@ class Result:
     logprobs: tuple[StepLogprob, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     num_computed_tokens: int = 0
-    """Tokens that went through the model; not sent."""
+    """Tokens that the step put through the model. Not sent to the scheduler."""
     head_start_s: float = 0.0
-    """Seconds for which the worker pauses after the step, to let the result be sent first; not
-    sent."""
+    """Seconds for which the worker pauses after the step, so that the result is sent first. The
+    number itself is not sent."""
 
     # Set only at the scheduler, which reads them from the log-probabilities of beams.
     candidate_rows: Int32Array = field(default_factory=no_ints)

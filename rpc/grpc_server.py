@@ -139,10 +139,10 @@ async def start_grpc_server(server: Server, settings: ProcessSettings) -> str:
 
 
 def failure_of(server: Server) -> asyncio.Future[None]:
-    """Return a future for the error that ends a server of grpcio; call this after its start.
+    """Return a future for the error that ends grpcio's `server`, which must have started.
 
     A call whose path is not UTF-8 ends the server before any interceptor (seen with grpcio 1.85).
-    The server then listens no more, and does not tell: `wait_for_termination` waits forever.
+    The server then stops listening, but does not report it: `wait_for_termination` waits forever.
     """
     failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -180,7 +180,7 @@ def _naming(address: str) -> Iterator[None]:
     """Raise CannotListenError if the address is not available."""
     try:
         yield
-    except (RuntimeError, OSError):  # of grpcio, and our own
+    except (RuntimeError, OSError):  # grpcio raises RuntimeError, our own server OSError
         raise CannotListenError(
             f"gRPC cannot listen on {address}: it is in use, or not an address of this machine"
         ) from None

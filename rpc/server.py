@@ -92,7 +92,7 @@ async def serve(
     signal of the same kind ends the process at once.
 
     `AdminService` also drains: `num_live` counts the live requests, and `check_operator` raises
-    unless the current call is an operator's. For its default see `rpc.security.operators`; for
+    unless the current call is an operator's. For its default, see `rpc.security.operators`; for
     `drain_worker` see `rpc.admin`; for `max_received_mb`, `grpc_by_grpcio` and `accepts_compressed`
     see `make_grpc_server`.
 
@@ -197,8 +197,8 @@ def observe(process: str, settings: ProcessSettings, *, new_trace_ratio: float =
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     """Run a process; each `__main__` calls this. Exits with 1 if an address is not available."""
-    # This is how long a computing thread may keep the GIL from the event loop. At the default of
-    # 5 ms a round trip takes 5.5 ms; at 0.1 ms it takes 0.5 ms.
+    # The interval is how long a computing thread may keep the GIL from the event loop. At the
+    # default of 5 ms a round trip takes 5.5 ms; at 0.1 ms it takes 0.5 ms.
     sys.setswitchinterval(1e-4)
     raise_file_limit()
     try:

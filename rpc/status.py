@@ -1,4 +1,4 @@
-"""Converts errors to a gRPC status with `google.rpc` details and back; has the interceptor."""
+"""Converts errors to a gRPC status with `google.rpc` details and back, also in an interceptor."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,8 @@ _HANDLER_KINDS: Final = {
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
-"""Maps whether requests and responses are streams to a handler's attribute and constructor."""
+"""Maps (whether requests are a stream, whether responses are) to a handler's attribute and its
+constructor."""
 
 _END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 
@@ -184,7 +185,7 @@ def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
         except DecodeError as error:
             return invalid_message(error)
         except errors.QuireError as error:  # raised by an interceptor that reads the bytes
-            return error.with_traceback(None)  # the error's frames refer to the bytes
+            return error.with_traceback(None)  # the traceback's frames refer to the bytes
 
     return parse
 
@@ -300,7 +301,7 @@ def _parse_details(
 ) -> tuple[error_details_pb2.BadRequest | None, error_details_pb2.RetryInfo | None]:
     bad_request: error_details_pb2.BadRequest | None = None
     retry_info: error_details_pb2.RetryInfo | None = None
-    # The type stubs do not know that it iterates over pairs.
+    # The type stubs do not know that the metadata iterates over pairs.
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key != DETAILS_KEY or not isinstance(value, bytes):

@@ -21,7 +21,7 @@ class Pings:
 
     gRPC's own threads answer HTTP/2 pings. In our own server the event loop does; no request blocks
     it for long. So a busy peer answers, but a stopped peer or one behind a broken network does not,
-    even if the kernel still accepts data. Detection takes at most the sum of both times.
+    even if the kernel still accepts data. Detection takes at most `after_ms` + `timeout_ms`.
     """
 
     after_ms: int
@@ -33,7 +33,7 @@ class Pings:
 
 
 PATIENT = Pings(after_ms=10_000, timeout_ms=20_000, are_sent_idly=True)
-"""For calls that are lost with their connection, so that waiting is better."""
+"""For calls that are lost with their connection: waiting for a slow peer is better."""
 QUICK = Pings(after_ms=1_000, timeout_ms=700, are_sent_idly=False)
 """For calls that can continue elsewhere. gRPC sends at most one ping per second."""
 
@@ -81,7 +81,8 @@ def server_options(
 ) -> ChannelOptions:
     """Return `channel_options` and options for servers only.
 
-    With `shares_port`, other processes may listen on the same port; the kernel spreads connections.
+    With `shares_port`, other processes may listen on the same port; the kernel spreads connections
+    among them.
     """
     most = [] if max_connections is None else [(_MAX_CONNECTIONS, max_connections)]
     codings = [] if accepts_compressed else [("grpc.compression_enabled_algorithms_bitset", 1)]

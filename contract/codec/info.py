@@ -39,7 +39,7 @@ _COPIED: Final = (
     "takes_whole_prompts",
     "has_far_kv",
 )
-"""Fields with the same names in `WorkerInfo` and in its message; `_LIMITS` has those of
+"""Fields that have the same names in `WorkerInfo` and in its message. `_LIMITS` lists the fields of
 `Limits`."""
 _limits, _copied = attrgetter(*_LIMITS), attrgetter(*_COPIED)
 _LEVEL_TO_PROTO: Final = {
@@ -71,7 +71,7 @@ _MAX_TOKENS: Final = 2**32
 
 
 def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
-    """Make the answer to `Attach`."""
+    """Convert a worker's description of itself, its answer to `Attach`."""
     return worker_pb2.WorkerInfo(
         **dict(zip(_COPIED, _copied(info), strict=True)),
         **dict(zip(_LIMITS, _limits(info.limits), strict=True)),

@@ -86,7 +86,7 @@ _IDENTITY_BYTES: Final = 32
 MAX_PIN_S: Final = 10**6
 _NOTE_BYTES_PER_TOKEN: Final = 80
 _NOTE_BYTES_BESIDES: Final = 1024
-# `quire.v1.NewSequence.note` documents both limits.
+# `quire.v1.NewSequence.note` documents these limits of a note's size.
 
 SamplingReader: TypeAlias = Callable[[worker_pb2.NewSequence, Limits], tuple[SamplingParams, int]]
 """Reads a new sequence's sampling parameters and the number of its LoRA adapter.
@@ -96,7 +96,7 @@ Raises InvalidArgumentError if they are invalid.
 
 
 def plan_to_proto(plan: Plan, epoch: int, step_id_base: int) -> worker_pb2.StepBatch:
-    """Make the batch for a plan; its step id is `step_id_base` plus the plan's step id."""
+    """Make the batch for a plan; the batch's step id is `step_id_base` plus the plan's step id."""
     batch = worker_pb2.StepBatch(
         epoch=epoch, step_id=step_id_base + plan.step_id, num_decodes=plan.num_decodes
     )

@@ -113,7 +113,7 @@ class Http2Server:
         Returns when all handlers have ended. May be called again with a shorter grace.
         """
         self.is_stopping = True
-        for each, _ in self._sockets:  # not empty if `start` was never called
+        for each, _ in self._sockets:  # there are some only if `start` was never called
             each.close()
         self._sockets.clear()
         for listener in self._listeners:

@@ -110,5 +110,5 @@ class _LoopWatch:
 
 
 def _stack(thread_id: int) -> str:
-    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - Python's own documentation has it
+    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - Python documents this function
     return "".join(traceback.format_stack(frame, _MAX_FRAMES)).rstrip() if frame else ""

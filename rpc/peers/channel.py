@@ -18,7 +18,7 @@ def open_channel(
     *,
     pings: Pings = PATIENT,
 ) -> grpc.aio.Channel:
-    """Open a channel to "host:port" or "unix:/path"; it connects at the first call.
+    """Open a channel to "host:port" or "unix:/path", which connects at the first call.
 
     Calls with a single request carry the current trace context. Long-lived streams do not, because
     they serve many requests; their messages name their traces. Unix sockets do not use TLS.
