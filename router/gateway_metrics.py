@@ -18,9 +18,10 @@ from router.request.cells import Cells
 from router.request.inference import Inference
 
 _FRESH_S: Final = 0.05
-"""How long a scrape may reuse the last answer. Each gateway scrapes up to 20 times per second."""
+"""For how long scrapes show the schedulers' last answer. A gateway scrapes up to 20 times per
+second."""
 _TIMEOUT_S: Final = 1.0
-"""How long a scrape waits for a model's schedulers; after that it has no gauges of the model."""
+"""How long a scrape waits for a model's schedulers. After that, it has no gauges of that model."""
 
 _NAMES: Final = ("quire_cell_{}", "vllm:{}")
 

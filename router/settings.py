@@ -86,10 +86,10 @@ class RouterSettings(ProcessSettings):
     """An additional HTTP port that several routers on one machine share; they then also share
     --grpc-port. Each router gets some of the connections, and needs its own --http-port."""
     scheduler_tls_cert: Path | None = None
-    """File of the certificate (PEM) for connections to schedulers, if it differs from --tls-cert,
+    """PEM file with the certificate for connections to schedulers, if it differs from --tls-cert,
     which may be a public certificate."""
     scheduler_tls_key: Path | None = None
-    """File of the private key of --scheduler-tls-cert."""
+    """PEM file with the private key of --scheduler-tls-cert."""
     max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
     """Maximum number of live requests: running, waiting, or not yet read to the end by the
     client."""

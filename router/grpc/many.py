@@ -27,7 +27,8 @@ from rpc.observe import telemetry
 from rpc.status import error_to_status
 
 _MOST_UNSENT_BYTES: Final = 256 * 1024
-"""About the size of a step's events for 4,096 streams; far below the 4 MiB that clients accept."""
+"""The limit is about the size of a step's events for 4,096 streams. It is far below the 4 MiB that
+clients accept."""
 _MOST_UNSENT_ERRORS: Final = 1024
 _CANCELLED_AT_ONCE: Final = 64
 """How many requests to cancel in one turn of the event loop; each takes about 0.1 ms to end."""
@@ -56,8 +57,9 @@ class _Request:
 class ManyCall:
     """The requests of one call, and the next message with their events.
 
-    It is the `Room` of its requests. While a message waits for a slow client, events collect in the
-    next message. Once that message is full, each request merges its own events.
+    A `ManyCall` is the `ClientRoom` of its requests. While a message waits for a slow client,
+    events collect in the next message. Once that message is full, each request merges its own
+    events.
     """
 
     def __init__(self, cells: Cells, context: CallContext) -> None:

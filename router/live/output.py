@@ -16,7 +16,7 @@ MAX_EVENT_TOKENS: Final = 4096
 likeliest tokens at each position such an event has 0.6 MB of protobuf; gRPC clients accept messages
 up to 4 MiB by default."""
 MAX_DELTA_CHARS: Final = 1 << 18
-"""Limit on characters of one delta, which keeps it within 1 MiB; one token may be a hundred
+"""Limit on characters of one delta, which keeps the delta within 1 MiB; one token may be a hundred
 spaces."""
 
 
@@ -86,12 +86,12 @@ class LiveOutput:
         self._thinking = None if thinking is None else ThinkingCounter(thinking)
         self._may_think = self._thinking is not None
         self._stream_interval = stream_interval
-        # Both are small in most outputs; Python makes no new objects for small integers.
+        # The next two numbers are small in most outputs; Python makes no new objects for small
+        # integers.
         self._num_unread = 0
         """Number of tokens for the next delta."""
         self._num_due = 1
-        """How many unread tokens there must be for a delta to be due; the output's end always is.
-        """
+        """How many unread tokens make a delta due. The output's end is always due."""
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._end_taken = False

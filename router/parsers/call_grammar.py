@@ -235,7 +235,8 @@ class CallGrammar:
                 rule if is_required else f"{rule}?"
                 for rule, is_required in zip(rules, are_required, strict=True)
             )
-        # From the last parameter to the first: `more` may follow it; `options` may begin the whole.
+        # Go from the last parameter to the first. `more` is what may follow a parameter, `options`
+        # are the possible beginnings.
         more, may_be_none = "", True
         options: list[str] = []
         for rule, is_required in zip(reversed(rules), reversed(are_required), strict=True):

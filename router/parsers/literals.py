@@ -1,8 +1,8 @@
 """Converts a JSON or Python literal that arrives in pieces to JSON without white space.
 
-What has been returned is always the beginning of a valid JSON text, because reading stops before
-the first character that does not fit. Characters whose JSON depends on later characters, such as a
-Python escape, are held back until these arrive.
+The returned text is always the beginning of a valid JSON text, because reading stops before the
+first character that does not fit. Characters whose JSON depends on later characters, such as a
+Python escape, are held back until the later characters arrive.
 """
 
 import json

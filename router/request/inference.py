@@ -44,11 +44,11 @@ from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 
 _SEED_BITS = 63
-"""Number of bits in a seed that is drawn; it fits a signed 64-bit integer in every language."""
+"""Number of bits of a drawn seed, which thus fits a signed 64-bit integer in every language."""
 
 
 class Inference:
-    """The interface of the APIs: requests, models, text and load."""
+    """One model, as the APIs use it: its requests, its text conversion and its load."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class Inference:
         return live
 
     def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
-        """Submit a request, with its events so far, that another process had accepted.
+        """Submit a request that another process had accepted, with its events so far.
 
         The caller reads the result from its first token on. Raises the errors of `generate`.
         """

@@ -33,8 +33,8 @@ from rpc.security.tls import ClientTls, explain
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _HURRIED_BACKOFF_S = 0.2
-"""The longest backoff for `_HURRY_S` after another scheduler was lost, because this one may replace
-it."""
+"""For `_HURRY_S` after another scheduler was lost, backoffs are at most this long, because this
+link's scheduler may replace the lost one."""
 _HURRY_S = 10.0
 _POLL_TIMEOUT_S = 5.0
 
@@ -159,7 +159,7 @@ class SchedulerLink:
             self._outbox.submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
-        """Cancel live sequences of one request; no more events of these are delivered."""
+        """Cancel live sequences of one request, whose further events are not delivered."""
         key_to_live = self.table.take(seq_keys)
         # Without a scheduler, removing the sequences from the table is enough.
         if not key_to_live or self._outbox is None:
@@ -273,7 +273,7 @@ class SchedulerLink:
                 poll.cancel()  # from now on the stream carries heartbeats
                 heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
-                self._knows_unpin = welcome.wants_heartbeats  # one version introduced both
+                self._knows_unpin = welcome.wants_heartbeats  # new in the same release
                 if welcome.wants_heartbeats:
                     tasks.append(asyncio.create_task(_send_heartbeats(outbox)))
                 while (message := await _read(call)) is not None:

@@ -1,9 +1,9 @@
 """All schedulers of a service: places requests, and moves the requests of lost schedulers.
 
 Several schedulers may each have workers of their own, or be standbys of each other; the router does
-not need to know. Live requests of a lost scheduler go to the next scheduler that connects: the same
-one, its replacement, or another that had lost its stream. If none connects soon, they go to
-schedulers that are still connected.
+not need to know which. Live requests of a lost scheduler go to the next scheduler that connects:
+the same one, its replacement, or another that had lost its stream. If no scheduler connects soon,
+these requests go to schedulers that are still connected.
 """
 
 import asyncio
@@ -105,9 +105,10 @@ class Schedulers:
     def check_room(self, n: int) -> None:
         """Check that a scheduler has reported enough room in its queue for `n` more sequences.
 
-        This refuses early, before a prompt is tokenized; `Admission` limits the requests of this
-        router, and the scheduler has the final decision. Raises InvalidArgumentError if no queue is
-        ever long enough, TooBusyError if none has enough room now.
+        Requests are refused here early, before a prompt is tokenized. `Admission` limits the
+        requests of this router, and the scheduler has the final decision. Raises
+        InvalidArgumentError if no queue is ever long enough, and TooBusyError if no queue has
+        enough room now.
         """
         limits = [link.max_waiting for link in self._connected]
         if limits and all(most is not None and n > most for most in limits):
@@ -146,8 +147,8 @@ class Schedulers:
     def reserve_seq_keys(self, n: int) -> int:
         """Return the first of `n` new consecutive keys.
 
-        The caller must call `submit` before it awaits anything. Raises UnavailableError without a
-        scheduler.
+        The caller must call `submit` before it awaits anything. Raises UnavailableError if no
+        scheduler is connected.
         """
         if not self._connected:
             raise self.unavailable()
@@ -160,7 +161,7 @@ class Schedulers:
         self._placement.choose(live, self._connected).submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
-        """Cancel live sequences of one request; no more events of these are delivered."""
+        """Cancel live sequences of one request, whose further events are not delivered."""
         for link in self._links:
             link.cancel(seq_keys)
 
@@ -182,8 +183,8 @@ class Schedulers:
     async def resume(self, request_id: str, tenant: str, start: StartResumed) -> LiveRequest:
         """Become the owner of a request; return it with all its events so far.
 
-        `start` makes an empty live request. Raises the scheduler's errors, such as `NotFoundError`;
-        `UnavailableError` without a scheduler.
+        `start` makes an empty live request. Raises the scheduler's errors, such as `NotFoundError`,
+        and `UnavailableError` if no scheduler is connected.
         """
         refusal: QuireError = self.unavailable()
         for link in self._connected:
@@ -322,7 +323,7 @@ class Schedulers:
     def check_fit(self, link: SchedulerLink, model: ModelInfo) -> None:
         """Check that a scheduler's model fits its tokenizer and the other schedulers' models.
 
-        If it does, it becomes the served model; live requests of a different model fail.
+        A model that fits becomes the served model; live requests of a different model fail.
         """
         others = [other for other in self._connected if other is not link]
         before = self._model

@@ -318,8 +318,8 @@ class Turns:
     async def _pace(self, turn: Turn) -> None:
         """Let at most one grouped turn proceed in each round of the event loop.
 
-        Many lines of a batch end in the same step. All at once, they would hold up the tokens of
-        clients that wait.
+        Many lines of a batch end in the same step. If they all proceeded at once, they would delay
+        the tokens of waiting clients.
         """
         if turn.group:
             async with self._pacing:

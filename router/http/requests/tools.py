@@ -66,7 +66,7 @@ class NamedChoice(Schema):
 
 @dataclass(frozen=True, slots=True)
 class ToolWords:
-    """What an API's JSON calls a chat's fields for tools, and their values; for errors."""
+    """The names that an API's JSON has for a chat's tool fields and their values, for errors."""
 
     path: Callable[[int], str] = "tools[{}].function".format
     """Returns the path of a function, given by its index."""
