@@ -19,7 +19,7 @@ def invocation() -> str:
 
 
 def _from_here(program: str) -> str:
-    """Return a path, short if possible. Links are not resolved: virtual environments use them."""
+    """Return a path, short if possible; keep links, because virtual environments need them."""
     path, here = Path(program).absolute(), Path.cwd()
     if path.parent == here:
         return f"./{path.name}"

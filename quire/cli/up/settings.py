@@ -263,8 +263,8 @@ class UpSettings(ProcessSettings):
     verbose: bool = False
     """Print the logs of the processes as they are written."""
     attached: bool = False
-    """Stop when standard input ends. This is for programs that start a private service, because
-    their pipe closes even if the program is killed."""
+    """Stop when standard input ends. The flag is for programs that start a private service: their
+    pipe to it closes even if they are killed."""
 
     @field_validator("model", mode="before")
     @classmethod
