@@ -27,8 +27,8 @@ class TokenLogprob:
 class OutputDelta(NamedTuple):
     """New tokens of one output, and the new text that can no longer change.
 
-    It is a tuple, because nearly every token needs one, and a frozen dataclass takes twice as long
-    to make.
+    A delta is a tuple, because nearly every token needs one, and a frozen dataclass takes twice as
+    long to make.
     """
 
     output_index: int
@@ -51,7 +51,7 @@ class OutputError:
 
 @dataclass(frozen=True, slots=True)
 class OutputFinished:
-    """The end of one output; its last event."""
+    """The last event of an output, which says how the output ended."""
 
     output_index: int
     finish_reason: FinishReason

@@ -104,7 +104,7 @@ class ThinkingMarkers:
 
     begin: str
     ends: tuple[str, ...]
-    """At least one text; each of them ends thinking."""
+    """One or more texts, each of which ends thinking."""
     has_begun: bool = False
     """Whether the prompt ends within thinking."""
     recurs: bool = False
@@ -144,8 +144,8 @@ class ResumeRequest:
     request_id: str
     tenant: str
     received: Mapping[int, OutputReceived]
-    """Maps an output's index to what the client has of it; outputs of which it has nothing may be
-    absent."""
+    """What the client has of each output, by the output's index. The client has nothing of an
+    output that is absent."""
     has_prompt_scores: bool
     deadline: float | None
     """As in `GenerateRequest`."""

@@ -54,7 +54,7 @@ class NewSequence:
     """All known tokens: the prompt, then the output so far if the sequence ran before."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """How many of `token_ids` have valid KV in the blocks; fewer than all."""
+    """How many of `token_ids` have valid KV in the blocks; fewer than `len(token_ids)`."""
     block_ids: Int32Array
     """The block table, with room for all known tokens. For every `block_size` tokens it has one
     entry per KV group, in the order of `Limits.kv_windows`. An entry is 0 if later tokens do not
@@ -101,7 +101,7 @@ class Plan:
     num_decodes: int
     """How many rows decode. Each computes one token, and its draft tokens if it has any."""
     released_rows: Int32Array = field(default_factory=no_ints)
-    """Rows whose sequence has ended or left; they are freed first."""
+    """Rows whose sequence has ended or left. The worker frees these rows first."""
     new_sequences: tuple[NewSequence, ...] = ()
     appended_rows: Int32Array = field(default_factory=no_ints)
     """Rows whose block table gets one more block of each KV group at its end.
@@ -125,7 +125,7 @@ class Plan:
     swap_in_dst_block_ids: Int32Array = field(default_factory=no_ints)
     renamed_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Device blocks that get the numbers `renamed_dst_block_ids` in every block table, also in this
-    plan's tables. The copies of this plan move their contents."""
+    plan's tables. Copies in this plan move the contents of these blocks."""
     renamed_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_store_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Host blocks to store in disk blocks `disk_store_dst_block_ids`. The worker reads these host
@@ -145,7 +145,7 @@ class Plan:
     them to a later scheduler."""
     trace_events: tuple[Any, ...] = ()
     """The `Started` and `Preempted` events of traced sequences since the previous plan, in order.
-    The scheduler makes spans from them; they are not sent."""
+    The scheduler makes spans from these events, and does not send them."""
     serialize: Callable[[], bytes] | None = None
     """Returns the bytes of the message in which the plan arrived; a worker of several processes
     passes them on. Set only at the worker; None: there was no message."""

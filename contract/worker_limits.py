@@ -24,8 +24,8 @@ class Chunk:
 
 
 KvWindow: TypeAlias = int | Chunk | None
-"""How many tokens a token sees, itself included; or the chunks that bound what it sees; or None: it
-sees all tokens before it."""
+"""How many tokens a token sees, itself included. With a `Chunk`, a token sees only its own chunk;
+with None, it sees all tokens before it."""
 
 
 def window_length(window: KvWindow) -> int | None:
@@ -90,6 +90,6 @@ class Limits:
     def min_num_blocks(self) -> int:
         """The least number of blocks that a resize may set.
 
-        It is enough for the longest row, or `num_blocks` if that is less.
+        This is the number that the longest row needs, but at most `num_blocks`.
         """
         return min(self.max_table_len + self.has_windows, self.num_blocks)

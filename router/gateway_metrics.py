@@ -21,7 +21,8 @@ _FRESH_S: Final = 0.05
 """For how long scrapes show the schedulers' last answer. A gateway scrapes up to 20 times per
 second."""
 _TIMEOUT_S: Final = 1.0
-"""How long a scrape waits for a model's schedulers. After that, it has no gauges of that model."""
+"""How long a scrape waits for a model's schedulers; if they take longer, their gauges are missing.
+"""
 
 _NAMES: Final = ("quire_cell_{}", "vllm:{}")
 

@@ -190,8 +190,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 def probes(health: Health) -> Middleware:
     """Make the middleware that answers `/health`, `/ready` and `/metrics` in every process.
 
-    It must be the outermost middleware, so that the application's own, such as authentication, does
-    not block probes.
+    It must be the outermost middleware, so that the application's own middleware, such as
+    authentication, does not block probes.
     """
 
     async def answer_health() -> web.Response:

@@ -80,8 +80,8 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
-    gRPC serves `services`, `AdminService`, `grpc.health.v1` and reflection, with interceptors for
-    errors and trace context and, inside those, `interceptors`. HTTP serves `http`, `/health`,
+    gRPC serves `services`, `AdminService`, `grpc.health.v1` and reflection. Interceptors handle
+    errors and trace context; `interceptors` run inside these. HTTP serves `http`, `/health`,
     `/ready` and `/metrics`. A handler is cancelled when its client disconnects.
 
     `on_started` runs when both servers listen; the caller declares `health` ready.

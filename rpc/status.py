@@ -26,8 +26,8 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 ERROR_DOMAIN = "quire.v1"
 
 _MAX_MESSAGE_BYTES = 1024
-"""Longest message of a status. It is sent three times, once percent-encoded, and peers may accept
-only 8 KiB of metadata."""
+"""Longest message of a status. A message is sent three times, once percent-encoded, and peers may
+accept only 8 KiB of metadata."""
 
 _MAX_RETRY_AFTER_S = 3600.0
 """Longest delay that is accepted from a peer."""
@@ -93,8 +93,8 @@ def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, Trailin
 def calling() -> Iterator[None]:
     """Convert the errors of a gRPC call to QuireErrors.
 
-    A call raises CancelledError if its channel is closed, although the task was not cancelled; this
-    becomes UnavailableError, so that the task does not end.
+    If its channel is closed, a call raises CancelledError, although the task was not cancelled.
+    This error becomes UnavailableError, so that the task does not end.
 
     Raises:
         QuireError: The peer's error, or UnavailableError if the peer is lost.
@@ -223,7 +223,8 @@ async def _abort(context: Any, status: tuple[grpc.StatusCode, str, TrailingMetad
 async def _received(context: Any) -> AsyncIterator[Any]:
     """Yield a call's requests.
 
-    This replaces gRPC's own iterator, which refers to itself and so keeps the last request.
+    This generator replaces gRPC's own iterator, which refers to itself and so keeps the last
+    request.
     """
     while (request := await context.read()) is not _END:
         yield request

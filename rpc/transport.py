@@ -33,7 +33,7 @@ class Pings:
 
 
 PATIENT = Pings(after_ms=10_000, timeout_ms=20_000, are_sent_idly=True)
-"""For calls that are lost with their connection: waiting for a slow peer is better."""
+"""For calls that are lost with their connection, so that waiting for a slow peer is better."""
 QUICK = Pings(after_ms=1_000, timeout_ms=700, are_sent_idly=False)
 """For calls that can continue elsewhere. gRPC sends at most one ping per second."""
 

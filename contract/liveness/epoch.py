@@ -11,9 +11,9 @@ from typing import Final
 from contract.errors import InvalidArgumentError
 
 MAX_LEAD_NS: Final = 366 * 24 * 3600 * 10**9
-"""How far an epoch may be ahead of a worker's clock. The limit is generous to inaccurate clocks. It
-ensures that a newer epoch is still possible after a bug or an attacker makes a worker obey a wrong
-epoch."""
+"""How far an epoch may be ahead of a worker's clock. The limit is generous to inaccurate clocks.
+With the limit, a newer epoch is still possible after a bug or an attacker makes a worker obey a
+wrong epoch."""
 _SPREAD_NS: Final = 2**16
 """Schedulers that start at the same time draw from this many epochs, to get different ones."""
 

@@ -360,7 +360,7 @@ class LoraSettings(SchedulerClientSettings):
 
 
 class MigrateSettings(SchedulerClientSettings):
-    """Move a live request with its KV to another worker; its output does not change."""
+    """Move a live request with its KV to another worker; the output does not change."""
 
     request_id: CliPositionalArg[str]
     """The request's id in `quire kv`."""

@@ -208,7 +208,7 @@ class QuotaShare:
 
 
 class Quotas:
-    """The tenants' meters; tenants without a quota share an unlimited one."""
+    """The tenants' meters; tenants without a quota share a meter without limits."""
 
     def __init__(self, tenant_to_quota: Mapping[str, Quota], now: float) -> None:
         self._meters = {

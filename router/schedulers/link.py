@@ -97,7 +97,7 @@ class SchedulerLink:
         self.max_waiting: int | None = None
         """Limit on sequences that wait at one of the scheduler's workers; None: unknown."""
         self.status = f"waiting for the scheduler at {target}"
-        """Why no scheduler is connected; it has no meaning while one is connected."""
+        """Why no scheduler is connected. The text has no meaning while a scheduler is connected."""
         self.is_starting = True
         """Whether `status` is normal during a start."""
         self.hang: str | None = None

@@ -213,9 +213,9 @@ class Schedulers:
     def calls_to_all(self) -> Sequence[SchedulerCalls]:
         """Return calls to all schedulers, for changes that must reach every one of them.
 
-        Raises UnavailableError if none is connected, or if one that is not connected was lost or
-        discovered less than `_AWAY_S` ago. A scheduler that has been away for longer may be a
-        standby.
+        Raises UnavailableError if no scheduler is connected, or if a scheduler was lost or
+        discovered less than `_AWAY_S` ago and is not connected. A scheduler that has been away for
+        longer may be a standby.
         """
         if not self._connected:
             raise self.unavailable()
@@ -235,7 +235,7 @@ class Schedulers:
 
     @property
     def target_to_is_connected(self) -> Mapping[str, bool]:
-        """Addresses of all known schedulers; there may be none.
+        """Maps the address of each known scheduler to whether it is connected; may be empty.
 
         A scheduler that is not connected may be running without any loaded model.
         """
@@ -343,7 +343,7 @@ class Schedulers:
         self._model = together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
-        """Move the live requests of lost and superseded schedulers to the connected one."""
+        """Move the live requests of lost and superseded schedulers to the connected scheduler."""
         for other in self._links:
             self._move_all(other, [link])
             if other.is_connected and other.epoch in link.superseded_epochs:

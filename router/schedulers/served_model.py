@@ -77,7 +77,7 @@ class ServedModel:
         return (self.name, *self._adapters())
 
     def has_adapter(self, name: str) -> bool:
-        """Whether an adapter of this name is known; it stays so while no scheduler is connected."""
+        """Whether an adapter of this name is known, by what schedulers have reported last."""
         return name in self._adapters()
 
     def has(self, name: str, digest: bytes) -> bool:

@@ -52,8 +52,8 @@ _MAX_RUNNING: Final = 256
 """A router takes over ownerless turns of a model while it runs fewer than this many turns of that
 model."""
 _MAX_GROUPED: Final = 32
-"""The same limit for turns of groups, such as lines of batches. It is low, so that clients that
-wait are favoured."""
+"""The same limit for turns of groups, such as lines of batches. The limit is low, to favour clients
+that wait for an answer."""
 _MAX_FAILURES: Final = 3
 """After this many failures without a new token, a turn fails for good."""
 _MIN_BACKOFF_S: Final = 0.1

@@ -13,7 +13,8 @@ WINDOW_BYTES: Final = 65_535
 """Maximum number of bytes that a client may send on a stream before the handler reads; HTTP/2's
 default."""
 _LARGE_S: Final = 60.0
-"""Longest time for a message larger than `WINDOW_BYTES` to arrive. It takes one of few places."""
+"""Longest time for a message larger than `WINDOW_BYTES` to arrive, because its place in `room` is
+one of few."""
 
 _PREFIX_BYTES: Final = 5
 _QUICK_BYTES: Final = 256 * 1024

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Final, Protocol
 
 _TURN_S: Final = 0.005
-"""After this time, the event loop runs its other callbacks."""
+"""After parsing for this long, the event loop runs its other callbacks."""
 
 
 class Parser(Protocol):

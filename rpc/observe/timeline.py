@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _MAX_EVENTS: Final = 2_000_000
-"""Maximum number of events in a file; they take about 200 MB."""
+"""Maximum number of events in a file; this many events take about 200 MB."""
 
 
 @dataclass(slots=True)

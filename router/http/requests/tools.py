@@ -101,7 +101,7 @@ class ToolFields(Schema):
 
     tools: Annotated[Listed[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
-    """None: "auto" with tools, "none" without."""
+    """None: "auto" if there are tools, else "none"."""
     parallel_tool_calls: bool = True
     """Whether an output may have several calls; a named function is called only once."""
 
