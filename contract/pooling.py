@@ -51,9 +51,9 @@ class Abilities:
 
     tasks: tuple[Task, ...] = (Task.GENERATE,)
     embedding_size: int = 0
-    """How many numbers a vector of this model has; 0: it makes no vectors."""
+    """How many numbers a vector of this model has; 0: the model makes no vectors."""
     pooling: Pooling | None = None
-    """How the model makes a vector by default; None: it makes no vectors."""
+    """How the model makes a vector by default; None: the model makes no vectors."""
 
     @property
     def generates(self) -> bool:

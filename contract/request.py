@@ -72,7 +72,7 @@ class GenerateRequest:
     cache_salt: str = ""
     """Only requests with the same salt share cached prefixes."""
     cache_pin_s: float | None = None
-    """How long the prompt stays pinned in the prefix cache; None: it is not pinned."""
+    """How long the prompt stays pinned in the prefix cache; None: the prompt is not pinned."""
     deadline: float | None = None
     """When the client stops waiting, on the event loop's clock; None: never."""
     priority: int = 0

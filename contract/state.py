@@ -26,8 +26,8 @@ class HeldRow:
     num_computed_tokens: int
     """How many of `token_ids` have their KV in the blocks; fewer than `len(token_ids)`."""
     block_ids: Int32Array
-    """The block table, of distinct blocks; it has room for at least the computed tokens. The entry
-    of a block whose tokens have all left the window is 0."""
+    """The block table. Its blocks are distinct, and have room for at least the computed tokens. The
+    entry of a block whose tokens have all left the window is 0."""
     has_stopped: bool
     """Whether its last token ends the sequence."""
     had_logprobs: bool

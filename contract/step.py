@@ -58,7 +58,7 @@ class NewSequence:
     block_ids: Int32Array
     """The block table, with room for all known tokens. For every `block_size` tokens it has one
     entry per KV group, in the order of `Limits.kv_windows`. An entry is 0 if later tokens do not
-    see its tokens, or if `placements` will set it."""
+    see the block's tokens, or if `placements` will set the entry."""
     sampling: bytes | SamplingParams
     """At the scheduler: a serialized `quire.v1.SamplingParams`, which the scheduler does not parse.
     At the worker: the parsed parameters."""

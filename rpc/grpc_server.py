@@ -67,10 +67,10 @@ def make_grpc_server(
     """Make a server that does not listen yet.
 
     `interceptors` run inside those for trace context and errors, so they may raise a QuireError.
-    `max_received_mb`, if given, limits requests instead of `settings.max_message_mb`. With
-    `shares_port`, other processes may listen on the same port. `by_grpcio` chooses grpcio's server;
-    otherwise it is an `Http2Server`, which spends less time on each message. Compressed requests
-    are UNIMPLEMENTED unless `accepts_compressed`.
+    If `max_received_mb` is given, it limits the size of requests instead of
+    `settings.max_message_mb`. With `shares_port`, other processes may listen on the same port.
+    `by_grpcio` chooses grpcio's server; otherwise the server is an `Http2Server`, which spends less
+    time on each message. Compressed requests are UNIMPLEMENTED unless `accepts_compressed`.
     """
     chain = [
         telemetry.TraceInterceptor(),

@@ -115,7 +115,7 @@ class Health:
     def _set(self, state: _State) -> None:
         if self._state.final:
             return
-        # A single assignment of an immutable value, so that other threads see no partial change.
+        # This single assignment of an immutable value shows other threads no partial change.
         self._state = state
         for callback in tuple(self._callbacks):
             callback()

@@ -146,7 +146,7 @@ async def serve(
                 health.set_draining()
                 if shared_site is not None:
                     await shared_site.stop()
-                    # This tells clients to reconnect; live calls continue.
+                    # `stop` tells clients to reconnect; live calls continue.
                     leaving.append(asyncio.ensure_future(server.stop(settings.drain_s + _FLUSH_S)))
                 if on_drain is not None:
                     await _drain(on_drain, settings.drain_s)

@@ -17,7 +17,7 @@ _MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
 
 @dataclass(frozen=True, slots=True)
 class Pings:
-    """When a connection to a silent peer is closed; its calls then end as UNAVAILABLE.
+    """When to close a connection to a silent peer; the peer's calls then end as UNAVAILABLE.
 
     gRPC's own threads answer HTTP/2 pings. In our own server the event loop does; no request blocks
     it for long. So a busy peer answers, but a stopped peer or one behind a broken network does not,
@@ -59,7 +59,7 @@ def channel_options(
         ("grpc.absolute_max_metadata_size", metadata_limit),
         ("grpc.keepalive_time_ms", pings.after_ms),
         ("grpc.keepalive_timeout_ms", pings.timeout_ms),
-        # Without this, an unanswered ping ends the connection only after a minute.
+        # Without this option, an unanswered ping ends the connection only after a minute.
         ("grpc.http2.ping_timeout_ms", pings.timeout_ms),
         ("grpc.keepalive_permit_without_calls", int(pings.are_sent_idly)),
         ("grpc.http2.max_pings_without_data", 0),

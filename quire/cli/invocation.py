@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def invocation() -> str:
-    """Return the command that runs `quire`: this word if it is on PATH, else a path."""
+    """Return the command that runs `quire`: the word `quire` if it is on PATH, else a path."""
     program = sys.argv[0]
     found = shutil.which("quire")
     if found is not None and os.path.realpath(found) == os.path.realpath(program):

@@ -292,7 +292,7 @@ class ResizeSettings(SchedulerClientSettings):
     """
 
     worker: str = ""
-    """The worker, by its address in `quire kv`; empty: the only worker of the scheduler."""
+    """The worker's address, as `quire kv` shows it; empty: the only worker of the scheduler."""
     blocks: Annotated[int, Field(ge=1)] | None = None
     """The new number of device blocks."""
     gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -314,7 +314,7 @@ class UnloadSettings(SchedulerClientSettings):
     """
 
     worker: CliPositionalArg[str] = ""
-    """The worker, by its address in `quire top`; empty: all workers of the scheduler."""
+    """The worker's address, as `quire top` shows it; empty: all workers of the scheduler."""
 
 
 class LoadSettings(SchedulerClientSettings):
@@ -326,7 +326,7 @@ class LoadSettings(SchedulerClientSettings):
     """
 
     worker: CliPositionalArg[str] = ""
-    """The worker, by its address in `quire top`; empty: all workers of the scheduler."""
+    """The worker's address, as `quire top` shows it; empty: all workers of the scheduler."""
     model: Path | None = None
     """Hugging Face directory, with the same absolute path on workers and routers; default: the
     worker's previous model."""
@@ -403,8 +403,8 @@ class ProbeSettings(_CommandSettings):
     http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """HTTP port of the process; default: a router's port."""
     tls_cert: Path | None = None
-    """The certificate file of the process. The command does not read it; if it is set, the process
-    uses TLS for HTTP."""
+    """The certificate file of the process. The command does not read the file; if this is set, the
+    process uses TLS for HTTP."""
 
 
 class QuantizeSettings(_CommandSettings):

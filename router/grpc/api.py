@@ -88,7 +88,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 "stream_interval",
                 f"is {domain_request.stream_interval}; GenerateOnce does not stream",
             )
-        if not domain_request.resumable:  # otherwise `Resume` may stream it
+        if not domain_request.resumable:  # `Resume` may stream a resumable request
             domain_request = replace(domain_request, stream_interval=MAX_STREAM_INTERVAL)
         response = inference_pb2.GenerateOnceResponse()
         async with await self._cells.generate(domain_request) as live:

@@ -93,8 +93,8 @@ class ManyCall:
                             self._take(message, tasks)
                             while self._num_errors >= _MOST_UNSENT_ERRORS:
                                 await self._wait_until_taken()
-                        # Not `asyncio.wait`: if the call is cancelled, the traceback would keep all
-                        # tasks, and so all requests, in memory.
+                        # Do not use `asyncio.wait`: if the call is cancelled, the traceback would
+                        # keep all tasks, and so all requests, in memory.
                         while self._num_running:
                             self._has_ended.clear()
                             await self._has_ended.wait()

@@ -66,7 +66,7 @@ class LiveOutput:
             detokenizer: Makes the text.
             stop_matcher: Finds stop strings in the text; None: there are none.
             end_token_ids: Tokens that end the sequence; their text is not part of the output.
-            thinking: How to recognize thinking; None: it is not counted.
+            thinking: How to recognize thinking; None: thinking is not counted.
             stream_interval: Number of new tokens after which a delta is due; the first delta is
                 due at once.
         """
@@ -76,8 +76,8 @@ class LiveOutput:
         self.finished: OutputFinished | None = None
         """The end of the output; once set, no token may be pushed."""
         self.first_token_at: float | None = None
-        """When the first token arrived; None: it has not arrived, or arrived before the request was
-        resumed."""
+        """When the first token arrived; None: no token has arrived, or the first one arrived before
+        the request was resumed."""
         self.last_token_at: float | None = None
         """When the latest token arrived, on the event loop's clock."""
         self._detokenizer = detokenizer

@@ -81,7 +81,7 @@ class Inference:
         )
 
     def check_room(self, model: str) -> None:
-        """Raise some errors of `generate` early, for APIs that do work before they call it.
+        """Raise some errors of `generate` early, for APIs that do other work before `generate`.
 
         Raises `NotFoundError` for an unknown model, and `TooBusyError` if the schedulers' queues
         are full.

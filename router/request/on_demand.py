@@ -5,7 +5,7 @@ they continue after the model's next load. Until then they count as demand for t
 models are busy than fit, the models take turns, and each stays loaded for a minimum time. Requests
 of the lowest priority, such as lines of batches, are patient: a model that is busy with other
 requests is not unloaded for them. A model that has had no request for some time may be unloaded,
-too; its next request loads it again. Only one router may load models on demand at the same
+too; the model's next request loads it again. Only one router may load models on demand at the same
 schedulers, since two routers might load two models at once.
 """
 

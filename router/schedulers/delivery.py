@@ -57,7 +57,7 @@ class Delivery:
         """Whether `begin` has begun the wave to which the next `add` belongs."""
 
     def begin(self, num_streams: int) -> float:
-        """Begin a wave with a step of this many streams, unless it must wait.
+        """Begin a wave with a step of this many streams, unless the wave must wait.
 
         Returns the time until which the caller may flush requests itself, each right after its
         token, while the request's objects are in the processor's caches. -inf: the caller may flush

@@ -66,7 +66,7 @@ class LinkOwner(Protocol):
         """Read the model's tokenizer; raises MisfitError if it cannot be read."""
 
     def check_fit(self, link: "SchedulerLink", model: ModelInfo) -> None:
-        """Check a scheduler's model before it is used; raises MisfitError if it does not fit."""
+        """Check a scheduler's model before its use; raises MisfitError for an unfit model."""
 
     def connected(self, link: "SchedulerLink") -> None:
         """Called when the link is connected and has submitted its live requests."""
@@ -107,8 +107,8 @@ class SchedulerLink:
         self.superseded_epochs: frozenset[int] = frozenset()
         """Epochs of the schedulers whose workers the latest scheduler has taken over."""
         self.away_since: float | None = asyncio.get_running_loop().time()
-        """When the link was made or lost its scheduler, on the event loop's clock; None: it is
-        connected."""
+        """When the link was made or lost its scheduler, on the event loop's clock; None: the link
+        is connected."""
         self.table = LiveTable(of_model(config.model_name))
         """The live sequences of the scheduler or, if none is connected, of the next one."""
         self.room: int | None = None
@@ -273,7 +273,7 @@ class SchedulerLink:
                 poll.cancel()  # from now on the stream carries heartbeats
                 heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
-                self._knows_unpin = welcome.wants_heartbeats  # new in the same release
+                self._knows_unpin = welcome.wants_heartbeats  # from one release
                 if welcome.wants_heartbeats:
                     tasks.append(asyncio.create_task(_send_heartbeats(outbox)))
                 while (message := await _read(call)) is not None:
@@ -286,7 +286,7 @@ class SchedulerLink:
             call.cancel()
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
-        """Report when the scheduler hangs and recovers; end the stream if it is lost."""
+        """Report when the scheduler hangs and recovers; end the stream of a lost scheduler."""
         while not heartbeat.is_lost:
             await asyncio.sleep(TICK_S)
             heartbeat.on_tick()

@@ -46,7 +46,8 @@ class ServedModel:
     def info(self, name: str = "") -> Model:
         """Return the model or adapter with this name.
 
-        Raises `NotFoundError` for an unknown name; `UnavailableError` before a scheduler connects.
+        Raises `NotFoundError` for an unknown name, and `UnavailableError` before a scheduler
+        connects.
         """
         self.check_name(name)
         model = self._schedulers.model

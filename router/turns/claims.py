@@ -110,7 +110,7 @@ def _queues(cursor: Cursor, last_tenant: str) -> Iterator[tuple[str, str]]:
         tenant, model = row
         yield tenant, model
         num_models[tenant] += 1
-        # For (tenant, model) > (?, ?), SQLite reads the whole queue of the last model.
+        # With "(tenant, model) > (?, ?)", SQLite would read the whole queue of the last model.
         next_model = " AND tenant = ? AND model > ?", (tenant, model)
         next_tenant = " AND tenant > ?", (tenant,)
         has_more = num_models[tenant] < MAX_MODELS

@@ -132,7 +132,7 @@ class Turns:
         Raises:
             AlreadyExistsError: Another request has the idempotency key.
             StoreError: The turn cannot be stored, and will not be computed.
-            QuireError: `Inference.generate` has raised it.
+            QuireError: An error of `Inference.generate`.
         """
         if (known := await self._with_key(turn)) is not None:
             return known

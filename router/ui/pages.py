@@ -39,7 +39,7 @@ class Page:
 
 
 def read_pages() -> Iterable[Page]:
-    """Read the page, which is served at `PAGE_PATH`, and its other files, served below it."""
+    """Read the page, served at `PAGE_PATH`, and its other files, served below that path."""
     for file in (files(__package__) / "static").iterdir():
         stem, dot, suffix = file.name.rpartition(".")
         path = PAGE_PATH if file.name == "index.html" else f"{PAGE_PATH}/{file.name}"

@@ -62,7 +62,8 @@ class _Decoder(Decoder):
 
     def decode(self, data: bytes, raw: bool = False) -> Any:
         self._num_changes = 0
-        # Dropped, because a call whose data has another length would end the connection.
+        # content-length is dropped, because a call whose data has another length would end the
+        # connection.
         return [each for each in super().decode(data, raw) if each[0] != b"content-length"]
 
     def _update_encoding_context(self, data: bytes | memoryview) -> int:
@@ -114,7 +115,7 @@ class BoundedH2(H2Connection):
 
     @property
     def has_more(self) -> bool:
-        """Whether `receive_data(b"")` may find further frames in data that it was given earlier."""
+        """Whether `receive_data(b"")` may find further frames in the data of earlier calls."""
         return self.incoming_buffer.num_left == 0
 
     def receive_data(self, data: bytes) -> list[Event]:  # type: ignore[override] # no other buffers

@@ -76,7 +76,7 @@ def read_request(headers: Headers, max_bytes: int, *, accepts_compressed: bool) 
 
     name_to_value = dict(headers)
     pseudo = [name for name, _ in headers if name.startswith(b":")]
-    if len(pseudo) > len(_PSEUDO.intersection(pseudo)):  # of two, a proxy may have read the other
+    if len(pseudo) > len(_PSEUDO.intersection(pseudo)):  # proxies may read duplicates differently
         raise RefusedRequestError([(b":status", b"400")])
     if name_to_value.get(b":method") != b"POST" or b":path" not in name_to_value:
         raise RefusedRequestError([(b":status", b"405"), (b"allow", b"POST")])

@@ -174,7 +174,7 @@ class Outbox:
                 stream.is_queued = False
 
     def _send_frame(self, stream: OutStream) -> bool:
-        """Send one frame of a stream's unsent message; return False if no more can follow now."""
+        """Send one frame of a stream's unsent bytes; return False if it can send no more now."""
         h2, own, unsent = self._h2, stream.h2, stream.unsent
         if unsent is None:
             return False

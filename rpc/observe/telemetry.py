@@ -47,7 +47,7 @@ def configure(
 ) -> None:
     """Export spans to `settings.otlp_traces_endpoint`, if set. Call once per process.
 
-    Without an endpoint, log level debug traces all requests, but only in the log.
+    Without an endpoint, at log level debug, all requests are traced, but only in the log.
 
     Args:
         service_name: Name of this process in its spans.
@@ -56,7 +56,7 @@ def configure(
     """
     if not settings.otlp_traces_endpoint and settings.log_level != "debug":
         return
-    # Imported here, because together they add 80 ms to each start.
+    # These modules are imported here, because together they add 80 ms to each start.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
         OTLPSpanExporter,
     )
@@ -99,7 +99,7 @@ def tracer() -> trace.Tracer:
 
 
 def extract(traceparent: str) -> Context:
-    """Parse a `traceparent`; return an empty context if it is empty or malformed."""
+    """Parse a `traceparent`; return an empty context for an empty or malformed one."""
     return _PROPAGATOR.extract({TRACEPARENT: traceparent}, Context())
 
 

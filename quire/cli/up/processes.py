@@ -31,7 +31,7 @@ class ServicePorts:
 
     http_port: int
     grpc_port: int
-    """The router's gRPC port; 0: it listens on a Unix socket instead."""
+    """The router's gRPC port; 0: the router listens on a Unix socket instead."""
     router_http_ports: tuple[int, ...]
     """The HTTP port of each router; a single router has `http_port`."""
     scheduler_http_ports: tuple[tuple[int, ...], ...]
