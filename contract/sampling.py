@@ -52,7 +52,7 @@ class StructuredOutput:
 
     @property
     def form(self) -> str:
-        """The name of the field that is set; raises InvalidArgumentError unless exactly one is."""
+        """The name of the set field; raises InvalidArgumentError unless exactly one is set."""
         given = [
             name
             for name in ("json_schema", "json_object", "regex", "choice", "grammar")

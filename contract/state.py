@@ -29,7 +29,7 @@ class HeldRow:
     """The block table. Its blocks are distinct, and have room for at least the computed tokens. The
     entry of a block whose tokens have all left the window is 0."""
     has_stopped: bool
-    """Whether its last token ends the sequence."""
+    """Whether the last token ends the sequence."""
     had_logprobs: bool
     """Whether its request asked for log-probabilities."""
     logprobs: tuple[StepLogprob, ...] = ()

@@ -29,7 +29,7 @@ class OutputState:
     num_shared_tokens: int
     """Length of the common prefix with the best beam, in tokens, the prompt included."""
     token_ids: Int32Array
-    """The tokens after the shared ones. There are few, because beams branch off late."""
+    """The tokens after the shared ones. These tokens are few, because beams branch off late."""
     logprob: np.float32
     """The sum of the log-probabilities of the output's tokens."""
 
@@ -128,13 +128,13 @@ class Plan:
     plan's tables. Copies in this plan move the contents of these blocks."""
     renamed_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_store_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Host blocks to store in disk blocks `disk_store_dst_block_ids`. The worker reads these host
-    blocks before this step writes to any. The result of this or a later step reports the end of a
-    store."""
+    """Host blocks to write to disk blocks `disk_store_dst_block_ids`. The worker reads these host
+    blocks before this step writes to any. The result of this or a later step reports the end of
+    each store."""
     disk_store_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_load_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Disk blocks to load to host blocks `disk_load_dst_block_ids`. The result of this or a later
-    step reports the end of a load."""
+    """Disk blocks to read into host blocks `disk_load_dst_block_ids`. The result of this or a later
+    step reports the end of each read."""
     disk_load_dst_block_ids: Int32Array = field(default_factory=no_ints)
     labelled_block_ids: Int32Array = field(default_factory=no_ints)
     """Device blocks whose content before this step has the hashes `labels`."""
@@ -207,17 +207,18 @@ class Result:
     """Device blocks whose swap-in brought corrupt content; a subset of the plan's
     `swap_in_dst_block_ids`."""
     stored_disk_block_ids: Int32Array = field(default_factory=no_ints)
-    """Disk blocks whose store has succeeded since the last result. The store began with this step
-    or an earlier one."""
+    """Disk blocks that have been written since the last result. The write began with this step or
+    an earlier step."""
     failed_disk_block_ids: Int32Array = field(default_factory=no_ints)
-    """Disk blocks whose store has failed; their content is invalid."""
+    """Disk blocks that could not be written. The content of these blocks is invalid."""
     loaded_host_block_ids: Int32Array = field(default_factory=no_ints)
-    """Host blocks whose load has succeeded."""
+    """Host blocks into which disk blocks have been read."""
     failed_host_block_ids: Int32Array = field(default_factory=no_ints)
-    """Host blocks whose load has failed; their content is invalid."""
+    """Host blocks into which disk blocks could not be read. The content of these host blocks is
+    invalid."""
     execute_s: float = 0.0
-    """Seconds from the start of the step to its result; on a GPU this includes waiting for the
-    previous step."""
+    """Seconds from the start of the step to its result. On a GPU, this time includes waiting for
+    the previous step."""
 
     # Set only at the worker; the scheduler forwards vectors and log-probabilities without parsing
     # them.

@@ -66,7 +66,8 @@ def make_grpc_server(
 ) -> Server:
     """Make a server that does not listen yet.
 
-    `interceptors` run inside those for trace context and errors, so they may raise a QuireError.
+    `interceptors` run inside the interceptors for trace context and errors, so they may raise a
+    QuireError.
     If `max_received_mb` is given, it limits the size of requests instead of
     `settings.max_message_mb`. With `shares_port`, other processes may listen on the same port.
     `by_grpcio` chooses grpcio's server; otherwise the server is an `Http2Server`, which spends less

@@ -130,7 +130,7 @@ def model_info_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
 
 
 def model_info_from_proto(message: common_pb2.ModelInfo, field: str) -> ModelInfo:
-    """Parse the description of a model; `field` names it in errors.
+    """Parse the description of a model; errors call the description `field`.
 
     Raises:
         InvalidArgumentError: An adapter has no name, or a digest of the wrong length.
@@ -179,7 +179,7 @@ def adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
 
 
 def adapter_from_worker(message: common_pb2.LoraAdapter, field: str) -> LoraAdapter:
-    """Parse a worker's description of an adapter; `field` names it in errors.
+    """Parse a worker's description of an adapter; errors call the description `field`.
 
     Raises:
         InvalidArgumentError: The name is empty, or the digest has the wrong length.

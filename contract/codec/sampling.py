@@ -57,7 +57,7 @@ def structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOut
 
 
 def structured_to_proto(structured: StructuredOutput) -> common_pb2.StructuredOutput:
-    """Convert the form of an output; raises InvalidArgumentError unless exactly one is set."""
+    """Convert the form of an output; raises InvalidArgumentError unless exactly one form is set."""
     match name := structured.form:
         case "json_schema":
             return common_pb2.StructuredOutput(json_schema=structured.schema_text)

@@ -91,7 +91,7 @@ _NOTE_BYTES_BESIDES: Final = 1024
 SamplingReader: TypeAlias = Callable[[worker_pb2.NewSequence, Limits], tuple[SamplingParams, int]]
 """Reads a new sequence's sampling parameters and the number of its LoRA adapter.
 
-Raises InvalidArgumentError if they are invalid.
+Raises InvalidArgumentError if the parameters are invalid.
 """
 
 
@@ -173,7 +173,7 @@ def result_to_proto(result: Result, epoch: int) -> worker_pb2.StepResult:
 def result_from_proto(
     message: worker_pb2.StepResult, step_id_base: int, max_num_seqs: int
 ) -> Result:
-    """Parse a result without its log-probabilities; `step_id_base` as in `plan_to_proto`.
+    """Parse a result without its log-probabilities; `step_id_base` is that of `plan_to_proto`.
 
     `WorkerLedger` checks which rows must sample and which blocks may move.
 

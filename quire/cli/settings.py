@@ -363,9 +363,9 @@ class MigrateSettings(SchedulerClientSettings):
     """Move a live request with its KV to another worker; the output does not change."""
 
     request_id: CliPositionalArg[str]
-    """The request's id in `quire kv`."""
+    """The request's id, as `quire kv` shows it."""
     to: str
-    """The worker's address in `quire kv`."""
+    """The address of the new worker, as `quire kv` shows it."""
 
 
 class DrainSettings(RouterClientSettings):

@@ -387,8 +387,8 @@ class LiveRequest:
         """Skip the events that the reader already has; called before reading.
 
         Raises `InvalidArgumentError` if the reader claims more tokens than there are, and
-        `FailedPreconditionError` if it needs lost log-probabilities. In both cases the caller must
-        close the request.
+        `FailedPreconditionError` if the reader needs lost log-probabilities. After either error,
+        the caller must close the request.
         """
         for index in received:
             if index >= len(self.outputs):

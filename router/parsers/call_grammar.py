@@ -24,7 +24,7 @@ _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
 _PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 _WHOLE: Final = "/$defs/parameters"
-"""The place of the schema of all parameters within the schema of one parameter."""
+"""Where the schema of one parameter contains the schema of all parameters: a JSON pointer."""
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,  # otherwise a model may write endless white space

@@ -110,7 +110,8 @@ class SchedulerLink:
         """When the link was made or lost its scheduler, on the event loop's clock; None: the link
         is connected."""
         self.table = LiveTable(of_model(config.model_name))
-        """The live sequences of the scheduler or, if none is connected, of the next one."""
+        """The live sequences of the scheduler. While no scheduler is connected, they wait for one.
+        """
         self.room: int | None = None
         """The last known room in the scheduler's queues, in sequences; None: no limit reported."""
         self.is_unloaded = False
@@ -137,7 +138,7 @@ class SchedulerLink:
 
     @property
     def calls(self) -> SchedulerCalls:
-        """Unary calls to the scheduler; raises UnavailableError while none is connected."""
+        """Unary calls to the scheduler; raises UnavailableError while no scheduler is connected."""
         if self._outbox is None or self._calls is None:
             raise UnavailableError(self.status)
         return self._calls

@@ -37,7 +37,7 @@ class Candidate:
     num_workers: int = 1
     """The number of the scheduler's workers, at least 1."""
     room: int | None = None
-    """The last known room in its queue, in sequences; None: no limit reported."""
+    """The last known room in the scheduler's queue, in sequences; None: no limit reported."""
 
 
 def has_room(room: int | None, n: int) -> bool:

@@ -126,7 +126,8 @@ class Schedulers:
     async def check_capacity(self, num_seqs: int) -> None:
         """Check that `num_seqs` sequences could be live at once without any other load.
 
-        Raises InvalidArgumentError if not, and UnavailableError if there is no scheduler.
+        Raises InvalidArgumentError if they could not, and UnavailableError if there is no
+        scheduler.
         """
         links = [(link, link.max_waiting or 0) for link in self._connected]
         # If the queue of one worker is long enough, do not ask for the loads.
@@ -211,7 +212,7 @@ class Schedulers:
     # --- unary calls ----------------------------------------------------------------------------
 
     def calls_to_all(self) -> Sequence[SchedulerCalls]:
-        """Return calls to all schedulers, for changes that must reach every one of them.
+        """Return the calls of all schedulers, for changes that must reach every scheduler.
 
         Raises UnavailableError if no scheduler is connected, or if a scheduler was lost or
         discovered less than `_AWAY_S` ago and is not connected. A scheduler that has been away for
@@ -242,7 +243,10 @@ class Schedulers:
         return {link.target: link.is_connected for link in self._links}
 
     async def load(self) -> Load:
-        """Return the sum of the schedulers' loads; raises UnavailableError if none is connected."""
+        """Return the sum of the loads of all connected schedulers.
+
+        Raises UnavailableError if no scheduler is connected.
+        """
         if not self._connected:
             raise self.unavailable()
         return sum_loads(await asyncio.gather(*(link.calls.load() for link in self._connected)))
@@ -353,8 +357,8 @@ class Schedulers:
     def changed(self, link: SchedulerLink) -> None:
         """Move the requests of a lost scheduler, and look for a standby that replaces it.
 
-        Unless another scheduler has taken over its workers, first wait `_RETURN_S`, since the
-        workers still have the KV and the scheduler may return.
+        The requests move only after `_RETURN_S`, because the scheduler may return, and its workers
+        still have the KV. If another scheduler has taken over these workers, they move at once.
         """
         if link.hang is not None or not (link.is_connected or link.is_starting):
             for other in self._links:
@@ -373,7 +377,7 @@ class Schedulers:
             self._model = together(link.model for link in self._connected)
 
     def refused(self, link: SchedulerLink, live: LiveRequest) -> bool:
-        """Submit a refused request to another scheduler; return False if none has room.
+        """Submit a refused request to another scheduler; return False if no scheduler has room.
 
         A scheduler that has refused the request does not get it again.
         """

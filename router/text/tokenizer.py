@@ -175,8 +175,8 @@ class Tokenizers:
         self._cache_dir = cache_dir
         self._directory_to_tokenizer = {_FLAGS: first}
         self._directory_to_read: dict[str, asyncio.Task[Tokenizer]] = {}
-        """Tasks that read tokenizers, including those that ended after their caller was
-        cancelled."""
+        """Tasks that read tokenizers, including tasks that ended after their caller was cancelled.
+        """
         self.current = first
         """The tokenizer of the served model."""
 

@@ -11,8 +11,8 @@ from router.turns.database import Cursor, DatabaseConnection
 MAX_QUEUES: Final = 1000
 """Limit on the queues that one claim looks at."""
 MAX_MODELS: Final = 100
-"""Limit on how many of these queues belong to one tenant. Turns of unknown models, which end at
-once, could make many queues."""
+"""Limit on how many of the `MAX_QUEUES` queues belong to one tenant. Turns of unknown models, which
+end at once, could make many queues."""
 
 _ORDER: Final = "ORDER BY priority DESC, created_at, position"
 # Each of these conditions matches a partial index, whose columns follow in the order of the query.

@@ -279,7 +279,7 @@ class TurnStore:
     # --- for a group ----------------------------------------------------------------------------
 
     async def count_group(self, group: str) -> GroupCounts:
-        """Return a group's stored counts. They are stored because counting turns is slow."""
+        """Return a group's counts, which are stored because counting turns is slow."""
         return await self.database.run(lambda cursor, _: read_counts(cursor, group))
 
     async def is_group_live(self, group: str) -> bool:

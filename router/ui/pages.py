@@ -1,4 +1,4 @@
-"""The page's files, and the headers that restrict what they can do."""
+"""The page's files, and the headers that restrict what the page can do."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Host) -> None:
         self.limits = server.limits
         self.tasks: set[asyncio.Task[None]] = set()
-        """The running handlers, including those whose calls have already ended."""
+        """The running handlers, including handlers whose calls have already ended."""
         self._server = server
         self._loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[None] = self._loop.create_future()

@@ -71,8 +71,9 @@ class Outbox:
     def put(self, stream: OutStream, message: bytes) -> None:
         """Send as much of a message as there is room for; the rest follows later.
 
-        The message follows the bytes in `stream.unsent`. After `end`, it is dropped. A stream has
-        unsent bytes only while a flow-control window is used up or the transport is full.
+        The message follows the bytes in `stream.unsent`. After `end`, messages are dropped. A
+        stream has unsent bytes only while a flow-control window is used up or the transport is
+        full.
         """
         num_bytes = len(message) + _PREFIX.size
         h2, own = self._h2, stream.h2

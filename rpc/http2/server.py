@@ -108,7 +108,7 @@ class Http2Server:
         self._sockets.clear()
 
     async def stop(self, grace: float | None) -> None:
-        """Accept no more calls; cancel those that have not ended after `grace` seconds.
+        """Accept no more calls; cancel the calls that have not ended after `grace` seconds.
 
         Returns when all handlers have ended. May be called again with a shorter grace.
         """

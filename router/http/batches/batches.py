@@ -174,7 +174,7 @@ class Batches:
         return {**batch.shown, **_progress(batch, counts.completed, counts.failed, counts.used)}
 
     async def cancel(self, batch: Batch) -> Json:
-        """Cancel a batch: start no more of its lines, and end those that run."""
+        """Cancel a batch: end its running lines, and start no more of its lines."""
 
         def change(shown: Json) -> Json:
             return {**shown, "status": "cancelling", "cancelling_at": int(time.time())}

@@ -188,7 +188,7 @@ class BatchStore:
         )
 
     async def last_position(self, batch: Batch) -> int:
-        """Return the number of the last line that has a turn; 0 if none has."""
+        """Return the number of the last line that has a turn; 0 if no line has a turn."""
 
         def work(cursor: Cursor, _: DatabaseConnection) -> int:
             cursor.execute(

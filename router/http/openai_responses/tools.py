@@ -93,7 +93,7 @@ _KINDS: dict[str, type[AnyTool]] = {
 
 
 def parse_tools(value: object) -> list[AnyTool]:
-    """Return the tools of `tools`; raises QuireError that names a tool if it is invalid."""
+    """Return the tools of `tools`; raises QuireError that names the first invalid tool."""
     if not isinstance(value, list):
         raise InvalidArgumentError("tools", f"is {excerpt(value)}; it must be a list")
     if len(value) > MAX_TOOLS:
