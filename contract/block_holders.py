@@ -1,7 +1,7 @@
 """Tracks who holds which blocks, for readers of KV events that treat a cell as one engine.
 
-No call holds an event loop for long, however many blocks there are: the blocks are in many small
-tables, because a dict of a million blocks takes tens of milliseconds to grow.
+No call holds an event loop for long, however many blocks there are. For this, the blocks are in
+many small tables: a dict of a million blocks takes tens of milliseconds to grow.
 """
 
 from collections.abc import Hashable, Iterable, Iterator

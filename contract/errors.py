@@ -69,7 +69,7 @@ class ModelNotFoundError(NotFoundError):
 
 
 class AlreadyExistsError(QuireError):
-    """The client wants to create something that exists, such as a live request of the same id."""
+    """The client wants to create something that exists, such as a live request with the same id."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
     http_status = 409

@@ -6,11 +6,11 @@ is canonical, so any process in any language computes the same hash:
     root       = sha256("quire.v1.prefix" 0x00 salt)              salt in UTF-8
     hash(b)    = sha256(hash(b - 1) tokens(b))                    tokens as int32, little-endian
 
-with `hash(-1) = root`. A model with several KV groups has, for the same tokens, one block per
-group; the hash for group g > 0 is sha256(hash(b) g), with g in one byte. A partial block is hashed
-in the same way, over the tokens that it has. Its hash differs from the hash of every full block,
-because a full block has more tokens. Hashes are never shortened, since a collision would show one
-client the text of another.
+with `hash(-1) = root`. A model with several KV groups has one block per group for the same tokens.
+The hash for group g > 0 is sha256(hash(b) g), with g in one byte. A partial block is hashed in the
+same way, over the tokens that it has. Its hash differs from the hash of every full block, because a
+full block has more tokens. Hashes are never shortened, since a collision would show one client the
+text of another client.
 """
 
 from functools import lru_cache

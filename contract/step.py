@@ -94,7 +94,7 @@ class Plan:
     """The changes before a step, and the prompt chunks that it computes.
 
     The worker applies a plan in this order: it releases, adds and extends rows; renames blocks in
-    their tables; records labels; starts disk moves; swaps out, swaps in, copies blocks; computes.
+    block tables; records labels; starts disk moves; swaps out, swaps in, copies blocks; computes.
     """
 
     step_id: StepId

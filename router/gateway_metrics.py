@@ -1,7 +1,7 @@
 """Gauges of the whole cell on the router's own port, for gateways that choose among cells.
 
-The model server protocol of the Gateway API Inference Extension asks for these gauges. Each has two
-names, Quire's and vLLM's, so an endpoint picker that knows vLLM needs no configuration.
+The model server protocol of the Gateway API Inference Extension asks for these gauges. Each gauge
+has two names, Quire's and vLLM's, so an endpoint picker that knows vLLM needs no configuration.
 """
 
 import asyncio

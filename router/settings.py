@@ -74,9 +74,9 @@ class RouterSettings(ProcessSettings):
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
     grpc_server: Literal["quire", "grpcio"] = "quire"
-    """The gRPC server. quire is Quire's own: it sends all pending tokens of a connection in one
-    write, which takes a fraction of the processor time, and limits a client's frames that carry
-    neither a request nor data. grpcio is the server of the gRPC library."""
+    """The gRPC server. quire is Quire's own, which sends all pending tokens of a connection in one
+    write, for a fraction of the processor time. It also limits a client's frames that carry neither
+    a request nor data. grpcio is the server of the gRPC library."""
     vllm_engine: bool = False
     """Whether to serve the engine contract of the Shepherd Model Gateway by gRPC:
     `vllm.grpc.engine.VllmEngine` (docs/fleet.md)."""

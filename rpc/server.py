@@ -100,7 +100,7 @@ async def serve(
     the port of gRPC. A drain then begins by closing both ports here.
 
     Raises CannotListenError if an address is not available, the errors of `on_started`, and the
-    error that ended grpcio's server: the process must end, too, so that another one can listen.
+    error that ended grpcio's server. After that, the process must end, so that another can listen.
     """
     stopping = stop if stop is not None else asyncio.Event()
     grace_s = settings.drain_s if on_drain is None else _FLUSH_S

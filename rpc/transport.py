@@ -17,11 +17,12 @@ _MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
 
 @dataclass(frozen=True, slots=True)
 class Pings:
-    """When to close a connection to a silent peer; the peer's calls then end as UNAVAILABLE.
+    """When to close a connection to a silent peer. Its calls then end as UNAVAILABLE.
 
-    gRPC's own threads answer HTTP/2 pings. In our own server the event loop does; no request blocks
-    it for long. So a busy peer answers, but a stopped peer or one behind a broken network does not,
-    even if the kernel still accepts data. Detection takes at most `after_ms` + `timeout_ms`.
+    gRPC's own threads answer HTTP/2 pings. In our own server, the event loop answers; no request
+    blocks it for long. So a busy peer answers. A stopped peer, or a peer behind a broken network,
+    does not answer, even if the kernel still accepts data. Detection takes at most `after_ms` +
+    `timeout_ms`.
     """
 
     after_ms: int

@@ -40,8 +40,9 @@ _BATCH_ARRAYS: Final = {
     "renamed_dst_block_ids": ("num_blocks", True),
     "labelled_block_ids": ("num_blocks", False),
 }
-"""Arrays with the same names in a plan and in a batch. For each: the field of `Limits` that bounds
-its values, and whether they must be distinct. `chunk_lens` is checked separately."""
+"""Arrays with the same names in a plan and in a batch. Each name maps to the field of `Limits` that
+bounds the values, and to whether the values must be distinct. `chunk_lens` is checked separately.
+"""
 _MOVES: Final = {
     "copy_src_block_ids": ("num_blocks", False),
     "copy_dst_block_ids": ("num_blocks", True),

@@ -178,7 +178,7 @@ class ManyCall:
                 )
 
     def _on_ended(self, request: _Request) -> None:
-        """Answer `leave`, unless the request has ended otherwise."""
+        """Answer the client's `leave`, unless the request has ended otherwise."""
         self._num_running -= 1
         self._has_ended.set()
         request.task = None  # a cancelled task refers to its frame, and so to this request

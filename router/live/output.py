@@ -13,8 +13,8 @@ from router.text.detokenizer import Detokenizer
 
 MAX_EVENT_TOKENS: Final = 4096
 """Limit on tokens of one delta, and on log-probabilities of a prompt in one event. With the 20
-likeliest tokens at each position such an event has 0.6 MB of protobuf; gRPC clients accept messages
-up to 4 MiB by default."""
+likeliest tokens at each position, such an event has 0.6 MB of protobuf; gRPC clients accept
+messages up to 4 MiB by default."""
 MAX_DELTA_CHARS: Final = 1 << 18
 """Limit on characters of one delta, which keeps the delta within 1 MiB; one token may be a hundred
 spaces."""
@@ -146,7 +146,7 @@ class LiveOutput:
         """Skip the part that the reader has; must be called before any `take`.
 
         Raises `InvalidArgumentError` if the reader claims more tokens than the output has, and
-        `FailedPreconditionError` if it needs log-probabilities that were not kept.
+        `FailedPreconditionError` if the reader needs log-probabilities that were not kept.
         """
         field = f"received[{self.index}]"
         text = "".join(self._text).encode()

@@ -67,8 +67,8 @@ class LiteralText:
         self._dialect = dialect
         self._closers: list[str] = []
         self._wants = "value"
-        """The tokens that may follow outside scalars: value, value or end, key, key or end, colon,
-        comma."""
+        """What may come next outside scalars: "value", "value or end", "key", "key or end",
+        "colon" or "comma"."""
         self._within = ""
         """The current scalar: its quote, "number" or "word"."""
         self._number = ""

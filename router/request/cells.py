@@ -55,8 +55,8 @@ class Cells:
     def of(self, model: str) -> Inference:
         """Return the cell that serves a model or an adapter; if the name is empty, the first cell.
 
-        If there are several cells, an unknown name raises `NotFoundError`. If there is one cell, it
-        is returned for any name, and checks the name itself.
+        If there are several cells, an unknown name raises `NotFoundError`. A single cell is
+        returned for any name, and checks the name itself.
         """
         if len(self.all) == 1 or not model:
             return self.all[0]

@@ -221,7 +221,7 @@ class OnDemand:
         )
 
     async def _make_room_and_load(self, wanted: Inference) -> None:
-        """Load a model, unless another must be unloaded first and none may be unloaded yet.
+        """Load a model, unless another model must be unloaded first but none may be unloaded yet.
 
         Raises:
             QuireError: The model cannot be loaded, or another model cannot be unloaded.

@@ -242,7 +242,7 @@ def usage_json(usages: Sequence[Usage]) -> Json:
 
 
 def model_json(model: Model, created: int) -> Json:
-    """Return a model's JSON; `root`, `max_model_len` and `parent` (of adapters) are vLLM's."""
+    """Return a model's JSON; its fields `root`, `max_model_len` and `parent` are vLLM's."""
     described: Json = {
         "id": model.id,
         "object": "model",

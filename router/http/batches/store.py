@@ -161,9 +161,9 @@ class BatchStore:
     # --- batches --------------------------------------------------------------------------------
 
     async def create(self, batch: Batch, call: CallKey | None = None) -> str:
-        """Store a batch; `fill` adds its turns.
+        """Store a batch; `fill` adds the batch's turns.
 
-        Returns its id, or the id of the batch that the same call created before.
+        Returns the batch's id, or the id of the batch that the same call created before.
 
         Raises:
             AlreadyExistsError: A different call has the same idempotency key.
