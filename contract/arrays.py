@@ -1,4 +1,4 @@
-"""The array types of the contract. Arrays are one-dimensional unless their field says otherwise."""
+"""The array types of the contract. Arrays have one dimension, unless a docstring gives a shape."""
 
 from collections.abc import Sequence
 from typing import Final, TypeAlias

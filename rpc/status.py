@@ -53,8 +53,8 @@ _HANDLER_KINDS: Final = {
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
-"""Maps (whether requests are a stream, whether responses are) to a handler's attribute and its
-constructor."""
+"""Keys: whether requests are a stream, and whether responses are a stream. Values: the attribute of
+the handler, and the function that makes such a handler."""
 
 _END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 

@@ -392,8 +392,9 @@ class _CommandSettings(BaseSettings):
 
 
 class ProbeSettings(_CommandSettings):
-    """Check whether a process is ready, for a container's health check. Exits with 0 if ready.
+    """Check whether a process is ready, for a container's health check.
 
+    The exit code is 0 if the process is ready.
     The command reads the process's address from the environment variables that configure the
     process.
     """

@@ -118,8 +118,8 @@ class Operations:
 
         An empty `model` means the model that has the adapter.
 
-        Raises `NotFoundError` if no scheduler has an adapter with this name and, unless `digest` is
-        empty, this digest.
+        Raises `NotFoundError` if no scheduler has an adapter with this name and digest. An empty
+        `digest` matches every adapter.
         """
         self._operators.check(peer, "unloads LoRA adapters")
         log.info("an operator unloads an adapter", name=name, peer=peer)

@@ -260,7 +260,7 @@ class Inference:
         call, at any router, is reading the request, that call ends with `AbortedError`. Raises
         `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError` if the
         client claims more than was produced; `FailedPreconditionError` if log-probabilities that
-        the client lacks are lost; `TooBusyError` and `UnavailableError` like `generate`.
+        the client lacks are lost; `TooBusyError` and `UnavailableError` as `generate` does.
         """
         live = await self._take_over(
             request.request_id, request.tenant, request.deadline, is_free=is_free

@@ -110,8 +110,7 @@ class SchedulerLink:
         """When the link was made or lost its scheduler, on the event loop's clock; None: the link
         is connected."""
         self.table = LiveTable(of_model(config.model_name))
-        """The live sequences of the scheduler. While no scheduler is connected, they wait for one.
-        """
+        """The live sequences of the scheduler; while none is connected, they wait for the next."""
         self.room: int | None = None
         """The last known room in the scheduler's queues, in sequences; None: no limit reported."""
         self.is_unloaded = False

@@ -259,7 +259,7 @@ class Schedulers:
         return await self._ask_all(lambda link: link.calls.describe_kv(query))
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """Return the activity of the workers; raises like `describe_kv`."""
+        """Return the activity of the workers; raises the errors of `describe_kv`."""
         return await self._ask_all(lambda link: link.calls.describe_activity(query))
 
     async def _ask_all(self, ask: Callable[[SchedulerLink], Awaitable[Sequence[T]]]) -> list[T]:

@@ -83,7 +83,7 @@ def _is_use(event: Event) -> bool:
 class BoundedH2(H2Connection):
     """A server's connection, which continues after a client's GOAWAY.
 
-    The caller must pass each stream that has closed to `forget`.
+    The caller must call `forget` for each stream that has closed.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:

@@ -123,7 +123,7 @@ class Inbox:
                 reader.set_result(None)
 
     def _size(self) -> int:
-        """Return the size of the next message with its prefix, or of the prefix if not complete.
+        """Return for how many bytes to wait: first the prefix, then the whole message.
 
         Raises:
             RefusedMessageError: The prefix is invalid, or the message is too large.

@@ -125,7 +125,7 @@ class UpSettings(ProcessSettings):
     """The syntax of the model's thinking: a family, none, or your `Thinking` as
     package.module:NAME; empty: detected from its chat template."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many workers to start. With CUDA, each has separate devices."""
+    """How many workers to start. With CUDA, each worker has separate devices."""
     prefill_workers: Annotated[int, Field(ge=0, le=64)] = 0
     """How many workers compute prompts. A request whose prompt is computed moves with its KV to a
     decode worker (docs/fleet.md). Set this flag together with --decode-workers, instead of
