@@ -130,7 +130,7 @@ class Plan:
     disk_store_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Host blocks to write to disk blocks `disk_store_dst_block_ids`. The worker reads these host
     blocks before this step writes to any. The result of this or a later step reports the end of
-    each store."""
+    each write."""
     disk_store_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_load_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Disk blocks to read into host blocks `disk_load_dst_block_ids`. The result of this or a later

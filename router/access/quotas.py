@@ -79,9 +79,9 @@ class Meter:
             self._tokens = TokenBucket(self.quota.tokens_per_minute, self.now)
 
     def begin(self, now: float, *, is_free: bool = False) -> "QuotaShare":
-        """Count a request until its `QuotaShare` ends. A free request costs nothing.
+        """Count a request until its `QuotaShare` ends.
 
-        A free request is always allowed.
+        A free request costs nothing and is always allowed.
 
         Raises:
             QuotaError: The quota is used up; nothing is counted.

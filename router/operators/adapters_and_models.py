@@ -119,7 +119,7 @@ class Operations:
         An empty `model` means the model that has the adapter.
 
         Raises `NotFoundError` if no scheduler has an adapter with this name and digest. An empty
-        `digest` matches every adapter.
+        `digest` matches any contents.
         """
         self._operators.check(peer, "unloads LoRA adapters")
         log.info("an operator unloads an adapter", name=name, peer=peer)

@@ -61,7 +61,7 @@ class Delivery:
 
         Returns the time until which the caller may flush requests itself, each right after its
         token, while the request's objects are in the processor's caches. -inf: the caller may flush
-        none. The caller passes all other requests to `add`.
+        no request itself. The caller passes all other requests to `add`.
         """
         if self._timer is not None or self._wait_s(num_streams) > 0:
             return -math.inf

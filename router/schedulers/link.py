@@ -273,7 +273,7 @@ class SchedulerLink:
                 poll.cancel()  # from now on the stream carries heartbeats
                 heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
-                self._knows_unpin = welcome.wants_heartbeats  # from one release
+                self._knows_unpin = welcome.wants_heartbeats  # both came in one release
                 if welcome.wants_heartbeats:
                     tasks.append(asyncio.create_task(_send_heartbeats(outbox)))
                 while (message := await _read(call)) is not None:

@@ -28,7 +28,7 @@ def sampler(new_trace_ratio: float) -> Sampler:
 
 
 class _AsLinked(Sampler):
-    """Records a span without a parent if a span that it links to is recorded, and every stall."""
+    """Of spans without a parent, records stalls, and spans that link to a recorded span."""
 
     def __init__(self, unlinked: Sampler) -> None:
         self._unlinked = unlinked
