@@ -37,7 +37,7 @@ class Cells:
     def __init__(
         self, cells: Sequence[Inference], shared: SharedAdmission, on_demand: OnDemand | None = None
     ) -> None:
-        """`cells` has at least one cell. The names of the cells differ, and all have this `shared`.
+        """`cells` has at least one cell. The names of the cells differ, and all cells have this `shared`.
 
         Requests that name no model go to the first cell.
         """

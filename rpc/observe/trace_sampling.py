@@ -28,7 +28,10 @@ def sampler(new_trace_ratio: float) -> Sampler:
 
 
 class _AsLinked(Sampler):
-    """Of spans without a parent, records stalls, and spans that link to a recorded span."""
+    """Samples spans without a parent.
+
+    Records stalls, and spans that link to a recorded span. `unlinked` decides on all others.
+    """
 
     def __init__(self, unlinked: Sampler) -> None:
         self._unlinked = unlinked
