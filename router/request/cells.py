@@ -37,9 +37,9 @@ class Cells:
     def __init__(
         self, cells: Sequence[Inference], shared: SharedAdmission, on_demand: OnDemand | None = None
     ) -> None:
-        """`cells` has at least one cell. The names of the cells differ, and all cells have this `shared`.
+        """`cells` has at least one cell; the names of the cells differ.
 
-        Requests that name no model go to the first cell.
+        All cells have this `shared`. Requests that name no model go to the first cell.
         """
         self.all = tuple(cells)
         self.shared = shared
