@@ -1,4 +1,4 @@
-"""The array types of the contract. Arrays are one-dimensional unless their field says otherwise."""
+"""The array types of the contract. Arrays have one dimension, unless a docstring gives a shape."""
 
 from collections.abc import Sequence
 from typing import Final, TypeAlias
@@ -17,24 +17,24 @@ Labels: TypeAlias = npt.NDArray[np.uint8]
 _NO_INTS: Final[Int32Array] = np.empty(0, np.int32)
 _NO_FLOATS: Final[Float32Array] = np.empty(0, np.float32)
 _NO_LABELS: Final[Labels] = np.empty((0, 32), np.uint8)
-# Most arrays of a step are empty; all empty arrays of a type are the same object.
+# Most arrays of a step are empty, so all empty arrays of one type are one shared object.
 
 
 def ints(values: Sequence[int]) -> Int32Array:
-    """Return int32[N]."""
+    """Return the values as int32[N]; no values: the shared empty array."""
     return np.array(values, np.int32) if values else _NO_INTS
 
 
 def no_ints() -> Int32Array:
-    """Return int32[0]."""
+    """Return the shared int32[0]."""
     return _NO_INTS
 
 
 def no_floats() -> Float32Array:
-    """Return float32[0]."""
+    """Return the shared float32[0]."""
     return _NO_FLOATS
 
 
 def no_labels() -> Labels:
-    """Return uint8[0, 32]."""
+    """Return the shared uint8[0, 32]."""
     return _NO_LABELS

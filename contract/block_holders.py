@@ -1,7 +1,7 @@
 """Tracks who holds which blocks, for readers of KV events that treat a cell as one engine.
 
-No call holds an event loop for long, however many blocks there are: the blocks are in many small
-tables, because a dict of a million blocks takes tens of milliseconds to grow.
+No call holds an event loop for long, however many blocks there are. For this, the blocks are in
+many small tables: a dict of a million blocks takes tens of milliseconds to grow.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -32,9 +32,9 @@ class BlockHolders(Generic[HolderT]):
                 table[block_hash] = (*holders, holder)
 
     def remove(self, hashes: Iterable[BlockHash], holder: HolderT) -> list[BlockHash]:
-        """Record that `holder` does not hold these blocks; return those without a holder now.
+        """Record that `holder` lost these blocks; return the blocks that now have no holder.
 
-        Blocks that it did not hold are ignored.
+        Blocks that `holder` did not hold are ignored.
         """
         gone = []
         for block_hash in hashes:
@@ -48,9 +48,10 @@ class BlockHolders(Generic[HolderT]):
         return gone
 
     def clear(self, holder: HolderT) -> Iterator[list[BlockHash]]:
-        """Record in parts that `holder` holds nothing; yield the blocks that no one holds now.
+        """Remove `holder` from all its blocks, in parts; yield the blocks that now have no holder.
 
-        The caller should let other tasks run between two parts, but must change no holders then.
+        Between two parts, the caller should let other tasks run. No task may change holders before
+        the last part.
         """
         num_seen, held = 0, list[BlockHash]()
         for table in self._tables:

@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 import grpc
 
 _MAX_SHOWN: Final = 128
-"""The limit on characters of a client's text in a message."""
+"""The limit on characters of a client's text that an error message repeats."""
 
 
 class QuireError(Exception):
@@ -69,7 +69,7 @@ class ModelNotFoundError(NotFoundError):
 
 
 class AlreadyExistsError(QuireError):
-    """The client wants to create something that exists, such as a live request of the same id."""
+    """The client wants to create something that exists, such as a live request with the same id."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
     http_status = 409
@@ -121,7 +121,7 @@ class FailedPreconditionError(QuireError):
 
 
 class StaleEpochError(FailedPreconditionError):
-    """A newer scheduler has taken over; the caller must exit."""
+    """A newer scheduler has taken over from the calling scheduler, which must exit."""
 
 
 class UnimplementedError(QuireError):

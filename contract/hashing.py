@@ -6,11 +6,11 @@ is canonical, so any process in any language computes the same hash:
     root       = sha256("quire.v1.prefix" 0x00 salt)              salt in UTF-8
     hash(b)    = sha256(hash(b - 1) tokens(b))                    tokens as int32, little-endian
 
-with `hash(-1) = root`. A model with several KV groups has, for the same tokens, one block per
-group; the hash for group g > 0 is sha256(hash(b) g), with g in one byte. A partial block is hashed
-in the same way, over the tokens that it has. Its hash differs from the hash of every full block,
-because a full block has more tokens. Hashes are never shortened, since a collision would show one
-client the text of another.
+with `hash(-1) = root`. A model with several KV groups has one block per group for the same tokens.
+The hash for group g > 0 is sha256(hash(b) g), with g in one byte. A partial block is hashed in the
+same way, over the tokens that it has. Its hash differs from the hash of every full block, because a
+full block has more tokens. Hashes are never shortened, since a collision would show one client the
+text of another client.
 """
 
 from functools import lru_cache
@@ -23,13 +23,13 @@ import numpy.typing as npt
 BlockHash = NewType("BlockHash", bytes)
 HASH_BYTES = 32
 NO_HASH = BlockHash(bytes(HASH_BYTES))
-"""In KV events: the parent of a block that is the first of its prompts, or whose parent is unknown.
+"""In KV events, the parent hash of a prompt's first block, and of a block with an unknown parent.
 """
 _GROUPS: Final = [bytes((group,)) for group in range(2**8)]
 
 
 def split_hashes(packed: bytes) -> list[BlockHash]:
-    """Split the hashes that a message has joined in one field."""
+    """Split a message's field that contains several hashes, one after another."""
     starts = range(0, len(packed), HASH_BYTES)
     return [BlockHash(packed[start : start + HASH_BYTES]) for start in starts]
 
@@ -42,7 +42,8 @@ def root_hash(salt: str) -> BlockHash:
 
 def next_hash(parent: BlockHash, token_bytes: bytes) -> BlockHash:
     """Return the hash of the block after `parent`; `token_bytes` are little-endian int32."""
-    # Not wrapped in `BlockHash(...)`: that call would take a tenth of the time of this function.
+    # The digest is not wrapped in `BlockHash(...)`: the call would take a tenth of this function's
+    # time.
     return sha256(parent + token_bytes).digest()  # type: ignore[return-value]
 
 

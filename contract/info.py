@@ -10,11 +10,11 @@ from contract.worker_limits import Limits
 
 
 class MemoryLevel(Enum):
-    """How short the memory of a worker's device is. The metrics report the same numbers."""
+    """How scarce the memory of a worker's device is. The metrics report these numbers."""
 
     OK = 0
     WARNING = 1
-    """No more sequences may run than ran when the level rose."""
+    """The scheduler may run only as many sequences as ran when the level rose."""
     CRITICAL = 2
     """The scheduler must soon run fewer sequences."""
 
@@ -53,7 +53,7 @@ class ModelInfo:
     structured_output: bool = False
     """Whether requests may ask for structured output."""
     adapters: tuple[LoraAdapter, ...] = ()
-    """Sorted by name."""
+    """The LoRA adapters that are loaded, sorted by name."""
     directory: str = ""
     """The model's directory, if an operator loaded it; empty for the model of the worker's flags.
     """
@@ -99,13 +99,13 @@ class WorkerInfo:
     prefill_tokens_per_s: float = 0.0
     """Measured rate of prefill; 0: not measured."""
     disk_bytes_per_s: float = 0.0
-    """Measured rate of loads from the disk; 0: not measured."""
+    """Measured rate of reading blocks from the disk; 0: not measured."""
     instance_id: int = 0
     """Identifies one start of the worker, or one load of its model; 0: unknown."""
     takes_kv: bool = True
-    """Whether it exchanges contents of host blocks with other workers."""
+    """Whether the worker exchanges contents of host blocks with other workers."""
     num_draft_tokens: int = 0
-    """The limit on tokens that it drafts for a decoding row in a step; 0: it drafts none."""
+    """The limit on draft tokens of a decoding row in one step; 0: the worker drafts none."""
     max_num_blocks: int | None = None
     """The greatest number of device blocks that a resize may set; None: the number is fixed."""
     min_num_blocks: int = 1
@@ -113,15 +113,15 @@ class WorkerInfo:
     host_is_device_memory: bool = False
     """Whether host blocks and device blocks share one memory, as on a CPU."""
     can_unload: bool = False
-    """Whether it can unload its model, which frees the device, and load one again."""
+    """Whether the worker can unload its model, which frees the device, and then load a model."""
     takes_whole_prompts: bool = False
-    """Whether a prompt must be computed in one step, as by an encoder, which keeps no KV."""
+    """Whether each prompt must be computed in one step. True for encoders, which keep no KV."""
     role: Role = Role.BOTH
     has_far_kv: bool = False
-    """Whether it stores blocks in a far tier, and fetches them from there."""
+    """Whether the worker stores blocks in a far tier and fetches them from there."""
     abilities: Abilities = ONLY_GENERATES
 
-    # These fields are set at the worker only.
+    # Only the worker itself sets the following fields.
     kv_dtype: str = "auto"
     """Number format of stored keys and values; "auto" is `dtype`."""
     host_block_bytes: int = 0
@@ -146,7 +146,7 @@ class WorkerInfo:
 
     @property
     def kv_format(self) -> str:
-        """The format of its host blocks. Only workers with the same format can exchange KV."""
+        """The format of the worker's host blocks. Workers exchange KV only in the same format."""
         size = f"{self.limits.block_size} tokens, {self.host_block_bytes or self.block_bytes} bytes"
         if self.limits.has_windows:
             size += f", windows {self.limits.kv_windows}"

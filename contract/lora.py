@@ -1,4 +1,4 @@
-"""LoRA adapters: how requests, schedulers and workers name one."""
+"""LoRA adapters, and how requests, schedulers and workers name them."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -9,7 +9,7 @@ DIGEST_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """A LoRA adapter. Two are equal if their names and digests are equal."""
+    """A LoRA adapter. Two adapters are equal if their names and digests are equal."""
 
     name: str
     """The name that requests use."""

@@ -1,4 +1,4 @@
-"""The events of a request's stream: deltas, one end for each output, and the usage."""
+"""The events of a request's stream: prompt scores, deltas, an end for each output, the usage."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,7 +27,8 @@ class TokenLogprob:
 class OutputDelta(NamedTuple):
     """New tokens of one output, and the new text that can no longer change.
 
-    A tuple is made in half the time of a frozen dataclass; there is one for nearly every token.
+    A delta is a tuple, because nearly every token needs one, and a frozen dataclass takes twice as
+    long to make.
     """
 
     output_index: int
@@ -50,7 +51,7 @@ class OutputError:
 
 @dataclass(frozen=True, slots=True)
 class OutputFinished:
-    """The end of one output; its last event."""
+    """The last event of an output, which says how the output ended."""
 
     output_index: int
     finish_reason: FinishReason
@@ -58,12 +59,12 @@ class OutputFinished:
     stop_token_id: int | None = None
     error: OutputError | None = None
     cumulative_logprob: float | None = None
-    """The sum of its tokens' log-probabilities; set only for outputs of a beam search."""
+    """The sum of the log-probabilities of the output's tokens; set only for beam searches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The request's token counts; the last event."""
+    """The request's token counts; the last event of its stream."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -72,7 +73,7 @@ class Usage:
     pinned_tokens: int = 0
     """Prompt tokens pinned in the prefix cache."""
     reasoning_tokens: int = 0
-    """Output tokens that are thinking, if the markers of thinking are known."""
+    """Output tokens that the model spent on thinking; 0 if its markers of thinking are unknown."""
 
     @property
     def cache_write_tokens(self) -> int:
@@ -82,9 +83,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of the prompt; the first events, if `prompt_logprobs` is set.
+    """Log-probabilities of the prompt; if `prompt_logprobs` is set, a stream begins with them.
 
-    Together the events have one entry for each prompt token except the first.
+    Together, these events have one entry for each prompt token except the first.
     """
 
     logprobs: tuple[TokenLogprob, ...]

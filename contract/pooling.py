@@ -1,4 +1,4 @@
-"""Pooling: how a prompt becomes a vector, an embedding or a score; and the tasks of a model."""
+"""Pooling, which makes a vector (an embedding or a score) of a prompt; and the tasks of a model."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,11 +37,11 @@ class Pooling:
     dimensions: int | None = None
     """How many numbers of the vector to keep, before normalization; None: all."""
     num_first_tokens: int = 0
-    """If the prompt is a pair of texts: how many tokens the first has, with its special tokens."""
+    """If the prompt is a pair of texts: the tokens of the first text, with its special tokens."""
 
     @property
     def needs_all(self) -> bool:
-        """Whether it needs the hidden states of tokens other than the last."""
+        """Whether the pooling needs the hidden states of tokens other than the last."""
         return self.kind is not PoolingKind.LAST
 
 
@@ -51,9 +51,9 @@ class Abilities:
 
     tasks: tuple[Task, ...] = (Task.GENERATE,)
     embedding_size: int = 0
-    """How many numbers a vector of this model has; 0: it makes no vectors."""
+    """How many numbers a vector of this model has; 0: the model makes no vectors."""
     pooling: Pooling | None = None
-    """How the model makes a vector by default; None: it makes no vectors."""
+    """How the model makes a vector by default; None: the model makes no vectors."""
 
     @property
     def generates(self) -> bool:
@@ -65,7 +65,7 @@ class Abilities:
 
         Raises:
             UnimplementedError: The model cannot do this task.
-            InvalidArgumentError: The model's vectors have fewer dimensions.
+            InvalidArgumentError: The model's vectors have fewer than `pooling.dimensions` numbers.
         """
         task = Task.GENERATE
         if pooling is not None:

@@ -1,4 +1,4 @@
-"""Client requests: to generate, or to resume a stream; and the models that they may name."""
+"""What clients request: to generate, or to resume a stream; and the models that they may name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class Model:
     parent: str = ""
     """The base model of an adapter; empty for a base model."""
     adapter: LoraAdapter | None = None
-    """The adapter; None for a base model, and at clients."""
+    """The LoRA adapter. None for a base model; always None in clients, which see only `parent`."""
     abilities: Abilities = ONLY_GENERATES
 
     @property
@@ -48,7 +48,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt and how to continue it. The router's APIs turn all their calls into this class."""
+    """One prompt and how to continue it. Every API of the router converts calls to this class."""
 
     prompt: str | tuple[int, ...]
     """Text or token ids."""
@@ -72,11 +72,12 @@ class GenerateRequest:
     cache_salt: str = ""
     """Only requests with the same salt share cached prefixes."""
     cache_pin_s: float | None = None
-    """How long the prompt stays pinned in the prefix cache; None: it is not pinned."""
+    """How long the prompt stays pinned in the prefix cache; None: the prompt is not pinned."""
     deadline: float | None = None
     """When the client stops waiting, on the event loop's clock; None: never."""
     priority: int = 0
-    """Higher goes first if the scheduler's policy uses priorities; otherwise -100 goes last."""
+    """If the scheduler's policy uses priorities, higher ones go first. In every other policy,
+    requests with priority -100 go last."""
     tenant: str = ""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`. A
@@ -103,7 +104,7 @@ class ThinkingMarkers:
 
     begin: str
     ends: tuple[str, ...]
-    """At least one."""
+    """One or more texts, each of which ends thinking."""
     has_begun: bool = False
     """Whether the prompt ends within thinking."""
     recurs: bool = False
@@ -115,7 +116,8 @@ class ThinkingMarkers:
 class StopOptions:
     """How outputs become text and are streamed: stop strings, special tokens, thinking.
 
-    The record of a resumable request contains it, so another router can continue the text.
+    The record of a resumable request contains these options, so another router can continue the
+    text.
     """
 
     stop: tuple[str, ...]
@@ -142,7 +144,8 @@ class ResumeRequest:
     request_id: str
     tenant: str
     received: Mapping[int, OutputReceived]
-    """By output index. The client has nothing of an output that is absent."""
+    """What the client has of each output, by the output's index. The client has nothing of an
+    output that is absent."""
     has_prompt_scores: bool
     deadline: float | None
     """As in `GenerateRequest`."""

@@ -1,7 +1,7 @@
-"""Sampling parameters: how tokens are drawn and when an output ends; with the limits of each.
+"""Sampling parameters, which say how tokens are drawn and when an output ends; and their limits.
 
 The Python client, the router and the worker share these classes. `quire.v1.SamplingParams`,
-`StructuredOutput` and `BeamSearch` have the same fields; the protos document each.
+`StructuredOutput` and `BeamSearch` have the same fields; the protos document each field.
 """
 
 import json
@@ -31,8 +31,8 @@ MIN_BEAM_WIDTH: Final = 2
 MAX_BEAM_WIDTH: Final = 10
 MAX_LENGTH_PENALTY: Final = 5
 MAX_GRAMMAR_BYTES: Final = 2**19
-"""The limit on bytes of a grammar. A form of 64 KiB, converted to a grammar, may take up to six
-characters per byte."""
+"""The limit on bytes of a grammar. A grammar may need six characters for each byte of a form, and a
+form may have 64 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class StructuredOutput:
     json_schema: str | Mapping[str, object] | None = None
     """A JSON schema, as text or as an object."""
     json_object: bool = False
-    """Any JSON object."""
+    """Whether the output must be a JSON object, with any members."""
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     """The output is one of these texts."""
@@ -52,7 +52,7 @@ class StructuredOutput:
 
     @property
     def form(self) -> str:
-        """The name of the field that is set; raises InvalidArgumentError unless exactly one is."""
+        """The name of the set field; raises InvalidArgumentError unless exactly one is set."""
         given = [
             name
             for name in ("json_schema", "json_object", "regex", "choice", "grammar")
@@ -76,7 +76,7 @@ class StructuredOutput:
 
     @property
     def schema_text(self) -> str:
-        """The JSON schema as text; empty without one."""
+        """The JSON schema as text; empty if there is no schema."""
         if self.json_schema is None or isinstance(self.json_schema, str):
             return self.json_schema or ""
         return json.dumps(self.json_schema)
@@ -127,7 +127,9 @@ class SamplingParams:
     def check(
         self, field: str, *, vocab_size: int, max_model_len: int, max_logprobs: int = MAX_LOGPROBS
     ) -> None:
-        """Check all fields but `structured`, `adapter`, `pooling`; `field` is the prefix in errors.
+        """Check all fields but `structured`, `adapter` and `pooling`.
+
+        Errors name a field with the prefix `field`.
 
         Raises:
             InvalidArgumentError: A value is out of its range.

@@ -1,4 +1,4 @@
-"""A worker's report to a new scheduler: rows and blocks that it holds for an earlier one.
+"""A worker's report to a new scheduler: what the worker holds for an earlier scheduler.
 
 A *label* is the hash of a block's content, as the scheduler computed it.
 """
@@ -22,14 +22,14 @@ class HeldRow:
     identity: bytes
     """As in `NewSequence`."""
     token_ids: Int32Array
-    """All its tokens, including those that no router has received yet."""
+    """All tokens of the sequence, including tokens that no router has received yet."""
     num_computed_tokens: int
-    """How many of `token_ids` have their KV in the blocks; fewer than all."""
+    """How many of `token_ids` have their KV in the blocks; fewer than `len(token_ids)`."""
     block_ids: Int32Array
-    """The block table, of distinct blocks; it has room for at least the computed tokens. Entries
-    behind a window are 0."""
+    """The block table. Its blocks are distinct, and have room for at least the computed tokens. The
+    entry of a block whose tokens have all left the window is 0."""
     has_stopped: bool
-    """Whether its last token ends the sequence."""
+    """Whether the last token ends the sequence."""
     had_logprobs: bool
     """Whether its request asked for log-probabilities."""
     logprobs: tuple[StepLogprob, ...] = ()

@@ -4,7 +4,7 @@ A *row* is the slot of a live sequence in the worker, in [0, max_num_seqs); the 
 the numbers. A plan contains only changes. When all known tokens of a row are computed, the row
 samples a new one. From then on the row *decodes*: every step computes the last token and samples
 the next, until the sequence stops or reaches its length. Later plans name the row only to append a
-block or to release it. Arrays are int32; arrays named in one docstring are parallel.
+block or to release it. Arrays are int32. Arrays that one docstring names together are parallel.
 `contract.codec.step` turns plans and results into the messages of `worker.proto`.
 """
 
@@ -29,7 +29,7 @@ class OutputState:
     num_shared_tokens: int
     """Length of the common prefix with the best beam, in tokens, the prompt included."""
     token_ids: Int32Array
-    """The tokens after the shared ones. There are few, because beams branch off late."""
+    """The tokens after the shared ones. These tokens are few, because beams branch off late."""
     logprob: np.float32
     """The sum of the log-probabilities of the output's tokens."""
 
@@ -54,11 +54,11 @@ class NewSequence:
     """All known tokens: the prompt, then the output so far if the sequence ran before."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """How many of `token_ids` have valid KV in the blocks; fewer than all."""
+    """How many of `token_ids` have valid KV in the blocks; fewer than `len(token_ids)`."""
     block_ids: Int32Array
     """The block table, with room for all known tokens. For every `block_size` tokens it has one
     entry per KV group, in the order of `Limits.kv_windows`. An entry is 0 if later tokens do not
-    see its tokens, or if `placements` will set it."""
+    see the block's tokens, or if `placements` will set the entry."""
     sampling: bytes | SamplingParams
     """At the scheduler: a serialized `quire.v1.SamplingParams`, which the scheduler does not parse.
     At the worker: the parsed parameters."""
@@ -87,25 +87,25 @@ class NewSequence:
         return self.sampling
 
 
-# Read-only, but not frozen: a frozen dataclass sets each field by a call, which here would take a
-# twentieth of the time of planning a step.
+# A plan is read-only, but its class is not frozen. A frozen dataclass sets each field by a call;
+# these calls would take a twentieth of the time of planning a step.
 @dataclass(slots=True, eq=False)
 class Plan:
     """The changes before a step, and the prompt chunks that it computes.
 
     The worker applies a plan in this order: it releases, adds and extends rows; renames blocks in
-    their tables; records labels; starts disk moves; swaps out, swaps in, copies blocks; computes.
+    block tables; records labels; starts disk moves; swaps out, swaps in, copies blocks; computes.
     """
 
     step_id: StepId
     num_decodes: int
     """How many rows decode. Each computes one token, and its draft tokens if it has any."""
     released_rows: Int32Array = field(default_factory=no_ints)
-    """Rows whose sequence has ended or left; they are freed first."""
+    """Rows whose sequence has ended or left. The worker frees these rows first."""
     new_sequences: tuple[NewSequence, ...] = ()
     appended_rows: Int32Array = field(default_factory=no_ints)
-    """Rows whose block table gets one more block of each KV group at its end, given in
-    `appended_block_ids`."""
+    """Rows whose block table gets one more block of each KV group at its end.
+    `appended_block_ids` has these blocks."""
     appended_block_ids: Int32Array = field(default_factory=no_ints)
     placements: Int32Array = field(default_factory=no_ints)
     """Entries to set in block tables, as a flat list of triples: row, entry, block. Used only for
@@ -125,15 +125,16 @@ class Plan:
     swap_in_dst_block_ids: Int32Array = field(default_factory=no_ints)
     renamed_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Device blocks that get the numbers `renamed_dst_block_ids` in every block table, also in this
-    plan's tables. The copies of this plan move their contents."""
+    plan's tables. Copies in this plan move the contents of these blocks."""
     renamed_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_store_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Host blocks to store in disk blocks `disk_store_dst_block_ids`. The worker reads them before
-    this step writes host blocks. The result of this or a later step reports the end of a store."""
+    """Host blocks to write to disk blocks `disk_store_dst_block_ids`. The worker reads these host
+    blocks before this step writes to any. The result of this or a later step reports the end of
+    each write."""
     disk_store_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_load_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Disk blocks to load to host blocks `disk_load_dst_block_ids`. The result of this or a later
-    step reports the end of a load."""
+    """Disk blocks to read into host blocks `disk_load_dst_block_ids`. The result of this or a later
+    step reports the end of each read."""
     disk_load_dst_block_ids: Int32Array = field(default_factory=no_ints)
     labelled_block_ids: Int32Array = field(default_factory=no_ints)
     """Device blocks whose content before this step has the hashes `labels`."""
@@ -144,7 +145,7 @@ class Plan:
     them to a later scheduler."""
     trace_events: tuple[Any, ...] = ()
     """The `Started` and `Preempted` events of traced sequences since the previous plan, in order.
-    The scheduler makes spans from them; they are not sent."""
+    The scheduler makes spans from these events, and does not send them."""
     serialize: Callable[[], bytes] | None = None
     """Returns the bytes of the message in which the plan arrived; a worker of several processes
     passes them on. Set only at the worker; None: there was no message."""
@@ -175,7 +176,7 @@ class PromptLogprobs:
     position: int
     """The first token's index in the prompt."""
     logprobs: tuple[StepLogprob, ...]
-    """The entries of the token at `position` and of the tokens after it."""
+    """One entry for the token at `position`, and one for each token after it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,17 +207,18 @@ class Result:
     """Device blocks whose swap-in brought corrupt content; a subset of the plan's
     `swap_in_dst_block_ids`."""
     stored_disk_block_ids: Int32Array = field(default_factory=no_ints)
-    """Disk blocks whose store has succeeded since the last result. The store began with this step
-    or an earlier one."""
+    """Disk blocks that have been written since the last result. The write began with this step or
+    an earlier step."""
     failed_disk_block_ids: Int32Array = field(default_factory=no_ints)
-    """Disk blocks whose store has failed; their content is invalid."""
+    """Disk blocks that could not be written. The content of these blocks is invalid."""
     loaded_host_block_ids: Int32Array = field(default_factory=no_ints)
-    """Host blocks whose load has succeeded."""
+    """Host blocks into which disk blocks have been read."""
     failed_host_block_ids: Int32Array = field(default_factory=no_ints)
-    """Host blocks whose load has failed; their content is invalid."""
+    """Host blocks into which disk blocks could not be read. The content of these host blocks is
+    invalid."""
     execute_s: float = 0.0
-    """Seconds from the start of the step to its result; on a GPU this includes waiting for the
-    previous step."""
+    """Seconds from the start of the step to its result. On a GPU, this time includes waiting for
+    the previous step."""
 
     # Set only at the worker; the scheduler forwards vectors and log-probabilities without parsing
     # them.
@@ -226,10 +228,10 @@ class Result:
     logprobs: tuple[StepLogprob, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     num_computed_tokens: int = 0
-    """Tokens that went through the model; not sent."""
+    """Tokens that the step put through the model. Not sent to the scheduler."""
     head_start_s: float = 0.0
-    """Seconds for which the worker pauses after the step, to let the result be sent first; not
-    sent."""
+    """Seconds for which the worker pauses after the step, so that the result is sent first. The
+    number itself is not sent."""
 
     # Set only at the scheduler, which reads them from the log-probabilities of beams.
     candidate_rows: Int32Array = field(default_factory=no_ints)

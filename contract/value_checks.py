@@ -9,7 +9,7 @@ def check_range(
     field: str, value: float, least: float, most: float, *, open_below: bool = False
 ) -> None:
     """Check that a number is in [least, most], or with `open_below` in (least, most]."""
-    # Written so that NaN, which compares false with everything, is refused.
+    # These comparisons refuse NaN, which compares false with everything.
     if (least < value if open_below else least <= value) and value <= most:
         return
     bracket = "(" if open_below else "["

@@ -24,7 +24,8 @@ class Chunk:
 
 
 KvWindow: TypeAlias = int | Chunk | None
-"""How many tokens a token sees, itself included, or in which chunks; None: all tokens before it."""
+"""How many tokens a token sees, itself included. With a `Chunk`, a token sees only its own chunk;
+with None, it sees all tokens before it."""
 
 
 def window_length(window: KvWindow) -> int | None:
@@ -65,9 +66,10 @@ class Limits:
     adapters: Mapping[LoraAdapter, int] = field(default_factory=dict)
     """Maps each loaded LoRA adapter to its number, at least 1, which rows refer to."""
     num_saturating_tokens: int | None = None
-    """Prompt tokens that keep the device busy with arithmetic; None: `max_num_batched_tokens`."""
+    """How many prompt tokens per step keep the device busy with arithmetic; None:
+    `max_num_batched_tokens`."""
     min_prompt_tokens: int = 0
-    """Prompt tokens that a step with decodes may always have, however long they take."""
+    """How many prompt tokens a step with decodes may always have, however long they take."""
 
     @property
     def has_windows(self) -> bool:
@@ -88,6 +90,6 @@ class Limits:
     def min_num_blocks(self) -> int:
         """The least number of blocks that a resize may set.
 
-        It is enough for the longest row, or `num_blocks` if that is less.
+        This is the number that the longest row needs, but at most `num_blocks`.
         """
         return min(self.max_table_len + self.has_windows, self.num_blocks)

@@ -45,7 +45,7 @@ MAX_REQUESTS: Final = 512
 limit."""
 
 _INPUTS_OF_A_CALL: Final = 512
-"""How many inputs one call of `Embed` has."""
+"""The limit on inputs of one call of `Embed`."""
 
 _RESERVED: Final = frozenset({"attached", "demo", "detach", "grpc_port", "host", "uds", "verbose"})
 """Flags of `quire up` that `LLM` sets itself."""

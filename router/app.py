@@ -141,7 +141,7 @@ async def run_router(
                 *([] if api_keys is None else [KeyInterceptor(api_keys)]),
                 RequestBounds(cells, settings.max_body_mb * _MIB),
             ],
-            # Higher than the limits of `RequestBounds`, whose errors name the limit.
+            # This limit is higher than those of `RequestBounds`, whose errors name the limit.
             max_received_mb=min(settings.max_message_mb, 4 * settings.max_body_mb),
             on_started=on_started,
             on_drain=drain,
@@ -248,7 +248,7 @@ def _engine_contracts(
             find_model, directory, settings.cache_dir, with_weights=False
         )
 
-    # Imported here, so that a router without these APIs does not load them.
+    # These APIs are imported here, so that a router without them does not load them.
     if settings.vllm_engine:
         from router.vllm_engine.api import vllm_engine_service  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
 """Gauges of the whole cell on the router's own port, for gateways that choose among cells.
 
-The model server protocol of the Gateway API Inference Extension asks for these gauges. Each has two
-names, Quire's and vLLM's, so an endpoint picker that knows vLLM needs no configuration.
+The model server protocol of the Gateway API Inference Extension asks for these gauges. Each gauge
+has two names, Quire's and vLLM's, so an endpoint picker that knows vLLM needs no configuration.
 """
 
 import asyncio
@@ -18,9 +18,11 @@ from router.request.cells import Cells
 from router.request.inference import Inference
 
 _FRESH_S: Final = 0.05
-"""How long a scrape may reuse the last answer. Each gateway scrapes up to 20 times per second."""
+"""For how long scrapes show the schedulers' last answer. A gateway scrapes up to 20 times per
+second."""
 _TIMEOUT_S: Final = 1.0
-"""How long a scrape waits for a model's schedulers; after that it has no gauges of the model."""
+"""How long a scrape waits for a model's schedulers; if they take longer, their gauges are missing.
+"""
 
 _NAMES: Final = ("quire_cell_{}", "vllm:{}")
 

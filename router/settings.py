@@ -64,8 +64,9 @@ class RouterSettings(ProcessSettings):
     """With --on-demand, the minimum time in seconds for which a model stays loaded, even if
     requests need other models."""
     idle_unload_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Time in seconds without a request after which a model is unloaded; its next request waits
-    until it is loaded again. Only one router may have this flag. Unset: idle models stay loaded."""
+    """Time in seconds without a request after which a model is unloaded; the model's next request
+    waits until it is loaded again. Only one router may have this flag. Unset: idle models stay
+    loaded."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Interval in seconds at which dns: names are resolved."""
     http_port: Port = 8000
@@ -73,12 +74,12 @@ class RouterSettings(ProcessSettings):
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
     grpc_server: Literal["quire", "grpcio"] = "quire"
-    """The gRPC server. quire is Quire's own: it sends all pending tokens of a connection in one
-    write, which takes a fraction of the processor time, and limits a client's frames that carry
-    neither a request nor data. grpcio is the server of the gRPC library."""
+    """The gRPC server. quire is Quire's own, which sends all pending tokens of a connection in one
+    write, for a fraction of the processor time. It also limits a client's frames that carry neither
+    a request nor data. grpcio is the server of the gRPC library."""
     vllm_engine: bool = False
-    """Whether to serve `vllm.grpc.engine.VllmEngine` by gRPC, the engine contract of the Shepherd
-    Model Gateway (docs/fleet.md)."""
+    """Whether to serve the engine contract of the Shepherd Model Gateway by gRPC:
+    `vllm.grpc.engine.VllmEngine` (docs/fleet.md)."""
     openengine: bool = False
     """Whether to serve `openengine.v1` by gRPC, the experimental contract of the OpenEngine
     project, as of its release v0.1.0 (docs/fleet.md)."""
@@ -86,10 +87,10 @@ class RouterSettings(ProcessSettings):
     """An additional HTTP port that several routers on one machine share; they then also share
     --grpc-port. Each router gets some of the connections, and needs its own --http-port."""
     scheduler_tls_cert: Path | None = None
-    """File of the certificate (PEM) for connections to schedulers, if it differs from --tls-cert,
+    """PEM file with the certificate for connections to schedulers, if it differs from --tls-cert,
     which may be a public certificate."""
     scheduler_tls_key: Path | None = None
-    """File of the private key of --scheduler-tls-cert."""
+    """PEM file with the private key of --scheduler-tls-cert."""
     max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
     """Maximum number of live requests: running, waiting, or not yet read to the end by the
     client."""
@@ -113,10 +114,11 @@ class RouterSettings(ProcessSettings):
     """The syntax of the model's thinking: a family (docs/clients.md), none, or your `Thinking`
     object as package.module:NAME; empty: detected from its chat template."""
     trust_request_chat_template: bool = False
-    """Whether chats may set chat_template. It runs in a sandbox, but without a time limit."""
+    """Whether chats may set chat_template. Such a template runs in a sandbox, but without a time
+    limit."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """API keys of operators, separated by commas. They have no tenant and allow every call. If the
-    router has keys, each call must have one (authorization: Bearer KEY). Set them in the
+    """API keys of operators, separated by commas. These keys have no tenant and allow every call.
+    If the router has keys, each call must have one (authorization: Bearer KEY). Set the keys in the
     environment, because other users can see the command line."""
     api_keys_file: Path | None = None
     """TOML file of API keys, their tenants, and the tenants' quotas (docs/security.md)."""

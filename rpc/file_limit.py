@@ -1,7 +1,7 @@
 """Limits the number of connections, so that a process stays below its limit of open files.
 
-At that limit (`ulimit -n`), new connections wait in the kernel, and so do their clients. Servers
-refuse connections before that.
+At that limit (`ulimit -n`), new connections wait in the kernel, and so do their clients. So servers
+refuse connections before the process reaches that limit.
 """
 
 import contextlib

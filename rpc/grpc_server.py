@@ -66,11 +66,12 @@ def make_grpc_server(
 ) -> Server:
     """Make a server that does not listen yet.
 
-    `interceptors` run inside those for trace context and errors, so they may raise a QuireError.
-    `max_received_mb`, if given, limits requests instead of `settings.max_message_mb`. With
-    `shares_port`, other processes may listen on the same port. `by_grpcio` chooses grpcio's server;
-    otherwise it is an `Http2Server`, which spends less time on each message. Compressed requests
-    are UNIMPLEMENTED unless `accepts_compressed`.
+    `interceptors` run inside the interceptors for trace context and errors, so they may raise a
+    QuireError.
+    If `max_received_mb` is given, it limits the size of requests instead of
+    `settings.max_message_mb`. With `shares_port`, other processes may listen on the same port.
+    `by_grpcio` chooses grpcio's server; otherwise the server is an `Http2Server`, which spends less
+    time on each message. Compressed requests are UNIMPLEMENTED unless `accepts_compressed`.
     """
     chain = [
         telemetry.TraceInterceptor(),
@@ -139,10 +140,10 @@ async def start_grpc_server(server: Server, settings: ProcessSettings) -> str:
 
 
 def failure_of(server: Server) -> asyncio.Future[None]:
-    """Return a future for the error that ends a server of grpcio; call this after its start.
+    """Return a future for the error that ends grpcio's `server`, which must have started.
 
     A call whose path is not UTF-8 ends the server before any interceptor (seen with grpcio 1.85).
-    The server then listens no more, and does not tell: `wait_for_termination` waits forever.
+    The server then stops listening, but does not report it: `wait_for_termination` waits forever.
     """
     failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -180,7 +181,7 @@ def _naming(address: str) -> Iterator[None]:
     """Raise CannotListenError if the address is not available."""
     try:
         yield
-    except (RuntimeError, OSError):  # of grpcio, and our own
+    except (RuntimeError, OSError):  # grpcio raises RuntimeError, our own server OSError
         raise CannotListenError(
             f"gRPC cannot listen on {address}: it is in use, or not an address of this machine"
         ) from None

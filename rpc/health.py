@@ -16,7 +16,7 @@ from contract.errors import NotFoundError
 HEALTH_SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 _RECHECK_S = 1.0
-"""Interval at which a watch repeats the liveness checks, because they do not report changes."""
+"""Interval at which a watch repeats the liveness checks, because checks do not report changes."""
 
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 
@@ -63,7 +63,7 @@ class Health:
         self._set(_State(ready=False, status="draining", progress=None, final=True))
 
     def add_liveness(self, name: str, check: Callable[[], str | None]) -> None:
-        """Call `check` at each probe; it returns a problem or None, without waiting."""
+        """Call `check` at each probe; `check` returns a problem or None, without waiting."""
         self._checks[name] = check
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -115,7 +115,7 @@ class Health:
     def _set(self, state: _State) -> None:
         if self._state.final:
             return
-        # A single assignment of an immutable value, so that other threads see no partial change.
+        # This single assignment of an immutable value shows other threads no partial change.
         self._state = state
         for callback in tuple(self._callbacks):
             callback()
@@ -124,8 +124,8 @@ class Health:
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Answers `grpc.health.v1.Health`; the process ("") and all its services are ready together.
 
-    This replaces gRPC's own servicer, which stores a status of its own and forgets all watchers of
-    a service when the first of them leaves.
+    This class replaces gRPC's own servicer, which stores a status of its own. That servicer also
+    forgets all watchers of a service when the first of them leaves.
     """
 
     def __init__(self, health: Health, service_names: Collection[str]) -> None:
@@ -190,8 +190,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 def probes(health: Health) -> Middleware:
     """Make the middleware that answers `/health`, `/ready` and `/metrics` in every process.
 
-    It must be the outermost middleware, so that the application's own, such as authentication, does
-    not block probes.
+    It must be the outermost middleware, so that the application's own middleware, such as
+    authentication, does not block probes.
     """
 
     async def answer_health() -> web.Response:

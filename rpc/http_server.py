@@ -111,7 +111,7 @@ class Site(web.BaseSite):
 
 
 class _Connection(web.RequestHandler):
-    """A client's connection. It does not decompress bodies, so that their reader can limit them."""
+    """A client's connection. It leaves bodies compressed, so that their reader can limit sizes."""
 
     __slots__ = ()
 

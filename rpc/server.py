@@ -80,8 +80,8 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
-    gRPC serves `services`, `AdminService`, `grpc.health.v1` and reflection, with interceptors for
-    errors and trace context and, inside those, `interceptors`. HTTP serves `http`, `/health`,
+    gRPC serves `services`, `AdminService`, `grpc.health.v1` and reflection. Interceptors handle
+    errors and trace context; `interceptors` run inside these. HTTP serves `http`, `/health`,
     `/ready` and `/metrics`. A handler is cancelled when its client disconnects.
 
     `on_started` runs when both servers listen; the caller declares `health` ready.
@@ -92,7 +92,7 @@ async def serve(
     signal of the same kind ends the process at once.
 
     `AdminService` also drains: `num_live` counts the live requests, and `check_operator` raises
-    unless the current call is an operator's. For its default see `rpc.security.operators`; for
+    unless the current call is an operator's. For its default, see `rpc.security.operators`; for
     `drain_worker` see `rpc.admin`; for `max_received_mb`, `grpc_by_grpcio` and `accepts_compressed`
     see `make_grpc_server`.
 
@@ -100,7 +100,7 @@ async def serve(
     the port of gRPC. A drain then begins by closing both ports here.
 
     Raises CannotListenError if an address is not available, the errors of `on_started`, and the
-    error that ended grpcio's server: the process must end, too, so that another one can listen.
+    error that ended grpcio's server. After that, the process must end, so that another can listen.
     """
     stopping = stop if stop is not None else asyncio.Event()
     grace_s = settings.drain_s if on_drain is None else _FLUSH_S
@@ -146,7 +146,7 @@ async def serve(
                 health.set_draining()
                 if shared_site is not None:
                     await shared_site.stop()
-                    # This tells clients to reconnect; live calls continue.
+                    # `stop` tells clients to reconnect; live calls continue.
                     leaving.append(asyncio.ensure_future(server.stop(settings.drain_s + _FLUSH_S)))
                 if on_drain is not None:
                     await _drain(on_drain, settings.drain_s)
@@ -197,8 +197,8 @@ def observe(process: str, settings: ProcessSettings, *, new_trace_ratio: float =
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     """Run a process; each `__main__` calls this. Exits with 1 if an address is not available."""
-    # This is how long a computing thread may keep the GIL from the event loop. At the default of
-    # 5 ms a round trip takes 5.5 ms; at 0.1 ms it takes 0.5 ms.
+    # The interval is how long a computing thread may keep the GIL from the event loop. At the
+    # default of 5 ms a round trip takes 5.5 ms; at 0.1 ms it takes 0.5 ms.
     sys.setswitchinterval(1e-4)
     raise_file_limit()
     try:

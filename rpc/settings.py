@@ -63,7 +63,7 @@ class LinkSettings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True,
         env_prefix=ENV_PREFIX,
-        env_prefix_target="all",  # of fields with an alias, too
+        env_prefix_target="all",  # the prefix also applies to fields with an alias
         env_ignore_empty=True,
         use_attribute_docstrings=True,
     )

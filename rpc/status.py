@@ -1,4 +1,4 @@
-"""Converts errors to a gRPC status with `google.rpc` details and back; has the interceptor."""
+"""Converts errors to a gRPC status with `google.rpc` details and back, also in an interceptor."""
 
 import asyncio
 import contextlib
@@ -26,8 +26,8 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 ERROR_DOMAIN = "quire.v1"
 
 _MAX_MESSAGE_BYTES = 1024
-"""Longest message of a status. It is sent three times, once percent-encoded, and peers may accept
-only 8 KiB of metadata."""
+"""Longest message of a status. A message is sent three times, once percent-encoded, and peers may
+accept only 8 KiB of metadata."""
 
 _MAX_RETRY_AFTER_S = 3600.0
 """Longest delay that is accepted from a peer."""
@@ -53,7 +53,8 @@ _HANDLER_KINDS: Final = {
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
-"""Maps whether requests and responses are streams to a handler's attribute and constructor."""
+"""Keys: whether requests are a stream, and whether responses are a stream. Values: the attribute of
+the handler, and the function that makes such a handler."""
 
 _END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 
@@ -92,8 +93,8 @@ def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, Trailin
 def calling() -> Iterator[None]:
     """Convert the errors of a gRPC call to QuireErrors.
 
-    A call raises CancelledError if its channel is closed, although the task was not cancelled; this
-    becomes UnavailableError, so that the task does not end.
+    If its channel is closed, a call raises CancelledError, although the task was not cancelled.
+    This error becomes UnavailableError, so that the task does not end.
 
     Raises:
         QuireError: The peer's error, or UnavailableError if the peer is lost.
@@ -184,7 +185,7 @@ def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
         except DecodeError as error:
             return invalid_message(error)
         except errors.QuireError as error:  # raised by an interceptor that reads the bytes
-            return error.with_traceback(None)  # the error's frames refer to the bytes
+            return error.with_traceback(None)  # the traceback's frames refer to the bytes
 
     return parse
 
@@ -222,7 +223,8 @@ async def _abort(context: Any, status: tuple[grpc.StatusCode, str, TrailingMetad
 async def _received(context: Any) -> AsyncIterator[Any]:
     """Yield a call's requests.
 
-    This replaces gRPC's own iterator, which refers to itself and so keeps the last request.
+    This generator replaces gRPC's own iterator, which refers to itself and so keeps the last
+    request.
     """
     while (request := await context.read()) is not _END:
         yield request
@@ -300,7 +302,7 @@ def _parse_details(
 ) -> tuple[error_details_pb2.BadRequest | None, error_details_pb2.RetryInfo | None]:
     bad_request: error_details_pb2.BadRequest | None = None
     retry_info: error_details_pb2.RetryInfo | None = None
-    # The type stubs do not know that it iterates over pairs.
+    # The type stubs do not know that the metadata iterates over pairs.
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key != DETAILS_KEY or not isinstance(value, bytes):

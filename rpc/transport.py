@@ -17,11 +17,12 @@ _MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
 
 @dataclass(frozen=True, slots=True)
 class Pings:
-    """When a connection to a silent peer is closed; its calls then end as UNAVAILABLE.
+    """When to close a connection to a silent peer. Its calls then end as UNAVAILABLE.
 
-    gRPC's own threads answer HTTP/2 pings. In our own server the event loop does; no request blocks
-    it for long. So a busy peer answers, but a stopped peer or one behind a broken network does not,
-    even if the kernel still accepts data. Detection takes at most the sum of both times.
+    gRPC's own threads answer HTTP/2 pings. In our own server, the event loop answers; no request
+    blocks it for long. So a busy peer answers. A stopped peer, or a peer behind a broken network,
+    does not answer, even if the kernel still accepts data. Detection takes at most `after_ms` +
+    `timeout_ms`.
     """
 
     after_ms: int
@@ -33,7 +34,7 @@ class Pings:
 
 
 PATIENT = Pings(after_ms=10_000, timeout_ms=20_000, are_sent_idly=True)
-"""For calls that are lost with their connection, so that waiting is better."""
+"""For calls that are lost with their connection, so that waiting for a slow peer is better."""
 QUICK = Pings(after_ms=1_000, timeout_ms=700, are_sent_idly=False)
 """For calls that can continue elsewhere. gRPC sends at most one ping per second."""
 
@@ -59,7 +60,7 @@ def channel_options(
         ("grpc.absolute_max_metadata_size", metadata_limit),
         ("grpc.keepalive_time_ms", pings.after_ms),
         ("grpc.keepalive_timeout_ms", pings.timeout_ms),
-        # Without this, an unanswered ping ends the connection only after a minute.
+        # Without this option, an unanswered ping ends the connection only after a minute.
         ("grpc.http2.ping_timeout_ms", pings.timeout_ms),
         ("grpc.keepalive_permit_without_calls", int(pings.are_sent_idly)),
         ("grpc.http2.max_pings_without_data", 0),
@@ -81,7 +82,8 @@ def server_options(
 ) -> ChannelOptions:
     """Return `channel_options` and options for servers only.
 
-    With `shares_port`, other processes may listen on the same port; the kernel spreads connections.
+    With `shares_port`, other processes may listen on the same port; the kernel spreads connections
+    among them.
     """
     most = [] if max_connections is None else [(_MAX_CONNECTIONS, max_connections)]
     codings = [] if accepts_compressed else [("grpc.compression_enabled_algorithms_bitset", 1)]

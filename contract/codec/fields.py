@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from google.protobuf.message import Message
 
 Converters: TypeAlias = Mapping[str, Callable[[Any], Any]]
-"""Converters by field name; a field without one is copied unchanged."""
+"""Converters by field name; a field without a converter is copied unchanged."""
 
 
 def set_fields(message: Message, converters: Converters) -> dict[str, Any]:

@@ -39,7 +39,7 @@ _COPIED: Final = (
     "takes_whole_prompts",
     "has_far_kv",
 )
-"""Fields with the same names in `WorkerInfo` and in its message; `_LIMITS` has those of
+"""Fields that have the same names in `WorkerInfo` and in its message. `_LIMITS` lists the fields of
 `Limits`."""
 _limits, _copied = attrgetter(*_LIMITS), attrgetter(*_COPIED)
 _LEVEL_TO_PROTO: Final = {
@@ -71,7 +71,7 @@ _MAX_TOKENS: Final = 2**32
 
 
 def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
-    """Make the answer to `Attach`."""
+    """Convert a worker's description of itself, its answer to `Attach`."""
     return worker_pb2.WorkerInfo(
         **dict(zip(_COPIED, _copied(info), strict=True)),
         **dict(zip(_LIMITS, _limits(info.limits), strict=True)),
@@ -130,7 +130,7 @@ def model_info_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
 
 
 def model_info_from_proto(message: common_pb2.ModelInfo, field: str) -> ModelInfo:
-    """Parse the description of a model; `field` names it in errors.
+    """Parse the description of a model; errors call the description `field`.
 
     Raises:
         InvalidArgumentError: An adapter has no name, or a digest of the wrong length.
@@ -179,7 +179,7 @@ def adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
 
 
 def adapter_from_worker(message: common_pb2.LoraAdapter, field: str) -> LoraAdapter:
-    """Parse a worker's description of an adapter; `field` names it in errors.
+    """Parse a worker's description of an adapter; errors call the description `field`.
 
     Raises:
         InvalidArgumentError: The name is empty, or the digest has the wrong length.

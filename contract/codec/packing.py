@@ -13,13 +13,13 @@ Uint64Array: TypeAlias = npt.NDArray[np.uint64]
 
 _INT32: np.dtype[np.int32] = np.dtype("<i4")
 _UINT64: np.dtype[np.uint64] = np.dtype("<u8")
-# Most arrays of most messages are empty; all empty arrays of a type are the same object.
+# Most arrays of most messages are empty, so all empty arrays of one type are one shared object.
 _NO_INT32: Int32Array = np.frombuffer(b"", np.int32)
 _NO_UINT64: Uint64Array = np.frombuffer(b"", np.uint64)
 
 
 def pack_int32(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
-    """Pack int[N] into 4·N bytes; OverflowError if a value is out of range."""
+    """Pack int[N] into 4·N bytes; raises OverflowError if a value is not an int32."""
     return _pack(values, _INT32)
 
 
@@ -34,7 +34,7 @@ def unpack_int32(packed: bytes, field: str) -> Int32Array:
 
 
 def pack_uint64(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
-    """Pack int[N] into 8·N bytes; OverflowError if a value is out of range."""
+    """Pack int[N] into 8·N bytes; raises OverflowError if a value is not a uint64."""
     return _pack(values, _UINT64)
 
 

@@ -1,7 +1,7 @@
 """Converts clients' requests to protobuf and back.
 
-Deadline, priority and tenant travel in the call's metadata, not in the message.
-`add_special_tokens` exists in the router only.
+Deadline, priority and tenant travel in the call's metadata, not in the message. No message has
+`GenerateRequest.add_special_tokens`, which only the router uses.
 """
 
 from contract.codec.fields import Converters, changed_fields, set_fields
@@ -55,7 +55,7 @@ def generate_request_from_proto(message: inference_pb2.GenerateRequest) -> Gener
 
 
 def generate_request_to_proto(request: GenerateRequest) -> inference_pb2.GenerateRequest:
-    """Convert a request; raises ValueError if a field is set that the message lacks."""
+    """Convert a request; raises ValueError if it sets a field that the message does not have."""
     given = changed_fields(request, _TO_PROTO)
     prompt = given.pop("prompt")
     if isinstance(prompt, str):
@@ -64,7 +64,7 @@ def generate_request_to_proto(request: GenerateRequest) -> inference_pb2.Generat
 
 
 def embed_requests_from_proto(message: inference_pb2.EmbedRequest) -> list[GenerateRequest]:
-    """Make a request for each input; their `sampling` is not set.
+    """Make one request for each input, with the default `sampling`.
 
     Raises:
         InvalidArgumentError: An input is not set.
@@ -98,7 +98,7 @@ def embedding_kind_from_proto(number: common_pb2.PoolingKind) -> PoolingKind | N
 
 
 def stop_options_to_bytes(request: GenerateRequest) -> bytes:
-    """Serialize the options that a router needs to resume the request, apart from `Submit`."""
+    """Serialize the options that a router needs, besides `Submit`, to resume the request."""
     thinking = request.thinking
     return scheduler_pb2.StopOptions(
         stop=request.stop,

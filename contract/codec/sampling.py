@@ -40,7 +40,7 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOutput:
-    """Convert a form; raises InvalidArgumentError if none is set."""
+    """Convert the form of an output; raises InvalidArgumentError if no form is set."""
     match name := message.WhichOneof("form"):
         case None:
             raise InvalidArgumentError(
@@ -57,7 +57,7 @@ def structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOut
 
 
 def structured_to_proto(structured: StructuredOutput) -> common_pb2.StructuredOutput:
-    """Convert a form; raises InvalidArgumentError unless exactly one is set."""
+    """Convert the form of an output; raises InvalidArgumentError unless exactly one form is set."""
     match name := structured.form:
         case "json_schema":
             return common_pb2.StructuredOutput(json_schema=structured.schema_text)
@@ -77,7 +77,7 @@ def _wanted_adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
 
 
 def pooling_kind_from_proto(number: common_pb2.PoolingKind, field: str) -> PoolingKind:
-    """Convert a kind; raises InvalidArgumentError for one that this version does not know."""
+    """Convert a kind of pooling; raises InvalidArgumentError if this version does not know it."""
     if number not in _POOLING_KIND_FROM_PROTO:
         raise InvalidArgumentError(field, f"is {number}, which this version does not know")
     return _POOLING_KIND_FROM_PROTO[number]

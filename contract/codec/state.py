@@ -1,4 +1,4 @@
-"""Converts a worker's holdings to protobuf and back."""
+"""Converts a worker's holdings (sequences, labelled blocks, pins) to protobuf and back."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -24,7 +24,7 @@ from quire.v1 import worker_pb2
 _TIERS: Final = ("device", "host", "disk")
 _MAX_ROWS_BYTES: Final = 512 * 1024
 _MAX_LABELS: Final = 24 * 1024
-# Both constants limit one message, which has a part of the holdings.
+# These are limits of one message; a worker sends its holdings in several messages.
 
 
 def holdings_to_proto(holdings: Holdings) -> worker_pb2.ReadHoldingsResponse:
@@ -66,7 +66,7 @@ def holdings_from_proto(parts: Iterable[worker_pb2.ReadHoldingsResponse]) -> Hol
     """Join the parts in the order in which they arrived.
 
     Raises:
-        InvalidArgumentError: An array is malformed, or not parallel to its partner.
+        InvalidArgumentError: An array is malformed, or parallel arrays differ in length.
     """
     parts = list(parts)
     if None in parts:  # gRPC yields None for bytes that it cannot parse
@@ -84,7 +84,7 @@ def check_holdings(holdings: Holdings, info: WorkerInfo) -> None:
     """Check that a worker of this size can hold `holdings`.
 
     Raises:
-        InvalidArgumentError: A number exceeds the worker's size, or something occurs twice.
+        InvalidArgumentError: A number exceeds the worker's limits, or a block or pin occurs twice.
     """
     limits = info.limits
     check_at_most("rows", len(holdings.rows), limits.max_num_seqs)

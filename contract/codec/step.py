@@ -40,8 +40,9 @@ _BATCH_ARRAYS: Final = {
     "renamed_dst_block_ids": ("num_blocks", True),
     "labelled_block_ids": ("num_blocks", False),
 }
-"""Arrays with the same names in a plan and in a batch. For each: the field of `Limits` that bounds
-its values, and whether they must be distinct. `chunk_lens` is checked separately."""
+"""Arrays with the same names in a plan and in a batch. Each name maps to the field of `Limits` that
+bounds the values, and to whether the values must be distinct. `chunk_lens` is checked separately.
+"""
 _MOVES: Final = {
     "copy_src_block_ids": ("num_blocks", False),
     "copy_dst_block_ids": ("num_blocks", True),
@@ -86,17 +87,17 @@ _IDENTITY_BYTES: Final = 32
 MAX_PIN_S: Final = 10**6
 _NOTE_BYTES_PER_TOKEN: Final = 80
 _NOTE_BYTES_BESIDES: Final = 1024
-# `quire.v1.NewSequence.note` documents both limits.
+# `quire.v1.NewSequence.note` documents these limits of a note's size.
 
 SamplingReader: TypeAlias = Callable[[worker_pb2.NewSequence, Limits], tuple[SamplingParams, int]]
 """Reads a new sequence's sampling parameters and the number of its LoRA adapter.
 
-Raises InvalidArgumentError if they are invalid.
+Raises InvalidArgumentError if the parameters are invalid.
 """
 
 
 def plan_to_proto(plan: Plan, epoch: int, step_id_base: int) -> worker_pb2.StepBatch:
-    """Make the batch for a plan; its step id is `step_id_base` plus the plan's step id."""
+    """Make the batch for a plan; the batch's step id is `step_id_base` plus the plan's step id."""
     batch = worker_pb2.StepBatch(
         epoch=epoch, step_id=step_id_base + plan.step_id, num_decodes=plan.num_decodes
     )
@@ -173,7 +174,7 @@ def result_to_proto(result: Result, epoch: int) -> worker_pb2.StepResult:
 def result_from_proto(
     message: worker_pb2.StepResult, step_id_base: int, max_num_seqs: int
 ) -> Result:
-    """Parse a result without its log-probabilities; `step_id_base` as in `plan_to_proto`.
+    """Parse a result without its log-probabilities; `step_id_base` is that of `plan_to_proto`.
 
     `WorkerLedger` checks which rows must sample and which blocks may move.
 

@@ -1,4 +1,4 @@
-"""Epochs: numbers of schedulers. A worker obeys only the newest that it has seen.
+"""Epochs, which number schedulers. A worker obeys only the scheduler of the newest epoch.
 
 An epoch is the wall clock's time in nanoseconds, or slightly above the newest epoch that the
 workers have seen.
@@ -11,9 +11,9 @@ from typing import Final
 from contract.errors import InvalidArgumentError
 
 MAX_LEAD_NS: Final = 366 * 24 * 3600 * 10**9
-"""How far an epoch may be ahead of a worker's clock. The limit is generous to inaccurate clocks. It
-ensures that a newer epoch is still possible after a bug or an attacker makes a worker obey a wrong
-one."""
+"""How far an epoch may be ahead of a worker's clock. The limit is generous to inaccurate clocks.
+With the limit, a newer epoch is still possible after a bug or an attacker makes a worker obey a
+wrong epoch."""
 _SPREAD_NS: Final = 2**16
 """Schedulers that start at the same time draw from this many epochs, to get different ones."""
 
@@ -24,7 +24,7 @@ def clock_epoch() -> int:
 
 
 def epoch_after(newest: int) -> int:
-    """Draw the epoch of a scheduler that starts now, when workers have seen `newest`."""
+    """Draw an epoch above `newest`, which workers have seen, for a scheduler that starts now."""
     return max(clock_epoch(), newest + 1) + secrets.randbelow(_SPREAD_NS)
 
 

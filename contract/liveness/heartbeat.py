@@ -1,8 +1,8 @@
 """Heartbeats: how a process notices that a peer hangs or is lost.
 
 Every peer sends a message at least every `BEAT_S`. An open connection proves nothing: a hanging
-process keeps its connections, the kernel accepts data for it, and gRPC answers pings as long as any
-thread of the process runs, even if its event loop does not.
+process keeps its connections, and the kernel accepts data for the process. Even if its event loop
+hangs, gRPC answers pings as long as any thread of the process runs.
 """
 
 BEAT_S = 0.25
@@ -12,8 +12,8 @@ TICK_S = 0.1
 SILENT_AFTER_S = 1.0
 """A peer that is silent for this long counts as hanging."""
 LOST_AFTER_S = 5.0
-"""A peer that is silent for this long counts as lost, unless a setting says otherwise: its requests
-continue elsewhere."""
+"""A peer that is silent for this long counts as lost, unless a setting has another limit. The
+peer's requests then continue elsewhere."""
 
 
 class Heartbeat:

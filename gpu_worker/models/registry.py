@@ -88,7 +88,7 @@ class ModelSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class _Implementation:
     """An implementation: two functions, or a user's class that has both."""
 
     read_config: Callable[[JsonFields], ModelConfig]
@@ -98,18 +98,18 @@ class _Family:
     """Reduces that config to one rank's part; None: the model runs on one device only."""
 
 
-_LLAMA: Final = _Family(read_llama_config, build_llama, split_llama_config)
+_LLAMA: Final = _Implementation(read_llama_config, build_llama, split_llama_config)
 _NATIVE: Final = {
     **dict.fromkeys(LLAMA_ARCHITECTURES, _LLAMA),
-    **dict.fromkeys(BERT_ARCHITECTURES, _Family(read_bert_config, build_bert)),
-    GPT_OSS_ARCHITECTURE: _Family(read_gpt_oss_config, build_gpt_oss, split_gpt_oss_config),
+    **dict.fromkeys(BERT_ARCHITECTURES, _Implementation(read_bert_config, build_bert)),
+    GPT_OSS_ARCHITECTURE: _Implementation(read_gpt_oss_config, build_gpt_oss, split_gpt_oss_config),
     **dict.fromkeys(
         LAYER_NORM_ARCHITECTURES,
-        _Family(read_layer_norm_config, build_layer_norm_decoder, split_layer_norm_config),
+        _Implementation(read_layer_norm_config, build_layer_norm_decoder, split_layer_norm_config),
     ),
     **dict.fromkeys(
         DEEPSEEK_ARCHITECTURES,
-        _Family(read_deepseek_config, build_deepseek, split_deepseek_config),
+        _Implementation(read_deepseek_config, build_deepseek, split_deepseek_config),
     ),
 }
 
@@ -121,16 +121,16 @@ class _CheckpointSource:
         self,
         directory: Path,
         fields: JsonFields,
-        family: _Family,
+        implementation: _Implementation,
         quantization: Quantization | None,
         place: Place,
         *,
         is_dummy: bool,
         is_batch_invariant: bool,
     ) -> None:
-        self.config = self.local_config = family.read_config(fields)
-        if family.split_config is not None:
-            self.local_config = family.split_config(self.config, place)
+        self.config = self.local_config = implementation.read_config(fields)
+        if implementation.split_config is not None:
+            self.local_config = implementation.split_config(self.config, place)
         elif place.num_ranks > 1:
             what = self.config.architecture
             if what not in _NATIVE:
@@ -146,7 +146,7 @@ class _CheckpointSource:
         self._is_batch_invariant = is_batch_invariant
         self._quantization = quantization
         self._directory = directory
-        self._family = family
+        self._implementation = implementation
 
     def load(
         self,
@@ -162,7 +162,7 @@ class _CheckpointSource:
             )
 
         def build(weights: Weights) -> Decoder:
-            return self._family.build(self.config, weights)
+            return self._implementation.build(self.config, weights)
 
         if self._is_dummy:
             # Maps of other formats are drawn as plain numbers.
@@ -219,19 +219,19 @@ def open_model(
     if part is not whole:
         _log.info("serving only the model's text part", architecture=read_architecture(whole))
     if model_class and model_class != _TRANSFORMERS:
-        family = _import_family(model_class)
+        implementation = _import_implementation(model_class)
         return _CheckpointSource(
-            *(directory, fields, family, quantization, place),
+            *(directory, fields, implementation, quantization, place),
             is_dummy=is_dummy,
             is_batch_invariant=is_batch_invariant,
         )
     architecture = read_architecture(fields)
     lacking: UnsupportedError | None = None
     if model_class != _TRANSFORMERS and architecture in _NATIVE:
-        family = _NATIVE[architecture]
+        implementation = _NATIVE[architecture]
         try:
             return _CheckpointSource(
-                *(directory, fields, family, quantization, place),
+                *(directory, fields, implementation, quantization, place),
                 is_dummy=is_dummy,
                 is_batch_invariant=is_batch_invariant,
             )
@@ -295,11 +295,11 @@ def _not_shared(what: str, place: Place) -> ModelError:
         flag, size = "pipeline-parallel-size", place.pipeline_size
     return ModelError(
         f"{flag} is {size}; {what} runs on one device only; several are supported for"
-        f" {', '.join(name for name, family in _NATIVE.items() if family.split_config)}"
+        f" {', '.join(name for name, found in _NATIVE.items() if found.split_config)}"
     )
 
 
-def _import_family(path: str) -> _Family:
+def _import_implementation(path: str) -> _Implementation:
     module_name, _, class_name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
@@ -311,4 +311,4 @@ def _import_family(path: str) -> _Family:
     if not isinstance(found, type) or lacking:
         what = f"has no {', '.join(lacking)}" if lacking else "is not a class"
         raise ModelError(f"model-class is {path!r}; it {what}")
-    return _Family(found.read_config, found)  # type: ignore[attr-defined]
+    return _Implementation(found.read_config, found)  # type: ignore[attr-defined]

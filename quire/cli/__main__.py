@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"quire: {name}: no such command; it must be one of {', '.join(COMMANDS)}\n"
             )
             return 2
-    # Import only the command's module, so that it starts fast.
+    # Import only the command's module, so that the command starts fast.
     command = importlib.import_module(COMMANDS[arguments[0]])
     try:
         code: int = command.main(arguments[1:])

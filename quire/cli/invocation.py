@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def invocation() -> str:
-    """Return the command that runs `quire`: this word if it is on PATH, else a path."""
+    """Return the command that runs `quire`: the word `quire` if it is on PATH, else a path."""
     program = sys.argv[0]
     found = shutil.which("quire")
     if found is not None and os.path.realpath(found) == os.path.realpath(program):
@@ -19,7 +19,7 @@ def invocation() -> str:
 
 
 def _from_here(program: str) -> str:
-    """Return a path, short if possible. Links are not resolved: virtual environments use them."""
+    """Return a path, short if possible; keep links, because virtual environments need them."""
     path, here = Path(program).absolute(), Path.cwd()
     if path.parent == here:
         return f"./{path.name}"

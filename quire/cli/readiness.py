@@ -59,7 +59,10 @@ async def wait_until_ready(
     *,
     tls: bool = False,
 ) -> None:
-    """Poll until all are ready; `show` gets each round's answers; `check` may raise an error."""
+    """Poll until all processes are ready.
+
+    `show` gets the answers of each round. `check` is called in each round, and may raise an error.
+    """
     readiness = dict.fromkeys(name_to_address, STARTING)
     async with aiohttp.ClientSession() as session:
         while not all(each.ready for each in readiness.values()):

@@ -73,7 +73,7 @@ class GenerateSettings(ClientSettings):
     n: PositiveInt = 1
     """Number of outputs; if there are several, each is shown when it is complete."""
     beam_width: Annotated[int, Field(ge=2, le=10)] | None = None
-    """Beam search with this many beams; default: sample instead."""
+    """Number of beams of a beam search; default: no beam search, but sampling."""
     length_penalty: Annotated[float, Field(ge=-5, le=5)] = 1.0
     """With --beam-width: values above 0 favour longer outputs."""
     early_stopping: Literal["false", "true", "never"] = "false"
@@ -214,9 +214,9 @@ class _ChosenRequests(RouterTargetSettings):
 
 
 class UsageSettings(RouterTargetSettings):
-    """Show how many requests and tokens were used, as the router's store has it (--turn-store).
+    """Show how many requests and tokens were used, from the router's store (--turn-store).
 
-    For operators.
+    This command is for operators.
     """
 
     since: str = "24h"
@@ -238,7 +238,7 @@ class UsageSettings(RouterTargetSettings):
 class RequestsSettings(_ChosenRequests):
     """List the live requests of a service's routers, with tenant, age and progress.
 
-    For operators. `quire kv` shows the blocks of their sequences.
+    This command is for operators. `quire kv` shows the blocks of each request's sequences.
     """
 
     json_: Annotated[bool, Field(alias="json")] = False
@@ -248,8 +248,8 @@ class RequestsSettings(_ChosenRequests):
 class CancelSettings(_ChosenRequests):
     """End live requests of a service's routers: by id, tenant or age, or all.
 
-    For operators. A request ends if it meets all given conditions. Its client gets an error, and
-    should not send the request again.
+    This command is for operators. A request ends if it meets all given conditions. The request's
+    client gets an error, and should not send the request again.
     """
 
     request_ids: CliPositionalArg[tuple[str, ...]] = ()
@@ -277,7 +277,7 @@ class SchedulerClientSettings(LinkSettings):
 
 
 class DefragmentSettings(SchedulerClientSettings):
-    """Defragment the KV pool of each worker while it keeps working: move held blocks together."""
+    """Move the held KV blocks of each worker together, while all workers continue to work."""
 
     scheduler: str = ""
     """The scheduler's gRPC address: host:port, or unix:/path; empty: the scheduler of the only
@@ -285,14 +285,14 @@ class DefragmentSettings(SchedulerClientSettings):
 
 
 class ResizeSettings(SchedulerClientSettings):
-    """Resize a worker's KV pool while it works, for example to make room for another model.
+    """Resize a worker's KV pool while the worker runs, for example to make room for another model.
 
     The contents of removed blocks move first, or their sequences are preempted. Set --blocks or
     --gib.
     """
 
     worker: str = ""
-    """The worker, by its address in `quire kv`; empty: the only worker of the scheduler."""
+    """The worker's address, as `quire kv` shows it; empty: the only worker of the scheduler."""
     blocks: Annotated[int, Field(ge=1)] | None = None
     """The new number of device blocks."""
     gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -314,7 +314,7 @@ class UnloadSettings(SchedulerClientSettings):
     """
 
     worker: CliPositionalArg[str] = ""
-    """The worker, by its address in `quire top`; empty: all workers of the scheduler."""
+    """The worker's address, as `quire top` shows it; empty: all workers of the scheduler."""
 
 
 class LoadSettings(SchedulerClientSettings):
@@ -326,7 +326,7 @@ class LoadSettings(SchedulerClientSettings):
     """
 
     worker: CliPositionalArg[str] = ""
-    """The worker, by its address in `quire top`; empty: all workers of the scheduler."""
+    """The worker's address, as `quire top` shows it; empty: all workers of the scheduler."""
     model: Path | None = None
     """Hugging Face directory, with the same absolute path on workers and routers; default: the
     worker's previous model."""
@@ -360,12 +360,12 @@ class LoraSettings(SchedulerClientSettings):
 
 
 class MigrateSettings(SchedulerClientSettings):
-    """Move a live request with its KV to another worker; its output does not change."""
+    """Move a live request with its KV to another worker; the output does not change."""
 
     request_id: CliPositionalArg[str]
-    """The request's id in `quire kv`."""
+    """The request's id, as `quire kv` shows it."""
     to: str
-    """The worker's address in `quire kv`."""
+    """The address of the new worker, as `quire kv` shows it."""
 
 
 class DrainSettings(RouterClientSettings):
@@ -392,8 +392,9 @@ class _CommandSettings(BaseSettings):
 
 
 class ProbeSettings(_CommandSettings):
-    """Check whether a process is ready, for a container's health check. Exits with 0 if so.
+    """Check whether a process is ready, for a container's health check.
 
+    The exit code is 0 if the process is ready.
     The command reads the process's address from the environment variables that configure the
     process.
     """
@@ -403,8 +404,8 @@ class ProbeSettings(_CommandSettings):
     http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """HTTP port of the process; default: a router's port."""
     tls_cert: Path | None = None
-    """The certificate file of the process. The command does not read it; if it is set, the process
-    uses TLS for HTTP."""
+    """The certificate file of the process. The command does not read the file; if this is set, the
+    process uses TLS for HTTP."""
 
 
 class QuantizeSettings(_CommandSettings):
@@ -425,7 +426,8 @@ class QuantizeSettings(_CommandSettings):
     bits: Literal["4", "8"] = "4"
     """Number of bits per weight."""
     group_size: Literal["32", "64", "128"] = "32"
-    """Number of input features per scale. Fewer keep more quality but take more memory."""
+    """Number of input features per scale. Fewer features keep more quality, but need more memory.
+    """
     num_samples: PositiveInt = 128
     """Number of samples, spread evenly over the text of --calibrate."""
     sample_length: PositiveInt = 512

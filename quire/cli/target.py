@@ -23,7 +23,8 @@ from rpc.status import calling
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
 _ANSWER_S: Final = 2.0
-"""How long a scheduler may take to answer; a stopped one accepts connections and is silent."""
+"""How long a scheduler may take to answer. A stopped scheduler accepts connections, but never
+answers."""
 _CONNECTED_BUT: Final = "--tls-"
 """A part of messages to which `rpc.security.tls.explain` has added a hint."""
 _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")

@@ -111,7 +111,7 @@ class Attempts:
         return delay_s
 
     def cancel(self) -> Any:
-        """Start a call that cancels the request; without it, the service would end it later."""
+        """Start a call that cancels the request, which the service would otherwise end later."""
         request = inference_pb2.CancelRequest(request_id=self._continuation.request_id)
         return self._routers.current.stub.Cancel(
             request, timeout=_CANCEL_TIMEOUT_S, metadata=self._metadata

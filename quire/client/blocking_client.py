@@ -3,8 +3,8 @@
 A coroutine suspends only where it awaits an unfinished operation. On a blocking channel, each
 operation has finished when its call returns, so one `send` runs a coroutine of `AsyncClient` from
 start to end. No thread and no queue is between the caller and gRPC. So an event costs a third less
-CPU than with an event loop in another thread, and forks, threads and the interpreter's exit are as
-safe as with gRPC alone.
+CPU than with an event loop in another thread. Forks, threads and the interpreter's exit are as safe
+as with gRPC alone.
 """
 
 import functools
@@ -44,7 +44,7 @@ def _blocking(
 def _blocking_generator(
     method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[Event]],
 ) -> Callable[Concatenate["Client", P], Generator[Event]]:
-    """Like `_blocking`, for a generator. Closing it closes the generator of `AsyncClient`."""
+    """Like `_blocking`, for a generator. Closing `Client`'s generator closes `AsyncClient`'s."""
 
     @functools.wraps(method)
     def generate(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> Generator[Event]:

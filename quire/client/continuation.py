@@ -66,7 +66,8 @@ class Continuation:
     ) -> None:
         """Give a resumable `request` an id and a seed, unless it has them.
 
-        If `policy` is None, a resumable request is retried as with `Retry()`, and others never.
+        If `policy` is None, a resumable request is retried as with `Retry()`, and other requests
+        are not retried.
         """
         self.is_complete = False
         """Whether the last event has arrived."""

@@ -32,9 +32,9 @@ NO_RETRY = Retry(max_attempts=1)
 class RetryBudget:
     """Stops retries while most calls of a client fail. Thread-safe.
 
-    This is gRPC's retry throttling (gRFC A6): each failure costs one of `capacity` tokens, each
-    success returns a tenth of a token, and nothing is retried while half the tokens or fewer are
-    left. So a service that keeps failing gets at most a tenth more calls.
+    The method is gRPC's retry throttling (gRFC A6). Each failure costs one of `capacity` tokens,
+    each success returns a tenth of a token, and nothing is retried while half the tokens or fewer
+    are left. So a service that keeps failing gets at most a tenth more calls.
     """
 
     def __init__(self, capacity: float = 10.0) -> None:

@@ -18,9 +18,10 @@ class RouterStubs:
     """One router, with two channels that connect at their first call."""
 
     stub: InferenceServiceStub
-    """For calls that are lost with their connection. It tolerates half a minute of silence."""
+    """For calls that are lost with their connection. This stub tolerates half a minute of silence.
+    """
     resuming_stub: InferenceServiceStub
-    """For calls that can continue elsewhere. It tolerates 1.7 seconds of silence."""
+    """For calls that can continue elsewhere. This stub tolerates 1.7 seconds of silence."""
 
 
 class Routers:

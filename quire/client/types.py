@@ -94,7 +94,7 @@ class EmbedOptions(TypedDict, total=False):
     normalize: bool | None
     dimensions: int | None
     truncate_prompt_tokens: int | None
-    """Cut an input after this many tokens; -1: after as many as the model takes."""
+    """Cut an input after this many tokens; -1: after as many tokens as the model takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -42,7 +42,10 @@ def request_to_proto(
 
 
 def precedence_to_metadata(priority: int, tenant: str) -> list[tuple[str, str]]:
-    """Make metadata, without defaults. Raises InvalidArgumentError for invalid characters."""
+    """Make the metadata for a priority and a tenant, unless they have their default values.
+
+    Raises InvalidArgumentError for invalid characters in `tenant`.
+    """
     if not (tenant.isascii() and tenant.isprintable()):
         raise InvalidArgumentError(
             "tenant", f"is {tenant!r}; it must have printable ASCII characters only"
@@ -56,7 +59,10 @@ def precedence_to_metadata(priority: int, tenant: str) -> list[tuple[str, str]]:
 
 
 def api_key_to_metadata(api_key: str) -> list[tuple[str, str]]:
-    """Make metadata, none without a key. Raises InvalidArgumentError for invalid characters."""
+    """Make the metadata for an API key; none if `api_key` is empty.
+
+    Raises InvalidArgumentError for invalid characters.
+    """
     if not (api_key.isascii() and api_key.isprintable()):  # the error must not show the key
         raise InvalidArgumentError("api_key", "must have printable ASCII characters only")
     return [("authorization", f"Bearer {api_key}")] if api_key else []

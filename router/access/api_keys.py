@@ -23,7 +23,7 @@ TenantName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[ -~]
 
 
 class ApiKeysError(ValueError):
-    """The file of keys is not usable. The message contains no key."""
+    """The file of API keys is unusable. The error's message contains no key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class ApiKeys:
         """`keys` are operators' keys, in plain text."""
         file = file or KeysFile({}, {})
         self.tenant_to_quota = file.tenant_to_quota
-        # The time of a lookup depends on the hash. Callers cannot choose hashes, because a secret
-        # is part of them; so timing reveals nothing.
+        # The time of a lookup depends on the hash. Callers cannot choose hashes, because each hash
+        # includes a secret. So timing reveals nothing.
         self._secret = secrets.token_bytes(32)
         self._hash_to_caller = {
             self._hash(sha256): caller

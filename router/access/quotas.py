@@ -79,7 +79,9 @@ class Meter:
             self._tokens = TokenBucket(self.quota.tokens_per_minute, self.now)
 
     def begin(self, now: float, *, is_free: bool = False) -> "QuotaShare":
-        """Count a request until its share ends. A free request costs nothing and is always allowed.
+        """Count a request until its `QuotaShare` ends.
+
+        A free request costs nothing and is always allowed.
 
         Raises:
             QuotaError: The quota is used up; nothing is counted.
@@ -197,7 +199,7 @@ class QuotaShare:
         self._num_in_flight = num_tokens
 
     def end(self, num_tokens: int) -> None:
-        """Refund all but `num_tokens`, which were used; called once."""
+        """Refund the reserved tokens except `num_tokens`, which were used; called once."""
         self._meter.end(self._num_in_flight, max(0, self._num_charged - num_tokens))
 
     def leave(self, request_id: str, now: float, until: float) -> None:
@@ -206,7 +208,7 @@ class QuotaShare:
 
 
 class Quotas:
-    """The tenants' meters; tenants without a quota share an unlimited one."""
+    """The tenants' meters; tenants without a quota share a meter without limits."""
 
     def __init__(self, tenant_to_quota: Mapping[str, Quota], now: float) -> None:
         self._meters = {

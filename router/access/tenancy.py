@@ -76,8 +76,8 @@ _MAX_DIGITS = 10
 def with_precedence(request: GenerateRequest, metadata: Mapping[str, str]) -> GenerateRequest:
     """Return the request with the priority and tenant of `metadata`, if they are set.
 
-    Raises `InvalidArgumentError` for a priority that is not an integer. Validation checks its
-    range.
+    Raises `InvalidArgumentError` for a priority that is not an integer. `check_request` checks the
+    priority's range.
     """
     priority, tenant = metadata.get(PRIORITY_KEY), metadata.get(TENANT_KEY)
     if priority is None and tenant is None:

@@ -88,7 +88,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 "stream_interval",
                 f"is {domain_request.stream_interval}; GenerateOnce does not stream",
             )
-        if not domain_request.resumable:  # otherwise `Resume` may stream it
+        if not domain_request.resumable:  # `Resume` may stream a resumable request
             domain_request = replace(domain_request, stream_interval=MAX_STREAM_INTERVAL)
         response = inference_pb2.GenerateOnceResponse()
         async with await self._cells.generate(domain_request) as live:
@@ -209,7 +209,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def inference_service(cells: Cells) -> Service:
-    """Make the entry for `rpc.server.serve`."""
+    """Make the `Service` to pass to `rpc.server.serve`."""
     return service_of(
         inference_pb2, inference_pb2_grpc, "InferenceService", InferenceServicer(cells)
     )
@@ -227,7 +227,7 @@ async def _stream(live: LiveRequest, context: CallContext) -> None:
 
     def messages_of(event: Event) -> tuple[inference_pb2.GenerateResponse]:
         nonlocal expired
-        if isinstance(event, OutputDelta):  # nearly all events; they share one message
+        if isinstance(event, OutputDelta):  # nearly all events are deltas; they share one message
             response.delta.Clear()
             write_delta(event, response.delta)
             return (response,)

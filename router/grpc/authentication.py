@@ -18,7 +18,7 @@ _OPEN_METHODS: Final = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers UNAUTHENTICATED to calls without a valid key, before it reads their messages."""
+    """Answers UNAUTHENTICATED to calls without a valid key, before their messages are read."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys

@@ -22,7 +22,7 @@ _MAX_VARINT_BYTES: Final = 10
 
 _GENERATE_MANY: Final = "/quire.v1.InferenceService/GenerateMany"
 _MOST_ENVELOPE_FIELDS: Final = 8
-"""How many fields to look at; a message of `GenerateMany` has at most 6."""
+"""How many fields of a `GenerateMany` message to look at; a valid message has at most 6."""
 _RESUME_AND_LEAVE: Final = (3 << 3 | 2, 4 << 3 | 2)
 """The tags of the fields `resume` and `leave` of `GenerateManyRequest`."""
 _GENERATING: Final = frozenset(
@@ -148,7 +148,7 @@ def _request_type(method: str) -> Descriptor:
 
 
 def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> None:
-    """Check the number of a message's fields, as serialized; counting stops at the limit.
+    """Count the fields of a serialized message; stop at the limit.
 
     Malformed bytes are left to the parser to refuse.
 

@@ -1,4 +1,4 @@
-"""Writes a request's events to a gRPC call; on Quire's own server, tokens wake no task."""
+"""Writes a request's events to a gRPC call. On Quire's own server, a new token wakes no task."""
 
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any

@@ -27,7 +27,8 @@ from rpc.observe import telemetry
 from rpc.status import error_to_status
 
 _MOST_UNSENT_BYTES: Final = 256 * 1024
-"""About the size of a step's events for 4,096 streams; far below the 4 MiB that clients accept."""
+"""The limit is about the size of a step's events for 4,096 streams. It is far below the 4 MiB that
+clients accept."""
 _MOST_UNSENT_ERRORS: Final = 1024
 _CANCELLED_AT_ONCE: Final = 64
 """How many requests to cancel in one turn of the event loop; each takes about 0.1 ms to end."""
@@ -56,8 +57,9 @@ class _Request:
 class ManyCall:
     """The requests of one call, and the next message with their events.
 
-    It is the `Room` of its requests. While a message waits for a slow client, events collect in the
-    next message. Once that message is full, each request merges its own events.
+    A `ManyCall` is the `ClientRoom` of its requests. While a message waits for a slow client,
+    events collect in the next message. Once that message is full, each request merges its own
+    events.
     """
 
     def __init__(self, cells: Cells, context: CallContext) -> None:
@@ -91,8 +93,8 @@ class ManyCall:
                             self._take(message, tasks)
                             while self._num_errors >= _MOST_UNSENT_ERRORS:
                                 await self._wait_until_taken()
-                        # Not `asyncio.wait`: if the call is cancelled, the traceback would keep all
-                        # tasks, and so all requests, in memory.
+                        # Do not use `asyncio.wait`: if the call is cancelled, the traceback would
+                        # keep all tasks, and so all requests, in memory.
                         while self._num_running:
                             self._has_ended.clear()
                             await self._has_ended.wait()
@@ -176,7 +178,7 @@ class ManyCall:
                 )
 
     def _on_ended(self, request: _Request) -> None:
-        """Answer `leave`, unless the request has ended otherwise."""
+        """Answer the client's `leave`, unless the request has ended otherwise."""
         self._num_running -= 1
         self._has_ended.set()
         request.task = None  # a cancelled task refers to its frame, and so to this request

@@ -25,7 +25,7 @@ from rpc.worker_fields import refuse_epoch
 
 
 class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
-    """Its methods raise errors, which the server's interceptor turns into a status."""
+    """Answers `quire.v1.AdapterService`; an interceptor turns errors into statuses."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -55,7 +55,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
 
 
 class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
-    """Its methods raise errors, which the server's interceptor turns into a status."""
+    """Answers `quire.v1.LoadingService`; an interceptor turns errors into statuses."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -82,7 +82,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
 
 
 class KvEventServicer(kv_pb2_grpc.KvEventServiceServicer):
-    """Its methods raise errors, which the server's interceptor turns into a status."""
+    """Answers `quire.v1.KvEventService`; an interceptor turns errors into statuses."""
 
     def __init__(self, cells: Cells, operators: Operators) -> None:
         self._cells = cells
@@ -98,7 +98,7 @@ class KvEventServicer(kv_pb2_grpc.KvEventServiceServicer):
 
 
 class RequestServicer(requests_pb2_grpc.RequestServiceServicer):
-    """Its methods raise errors, which the server's interceptor turns into a status."""
+    """Answers `quire.v1.RequestService`; an interceptor turns errors into statuses."""
 
     def __init__(self, requests: LiveRequests, usage: UsageReports) -> None:
         self._requests = requests
@@ -138,7 +138,7 @@ def operator_services(
     cells: Cells,
     operators: Operators,
 ) -> list[Service]:
-    """Make the entries for `rpc.server.serve`."""
+    """Make the services to pass to `rpc.server.serve`."""
     return [
         service_of(kv_pb2, kv_pb2_grpc, "KvEventService", KvEventServicer(cells, operators)),
         service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", AdapterServicer(operations)),

@@ -1,1 +1,1 @@
-"""The HTTP APIs: OpenAI's, and in `anthropic` Anthropic's."""
+"""The HTTP APIs: OpenAI's, and Anthropic's in the folder `anthropic`."""

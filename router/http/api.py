@@ -32,7 +32,7 @@ from router.turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", USAGE, FILES))
 """Routes that web pages of other sites may not call: the routes for operators, and the upload of
-files, because browsers send an upload to any site without a preflight request."""
+files. Browsers send an upload to any site without a preflight request."""
 
 
 def routes(

@@ -41,7 +41,7 @@ def _thread() -> TextThreads:
 def check_kind(request: web.Request) -> None:
     """Raise UnsupportedMediaTypeError if the call's body, which is ignored, is not JSON.
 
-    A web page of another site can send other bodies without asking the browser for permission.
+    Browsers let web pages of other sites send bodies of other types without asking the router.
     """
     if request.can_read_body:
         _check_content_type(request)

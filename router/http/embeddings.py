@@ -112,7 +112,7 @@ async def _embeddings_response(
 ) -> web.Response:
     requests = body.requests(body.input, request_id, headers, special=body.add_special_tokens)
     answer = await embed(inference, body, requests)
-    # In a thread: writing a million numbers would delay other calls.
+    # A thread writes the JSON, because writing a million numbers would delay other calls.
     content = await inference.text.run(lambda: json_bytes(answer()))
     return web.Response(body=content, content_type="application/json")
 

@@ -20,7 +20,7 @@ class CallKey:
     """A hash of the call, to detect a different call with the same key."""
 
     def check(self, fingerprint: bytes) -> None:
-        """Raise AlreadyExistsError unless an earlier call with the key was the same."""
+        """Raise AlreadyExistsError if the earlier call with the key was a different call."""
         if fingerprint != self.fingerprint:
             raise AlreadyExistsError(f"{HEADER} {self.key!r} belongs to another request")
 

@@ -52,7 +52,7 @@ def page(items: Sequence[Json], query: Mapping[str, str], *, most: int) -> dict[
 
 
 def page_json(listed: Sequence[Json], wanted: PageQuery) -> dict[str, Any]:
-    """Return a page as JSON; it leaves out the entries beyond the limit."""
+    """Return a page as JSON, without the entries of `listed` beyond the limit."""
     shown = listed[: wanted.limit]
     return {
         "object": "list",

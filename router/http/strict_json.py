@@ -1,7 +1,7 @@
 """Parses and writes JSON, makes excerpts for errors, and defines strict schemas of bodies.
 
-`pydantic_core` parses and writes. It writes an SSE chunk in 1.05 µs. `json.dumps` takes 3 times as
-long, and `model_dump_json` of a pydantic model 4 times as long.
+`pydantic_core` parses and writes the JSON. It writes an SSE chunk in 1.05 µs. `json.dumps` takes 3
+times as long, and `model_dump_json` of a pydantic model takes 4 times as long.
 """
 
 from collections.abc import Mapping

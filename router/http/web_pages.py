@@ -1,8 +1,8 @@
 """Prevents web pages from using a service that trusts calls from its own machine.
 
 A browser on that machine makes any call that a page asks for, and sends the page's `Origin`. If a
-page's host name resolves to the service's machine, `Host` has that name. Before a browser sends a
-JSON body to another origin, it asks for permission (CORS), which no route gives.
+page's host name resolves to the service's machine, the header `Host` has that name. Before a
+browser sends a JSON body to another origin, it asks for permission (CORS), which no route gives.
 """
 
 import ipaddress

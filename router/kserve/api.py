@@ -29,7 +29,7 @@ from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of
 
 MAX_STREAMED_REQUESTS: Final = 1024
-"""Maximum number of unanswered requests of one stream; the next one is read after an answer."""
+"""Maximum number of unanswered requests of one stream; further requests are read after answers."""
 
 
 class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
@@ -151,7 +151,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def kserve_service(cells: Cells, is_ready: Callable[[], bool]) -> Service:
-    """Make the entry for `rpc.server.serve`."""
+    """Make the `Service` to pass to `rpc.server.serve`."""
     return service_of(
         open_inference_pb2,
         open_inference_pb2_grpc,

@@ -43,7 +43,7 @@ class InferCall:
     """The prompt, if each output's text must begin with it; else empty."""
     output_names: tuple[str, ...]
     raw: bool
-    """Whether the answer's contents are raw; they are if the request's are."""
+    """Whether the answer's contents are raw; they are raw if the request's contents are."""
     timeout_s: float | None
 
 

@@ -65,15 +65,15 @@ class ClientRoom(Protocol):
 class LiveRequest:
     """A request at a scheduler, and the stream of its events.
 
-    An API reads it under `async with`, as an asynchronous iterator or, for less work per event,
-    with `send_to`. If the block is left early, live outputs are cancelled or, if the request is
-    resumable, continue at the scheduler. If the scheduler refuses the request, its `QuireError` is
-    raised before any event; a later failure is an `OutputFinished` with reason ERROR. The `Usage`
-    is the last event.
+    An API reads the request in an `async with` block, as an asynchronous iterator or, for less work
+    per event, with `send_to`. If the block is left early, live outputs are cancelled or, if the
+    request is resumable, continue at the scheduler. If the scheduler refuses the request, its
+    `QuireError` is raised before any event; a later failure is an `OutputFinished` with reason
+    ERROR. The `Usage` is the last event.
 
-    Only `router/schedulers` calls the methods from `push_token` to `refuse`, except `replay`. They
-    never wait: unread tokens are merged into one pending delta per output. So a slow reader costs
-    the memory of its tokens (at most `max_model_len` per output) and does not slow down other
+    Only `router/schedulers` calls the methods from `push_token` to `refuse`, except `replay`. These
+    methods never wait: unread tokens are merged into one pending delta per output. So a slow reader
+    costs the memory of its tokens (at most `max_model_len` per output) and does not slow down other
     requests.
     """
 
@@ -168,7 +168,7 @@ class LiveRequest:
         self.outputs_with_events: list[LiveOutput] = []
         """The outputs that have an event which is due but not taken yet, in order."""
         self.is_waiting = False
-        """Whether the events wait for a wave; set by `router/schedulers`."""
+        """Whether the events wait for the next wave of `Delivery`, which sets this attribute."""
         self._num_outputs_unread = len(self.outputs)  # outputs whose end the reader lacks
         self._accepted = False  # the reader has an event, so the request cannot be refused
         self._closed = False
@@ -387,8 +387,8 @@ class LiveRequest:
         """Skip the events that the reader already has; called before reading.
 
         Raises `InvalidArgumentError` if the reader claims more tokens than there are, and
-        `FailedPreconditionError` if it needs lost log-probabilities. In both cases the caller must
-        close the request.
+        `FailedPreconditionError` if the reader needs lost log-probabilities. After either error,
+        the caller must close the request.
         """
         for index in received:
             if index >= len(self.outputs):

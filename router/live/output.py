@@ -13,10 +13,10 @@ from router.text.detokenizer import Detokenizer
 
 MAX_EVENT_TOKENS: Final = 4096
 """Limit on tokens of one delta, and on log-probabilities of a prompt in one event. With the 20
-likeliest tokens at each position such an event has 0.6 MB of protobuf; gRPC clients accept messages
-up to 4 MiB by default."""
+likeliest tokens at each position, such an event has 0.6 MB of protobuf; gRPC clients accept
+messages up to 4 MiB by default."""
 MAX_DELTA_CHARS: Final = 1 << 18
-"""Limit on characters of one delta, which keeps it within 1 MiB; one token may be a hundred
+"""Limit on characters of one delta, which keeps the delta within 1 MiB; one token may be a hundred
 spaces."""
 
 
@@ -66,7 +66,7 @@ class LiveOutput:
             detokenizer: Makes the text.
             stop_matcher: Finds stop strings in the text; None: there are none.
             end_token_ids: Tokens that end the sequence; their text is not part of the output.
-            thinking: How to recognize thinking; None: it is not counted.
+            thinking: How to recognize thinking; None: thinking is not counted.
             stream_interval: Number of new tokens after which a delta is due; the first delta is
                 due at once.
         """
@@ -76,8 +76,8 @@ class LiveOutput:
         self.finished: OutputFinished | None = None
         """The end of the output; once set, no token may be pushed."""
         self.first_token_at: float | None = None
-        """When the first token arrived; None: it has not arrived, or arrived before the request was
-        resumed."""
+        """When the first token arrived; None: no token has arrived, or the first one arrived before
+        the request was resumed."""
         self.last_token_at: float | None = None
         """When the latest token arrived, on the event loop's clock."""
         self._detokenizer = detokenizer
@@ -86,12 +86,12 @@ class LiveOutput:
         self._thinking = None if thinking is None else ThinkingCounter(thinking)
         self._may_think = self._thinking is not None
         self._stream_interval = stream_interval
-        # Both are small in most outputs; Python makes no new objects for small integers.
+        # The next two numbers are small in most outputs; Python makes no new objects for small
+        # integers.
         self._num_unread = 0
         """Number of tokens for the next delta."""
         self._num_due = 1
-        """How many unread tokens there must be for a delta to be due; the output's end always is.
-        """
+        """How many unread tokens make a delta due. The output's end is always due."""
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._end_taken = False
@@ -146,7 +146,7 @@ class LiveOutput:
         """Skip the part that the reader has; must be called before any `take`.
 
         Raises `InvalidArgumentError` if the reader claims more tokens than the output has, and
-        `FailedPreconditionError` if it needs log-probabilities that were not kept.
+        `FailedPreconditionError` if the reader needs log-probabilities that were not kept.
         """
         field = f"received[{self.index}]"
         text = "".join(self._text).encode()

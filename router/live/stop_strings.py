@@ -9,12 +9,12 @@ class StopMatcher:
     The string that ends first wins; if two end together, the longer one wins. So the result does
     not depend on how the text is cut into pieces.
 
-    For each stop string it remembers how many characters at the end of the text match the string's
-    beginning, and searches from there. So the cost is linear in the length of the text.
+    For each stop string, the matcher remembers how many characters at the end of the text match the
+    string's beginning, and searches from there. So the cost is linear in the length of the text.
     """
 
     def __init__(self, stop: Iterable[str], *, include_in_output: bool) -> None:
-        """No string in `stop` may be empty; `include_in_output` keeps the one that is found."""
+        """No string in `stop` may be empty; `include_in_output` keeps the found one in the text."""
         self.found: str | None = None
         """The found stop string; once set, no text may be pushed."""
         self._stop = tuple(stop)

@@ -217,7 +217,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
 def openengine_services(
     cells: Cells, health: Health, find_directory: FindDirectory
 ) -> tuple[Service, ...]:
-    """Make the entries for `rpc.server.serve`."""
+    """Make the services to pass to `rpc.server.serve`."""
     control = ControlServicer(cells, health, find_directory)
     return (
         service_of(pb, openengine_pb2_grpc, "Inference", OpenEngineServicer(cells)),

@@ -56,9 +56,9 @@ class Operations:
     """The operators' calls. Every method first checks that `peer` is an operator.
 
     All methods may raise a scheduler's error; they raise `UnavailableError` if there is no
-    scheduler. A change of adapters does not start while a scheduler is disconnected; once started,
-    it continues even if the caller leaves. Models are loaded through separate channels, because the
-    links to a scheduler close when its model changes.
+    scheduler. A change of adapters does not start while a scheduler is disconnected. Once started,
+    the change continues even if the caller leaves. Models are loaded through separate channels,
+    because the links to a scheduler close when its model changes.
     """
 
     def __init__(self, cells: Cells, operators: Operators, tls: ClientTls | None = None) -> None:
@@ -118,8 +118,8 @@ class Operations:
 
         An empty `model` means the model that has the adapter.
 
-        Raises `NotFoundError` if no scheduler has an adapter with this name and, unless `digest` is
-        empty, this digest.
+        Raises `NotFoundError` if no scheduler has an adapter with this name and digest. An empty
+        `digest` matches any contents.
         """
         self._operators.check(peer, "unloads LoRA adapters")
         log.info("an operator unloads an adapter", name=name, peer=peer)

@@ -34,7 +34,7 @@ class LiveRequests:
     async def cancel(
         self, asked: requests_pb2.RequestFilter, peer: str
     ) -> Sequence[requests_pb2.LiveRequest]:
-        """Cancel the requests that pass the filter; return those that were live.
+        """Cancel the requests that pass the filter; return the requests that were live.
 
         Raises `InvalidArgumentError` for an empty filter, and `NotFoundError` if no live request
         has the id.

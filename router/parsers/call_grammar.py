@@ -24,7 +24,7 @@ _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
 _PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 _WHOLE: Final = "/$defs/parameters"
-"""The place of the schema of all parameters within the schema of one parameter."""
+"""Where the schema of one parameter contains the schema of all parameters: a JSON pointer."""
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,  # otherwise a model may write endless white space
@@ -235,7 +235,8 @@ class CallGrammar:
                 rule if is_required else f"{rule}?"
                 for rule, is_required in zip(rules, are_required, strict=True)
             )
-        # From the last parameter to the first: `more` may follow it; `options` may begin the whole.
+        # Go from the last parameter to the first. `more` is what may follow a parameter, `options`
+        # are the possible beginnings.
         more, may_be_none = "", True
         options: list[str] = []
         for rule, is_required in zip(reversed(rules), reversed(are_required), strict=True):

@@ -23,7 +23,7 @@ ReaderClass: TypeAlias = Callable[[Tools], Reader]
 """A user's class. It is instantiated for each output, with the schemas of the offered functions."""
 ThinkingReaderClass: TypeAlias = Callable[[str], Reader]
 """A user's class. It is instantiated for each output, with the end of the prompt, which may have
-begun the thinking. Calls are looked for in the text pieces that it returns."""
+begun the thinking. The text pieces that the object returns are then searched for calls."""
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The known model families, with each one's syntax of thinking and tool calls."""
+"""The known model families, with the syntax of thinking and tool calls in each family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Converts a JSON or Python literal that arrives in pieces to JSON without white space.
 
-What has been returned is always the beginning of a valid JSON text, because reading stops before
-the first character that does not fit. Characters whose JSON depends on later characters, such as a
-Python escape, are held back until these arrive.
+The returned text is always the beginning of a valid JSON text, because reading stops before the
+first character that does not fit. Characters whose JSON depends on later characters, such as a
+Python escape, are held back until the later characters arrive.
 """
 
 import json
@@ -67,8 +67,8 @@ class LiteralText:
         self._dialect = dialect
         self._closers: list[str] = []
         self._wants = "value"
-        """The tokens that may follow outside scalars: value, value or end, key, key or end, colon,
-        comma."""
+        """What may come next outside scalars: "value", "value or end", "key", "key or end",
+        "colon" or "comma"."""
         self._within = ""
         """The current scalar: its quote, "number" or "word"."""
         self._number = ""

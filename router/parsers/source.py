@@ -190,7 +190,7 @@ class Source:
 
 
 def _num_certain(text: str, literals: Sequence[str]) -> int:
-    """Count the characters before the first one at which one of `literals` may begin."""
+    """Count the characters before the first place where one of `literals` may begin."""
     certain = len(text)
     for literal in literals:
         start = max(0, len(text) - len(literal) + 1)

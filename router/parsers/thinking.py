@@ -13,7 +13,7 @@ class Thinking:
     begin: str
     end: str
     other_ends: tuple[str, ...] = ()
-    """Markers of calls. They also end thinking, but are not part of it."""
+    """Markers of calls, which also end thinking but are not part of it."""
 
     def has_begun(self, prompt: str, continued: str = "") -> bool:
         """Whether a prompt ends within thinking.

@@ -135,7 +135,7 @@ class NamedBody:
     """A name, a separator, and the arguments as an object."""
 
     separators: tuple[str, ...]
-    """One of these follows the name."""
+    """The texts that may separate the name from the arguments."""
     prefix: str = ""
     fence: tuple[str, str] = ("", "")
     """The text around the object."""

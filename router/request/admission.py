@@ -36,7 +36,7 @@ class AdmittedRequest:
     tenant: str
     request_id: str
     model: str
-    """The model's name in the router's flags; for an adapter, its base model's."""
+    """The model's name in the router's flags; for an adapter, the name of its base model."""
     span: Span
     admitted_at: float
     """The time of admission, on the event loop's clock."""

@@ -53,7 +53,10 @@ class AuditLog:
         self._listener.start()
 
     def add(self, live: LiveRequest, decode: Callable[[Sequence[int]], str]) -> None:
-        """Queue a request that has ended or was left, without waiting; `decode` makes its text."""
+        """Queue a request whose reader has finished or left, without waiting.
+
+        `decode` makes the text of its prompt and outputs.
+        """
         record = logging.makeLogRecord(
             {"live": live, "decode": decode, "at": time.time(), "levelno": logging.INFO}
         )

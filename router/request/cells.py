@@ -37,9 +37,9 @@ class Cells:
     def __init__(
         self, cells: Sequence[Inference], shared: SharedAdmission, on_demand: OnDemand | None = None
     ) -> None:
-        """`cells` has at least one cell. The names of the cells differ, and all have this `shared`.
+        """`cells` has at least one cell; the names of the cells differ.
 
-        Requests that name no model go to the first cell.
+        All cells have this `shared`. Requests that name no model go to the first cell.
         """
         self.all = tuple(cells)
         self.shared = shared
@@ -55,8 +55,8 @@ class Cells:
     def of(self, model: str) -> Inference:
         """Return the cell that serves a model or an adapter; if the name is empty, the first cell.
 
-        If there are several cells, an unknown name raises `NotFoundError`. If there is one cell, it
-        is returned for any name, and checks the name itself.
+        If there are several cells, an unknown name raises `NotFoundError`. A single cell is
+        returned for any name, and checks the name itself.
         """
         if len(self.all) == 1 or not model:
             return self.all[0]
@@ -88,7 +88,7 @@ class Cells:
         return self.of(model)
 
     def some(self, model: str) -> Sequence[Inference]:
-        """Return the cell of a model, or all cells if the name is empty; raises like `of`."""
+        """Return the cell of a model, or all cells if the name is empty; raises `of`'s errors."""
         return [self.of(model)] if model else self.all
 
     def infos(self) -> tuple[Model, ...]:
@@ -120,7 +120,7 @@ class Cells:
 
         For a patient request, no model that is busy with impatient requests is unloaded.
 
-        Raises like `of` and `OnDemand.wait_until_loaded`.
+        Raises the errors of `of` and `OnDemand.wait_until_loaded`.
         """
         with refusals_counted():
             cell = self.of(model)
@@ -149,7 +149,7 @@ class Cells:
         )
 
     async def cancel(self, request_id: str, tenant: str, model: str = "") -> None:
-        """Cancel a resumable request, even if another call reads it; raises like `resume`."""
+        """Cancel a resumable request, even if another call reads it; raises `resume`'s errors."""
         await self.cancel_of(self.shared.tenant_of(tenant), request_id, model)
 
     async def cancel_of(self, tenant: str, request_id: str, model: str = "") -> None:
@@ -237,7 +237,7 @@ class Cells:
         return [worker for workers in found for worker in workers]
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """Return the activity of the workers; raises like `describe_kv`."""
+        """Return the activity of the workers; raises the errors of `describe_kv`."""
         self.shared.check_operator()
         found = await self._known("", lambda cell: cell.schedulers.describe_activity(query))
         return [worker for workers in found for worker in workers]
@@ -245,7 +245,7 @@ class Cells:
     def watch_kv(self, worker: str = "", model: str = "") -> AsyncGenerator[WatchKvResponse]:
         """Yield the events of a model's prefix caches; see `kv_watch`.
 
-        Raises like `describe_kv` and `only`.
+        Raises the errors of `describe_kv` and `only`.
         """
         self.shared.check_operator()
         return watch_kv(self.only(model).schedulers, worker)

@@ -44,11 +44,11 @@ from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 
 _SEED_BITS = 63
-"""Number of bits in a seed that is drawn; it fits a signed 64-bit integer in every language."""
+"""Number of bits of a drawn seed, which thus fits a signed 64-bit integer in every language."""
 
 
 class Inference:
-    """The interface of the APIs: requests, models, text and load."""
+    """One model, as the APIs use it: its requests, its text conversion and its load."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Inference:
         )
 
     def check_room(self, model: str) -> None:
-        """Raise some errors of `generate` early, for APIs that do work before they call it.
+        """Raise some errors of `generate` early, for APIs that do other work before `generate`.
 
         Raises `NotFoundError` for an unknown model, and `TooBusyError` if the schedulers' queues
         are full.
@@ -93,7 +93,8 @@ class Inference:
     async def check_capacity(self, num_requests: int, n: int) -> None:
         """Check that all requests of one call, with `n` outputs each, could be live at once.
 
-        Raises `InvalidArgumentError` if they never could, so that a retry is useless.
+        Raises `InvalidArgumentError` if they could not be even in an idle service. Then a retry is
+        useless.
         """
         with refusals_counted(self.name):
             self._admission.check_capacity(num_requests)
@@ -259,7 +260,7 @@ class Inference:
         call, at any router, is reading the request, that call ends with `AbortedError`. Raises
         `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError` if the
         client claims more than was produced; `FailedPreconditionError` if log-probabilities that
-        the client lacks are lost; `TooBusyError` and `UnavailableError` like `generate`.
+        the client lacks are lost; `TooBusyError` and `UnavailableError` as `generate` does.
         """
         live = await self._take_over(
             request.request_id, request.tenant, request.deadline, is_free=is_free
@@ -272,7 +273,7 @@ class Inference:
         return live
 
     def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
-        """Submit a request, with its events so far, that another process had accepted.
+        """Submit a request that another process had accepted, with its events so far.
 
         The caller reads the result from its first token on. Raises the errors of `generate`.
         """

@@ -5,7 +5,7 @@ they continue after the model's next load. Until then they count as demand for t
 models are busy than fit, the models take turns, and each stays loaded for a minimum time. Requests
 of the lowest priority, such as lines of batches, are patient: a model that is busy with other
 requests is not unloaded for them. A model that has had no request for some time may be unloaded,
-too; its next request loads it again. Only one router may load models on demand at the same
+too; the model's next request loads it again. Only one router may load models on demand at the same
 schedulers, since two routers might load two models at once.
 """
 
@@ -197,7 +197,7 @@ class OnDemand:
         return None
 
     async def _load_rest(self, cell: Inference) -> None:
-        """Load a model at those of its workers that lack it."""
+        """Load a model at each of its workers that does not have the model."""
         load, demand = await self.load_of(cell), self._cells[cell]
         if load is None or not load.num_workers:
             return  # `_look` will notice
@@ -221,7 +221,7 @@ class OnDemand:
         )
 
     async def _make_room_and_load(self, wanted: Inference) -> None:
-        """Load a model, unless another must be unloaded first and none may be unloaded yet.
+        """Load a model, unless another model must be unloaded first but none may be unloaded yet.
 
         Raises:
             QuireError: The model cannot be loaded, or another model cannot be unloaded.
@@ -277,7 +277,7 @@ class OnDemand:
         self._cells[cell].left_at = None
 
     def _least_recently_used(self, loaded: Sequence[Inference], now: float) -> Inference | None:
-        """Return the model to unload; None: all must stay loaded for now."""
+        """Return the model to unload; None: all models must stay loaded for now."""
         free = [
             cell
             for cell in loaded
@@ -300,10 +300,11 @@ class _Demand:
         self.used_at = 0.0
         self.wanted_at: float | None = None
         self.loaded_at: float | None = None
-        """Since when a connected scheduler has had a worker with the model; None: none has."""
+        """Since when a connected scheduler has had a worker with the model; None: there is no such
+        scheduler."""
         self.seen_at: float | None = None
         """Since when the model's schedulers, connected or not, have reported a worker with the
-        model; None: they report none."""
+        model; None: they report no such worker."""
         self.retry_at = 0.0
         self.left_at: float | None = None
         """When the model was last unloaded as idle; None: never, or all its workers have loaded it

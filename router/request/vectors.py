@@ -152,8 +152,8 @@ async def score_pairs(
 
     `first_name` and `second_name` return the name that errors use for the text at an index.
 
-    A model with a classification head scores pairs, which the logistic function maps to (0, 1).
-    With other models, the score is the cosine of the two embeddings, in [-1, 1].
+    If the model has a classification head, the logistic function maps its score of a pair to
+    (0, 1). With other models, the score is the cosine of the two embeddings, in [-1, 1].
     """
     model = inference.model.info(seconds[0].model)
     num_firsts = len(firsts)

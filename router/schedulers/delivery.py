@@ -22,7 +22,7 @@ _LONGEST_HOLD_S: Final = 0.005
 """Maximum time for which a wave holds the event loop before other callbacks run."""
 _SCHEDSTAT: Final = "/proc/self/task/{}/schedstat"
 _MOST_BYTES: Final = 100
-"""More than three numbers of 64 bits need."""
+"""How many bytes to read from the file; its three 64-bit numbers need fewer."""
 
 
 class Delivery:
@@ -45,7 +45,7 @@ class Delivery:
         self._loop = loop or asyncio.get_running_loop()
         self._now, self._busy_s = now, busy_s or wanted_s
         self._waiting: list[LiveRequest] = []
-        """The requests of the next wave, each once, which `LiveRequest.is_waiting` shows."""
+        """The requests of the next wave, each once. `is_waiting` of these requests is True."""
         self._wave: deque[LiveRequest] = deque()
         """The rest of a wave that has let other callbacks run."""
         self._timer: asyncio.Handle | None = None
@@ -57,11 +57,11 @@ class Delivery:
         """Whether `begin` has begun the wave to which the next `add` belongs."""
 
     def begin(self, num_streams: int) -> float:
-        """Begin a wave with a step of this many streams, unless it must wait.
+        """Begin a wave with a step of this many streams, unless the wave must wait.
 
-        Returns until when the caller may flush requests itself: each right after its token, when
-        what belongs to the request is in the processor's caches. -inf: not at all. The caller
-        passes all other requests to `add`.
+        Returns the time until which the caller may flush requests itself, each right after its
+        token, while the request's objects are in the processor's caches. -inf: the caller may flush
+        no request itself. The caller passes all other requests to `add`.
         """
         if self._timer is not None or self._wait_s(num_streams) > 0:
             return -math.inf
@@ -140,5 +140,5 @@ def wanted_s() -> float:
 
 @cache
 def _opened(path: str) -> int:
-    """Open a file, once, and keep it open: opening takes longer than reading."""
+    """Open a file only once, and keep it open: opening takes longer than reading."""
     return os.open(path, os.O_RDONLY)

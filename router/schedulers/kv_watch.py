@@ -42,7 +42,7 @@ async def watch_kv(
 
 
 class _Watches:
-    """Runs a task for each connected scheduler, which reads its events."""
+    """For each connected scheduler, runs a task that reads the scheduler's events."""
 
     def __init__(
         self,

@@ -33,8 +33,8 @@ from rpc.security.tls import ClientTls, explain
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _HURRIED_BACKOFF_S = 0.2
-"""The longest backoff for `_HURRY_S` after another scheduler was lost, because this one may replace
-it."""
+"""For `_HURRY_S` after another scheduler was lost, backoffs are at most this long, because this
+link's scheduler may replace the lost one."""
 _HURRY_S = 10.0
 _POLL_TIMEOUT_S = 5.0
 
@@ -66,7 +66,7 @@ class LinkOwner(Protocol):
         """Read the model's tokenizer; raises MisfitError if it cannot be read."""
 
     def check_fit(self, link: "SchedulerLink", model: ModelInfo) -> None:
-        """Check a scheduler's model before it is used; raises MisfitError if it does not fit."""
+        """Check a scheduler's model before its use; raises MisfitError for an unfit model."""
 
     def connected(self, link: "SchedulerLink") -> None:
         """Called when the link is connected and has submitted its live requests."""
@@ -97,7 +97,7 @@ class SchedulerLink:
         self.max_waiting: int | None = None
         """Limit on sequences that wait at one of the scheduler's workers; None: unknown."""
         self.status = f"waiting for the scheduler at {target}"
-        """Why no scheduler is connected; it has no meaning while one is connected."""
+        """Why no scheduler is connected. The text has no meaning while a scheduler is connected."""
         self.is_starting = True
         """Whether `status` is normal during a start."""
         self.hang: str | None = None
@@ -107,10 +107,10 @@ class SchedulerLink:
         self.superseded_epochs: frozenset[int] = frozenset()
         """Epochs of the schedulers whose workers the latest scheduler has taken over."""
         self.away_since: float | None = asyncio.get_running_loop().time()
-        """When the link was made or lost its scheduler, on the event loop's clock; None: it is
-        connected."""
+        """When the link was made or lost its scheduler, on the event loop's clock; None: the link
+        is connected."""
         self.table = LiveTable(of_model(config.model_name))
-        """The live sequences of the scheduler or, if none is connected, of the next one."""
+        """The live sequences of the scheduler; while none is connected, they wait for the next."""
         self.room: int | None = None
         """The last known room in the scheduler's queues, in sequences; None: no limit reported."""
         self.is_unloaded = False
@@ -137,7 +137,7 @@ class SchedulerLink:
 
     @property
     def calls(self) -> SchedulerCalls:
-        """Unary calls to the scheduler; raises UnavailableError while none is connected."""
+        """Unary calls to the scheduler; raises UnavailableError while no scheduler is connected."""
         if self._outbox is None or self._calls is None:
             raise UnavailableError(self.status)
         return self._calls
@@ -159,7 +159,7 @@ class SchedulerLink:
             self._outbox.submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
-        """Cancel live sequences of one request; no more events of these are delivered."""
+        """Cancel live sequences of one request, whose further events are not delivered."""
         key_to_live = self.table.take(seq_keys)
         # Without a scheduler, removing the sequences from the table is enough.
         if not key_to_live or self._outbox is None:
@@ -273,7 +273,7 @@ class SchedulerLink:
                 poll.cancel()  # from now on the stream carries heartbeats
                 heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
-                self._knows_unpin = welcome.wants_heartbeats  # one version introduced both
+                self._knows_unpin = welcome.wants_heartbeats  # both came in one release
                 if welcome.wants_heartbeats:
                     tasks.append(asyncio.create_task(_send_heartbeats(outbox)))
                 while (message := await _read(call)) is not None:
@@ -286,7 +286,7 @@ class SchedulerLink:
             call.cancel()
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
-        """Report when the scheduler hangs and recovers; end the stream if it is lost."""
+        """Report when the scheduler hangs and recovers; end the stream of a lost scheduler."""
         while not heartbeat.is_lost:
             await asyncio.sleep(TICK_S)
             heartbeat.on_tick()

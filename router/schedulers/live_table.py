@@ -37,7 +37,7 @@ class LiveTable:
         self.take(live.live_seq_keys)
 
     def take(self, seq_keys: Iterable[int]) -> dict[int, LiveRequest]:
-        """Remove sequences; return those that were present."""
+        """Remove sequences; return the ones that were in the table, with their requests."""
         table = self._seq_key_to_live
         return {key: table.pop(key) for key in seq_keys if key in table}
 
@@ -51,8 +51,8 @@ class LiveTable:
     def deliver(self, events: StepEvents, *, is_new: bool = True) -> Sequence[int]:
         """Deliver the events of a step; return the sequences that ended with a stop string.
 
-        The caller cancels them at the scheduler. `is_new` is False for the past events of a resumed
-        request, which another router has counted.
+        The caller must cancel these sequences at the scheduler. `is_new` is False for the past
+        events of a resumed request, which another router has counted.
         """
         # If a sequence is missing, the router cancelled it before these events arrived.
         now = asyncio.get_running_loop().time()
@@ -72,7 +72,7 @@ class LiveTable:
         gaps: list[float] | None = [] if is_new else None
         num_tokens = 0
         logprobs = events.logprobs
-        # What one step brings for a sequence goes out together.
+        # All events of one step for a sequence are sent together.
         flush_until = -math.inf
         if len(set(events.seq_keys)) == len(events.seq_keys):
             num_streams = len(events.seq_keys) + len(events.endings) + len(events.vectors)

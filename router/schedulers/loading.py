@@ -1,7 +1,7 @@
 """Calls to schedulers: load and unload their models, and ask which are loaded.
 
-They use separate channels: the link to a scheduler closes when its model changes, and connects only
-after the scheduler's workers have had a model.
+The calls use separate channels. The link to a scheduler closes when the scheduler's model changes,
+and connects only after the scheduler's workers have had a model.
 """
 
 import asyncio
@@ -21,17 +21,18 @@ from rpc.status import calling
 from rpc.tasks import merged, responses
 
 _UNLOAD_S: Final = 600.0
-"""How long a scheduler may take to unload models. It waits 360 s for a worker, after requests have
-moved away. A shorter limit could report a failure although the model is unloaded afterwards."""
+"""How long a scheduler may take to unload models. A scheduler waits 360 s for a worker, after
+requests have moved away. A shorter limit could report a failure although the model is unloaded
+afterwards."""
 
 log = structlog.get_logger()
 
 
 class LoadingCalls:
-    """Calls to schedulers; `targets` maps the address of each to whether it is connected.
+    """Calls to schedulers; `targets` maps each scheduler's address to whether it is connected.
 
     `NotFoundError` means that no scheduler has such a worker. A scheduler that is not connected may
-    be a standby; its failure is ignored if another one answers. `load` and `unload` raise the
+    be a standby; its failure is ignored if another scheduler answers. `load` and `unload` raise the
     schedulers' other errors.
     """
 

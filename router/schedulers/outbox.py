@@ -44,7 +44,7 @@ class SchedulerOutbox:
         self._filled.set()
 
     def leave(self, seq_keys: Iterable[int]) -> None:
-        """Leave a request at the scheduler; `seq_keys` are its live sequences."""
+        """Let a request continue at the scheduler; `seq_keys` name the live sequences."""
         leave = scheduler_pb2.Leave(seq_keys=seq_keys)
         self._messages.append(scheduler_pb2.ConnectRequest(leave=leave))
         self._filled.set()

@@ -1,12 +1,12 @@
 """Chooses a scheduler for a request by its prompt's prefix and the schedulers' loads.
 
-This is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018). For each
-prompt, the schedulers are ranked by a hash of the prompt's first tokens, its salt, and the
+The method is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018).
+For each prompt, the schedulers are ranked by a hash of the prompt's first tokens, its salt, and the
 scheduler's name, so all routers rank alike. The prompt goes to the first scheduler that stays
 within 1.25 times its share of all sequences. So prompts with the same beginning go to the same
 scheduler, which has the beginning in its prefix cache. If that scheduler is too busy, all these
 prompts go to the same next one. When a scheduler is added or removed, only its own share of the
-prompts moves. A scheduler with a full queue is skipped while another one has room.
+prompts moves. A scheduler with a full queue is skipped while another scheduler has room.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ class Candidate:
     num_seqs: int
     """The last known number of sequences at the scheduler."""
     num_workers: int = 1
-    """The number of its workers, at least 1."""
+    """The number of the scheduler's workers, at least 1."""
     room: int | None = None
-    """The last known room in its queue, in sequences; None: no limit reported."""
+    """The last known room in the scheduler's queue, in sequences; None: no limit reported."""
 
 
 def has_room(room: int | None, n: int) -> bool:

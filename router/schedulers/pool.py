@@ -1,9 +1,9 @@
 """All schedulers of a service: places requests, and moves the requests of lost schedulers.
 
 Several schedulers may each have workers of their own, or be standbys of each other; the router does
-not need to know. Live requests of a lost scheduler go to the next scheduler that connects: the same
-one, its replacement, or another that had lost its stream. If none connects soon, they go to
-schedulers that are still connected.
+not need to know which. Live requests of a lost scheduler go to the next scheduler that connects:
+the same one, its replacement, or another that had lost its stream. If no scheduler connects soon,
+these requests go to schedulers that are still connected.
 """
 
 import asyncio
@@ -105,9 +105,10 @@ class Schedulers:
     def check_room(self, n: int) -> None:
         """Check that a scheduler has reported enough room in its queue for `n` more sequences.
 
-        This refuses early, before a prompt is tokenized; `Admission` limits the requests of this
-        router, and the scheduler has the final decision. Raises InvalidArgumentError if no queue is
-        ever long enough, TooBusyError if none has enough room now.
+        Requests are refused here early, before a prompt is tokenized. `Admission` limits the
+        requests of this router, and the scheduler has the final decision. Raises
+        InvalidArgumentError if no queue is ever long enough, and TooBusyError if no queue has
+        enough room now.
         """
         limits = [link.max_waiting for link in self._connected]
         if limits and all(most is not None and n > most for most in limits):
@@ -125,7 +126,8 @@ class Schedulers:
     async def check_capacity(self, num_seqs: int) -> None:
         """Check that `num_seqs` sequences could be live at once without any other load.
 
-        Raises InvalidArgumentError if not, and UnavailableError if there is no scheduler.
+        Raises InvalidArgumentError if they could not, and UnavailableError if there is no
+        scheduler.
         """
         links = [(link, link.max_waiting or 0) for link in self._connected]
         # If the queue of one worker is long enough, do not ask for the loads.
@@ -146,8 +148,8 @@ class Schedulers:
     def reserve_seq_keys(self, n: int) -> int:
         """Return the first of `n` new consecutive keys.
 
-        The caller must call `submit` before it awaits anything. Raises UnavailableError without a
-        scheduler.
+        The caller must call `submit` before it awaits anything. Raises UnavailableError if no
+        scheduler is connected.
         """
         if not self._connected:
             raise self.unavailable()
@@ -160,7 +162,7 @@ class Schedulers:
         self._placement.choose(live, self._connected).submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
-        """Cancel live sequences of one request; no more events of these are delivered."""
+        """Cancel live sequences of one request, whose further events are not delivered."""
         for link in self._links:
             link.cancel(seq_keys)
 
@@ -182,8 +184,8 @@ class Schedulers:
     async def resume(self, request_id: str, tenant: str, start: StartResumed) -> LiveRequest:
         """Become the owner of a request; return it with all its events so far.
 
-        `start` makes an empty live request. Raises the scheduler's errors, such as `NotFoundError`;
-        `UnavailableError` without a scheduler.
+        `start` makes an empty live request. Raises the scheduler's errors, such as `NotFoundError`,
+        and `UnavailableError` if no scheduler is connected.
         """
         refusal: QuireError = self.unavailable()
         for link in self._connected:
@@ -210,11 +212,11 @@ class Schedulers:
     # --- unary calls ----------------------------------------------------------------------------
 
     def calls_to_all(self) -> Sequence[SchedulerCalls]:
-        """Return calls to all schedulers, for changes that must reach every one of them.
+        """Return the calls of all schedulers, for changes that must reach every scheduler.
 
-        Raises UnavailableError if none is connected, or if one that is not connected was lost or
-        discovered less than `_AWAY_S` ago. A scheduler that has been away for longer may be a
-        standby.
+        Raises UnavailableError if no scheduler is connected, or if a scheduler was lost or
+        discovered less than `_AWAY_S` ago and is not connected. A scheduler that has been away for
+        longer may be a standby.
         """
         if not self._connected:
             raise self.unavailable()
@@ -234,14 +236,17 @@ class Schedulers:
 
     @property
     def target_to_is_connected(self) -> Mapping[str, bool]:
-        """Addresses of all known schedulers; there may be none.
+        """Maps the address of each known scheduler to whether it is connected; may be empty.
 
         A scheduler that is not connected may be running without any loaded model.
         """
         return {link.target: link.is_connected for link in self._links}
 
     async def load(self) -> Load:
-        """Return the sum of the schedulers' loads; raises UnavailableError if none is connected."""
+        """Return the sum of the loads of all connected schedulers.
+
+        Raises UnavailableError if no scheduler is connected.
+        """
         if not self._connected:
             raise self.unavailable()
         return sum_loads(await asyncio.gather(*(link.calls.load() for link in self._connected)))
@@ -254,7 +259,7 @@ class Schedulers:
         return await self._ask_all(lambda link: link.calls.describe_kv(query))
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """Return the activity of the workers; raises like `describe_kv`."""
+        """Return the activity of the workers; raises the errors of `describe_kv`."""
         return await self._ask_all(lambda link: link.calls.describe_activity(query))
 
     async def _ask_all(self, ask: Callable[[SchedulerLink], Awaitable[Sequence[T]]]) -> list[T]:
@@ -322,7 +327,7 @@ class Schedulers:
     def check_fit(self, link: SchedulerLink, model: ModelInfo) -> None:
         """Check that a scheduler's model fits its tokenizer and the other schedulers' models.
 
-        If it does, it becomes the served model; live requests of a different model fail.
+        A model that fits becomes the served model; live requests of a different model fail.
         """
         others = [other for other in self._connected if other is not link]
         before = self._model
@@ -342,7 +347,7 @@ class Schedulers:
         self._model = together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
-        """Move the live requests of lost and superseded schedulers to the connected one."""
+        """Move the live requests of lost and superseded schedulers to the connected scheduler."""
         for other in self._links:
             self._move_all(other, [link])
             if other.is_connected and other.epoch in link.superseded_epochs:
@@ -352,8 +357,8 @@ class Schedulers:
     def changed(self, link: SchedulerLink) -> None:
         """Move the requests of a lost scheduler, and look for a standby that replaces it.
 
-        Unless another scheduler has taken over its workers, first wait `_RETURN_S`, since the
-        workers still have the KV and the scheduler may return.
+        The requests move only after `_RETURN_S`, because the scheduler may return, and its workers
+        still have the KV. If another scheduler has taken over these workers, they move at once.
         """
         if link.hang is not None or not (link.is_connected or link.is_starting):
             for other in self._links:
@@ -372,7 +377,7 @@ class Schedulers:
             self._model = together(link.model for link in self._connected)
 
     def refused(self, link: SchedulerLink, live: LiveRequest) -> bool:
-        """Submit a refused request to another scheduler; return False if none has room.
+        """Submit a refused request to another scheduler; return False if no scheduler has room.
 
         A scheduler that has refused the request does not get it again.
         """

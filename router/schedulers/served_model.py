@@ -46,7 +46,8 @@ class ServedModel:
     def info(self, name: str = "") -> Model:
         """Return the model or adapter with this name.
 
-        Raises `NotFoundError` for an unknown name; `UnavailableError` before a scheduler connects.
+        Raises `NotFoundError` for an unknown name, and `UnavailableError` before a scheduler
+        connects.
         """
         self.check_name(name)
         model = self._schedulers.model
@@ -77,7 +78,7 @@ class ServedModel:
         return (self.name, *self._adapters())
 
     def has_adapter(self, name: str) -> bool:
-        """Whether an adapter of this name is known; it stays so while no scheduler is connected."""
+        """Whether an adapter of this name is known, by what schedulers have reported last."""
         return name in self._adapters()
 
     def has(self, name: str, digest: bytes) -> bool:

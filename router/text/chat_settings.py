@@ -22,7 +22,7 @@ class ChatSettings:
     trust_request_chat_template: bool = False
 
     def template_of_request(self, source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """Compile a request's template; it runs in a sandbox, but without a time limit.
+        """Compile a request's template, which runs in a sandbox, but without a time limit.
 
         Raises:
             InvalidArgumentError: The service does not trust requests' templates, or this template

@@ -27,7 +27,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Return the text that this token completes; "" within a character."""
         if token_id >= len(self._pieces):
-            return ""  # models pad their vocabulary, so it is larger than the tokenizer's
+            return ""  # models may pad their vocabulary beyond the tokenizer's
         piece = self._pieces[token_id]
         if self._at_start and piece:
             self._at_start = False

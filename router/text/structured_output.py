@@ -39,7 +39,7 @@ _JSON: Final = json.JSONDecoder()
 
 
 def to_grammar(structured: StructuredOutput, before: str = "") -> StructuredOutput:
-    """Convert a form to a grammar; in extreme cases, this takes up to a second.
+    """Convert a form to a grammar, which may take up to a second in extreme cases.
 
     `before` contains grammar rules for the text before the form; the first rule is named `before`.
 
@@ -123,7 +123,7 @@ def _check_lark(grammar: str, field: str) -> None:
 
 
 def _behind(before: str, grammar: str) -> str:
-    """Return a grammar for a text that matches `before`, followed by one that matches `grammar`."""
+    """Return a grammar for a text that matches `before`, then a text that matches `grammar`."""
     parts = (
         json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     )

@@ -34,7 +34,7 @@ class TextThreads:
 
     @property
     def num_pending(self) -> int:
-        """Number of tasks that wait or run, including those whose caller has left."""
+        """Number of tasks that wait or run, including tasks whose caller has left."""
         return self._num_pending
 
     async def run(self, work: Callable[[], T]) -> T:

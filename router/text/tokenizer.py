@@ -49,8 +49,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text; `add_special_tokens` adds tokens such as a leading <s>."""
-        # Not `encode`: from a thread's second call on, it holds the GIL (version 0.23), and it
-        # takes more memory because it also returns the position of each token in the text.
+        # `encode` is not used: from a thread's second call on, it holds the GIL (version 0.23), and
+        # it takes more memory because it also returns the position of each token in the text.
         (encoding,) = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
@@ -175,8 +175,8 @@ class Tokenizers:
         self._cache_dir = cache_dir
         self._directory_to_tokenizer = {_FLAGS: first}
         self._directory_to_read: dict[str, asyncio.Task[Tokenizer]] = {}
-        """Tasks that read tokenizers, including those that ended after their caller was
-        cancelled."""
+        """Tasks that read tokenizers, including tasks that ended after their caller was cancelled.
+        """
         self.current = first
         """The tokenizer of the served model."""
 

@@ -11,8 +11,8 @@ from router.turns.database import Cursor, DatabaseConnection
 MAX_QUEUES: Final = 1000
 """Limit on the queues that one claim looks at."""
 MAX_MODELS: Final = 100
-"""Limit on one tenant's queues among these. Turns of unknown models, which end at once, could make
-many queues."""
+"""Limit on how many of the `MAX_QUEUES` queues belong to one tenant. Turns of unknown models, which
+end at once, could make many queues."""
 
 _ORDER: Final = "ORDER BY priority DESC, created_at, position"
 # Each of these conditions matches a partial index, whose columns follow in the order of the query.
@@ -110,7 +110,7 @@ def _queues(cursor: Cursor, last_tenant: str) -> Iterator[tuple[str, str]]:
         tenant, model = row
         yield tenant, model
         num_models[tenant] += 1
-        # For (tenant, model) > (?, ?), SQLite reads the whole queue of the last model.
+        # With "(tenant, model) > (?, ?)", SQLite would read the whole queue of the last model.
         next_model = " AND tenant = ? AND model > ?", (tenant, model)
         next_tenant = " AND tenant > ?", (tenant,)
         has_more = num_models[tenant] < MAX_MODELS

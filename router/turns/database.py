@@ -223,7 +223,7 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
             generated_tokens BIGINT NOT NULL,
             reasoning_tokens BIGINT NOT NULL,
             PRIMARY KEY (hour, tenant, key_name, model, adapter))""",
-        # This table has the number of each router's last part of usage, so that none is added
+        # This table has the number of each router's last part of usage, so that no part is added
         # twice.
         """CREATE TABLE usage_writers (
             writer TEXT PRIMARY KEY,
@@ -272,7 +272,7 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
         "CREATE INDEX files_expiring ON files (expires_at) WHERE expires_at IS NOT NULL",
     ),
 )
-"""The statements for each version of the schema, which upgrade the one before it.
+"""For each version of the schema, the statements that upgrade the version before it.
 
 Released statements never change.
 

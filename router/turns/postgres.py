@@ -15,7 +15,7 @@ _STATEMENT_MS_PER_MIB: Final = 1000
 
 
 class PostgresConnection:
-    """One connection to a server."""
+    """One connection to a PostgreSQL server."""
 
     skips_locked = " FOR UPDATE SKIP LOCKED"
 

@@ -61,7 +61,8 @@ class TurnChanges:
 
 
 OF_GROUP: Final = "group_id = ? AND group_id <> ''"
-"""The condition for a group's turns. SQLite uses the index only if its condition is repeated."""
+"""The condition for a group's turns. It repeats the index's own condition, because otherwise SQLite
+would not use the index."""
 NO_TURNS: Final[Mapping[str, int]] = {}
 
 
@@ -246,7 +247,7 @@ class TurnStore:
         return await self.database.run(work)
 
     async def end(self, tenant: str, turn_id: str, end: TurnEnd, events: Sequence[Event]) -> bool:
-        """End a turn of any owner if it is live, with last events; return whether it was live."""
+        """End a live turn of any owner, with its last events; return False if it was not live."""
 
         def work(cursor: Cursor, _: DatabaseConnection) -> bool:
             cursor.execute(
@@ -278,7 +279,7 @@ class TurnStore:
     # --- for a group ----------------------------------------------------------------------------
 
     async def count_group(self, group: str) -> GroupCounts:
-        """Return a group's counts. They are stored, because counting a large group is slow."""
+        """Return a group's counts, which are stored because counting turns is slow."""
         return await self.database.run(lambda cursor, _: read_counts(cursor, group))
 
     async def is_group_live(self, group: str) -> bool:

@@ -52,8 +52,8 @@ _MAX_RUNNING: Final = 256
 """A router takes over ownerless turns of a model while it runs fewer than this many turns of that
 model."""
 _MAX_GROUPED: Final = 32
-"""The same limit for turns of groups, such as lines of batches. It is low, so that clients that
-wait are favoured."""
+"""The same limit for turns of groups, such as lines of batches. The limit is low, to favour clients
+that wait for an answer."""
 _MAX_FAILURES: Final = 3
 """After this many failures without a new token, a turn fails for good."""
 _MIN_BACKOFF_S: Final = 0.1
@@ -132,7 +132,7 @@ class Turns:
         Raises:
             AlreadyExistsError: Another request has the idempotency key.
             StoreError: The turn cannot be stored, and will not be computed.
-            QuireError: `Inference.generate` has raised it.
+            QuireError: An error of `Inference.generate`.
         """
         if (known := await self._with_key(turn)) is not None:
             return known
@@ -318,8 +318,8 @@ class Turns:
     async def _pace(self, turn: Turn) -> None:
         """Let at most one grouped turn proceed in each round of the event loop.
 
-        Many lines of a batch end in the same step. All at once, they would hold up the tokens of
-        clients that wait.
+        Many lines of a batch end in the same step. If they all proceeded at once, they would delay
+        the tokens of waiting clients.
         """
         if turn.group:
             async with self._pacing:

@@ -30,7 +30,7 @@ class UsageRow:
     """The usage of one group."""
 
     group: Mapping[str, str | int]
-    """The value of each grouping. For an hour or a day, it is the Unix time of its beginning."""
+    """The value of each grouping. The value of an hour or a day is the Unix time of its start."""
     used: Used
 
 

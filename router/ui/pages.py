@@ -1,4 +1,4 @@
-"""The page's files, and the headers that restrict what they can do."""
+"""The page's files, and the headers that restrict what the page can do."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Page:
 
 
 def read_pages() -> Iterable[Page]:
-    """Read the page, which is served at `PAGE_PATH`, and its other files, served below it."""
+    """Read the page, served at `PAGE_PATH`, and its other files, served below that path."""
     for file in (files(__package__) / "static").iterdir():
         stem, dot, suffix = file.name.rpartition(".")
         path = PAGE_PATH if file.name == "index.html" else f"{PAGE_PATH}/{file.name}"

@@ -34,7 +34,7 @@ from rpc.grpc_server import Service, service_of
 from rpc.health import Health
 
 FindDirectory = Callable[[str], Awaitable[Path]]
-"""Returns the directory of a model, by `ServedModel.directory`."""
+"""Returns the path of a model's directory, given its `ServedModel.directory`."""
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -151,7 +151,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
 
 def vllm_engine_service(cells: Cells, health: Health, find_directory: FindDirectory) -> Service:
-    """Make the entry for `rpc.server.serve`."""
+    """Make the `Service` to pass to `rpc.server.serve`."""
     servicer = VllmEngineServicer(cells, health, find_directory)
     return service_of(vllm_engine_pb2, vllm_engine_pb2_grpc, "VllmEngine", servicer)
 

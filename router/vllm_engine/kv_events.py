@@ -19,7 +19,7 @@ from quire.vllm_engine import smg_common_pb2 as pb
 async def batches(
     messages: AsyncGenerator[WatchKvResponse],
 ) -> AsyncGenerator[pb.KvEventBatch]:
-    """Convert the workers' events to numbered batches of one engine; the first batch clears all."""
+    """Convert the workers' events to one engine's numbered batches; the first clears all blocks."""
     cell = CellIndex()
     sequence = event_id = 0
     async with aclosing(messages):
@@ -51,8 +51,8 @@ class CellIndex:
     def apply(self, message: WatchKvResponse) -> Iterator[list[pb.KvCacheEvent]]:
         """Apply the events of one worker; yield the resulting changes of the cell, in parts.
 
-        A part may be empty. The changes come in parts so that other tasks can run in between: to
-        forget a million blocks of a lost worker takes a second.
+        A part may be empty. Other tasks can run between the parts, because removing a million
+        blocks of a lost worker takes a second.
         """
         events: list[pb.KvCacheEvent] = []
         for event in message.events:

@@ -1,1 +1,1 @@
-"""A gRPC server on asyncio; messages of one turn of the event loop leave in one write."""
+"""A gRPC server on asyncio; a connection sends all messages of one event loop turn in one write."""

@@ -1,4 +1,4 @@
-"""The library h2's connection, with limits on the work that each frame of a client makes."""
+"""The library h2's connection, with limits on the work that each frame of a client causes."""
 
 from typing import Any, Final
 
@@ -17,13 +17,14 @@ from rpc.http2.limits import ConnectionLimits
 _LENGTH_BYTES: Final = 3
 """Size of the length field, with which each frame begins."""
 _FRAMES_AT_ONCE: Final = 32
-"""Frames that one `receive_data` parses at most; a frame takes 10 to 1000 us."""
+"""One `receive_data` parses at most this many frames; a frame takes 10 to 1000 us."""
 _STREAMS_PER_FRAME: Final = 50
 """Changing the windows of this many streams takes as long as one frame."""
 _MOST_TABLE_BYTES: Final = 4096
-"""Limit on the table that compresses the headers we send; hpack searches it entry by entry."""
+"""Limit on the table that compresses the headers we send; hpack searches each entry in turn."""
 _MOST_TABLE_CHANGES: Final = 2
-"""Limit on changes in one block of headers (RFC 7541, 4.2); each has one byte and takes 1 us."""
+"""Limit on changes of the table's size in one block of headers (RFC 7541, 4.2). A change has only
+one byte, but takes 1 us."""
 _USED_SETTINGS: Final = frozenset(
     (
         SettingCodes.HEADER_TABLE_SIZE,
@@ -32,7 +33,8 @@ _USED_SETTINGS: Final = frozenset(
         SettingCodes.MAX_FRAME_SIZE,
     )
 )
-"""Other settings are dropped: h2 would keep up to 65,536, and check all at each SETTINGS frame."""
+"""All other settings are dropped, because h2 would keep up to 65,536 settings and check all of them
+at each SETTINGS frame."""
 _SETTINGS_OF_STREAMS: Final = frozenset(
     (SettingCodes.INITIAL_WINDOW_SIZE, SettingCodes.MAX_FRAME_SIZE)
 )
@@ -40,7 +42,7 @@ _SETTINGS_OF_STREAMS: Final = frozenset(
 
 
 class _Frames(FrameBuffer):
-    """Yields `num_left` frames, and refuses a frame that is too large before all of it has come."""
+    """Yields `num_left` frames; refuses a frame that is too large before it has arrived whole."""
 
     num_left = _FRAMES_AT_ONCE
 
@@ -60,7 +62,8 @@ class _Decoder(Decoder):
 
     def decode(self, data: bytes, raw: bool = False) -> Any:
         self._num_changes = 0
-        # A call whose data has another length would end the connection.
+        # content-length is dropped, because a call whose data has another length would end the
+        # connection.
         return [each for each in super().decode(data, raw) if each[0] != b"content-length"]
 
     def _update_encoding_context(self, data: bytes | memoryview) -> int:
@@ -80,7 +83,7 @@ def _is_use(event: Event) -> bool:
 class BoundedH2(H2Connection):
     """A server's connection, which continues after a client's GOAWAY.
 
-    The caller must pass each stream that has closed to `forget`.
+    The caller must call `forget` for each stream that has closed.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -112,7 +115,7 @@ class BoundedH2(H2Connection):
 
     @property
     def has_more(self) -> bool:
-        """Whether `receive_data(b"")` may find further frames in data that it was given earlier."""
+        """Whether `receive_data(b"")` may find further frames in the data of earlier calls."""
         return self.incoming_buffer.num_left == 0
 
     def receive_data(self, data: bytes) -> list[Event]:  # type: ignore[override] # no other buffers
@@ -133,11 +136,11 @@ class BoundedH2(H2Connection):
             self._closed_streams[stream_id] = stream.closed_by
 
     def close(self) -> None:
-        """Receive nothing more; drop h2's references to itself, so that it is freed at once."""
+        """Receive nothing more; break h2's reference cycle, so that its memory is freed at once."""
         self._frame_dispatch_table.clear()
 
     def _open_streams(self, _remainder: int) -> int:
-        # h2 would look at all streams, for each new one.
+        # h2's own method looks at all streams, and h2 calls it for each new stream.
         return len(self.streams)
 
     def _receive_frame(self, frame: Frame) -> list[Event]:
@@ -148,7 +151,8 @@ class BoundedH2(H2Connection):
         self.forget(frame.stream_id)
         return happened
 
-    # An error and its traceback refer to each other, and would stay until a garbage collection.
+    # The next two methods drop tracebacks: an error and its traceback refer to each other, so both
+    # would stay in memory until a garbage collection.
 
     def _receive_headers_frame(self, frame: HeadersFrame) -> tuple[list[Frame], list[Event]]:
         try:

@@ -43,7 +43,7 @@ class Wire(Protocol):
         """The names in the client's certificate, as in `grpc.aio.ServicerContext`."""
 
     def send_headers(self, stream: OutStream, headers: Headers, *, end: bool = False) -> None:
-        """Send headers; `end` ends the stream with them."""
+        """Send headers; if `end` is true, the stream ends with them."""
 
 
 class Call:
@@ -89,7 +89,7 @@ class Call:
         return self._task
 
     def leave(self) -> None:
-        """Cancel the handler, because the client has cancelled the call or is lost."""
+        """Cancel the handler, because the client has cancelled the call or disconnected."""
         if not self._is_over:
             self._is_over = True
             self._code = grpc.StatusCode.CANCELLED
@@ -197,9 +197,9 @@ class Call:
     def put(self, message: Any) -> None:
         """Send a response, as far as the client has room for it.
 
-        The rest waits in memory, and is sent before the status; so a caller with many responses
-        asks `has_room` first. It does nothing if the call is over, and ends the call if the
-        response is too large.
+        The rest waits in memory, and is sent before the status. So a caller with many responses
+        asks `has_room` first. If the call is over, nothing is sent. A response that is too large
+        ends the call.
         """
         if self._is_over:
             return
@@ -215,7 +215,7 @@ class Call:
             return
         self._outbox.put(self.stream, data)
 
-    # --- for handlers: as grpc.aio.ServicerContext, as far as servicers here use it --------------
+    # --- for handlers: the methods of grpc.aio.ServicerContext that our servicers use ------------
 
     async def read(self) -> Any:
         """Return the next request, or `grpc.aio.EOF`."""

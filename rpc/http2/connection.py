@@ -32,9 +32,10 @@ _MOST_UNREAD_BYTES: Final = 1024 * 1024
 """While more bytes than this wait to be sent, nothing is read from the client. Otherwise answers to
 its pings could pile up."""
 _LARGE_AT_ONCE: Final = 64
-"""How many messages larger than a stream's window may be on their way at the same time."""
+"""How many messages larger than a stream's window may arrive at the same time."""
 _SLICE_BYTES: Final = 4096
-"""Received bytes are parsed in slices, so that many small frames do not block the event loop."""
+"""Size of the slices in which received bytes are parsed, so that many small frames do not block the
+event loop."""
 _CALLS_AT_ONCE: Final = 100
 """How many handlers are cancelled at once; each holds the event loop for 20 us or more."""
 
@@ -78,7 +79,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Host) -> None:
         self.limits = server.limits
         self.tasks: set[asyncio.Task[None]] = set()
-        """The running handlers, including those whose calls have already ended."""
+        """The running handlers, including handlers whose calls have already ended."""
         self._server = server
         self._loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[None] = self._loop.create_future()
@@ -130,7 +131,8 @@ class Connection(asyncio.Protocol):
         self._timer.cancel()
         if self in self._server.connections:
             self._server.connections.remove(self)
-            # Many connections that end at once must not become much garbage to collect at once.
+            # Break reference cycles: if many connections end together, collecting all their garbage
+            # at once would take too long.
             self._h2.close()
             self.outbox.close()
         self.closed.set_result(None)
@@ -288,7 +290,7 @@ class Connection(asyncio.Protocol):
         self._close_if_idle()
 
     def send_headers(self, stream: OutStream, headers: Headers, *, end: bool = False) -> None:
-        """Send headers; `end` ends the stream with them."""
+        """Send headers; if `end` is true, the stream ends with them."""
         if self._is_closed or stream.h2.closed:
             return
         self._budget.earn(1)

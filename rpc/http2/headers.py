@@ -46,7 +46,7 @@ class RequestHeaders:
 
 
 class RefusedRequestError(Exception):
-    """The headers are too large or not those of a valid gRPC call. `answer` has the response."""
+    """The request headers are too large or invalid. `answer` has the headers of the response."""
 
     def __init__(self, answer: Headers) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def read_request(headers: Headers, max_bytes: int, *, accepts_compressed: bool) 
 
     name_to_value = dict(headers)
     pseudo = [name for name, _ in headers if name.startswith(b":")]
-    if len(pseudo) > len(_PSEUDO.intersection(pseudo)):  # proxies may have read the other one
+    if len(pseudo) > len(_PSEUDO.intersection(pseudo)):  # proxies may read duplicates differently
         raise RefusedRequestError([(b":status", b"400")])
     if name_to_value.get(b":method") != b"POST" or b":path" not in name_to_value:
         raise RefusedRequestError([(b":status", b"405"), (b"allow", b"POST")])

@@ -13,7 +13,8 @@ WINDOW_BYTES: Final = 65_535
 """Maximum number of bytes that a client may send on a stream before the handler reads; HTTP/2's
 default."""
 _LARGE_S: Final = 60.0
-"""Longest time for a larger message to arrive, because it has one of few places."""
+"""Longest time for a message larger than `WINDOW_BYTES` to arrive, because its place in `room` is
+one of few."""
 
 _PREFIX_BYTES: Final = 5
 _QUICK_BYTES: Final = 256 * 1024
@@ -21,7 +22,7 @@ _QUICK_BYTES: Final = 256 * 1024
 
 
 class RefusedMessageError(Exception):
-    """A client's message is invalid or too large, so its call must end with this status."""
+    """A client's message is invalid or too large; its call must end with `code` and `details`."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details)
@@ -57,7 +58,7 @@ class Inbox:
         """Bytes that the client may still send."""
         self._has_ended = False
         self._num_wanted = 0
-        """Size of `_data` for which the reader waits."""
+        """The reader waits until `_data` has this size."""
         self._reader: asyncio.Future[None] | None = None
 
     def feed(self, data: bytes, num_window_bytes: int) -> None:
@@ -122,7 +123,7 @@ class Inbox:
                 reader.set_result(None)
 
     def _size(self) -> int:
-        """Return the size of the next message with its prefix; of the prefix while incomplete.
+        """Return for how many bytes to wait: first the prefix, then the whole message.
 
         Raises:
             RefusedMessageError: The prefix is invalid, or the message is too large.
@@ -143,7 +144,7 @@ class Inbox:
     def _allow_up_to(self, num_bytes: int, *, at_least: int = 0) -> None:
         """Let the client send up to `num_bytes` from now on.
 
-        Postpones a small increase, because each increase costs a frame, unless the client could
+        Each increase costs a frame. So a small increase is postponed, unless the client could
         otherwise send fewer than `at_least` bytes.
         """
         more = num_bytes - self._num_allowed

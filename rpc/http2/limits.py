@@ -1,4 +1,4 @@
-"""Limits for clients of the HTTP/2 server."""
+"""Limits on what clients of the HTTP/2 server may send and open."""
 
 from dataclasses import dataclass
 from typing import Final

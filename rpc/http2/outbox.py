@@ -37,7 +37,7 @@ class OutStream:
         self.h2 = h2
         self.num: int = h2.stream_id
         self.unsent: memoryview | None = None
-        """The rest of a message, and the messages after it, that wait for room."""
+        """Bytes that wait for room: the rest of a message, and the messages after it."""
         self.sent = asyncio.Event()
         """Set when `unsent` becomes None."""
         self.is_queued = False
@@ -46,7 +46,7 @@ class OutStream:
         self._turn = asyncio.Lock()
 
     async def wait(self) -> None:
-        """Wait until all has been sent or the stream has ended; several tasks wait in turn."""
+        """Wait until all has been sent or the stream has ended; several tasks continue in turn."""
         async with self._turn:
             while self.unsent is not None:
                 await self.sent.wait()
@@ -71,8 +71,9 @@ class Outbox:
     def put(self, stream: OutStream, message: bytes) -> None:
         """Send as much of a message as there is room for; the rest follows later.
 
-        The message comes after what is `unsent`; nothing follows a stream's end. A stream has
-        `unsent` only while a flow-control window is used up or the transport is full.
+        The message follows the bytes in `stream.unsent`. After `end`, messages are dropped. A
+        stream has unsent bytes only while a flow-control window is used up or the transport is
+        full.
         """
         num_bytes = len(message) + _PREFIX.size
         h2, own = self._h2, stream.h2
@@ -174,7 +175,7 @@ class Outbox:
                 stream.is_queued = False
 
     def _send_frame(self, stream: OutStream) -> bool:
-        """Send one frame of a stream's unsent message; return False if no more can follow now."""
+        """Send one frame of a stream's unsent bytes; return False if it can send no more now."""
         h2, own, unsent = self._h2, stream.h2, stream.unsent
         if unsent is None:
             return False
@@ -184,7 +185,7 @@ class Outbox:
             own.outbound_flow_control_window,
             h2.max_outbound_frame_size,
         )
-        if num_bytes <= 0:  # until `widen`; a client may even make a window negative
+        if num_bytes <= 0:  # the stream waits for `widen`; a client may make a window negative
             return False
         h2.outbound_flow_control_window -= num_bytes
         own.outbound_flow_control_window -= num_bytes

@@ -38,7 +38,7 @@ def listen_at(address: str, *, shares_port: bool) -> list[socket.socket]:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
             listener.bind((each, port))
             listener.listen(_BACKLOG)
-            port = listener.getsockname()[1]  # if 0, all addresses get the port of the first
+            port = listener.getsockname()[1]  # port 0: the other addresses get the first one's port
         opened.pop_all()
     return listening
 
@@ -47,7 +47,7 @@ def free_path(path: Path) -> None:
     """Remove the file of a Unix socket whose process has died.
 
     Raises:
-        OSError: A process listens there, or it is unknown whether one does.
+        OSError: A process listens at the path, or it is unknown whether one does.
     """
     if not path.is_socket():
         return

@@ -108,12 +108,12 @@ class Http2Server:
         self._sockets.clear()
 
     async def stop(self, grace: float | None) -> None:
-        """Accept no more calls; cancel those that have not ended after `grace` seconds.
+        """Accept no more calls; cancel the calls that have not ended after `grace` seconds.
 
         Returns when all handlers have ended. May be called again with a shorter grace.
         """
         self.is_stopping = True
-        for each, _ in self._sockets:  # not empty if `start` was never called
+        for each, _ in self._sockets:  # there are some only if `start` was never called
             each.close()
         self._sockets.clear()
         for listener in self._listeners:

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Final, Protocol
 
 _TURN_S: Final = 0.005
-"""After this time, the event loop runs its other callbacks."""
+"""After parsing for this long, the event loop runs its other callbacks."""
 
 
 class Parser(Protocol):
@@ -25,10 +25,10 @@ class ParsingTurns:
     def __init__(self) -> None:
         self._queue: deque[Parser] = deque()
         self._until: float | None = None
-        """When this turn of the event loop ends for parsing; None: nothing was parsed in it."""
+        """Until when this turn of the event loop may parse; None: it has parsed nothing yet."""
 
     def add(self, parser: Parser) -> None:
-        """Let a connection parse, now or soon. It must not be in the queue already."""
+        """Let a connection parse, now or soon. The connection must not be in the queue already."""
         is_first = not self._queue
         self._queue.append(parser)
         until = self._begin() if self._until is None else self._until

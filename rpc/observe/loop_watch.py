@@ -42,8 +42,8 @@ def watching_loop(
 ) -> AbstractContextManager[object]:
     """Watch the running event loop inside a `with` block; does nothing if `stall_s` is 0.
 
-    `on_lag` gets every lag in seconds, and `on_stall` each stall of `stall_s` or more. Both run in
-    the watching thread.
+    `on_lag` gets every lag in seconds, and `on_stall` gets each stall of `stall_s` or more. Both
+    functions run in the watching thread.
     """
     return _LoopWatch(stall_s, on_stall, on_lag) if stall_s else nullcontext()
 
@@ -110,5 +110,5 @@ class _LoopWatch:
 
 
 def _stack(thread_id: int) -> str:
-    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - Python's own documentation has it
+    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - Python documents this function
     return "".join(traceback.format_stack(frame, _MAX_FRAMES)).rstrip() if frame else ""

@@ -1,7 +1,7 @@
 """Records a timeline of a process for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-It is off unless `configure` is called with a directory; while off, a span costs one check. The
-processes of a machine share a clock, so `merge` can join their files.
+Until `configure` is called with a directory, nothing is recorded, and a span costs only one check.
+The processes of a machine share a clock, so `merge` can join their files.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _MAX_EVENTS: Final = 2_000_000
-"""Maximum number of events in a file; they take about 200 MB."""
+"""Maximum number of events in a file; this many events take about 200 MB."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Decides which traces are recorded.
 
-Separate from `telemetry`, because this module imports the SDK.
+This module is separate from `telemetry`, because it imports the SDK.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,18 @@ from rpc.observe.telemetry import STALL_SPAN
 
 
 def sampler(new_trace_ratio: float) -> Sampler:
-    """Make a sampler: records a span if its parent, or else a linked span, is recorded.
+    """Make a sampler that records a span if its parent, or else a linked span, is recorded.
 
-    Of spans without a parent or link, the share `new_trace_ratio`, in [0, 1], is recorded.
+    The sampler records the share `new_trace_ratio`, in [0, 1], of spans without parent and links.
     """
     return ParentBased(_AsLinked(TraceIdRatioBased(new_trace_ratio)))
 
 
 class _AsLinked(Sampler):
-    """Records a span without a parent if a span that it links to is recorded, and every stall."""
+    """Samples spans without a parent.
+
+    Records stalls, and spans that link to a recorded span. `unlinked` decides on all others.
+    """
 
     def __init__(self, unlinked: Sampler) -> None:
         self._unlinked = unlinked

@@ -18,10 +18,10 @@ def open_channel(
     *,
     pings: Pings = PATIENT,
 ) -> grpc.aio.Channel:
-    """Open a channel to "host:port" or "unix:/path"; it connects at the first call.
+    """Open a channel to "host:port" or "unix:/path", which connects at the first call.
 
     Calls with a single request carry the current trace context. Long-lived streams do not, because
-    they serve many requests; their messages name their traces. Unix sockets do not use TLS.
+    a stream serves many requests, and its messages name their traces. Unix sockets do not use TLS.
     """
     # The type stubs do not accept a list of different interceptors.
     interceptors: Any = [_UnaryUnaryTrace(), _UnaryStreamTrace()]

@@ -127,7 +127,7 @@ async def keep_members(
     may_leave: Callable[[M], bool],
     left: Callable[[M], None],
 ) -> None:
-    """Run a member for each target until cancelled, or until a member fails; raises its error.
+    """Run a member for each target until cancelled; if a member fails, raise its error.
 
     Args:
         discovery: The targets.

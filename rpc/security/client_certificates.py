@@ -94,9 +94,10 @@ def auth_context(certificate: Mapping[str, Any] | None) -> dict[str, list[bytes]
 
 
 def certificate_middleware(accepted: Collection[str]) -> Middleware:
-    """Make the middleware that answers 401 without a certificate and 403 without an accepted name.
+    """Make the middleware that answers 401 or 403 to calls without an accepted certificate.
 
-    TLS has already refused certificates of other authorities. Probes need no certificate.
+    401: the call has no certificate. 403: no name of the certificate is accepted. TLS has already
+    refused certificates of other authorities. Probes need no certificate.
     """
 
     @web.middleware

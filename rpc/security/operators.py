@@ -23,8 +23,8 @@ class Operators:
 
         `check_operator` raises unless the call has an operator's key; None: calls have no keys.
         Without keys and certificates, callers on the Unix socket are operators, because its file
-        permissions protect it. With `obeys_loopback`, so are callers on the loopback interface,
-        including any proxy on this machine.
+        permissions protect it. With `obeys_loopback`, callers on the loopback interface, including
+        any proxy on this machine, are operators, too.
         """
         self._check_operator = check_operator
         self._has_client_certificates = has_client_certificates

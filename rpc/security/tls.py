@@ -157,8 +157,8 @@ class _Newest(Generic[T]):
     def get(self) -> T:
         """Return the current value; called at each handshake.
 
-        If the files cannot be read, perhaps because they are being written, it returns the old
-        value, and the next handshake tries again.
+        If the files cannot be read, perhaps because they are being written, this call returns the
+        old value, and the next handshake tries again.
         """
         try:
             stamps = self._look()
@@ -177,7 +177,7 @@ class _Newest(Generic[T]):
 
 
 def _no_password() -> str:
-    # Without this, OpenSSL would ask for a password on the terminal.
+    # Without this function, OpenSSL would ask for a password on the terminal.
     raise ValueError("the key is encrypted; it must not be")
 
 

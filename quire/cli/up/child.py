@@ -104,9 +104,9 @@ def describe_exit(code: int) -> str:
 def _until_parent_ends(argv: tuple[str, ...]) -> tuple[str, ...]:
     """Return a command that runs `argv` and that the kernel kills when this process ends.
 
-    The kernel does so on Linux only; elsewhere, children survive a parent that is killed. The
-    command is a program that asks the kernel for this, and then executes `argv`. `preexec_fn` would
-    need a real fork, which may hang in a process with gRPC's threads.
+    Only Linux can kill the command then; elsewhere, children survive a parent that is killed. The
+    command is a program that asks the kernel for this signal, and then executes `argv`.
+    `preexec_fn` would need a real fork, which may hang in a process with gRPC's threads.
 
     Raises:
         FileNotFoundError: There is no program `argv[0]`.

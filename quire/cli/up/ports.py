@@ -24,7 +24,7 @@ def reachable(host: str) -> str:
 
 
 def require_free(host: str, port: int, flag: str) -> int:
-    """Return `port`, or a free port if `port` is 0; raise PortError with `flag` if it is taken."""
+    """Return `port`, or a free port if `port` is 0; if `port` is taken, raise PortError."""
     try:
         return _bind(host, port)
     except OSError as error:
@@ -33,7 +33,7 @@ def require_free(host: str, port: int, flag: str) -> int:
 
 
 def prefer(host: str, port: int, taken: Collection[int]) -> int:
-    """Return `port` if it is free and not in `taken`; if not, or if it is 0, any free port."""
+    """Return `port` if it is free and not in `taken`; otherwise, or if it is 0, any free port."""
     if port not in taken and 0 < port <= 65535:  # noqa: PLR2004 - the largest port
         with contextlib.suppress(OSError):
             return _bind(host, port)

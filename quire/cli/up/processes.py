@@ -20,7 +20,7 @@ from quire.cli.up.settings import (
 from rpc.settings import ENV_PREFIX
 
 EXIT_STALE_EPOCH: Final = 3
-"""A scheduler's exit code after another one took over its workers, as in `scheduler_svc`."""
+"""A scheduler's exit code after another scheduler took over its workers; see `scheduler_svc`."""
 GPU_MEMORY_UTILIZATION: Final = 0.9
 """The worker's default for --gpu-memory-utilization."""
 
@@ -31,11 +31,11 @@ class ServicePorts:
 
     http_port: int
     grpc_port: int
-    """The router's gRPC port; 0: it listens on a Unix socket instead."""
+    """The router's gRPC port; 0: the router listens on a Unix socket instead."""
     router_http_ports: tuple[int, ...]
     """The HTTP port of each router; a single router has `http_port`."""
     scheduler_http_ports: tuple[tuple[int, ...], ...]
-    """For each model, the port of the scheduler and that of the standby, if there is one."""
+    """For each model, the ports of the scheduler and of the standby, if there is a standby."""
     worker_http_ports: tuple[tuple[int, ...], ...]
     """For each model, the ports of its workers."""
 

@@ -176,7 +176,7 @@ def _open_lock(directory: Path) -> int:
 
 def _is_locked(directory: Path) -> bool:
     try:
-        # Without O_CREAT: a new file would prevent the removal of the directory.
+        # O_CREAT is not set, because a new file would prevent the removal of the directory.
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False

@@ -110,8 +110,8 @@ class UpSettings(ProcessSettings):
     """With --on-demand, the shortest time in seconds for which a model stays loaded; default: the
     router's default, 10."""
     idle_unload_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Time in seconds without a request after which a model is unloaded; its next request loads it
-    again (docs/operations.md). Default: idle models stay loaded."""
+    """Time in seconds without a request after which a model is unloaded; the model's next request
+    loads it again (docs/operations.md). Default: idle models stay loaded."""
     model_class: str = ""
     """The implementation that runs the model: your class as package.module:Class (docs/models.md),
     or "transformers"; empty: the worker's choice."""
@@ -125,12 +125,13 @@ class UpSettings(ProcessSettings):
     """The syntax of the model's thinking: a family, none, or your `Thinking` as
     package.module:NAME; empty: detected from its chat template."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many workers to start. With CUDA, each has separate devices."""
+    """How many workers to start. With CUDA, each worker has separate devices."""
     prefill_workers: Annotated[int, Field(ge=0, le=64)] = 0
-    """How many workers compute prompts; after that, requests move with their KV to the decode
-    workers (docs/fleet.md). Set it together with --decode-workers, instead of --workers."""
+    """How many workers compute prompts. A request whose prompt is computed moves with its KV to a
+    decode worker (docs/fleet.md). Set this flag together with --decode-workers, instead of
+    --workers."""
     decode_workers: Annotated[int, Field(ge=0, le=64)] = 0
-    """How many workers decode. Set it together with --prefill-workers."""
+    """How many workers decode. Set this flag together with --prefill-workers."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many routers to start. They share --http-port and --grpc-port. Each router gets some of
     the connections, so a client should open several. docs/performance.md says what a token costs at
@@ -201,8 +202,8 @@ class UpSettings(ProcessSettings):
     """Order of requests: fcfs, priority, fair, deadline, a combination such as
     priority+fair+deadline, or the dotted path of your class; empty: fcfs."""
     preemption_mode: Literal["cost", "swap", "recompute"] | None = None
-    """How to preempt a sequence: swap its KV to host memory, or recompute it later; default: cost,
-    which chooses the cheaper one."""
+    """How to preempt a sequence: swap its KV to host memory, or recompute its KV later; default:
+    cost, which chooses the cheaper way."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] | None = None
     """Factor by which steps may take longer while a long prompt is computed beside streaming
     requests; inf: no limit; default: the scheduler's default, 1.4."""
@@ -221,7 +222,7 @@ class UpSettings(ProcessSettings):
     num_draft_tokens: PositiveInt | None = None
     """Maximum number of tokens to propose at a time; default: the worker's default, 4."""
     draft_model: ModelName | None = None
-    """The model that proposes tokens, given like --model; it needs the same vocabulary."""
+    """The model that proposes tokens, given like --model; both must have the same vocabulary."""
     ngram_min: PositiveInt | None = None
     """Length in tokens of the shortest n-gram to look up for a proposal; default: the worker's
     default, 2."""
@@ -263,8 +264,8 @@ class UpSettings(ProcessSettings):
     verbose: bool = False
     """Print the logs of the processes as they are written."""
     attached: bool = False
-    """Stop when standard input ends. This is for programs that start a private service, because
-    their pipe closes even if the program is killed."""
+    """Stop when standard input ends. The flag is for programs that start a private service: their
+    pipe to it closes even if they are killed."""
 
     @field_validator("model", mode="before")
     @classmethod

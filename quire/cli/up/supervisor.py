@@ -1,4 +1,4 @@
-"""Keeps processes running: starts them, restarts those that die, and stops all in order."""
+"""Keeps processes running: starts them, restarts dead ones, and stops all of them in order."""
 
 import asyncio
 import time
@@ -51,8 +51,8 @@ class Supervisor:
     """Owns the children of one service.
 
     Before `mark_started`, the start fails if a process ends with a code other than its
-    `harmless_exit_code`; later such a process is restarted. `report` gets messages for the user;
-    `on_change` is called after each start and each end.
+    `harmless_exit_code`. After `mark_started`, such a process is restarted. `report` gets messages
+    for the user. `on_change` is called after each start and each end of a process.
     """
 
     def __init__(

@@ -48,8 +48,8 @@ def chats(service: ServiceInfo) -> bool:
 async def run_demo(service: ServiceInfo, settings: UpSettings) -> int:
     """Stream an answer, or a completion, to the terminal; return the exit code.
 
-    A separate process does this, because the supervisor must not import gRPC, whose threads do not
-    survive a fork.
+    A separate process streams the text, because the supervisor must not import gRPC, whose threads
+    do not survive a fork.
     """
     tls = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")
     values = {name: value for name in tls if (value := getattr(settings, name))}

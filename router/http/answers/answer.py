@@ -34,7 +34,8 @@ from router.live.live_request import ClientRoom, LiveRequest
 from router.request.inference import Inference
 
 _STARTED_AT_ONCE: Final = 32
-"""How many readers start in one turn of the event loop; all their events may have arrived."""
+"""How many readers start in one turn of the event loop, because each may pass on all events of its
+request at once."""
 
 
 class UsageInStream(Enum):
@@ -64,7 +65,7 @@ class ClientCall:
     prompts: list[Sequence[int]] = field(default_factory=list)
     """The token ids of each request's prompt, once they are known."""
     field_to_json: Mapping[str, str] = field(default_factory=dict)
-    """The JSON names of request fields that differ from `GenerateRequest`'s."""
+    """Maps fields of `GenerateRequest` to their names in the client's JSON, where these differ."""
 
     hides_outputs: bool = False
     """Whether the answer shows only prompts. If so, the usage counts no output tokens."""
@@ -91,7 +92,7 @@ class ClientCall:
 
 
 async def answer(http: web.Request, inference: Inference, call: ClientCall) -> web.StreamResponse:
-    """Answer the call. When this ends in any way, the call's requests have ended."""
+    """Answer the call. When this function ends, in any way, the call's requests have ended."""
     try:
         if len(call.requests) > 1:
             await inference.check_capacity(len(call.requests), call.n)
@@ -126,7 +127,7 @@ async def _open(inference: Inference, call: ClientCall, request: GenerateRequest
 
 
 def _catch_up(call: ClientCall, request: GenerateRequest, live: LiveRequest) -> None:
-    """Feed the text that the client already has to the shape, to restore the shape's state.
+    """Give the shape the text that the client already has, to restore the shape's state.
 
     Raises `FailedPreconditionError` if log-probabilities of that text were lost.
     """
@@ -230,8 +231,8 @@ async def _read_all(
 class _Chunks:
     """The SSE events of one stream.
 
-    Nearly all events of a choice differ only in their text. So the first one is serialized as a
-    whole. For later ones only the text is serialized, which takes a tenth of the time.
+    Nearly all events of a choice differ only in their text. So only the first event is serialized
+    as a whole. For later events, only the text is serialized, which takes a tenth of the time.
     """
 
     __slots__ = (

@@ -76,7 +76,7 @@ class ChatShape:
             self._scores = [*(self._scores or ()), *scores.logprobs]
 
     def once(self) -> Json:
-        """Return the prompt's token ids and log-probabilities, if requested; later nothing."""
+        """Return the prompt's token ids and log-probabilities, if requested, only once."""
         said: Json = {}
         if self._has_said_once:
             return said
@@ -90,7 +90,7 @@ class ChatShape:
         return said
 
     def delta(self, index: int, delta: OutputDelta) -> Json | str:
-        """Return a chunk's choice with the new text; the first chunk's also has the role."""
+        """Return a chunk's choice with the new text; the first chunk also has the role."""
         if self._index_to_reader is None:
             said: Json = {"content": delta.text}
         else:

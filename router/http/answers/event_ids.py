@@ -1,4 +1,4 @@
-"""Ids of a stream's events. To resume the stream, a client sends one as `Last-Event-ID`.
+"""Ids of a stream's events. To resume the stream, a client sends an event's id as `Last-Event-ID`.
 
 An id states how much of each output the client has after the event, and names the request::
 

@@ -75,8 +75,8 @@ class ChoiceShape(Protocol):
 class CompletionShape:
     """Choices of /v1/completions.
 
-    The legacy log-probabilities have each token's offset in the text. It is computed as the total
-    length of the tokens before, which is wrong if one of them ends within a character.
+    The legacy log-probabilities have each token's offset in the text: the total length of the
+    tokens before it. The offset is wrong if one of those tokens ends within a character.
     """
 
     id_prefix = "cmpl-"
@@ -207,7 +207,9 @@ class CompletionShape:
 def prompt_logprobs_json(
     token_text: TokenText, prompt: Sequence[int], scores: Sequence[TokenLogprob]
 ) -> list[Json | None]:
-    """Return prompt log-probabilities as vLLM does: the likeliest tokens and the prompt's, by id.
+    """Return prompt log-probabilities as vLLM does: by token id, for the likeliest tokens.
+
+    The prompt's own token is always included.
 
     The first token has no log-probability.
     """
@@ -240,7 +242,7 @@ def usage_json(usages: Sequence[Usage]) -> Json:
 
 
 def model_json(model: Model, created: int) -> Json:
-    """Return a model's JSON; `root`, `max_model_len` and `parent` (of adapters) are vLLM's."""
+    """Return a model's JSON; its fields `root`, `max_model_len` and `parent` are vLLM's."""
     described: Json = {
         "id": model.id,
         "object": "model",

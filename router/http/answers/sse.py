@@ -10,7 +10,7 @@ from aiohttp import ClientConnectionResetError, web
 from router.http.strict_json import json_bytes
 
 STARTED: Final = web.RequestKey("started", web.StreamResponse)
-"""The key of the response whose head has been sent, after which no other response is possible."""
+"""The request's key for a response whose head has been sent; no other response is possible then."""
 HEARTBEAT: Final = b":\n\n"
 _HEARTBEAT_S = 1.0
 _MOST_UNSENT_BYTES = 64 * 1024
@@ -70,7 +70,7 @@ class SseResponse:
     def heartbeats(self) -> Iterator[None]:
         """Send a heartbeat, which clients ignore, after each second without an event.
 
-        It shows the client that the router is alive.
+        A heartbeat shows the client that the router is alive.
         """
         self._send_heartbeat()
         try:
@@ -150,7 +150,7 @@ class SseResponse:
         transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self._is_chunked else event)
 
     def put_between(self, frame: tuple[bytes, bytes], text: bytes) -> None:
-        """Send one event: the bytes before and after `text`, and `text`."""
+        """Send one event: `text` between the two parts of `frame`."""
         before, behind = frame
         transport = self._transport
         if transport is None or not self._is_chunked or transport.is_closing():
@@ -180,7 +180,7 @@ class SseResponse:
 
 
 WAITING: Final = web.RequestKey("waiting", SseResponse)
-"""The key of a stream whose head was sent while its model was still loading."""
+"""The request's key for a stream whose head was sent while its model was still loading."""
 
 
 def sse_of(

@@ -22,7 +22,7 @@ log = structlog.get_logger()
 async def use_model(
     cells: Cells, model: str, http: web.Request, headers: dict[str, str], *, is_streamed: bool
 ) -> Inference:
-    """Call `Cells.use`; while that loads a model for a stream, send heartbeats."""
+    """Call `Cells.use`; if it must load a model for a stream, send heartbeats meanwhile."""
     if cells.on_demand is None or not is_streamed:
         return await cells.use(model)
     using = asyncio.create_task(cells.use(model))

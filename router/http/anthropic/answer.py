@@ -70,7 +70,7 @@ class MessageCall:
 async def answer_message(
     http: web.Request, inference: Inference, call: MessageCall
 ) -> web.StreamResponse:
-    """Answer the call. When this ends in any way, the call's request has ended."""
+    """Answer the call. When this function ends, in any way, the call's request has ended."""
     try:
         async with await inference.generate(call.plan.applied_to(call.request)) as live:
             if call.body.stream:

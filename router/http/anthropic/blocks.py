@@ -21,7 +21,7 @@ def _as_blocks(value: object) -> object:
 
 
 class CacheControl(Schema):
-    """A cache mark: a later prompt is expected to begin with the prompt up to this block."""
+    """A cache mark: later prompts will probably begin with this prompt, up to this block."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"

@@ -130,10 +130,10 @@ class OutputFormat(Schema):
 
 
 class OutputConfig(Schema):
-    """The effort for an output, and its form."""
+    """How much effort to spend on an output, and the output's form."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """How much to think. It has an effect only if the model's chat template uses it."""
+    """How much to think. The value has an effect only if the model's chat template uses it."""
     format: OutputFormat | None = None
 
 
@@ -267,7 +267,7 @@ class MessagesBody(CountBody):
     top_p: float = 1.0
 
     def request(self, prompt: str, request_id: str, *, max_model_len: int) -> GenerateRequest:
-        """Return the request for a prompt; the output plan is not yet applied to it."""
+        """Return the request for a prompt, before the output plan changes the request."""
         return GenerateRequest(
             prompt=prompt,
             model=self.model,

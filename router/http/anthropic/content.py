@@ -32,7 +32,7 @@ class ContentEvents:
         *,
         shows_thinking: bool = True,
     ) -> None:
-        """`new_reader` and `stop` are those of the `OutputPlan`.
+        """Take `new_reader` and `stop` from an `OutputPlan`.
 
         If `shows_thinking` is false, thinking blocks are empty.
         """
@@ -44,11 +44,11 @@ class ContentEvents:
         self._has_called = False
 
     def push(self, text: str) -> Iterator[Json]:
-        """Read more of the output."""
+        """Read more of the output's text; yield its events."""
         yield from self._read([Text(text)] if self._reader is None else self._reader.push(text))
 
     def finish(self, finished: OutputFinished) -> Iterator[Json]:
-        """Read the text that was held back, and close the last block."""
+        """Read the text that was held back, and close the last block; yield the events."""
         if self._reader is not None:
             yield from self._read(last_pieces(self._reader, finished, self._stop))
         yield from self._close()
@@ -135,7 +135,7 @@ def collected(events: Iterable[Json]) -> list[Json]:
 
 
 def _parsed(arguments: str) -> object:
-    """Return a tool call's input; of a text that was cut short, the part that is complete."""
+    """Return a tool call's input; if the text was cut short, only its complete part."""
     try:
         value = from_json(arguments, allow_partial=True)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Accepts batches, and ends each when it is complete, its time is up, or it is cancelled."""
+"""Accepts batches, and ends each batch when it is complete, expired or cancelled."""
 
 import asyncio
 import time
@@ -85,7 +85,7 @@ class Batches:
         return self.cells.shared.tenant_of(headers.get(TENANT_KEY, ""))
 
     async def file(self, tenant: str, file_id: str) -> File:
-        """Return a file; raises NotFoundError if it is not kept."""
+        """Return a file; raises NotFoundError if the file is not stored."""
         file = await self.store.file(tenant, file_id)
         if file is None:
             raise NotFoundError(f"file {excerpt(file_id)} is not kept, or has been deleted")
@@ -108,7 +108,7 @@ class Batches:
         await self.store.delete_file(file.tenant, file.id)
 
     async def content(self, tenant: str, file_id: str) -> bytes:
-        """Return a file's contents; raises NotFoundError if the file is not kept."""
+        """Return a file's contents; raises NotFoundError if the file is not stored."""
         content = await self.store.content(tenant, file_id)
         if content is None:
             raise NotFoundError(f"file {excerpt(file_id)} is not kept, or has been deleted")
@@ -160,7 +160,7 @@ class Batches:
         return shown if created == batch_id else await self.shown(await self.find(tenant, created))
 
     async def find(self, tenant: str, batch_id: str) -> Batch:
-        """Return a batch; raises NotFoundError if it is not kept."""
+        """Return a batch; raises NotFoundError if the batch is not stored."""
         batch = await self.store.batch(tenant, batch_id)
         if batch is None:
             raise NotFoundError(f"batch {excerpt(batch_id)} is not kept, or has been deleted")
@@ -174,7 +174,7 @@ class Batches:
         return {**batch.shown, **_progress(batch, counts.completed, counts.failed, counts.used)}
 
     async def cancel(self, batch: Batch) -> Json:
-        """Cancel a batch: start no more of its lines, and end those that run."""
+        """Cancel a batch: end its running lines, and start no more of its lines."""
 
         def change(shown: Json) -> Json:
             return {**shown, "status": "cancelling", "cancelling_at": int(time.time())}

@@ -118,7 +118,7 @@ def file_routes(batches: Batches) -> list[web.RouteDef]:
         return response
 
     async def delete_file(request: web.Request, _: CallId) -> web.StreamResponse:
-        """Delete a file. Batches made from it continue."""
+        """Delete a file. Batches made from the file continue."""
         file_id = request.match_info["id"]
         await batches.delete_file(batches.tenant_of(request.headers), file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})

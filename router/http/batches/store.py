@@ -47,7 +47,7 @@ class Batch:
     created_at: float
     is_live: bool
     shown: Json
-    """The batch as its client sees it; while it is live, its counts are out of date."""
+    """The batch as its client sees it; while the batch is live, these counts are out of date."""
     key_name: str = ""
     """The name of the API key that created the batch."""
     output_expires_s: float | None = None
@@ -74,7 +74,7 @@ class BatchStore:
             The file's id, or the id of the file that the same call stored before.
 
         Raises:
-            AlreadyExistsError: Another call has the key.
+            AlreadyExistsError: A different call has the same idempotency key.
         """
 
         def work(cursor: Cursor, db: DatabaseConnection) -> str:
@@ -161,12 +161,12 @@ class BatchStore:
     # --- batches --------------------------------------------------------------------------------
 
     async def create(self, batch: Batch, call: CallKey | None = None) -> str:
-        """Store a batch; `fill` adds its turns.
+        """Store a batch; `fill` adds the batch's turns.
 
-        Returns its id, or the id of the batch that the same call created before.
+        Returns the batch's id, or the id of the batch that the same call created before.
 
         Raises:
-            AlreadyExistsError: Another call has the key.
+            AlreadyExistsError: A different call has the same idempotency key.
         """
         row = {
             "id": batch.id,
@@ -188,7 +188,7 @@ class BatchStore:
         )
 
     async def last_position(self, batch: Batch) -> int:
-        """Return the number of the last line that has a turn; 0 if none has."""
+        """Return the number of the last line that has a turn; 0 if no line has a turn."""
 
         def work(cursor: Cursor, _: DatabaseConnection) -> int:
             cursor.execute(
@@ -201,7 +201,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def fill(self, batch: Batch, turns: Sequence[Turn]) -> bool:
-        """Store more turns of a batch; return False if it takes no turns, or none now.
+        """Store more turns of a batch; return False if the batch takes none, at least for now.
 
         Transactions must be short, because they delay turns that clients wait for.
         """
@@ -267,7 +267,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def end_queued(self, batch: Batch) -> None:
-        """End the turns of a batch that no router has started."""
+        """End those turns of a batch that no router has started."""
 
         def work(cursor: Cursor, db: DatabaseConnection) -> int:
             now = db.now(cursor)
@@ -351,7 +351,7 @@ def _page(
 
     Raises InvalidArgumentError if `after` is not the id of a row.
 
-    `chosen` maps more conditions to their values.
+    `chosen` maps further SQL conditions, such as "purpose = ?", to their values.
     """
     conditions = " AND ".join(["tenant = ?", *chosen])
     values = [tenant, *chosen.values()]

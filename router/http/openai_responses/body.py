@@ -143,7 +143,7 @@ class ResponseBody(ResponseTools):
 
     @property
     def items(self) -> Sequence[Item]:
-        """The input."""
+        """The items of the field `input`."""
         return self.input  # type: ignore[return-value] # `parse_items` makes no others
 
     @property
@@ -181,7 +181,7 @@ class ResponseBody(ResponseTools):
         )
 
     def request(self, prompt: str, request_id: str) -> GenerateRequest:
-        """Return the request for a prompt; the output plan is not yet applied to it."""
+        """Return the request for a prompt, before the output plan changes the request."""
         return GenerateRequest(
             prompt=prompt,
             model=self.model,

@@ -257,7 +257,7 @@ class ResponseEvents:
         self._add("response.content_part.added", **self._where(), part=part)
 
     def _open_call(self, name: str, call_id: str) -> None:
-        if _OUR_CALL_ID.fullmatch(call_id):  # an id that is the same when the tokens are read again
+        if _OUR_CALL_ID.fullmatch(call_id):  # use an id that stays the same in later readings
             call_id = f"call_{self._name}{self._num_calls}"
         self._num_calls += 1
         call: Json = {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}

@@ -175,7 +175,7 @@ _KINDS: dict[str, type[Item]] = {
 
 
 def parse_items(value: object) -> list[Item]:
-    """Return the items of `input`; raises QuireError that names an item if it is invalid."""
+    """Return the items of `input`; raises QuireError that names the first invalid item."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):

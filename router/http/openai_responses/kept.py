@@ -83,7 +83,7 @@ class KeptResponses:
     async def accept(
         self, body: ResponseBody, response_id: str, tenant: str, headers: Mapping[str, str]
     ) -> tuple[Turn, ResponseCall]:
-        """Store and start a response; return an older one if it has the same idempotency key.
+        """Store and start a response, or return an older one with the same idempotency key.
 
         May raise QuireError.
         """
@@ -145,7 +145,7 @@ class KeptResponses:
         return json_bytes(made.response)
 
     async def shown(self, turn: Turn) -> bytes:
-        """Return the current JSON of a response; before its end, its output is empty."""
+        """Return the current JSON of a response; the output is empty until the response ends."""
         if turn.result is not None:
             return turn.result
         body = await body_of(turn)

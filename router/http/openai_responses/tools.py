@@ -2,7 +2,7 @@
 
 Quire runs no tools itself. Agents offer some hosted tools by default. A model need not use a tool,
 so these tools are left out, and the client is told. Any other hosted tool is refused by name, and
-so is a choice of one.
+so is a `tool_choice` that names a hosted tool.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,7 +93,7 @@ _KINDS: dict[str, type[AnyTool]] = {
 
 
 def parse_tools(value: object) -> list[AnyTool]:
-    """Return the tools of `tools`; raises QuireError that names a tool if it is invalid."""
+    """Return the tools of `tools`; raises QuireError that names the first invalid tool."""
     if not isinstance(value, list):
         raise InvalidArgumentError("tools", f"is {excerpt(value)}; it must be a list")
     if len(value) > MAX_TOOLS:
@@ -182,7 +182,7 @@ class ResponseTools(Schema):
         )
 
     def shown_tools(self) -> Json:
-        """Return the fields as a response repeats them; tools that are left out are not in them."""
+        """Return the fields as a response repeats them, without the tools that are left out."""
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = choice.model_dump()

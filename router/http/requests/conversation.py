@@ -42,7 +42,7 @@ class Conversation:
     continued: str = ""
     """The assistant's last message, if outputs continue it."""
     tool_words: ToolWords = field(default_factory=ToolWords)
-    """What the client's JSON calls `tools`."""
+    """The names of the tool fields in the client's JSON, for errors."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     """Replaces the model's template, if the service trusts requests' templates."""

@@ -35,7 +35,7 @@ Thought: TypeAlias = ThinkingGrammar | MessageGrammar
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """The constraints on a chat's outputs, and what reads these outputs."""
+    """The constraints on a chat's outputs, and the readers that parse these outputs."""
 
     new_reader: Callable[[], Reader] | None = None
     """Makes the reader of one output; None: the whole output is text."""

@@ -36,8 +36,8 @@ stored, and `store: true` is refused.)"""
 
 CacheRetention: TypeAlias = Literal["in_memory", "in-memory", "24h"]
 SESSION_PIN_S: Final = 300.0
-"""How many seconds a session's prompt stays pinned after a turn. Meanwhile, a tool runs or the user
-reads. This is Anthropic's shorter `ttl`, and about as long as OpenAI keeps prompts in memory."""
+"""How many seconds a session's prompt stays pinned after a turn, while a tool runs or the user
+reads. The value is Anthropic's shorter `ttl`; OpenAI keeps prompts in memory for about as long."""
 
 
 def session_pin_s(*, is_session: bool, retention: CacheRetention | None) -> float | None:

@@ -35,8 +35,8 @@ class TokenizeBody(Schema):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """For a prompt, unset means true. For a chat it must not be true, because the template adds the
-    special tokens."""
+    """For a prompt, unset means true. For a chat, the field must not be true, because the template
+    adds the special tokens."""
     return_token_strs: bool = False
     """Whether to return each token's text, too."""
     add_generation_prompt: bool | None = None

@@ -66,7 +66,7 @@ class NamedChoice(Schema):
 
 @dataclass(frozen=True, slots=True)
 class ToolWords:
-    """What an API's JSON calls a chat's fields for tools, and their values; for errors."""
+    """The names that an API's JSON has for a chat's tool fields and their values, for errors."""
 
     path: Callable[[int], str] = "tools[{}].function".format
     """Returns the path of a function, given by its index."""
@@ -101,7 +101,7 @@ class ToolFields(Schema):
 
     tools: Annotated[Listed[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
-    """None: "auto" with tools, "none" without."""
+    """None: "auto" if there are tools, else "none"."""
     parallel_tool_calls: bool = True
     """Whether an output may have several calls; a named function is called only once."""
 

@@ -5,7 +5,7 @@ import { byId, colour, element, explain, legendEntry, number, prepare } from "./
 
 const STATES = [, "free", "cached", "pinned", "held", "shared", "retired"]; // by KvBlockState
 const MAX_HEIGHT = 180;
-const MAX_HOLDERS = 4; // listed for a block
+const MAX_HOLDERS = 4; // how many to list for a block
 const [MIN_CELL, MAX_CELL] = [2, 15];
 
 const views = new Map(); // by tier
@@ -45,7 +45,7 @@ export function showBlocks(worker) {
   }
 }
 
-/** Outlines the blocks of a sequence; null: of no sequence. */
+/** Outlines the blocks of a sequence; null: removes the outline. */
 export function highlight(seqId) {
   if (highlighted === seqId) return;
   highlighted = seqId;

@@ -5,7 +5,7 @@ import { highlight, showBlocks } from "./blocks.js";
 import { byId, element, number, refreshTooltip, share } from "./page.js";
 import { clearSteps, lastStepId, showSteps } from "./timeline.js";
 
-const MAX_PAGES = 4; // for up to 262,144 blocks and 4,096 sequences
+const MAX_PAGES = 4; // enough for 262,144 blocks and 4,096 sequences
 const COLUMNS = [
   "seq_id", "request_id", "output_index", "status", "num_tokens", "num_prompt_tokens",
   "num_computed_tokens", "num_cached_tokens", "num_device_blocks", "num_host_blocks",
@@ -85,7 +85,7 @@ async function showActivity(worker) {
   const { workers: [activity] } = await get("ui/api/activity", {
     worker, max_steps: 1024, after_step_id: lastStepId(),
   });
-  if (activity.attached_at_s !== attachedAt) clearSteps(); // loses some of the new steps, too
+  if (activity.attached_at_s !== attachedAt) clearSteps(); // some of the new steps are lost, too
   attachedAt = activity.attached_at_s;
   byId("preemptions").textContent = number(activity.num_preemptions);
   if (worker === chosen) showSteps(activity.steps);

@@ -33,7 +33,7 @@ export const lastStepId = () => (steps.length ? steps[steps.length - 1].step_id 
 /** Adds new steps, which come as columns; drops those before the window, and draws the rest. */
 export function showSteps(columns) {
   steps.push(...rows(columns));
-  // This is the service's clock, which may differ from this machine's. It stands still while no
+  // The time is the service's, whose clock may differ from this machine's. It stands still while no
   // step runs.
   if (steps.length) now = steps[steps.length - 1].answered_at_s;
   steps = steps.filter((step) => step.answered_at_s > now - WINDOW_S);

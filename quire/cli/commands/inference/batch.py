@@ -95,7 +95,7 @@ def _parse(place: str, text: str) -> Line:
 
 
 def answered(path: Path) -> set[str]:
-    """Return the ids that an earlier run answered; remove the other lines of its output."""
+    """Return the ids that an earlier run answered; remove all other lines from the output file."""
     if not path.exists():
         return set()
     done: dict[str, bytes] = {}

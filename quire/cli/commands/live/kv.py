@@ -66,7 +66,7 @@ def describe_tier(tier: kv_pb2.TierKv) -> str:
 
 
 def map_lines(states: bytes, first_block: int, width: int) -> Iterator[str]:
-    """Yield a line for every `width` blocks: the number of the first, then a sign for each."""
+    """Yield a line for every `width` blocks: the first block's number, then a sign per block."""
     for start in range(0, len(states), width):
         signs = "".join(_STATE_TO_SIGN.get(state, "?") for state in states[start : start + width])
         yield f"{first_block + start:>{_NUMBER_WIDTH - 1}} {signs}"

@@ -1,4 +1,4 @@
-"""`quire load`: loads a model at one or all unloaded workers: the previous one, or another."""
+"""`quire load`: loads the previous model, or another one, at one or all unloaded workers."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -19,7 +19,7 @@ from rpc.settings import parse_settings
 
 _TIMEOUT_S = 3.0
 _PROBE_TIMEOUT_S = 10.0
-"""This timeout is long, because a healthy process on a busy machine may answer late."""
+"""A long timeout, because a healthy process on a busy machine may answer late."""
 
 
 def main(argv: Sequence[str]) -> int:

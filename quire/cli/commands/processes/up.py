@@ -202,7 +202,7 @@ def _exit(number: int, _: object) -> NoReturn:
 def _become_daemon(
     settings: UpSettings, planned: Layout, directory: ServiceDir, report_failure: int
 ) -> None:
-    """Supervise without a terminal; write a failure to the pipe, too. Never returns."""
+    """Supervise without a terminal; report a failure also to the parent's pipe. Never returns."""
     code = 1
     try:
         os.setsid()
