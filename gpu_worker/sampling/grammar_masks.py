@@ -1,4 +1,4 @@
-"""Structured output: computes which tokens each row's grammar allows next.
+"""Structured output: computes which tokens each row's grammar allows next, and masks the others.
 
 A row's grammar advances with each token that the row samples. On a GPU, a thread advances the
 grammar and computes the next mask as soon as the token is known, while the next step computes. The

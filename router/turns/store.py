@@ -1,4 +1,7 @@
-"""Stores turns and their events. Every call raises `StoreError` if the database fails."""
+"""Stores turns, which are responses and lines of batches, and their events.
+
+Every call raises `StoreError` if the database fails.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

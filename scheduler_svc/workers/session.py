@@ -1,7 +1,8 @@
-"""One attachment of a worker: plans its steps with a core, which only this module calls.
+"""One attachment of a worker: plans its steps with a core.
 
-Other modules `post` commands, which are applied between two steps. The session sleeps until there
-is a command, a result or a loss, or until a step is due; an idle session costs nothing.
+Other modules `post` commands, which the session applies to the core between two steps. The session
+sleeps until there is a command, a result or a loss, or until a step is due; an idle session costs
+nothing.
 """
 
 import asyncio
