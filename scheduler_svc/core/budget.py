@@ -14,14 +14,14 @@ from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.sequence import Sequence
 
 _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
-"""By memory level: the token budget divided by this number limits a step's prompt tokens, because
-prompts need work space. Chosen, not measured: half when no more sequences may run, a quarter when
-fewer must run."""
+"""Maps each memory level to a divisor. The token budget divided by it limits a step's prompt
+tokens, because prompts need work space. Chosen, not measured: half of the budget when no more
+sequences may run, a quarter when fewer must run."""
 
 _BACKGROUND_SHARE = 8
-"""Beside other requests, requests of the lowest priority get 1 / 8 of a step's prompt tokens.
-Derived: all prompts together may make a step 1.4 times as long (--max-decode-slowdown), so batches
-make it 1.05 times as long."""
+"""In a step with other requests, requests of the lowest priority, such as batches, get 1 / 8 of the
+prompt tokens. Derived: all prompts together may make a step 1.4 times as long
+(--max-decode-slowdown), so batches alone make it 1.05 times as long."""
 
 
 class TokenBudget:
@@ -31,16 +31,16 @@ class TokenBudget:
         self._takes_whole_prompts = config.takes_whole_prompts
         threshold = 0 if config.takes_whole_prompts else config.long_prefill_threshold
         self.long_threshold = config.busy_step_tokens // 2 if threshold is None else threshold
-        """A sequence with more uncomputed known tokens than this counts as long; 0: none is."""
+        """A sequence with more uncomputed known tokens than this is long; 0: no sequence is."""
         self.num_tokens = 0
-        """Tokens of any kind left in this step."""
+        """How many tokens of any kind this step may still compute."""
         self.num_prompt_tokens = 0
-        """Prompt tokens left in this step; at most `num_tokens`."""
+        """How many prompt tokens this step may still compute; at most `num_tokens`."""
         self.num_background_tokens = 0
-        """Prompt tokens left in this step for requests of the lowest priority."""
+        """How many prompt tokens of lowest-priority requests this step may still compute."""
         self.long_prefills: list[Sequence] = []
-        """Long sequences that got at most half of the tokens left in this step. They get a second
-        grant of the tokens that other sequences do not use."""
+        """Long sequences whose first grant was limited to half of the tokens left in this step.
+        They get a second grant from the tokens that other sequences do not use."""
         self._pressure = pressure
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._max_chunk = config.max_chunk
@@ -58,11 +58,11 @@ class TokenBudget:
         """Start a step in which `num_decodes` sequences decode.
 
         Args:
-            num_decodes: Sequences that compute one token each.
-            max_paced_tokens: The pacer's bound on prompt tokens in a step with decodes, which
-                prompts delay; None: no bound.
+            num_decodes: Number of sequences that compute one token each.
+            max_paced_tokens: The pacer's bound on prompt tokens if the step has decodes, since
+                prompts delay decodes; None: no bound.
             max_prompt_tokens: The pacer's bound on prompt tokens in any step; None: no bound.
-            has_foreground: Whether a live request has more than the lowest priority.
+            has_foreground: Whether some live request is above the lowest priority.
         """
         left = most = self._max_num_batched_tokens - num_decodes
         if num_decodes and max_paced_tokens is not None:
@@ -83,14 +83,14 @@ class TokenBudget:
     def grant(self, seq: Sequence, num_in_step: int) -> int:
         """Return how many known tokens of a running sequence the step computes; may be 0.
 
-        A sequence with one token left does not count as a prompt, because it costs as much as a
-        decode; beams, forks and swapped-in sequences have one token left. The first grant of a long
+        A sequence with one token left to compute, such as a beam, a fork or a swapped-in sequence,
+        does not count as a prompt, because it costs as much as a decode. The first grant of a long
         prompt in a step is at most half of the remaining tokens. A second grant, after all other
-        sequences, has no such limit.
+        sequences, has no such limit. The granted tokens are subtracted from the budget.
 
         Args:
-            seq: The sequence; the granted tokens are subtracted from the budget.
-            num_in_step: Tokens of the sequence that the step computes already.
+            seq: The sequence.
+            num_in_step: How many tokens of the sequence have already been granted in this step.
         """
         num_left = seq.num_tokens_left
         is_prompt = num_left > 1
@@ -113,13 +113,13 @@ class TokenBudget:
         return granted
 
     def prompt_room(self, seq: Sequence) -> int:
-        """Return the prompt tokens left in this step for a sequence."""
+        """Return how many prompt tokens of a sequence this step may still compute."""
         if seq.request.is_background:
             return min(self.num_prompt_tokens, self.num_background_tokens)
         return self.num_prompt_tokens
 
     def has_room(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether the step can begin to compute a prompt with `num_tokens` left."""
+        """Whether this step can begin a prompt that has `num_tokens` left to compute."""
         return self.prompt_room(seq) >= (num_tokens if self._takes_whole_prompts else 1)
 
     def is_long(self, num_tokens: int) -> bool:
@@ -127,10 +127,10 @@ class TokenBudget:
         return 0 < self.long_threshold < num_tokens
 
     def may_start(self, num_tokens: int, prefilling: Iterable[Sequence]) -> bool:
-        """Whether a sequence with `num_tokens` left may start beside the prefilling ones.
+        """Whether a sequence with `num_tokens` to compute may start beside those in `prefilling`.
 
-        At most `max_long_prefills` long sequences prefill at a time. Short ones may overtake long
-        ones in the queue.
+        At most `max_long_prefills` long sequences prefill at the same time. While a long sequence
+        waits for this reason, short sequences overtake it in the queue.
         """
         if not self.is_long(num_tokens):
             return True

@@ -1,9 +1,10 @@
-"""The decoding sequences: when each needs its next block, and when each reaches its length.
+"""The decoding sequences: when each needs its next block, and when each reaches its maximum length.
 
-Without drafts a decoding sequence gains one token in every step. So the steps at which it needs a
-block, and at which it reaches its length, are known when it starts to decode. `SteadyDecodes` files
-the sequence under these steps and does no work for it in between. With drafts a step may yield
-several tokens; `DraftedDecodes` checks all sequences in every step, with array operations.
+Without draft tokens, a decoding sequence gains one token in every step. So when it starts to
+decode, the steps are known in which it will need a block or reach its maximum length.
+`SteadyDecodes` files the sequence under these steps and does no work for it in between. With draft
+tokens, a step may yield several tokens for a sequence; `DraftedDecodes` checks all sequences in
+every step, with array operations.
 """
 
 from typing import Protocol
@@ -20,39 +21,39 @@ from scheduler_svc.core.steps_in_flight import StepsInFlight
 
 
 class Decodes(Protocol):
-    """The interface that `RunningSet` uses."""
+    """The interface that `RunningSet` uses to track its decoding sequences."""
 
     @property
     def num_next(self) -> int:
         """Number of sequences that decode in the next step."""
 
     def start(self, seq: Sequence, step: StepId) -> None:
-        """Let `seq` decode from `step` + 1 on; `step` computes its last known token."""
+        """Let `seq` decode from step `step` + 1 on; `step` computes its last known token."""
 
     def stop(self, seq: Sequence) -> None:
-        """Remove a sequence, which still has its row."""
+        """Remove a sequence; it must still have its row."""
 
     def num_due(self, step: StepId) -> int:
-        """Return how many sequences need a block of each KV group at `step`."""
+        """Return how many sequences need a new block of each KV group at `step`."""
 
     def due(self, step: StepId) -> list[Sequence]:
-        """Return the sequences that `num_due` counts; changes nothing."""
+        """Return the sequences that need new blocks at `step`; change nothing."""
 
     def num_due_soon(self, step: StepId) -> int:
-        """Return how many blocks per KV group the next two steps need; with drafts, an estimate."""
+        """Return the blocks per KV group that the two steps after `step` need, or an estimate."""
 
     def take_due(self, step: StepId) -> list[Sequence]:
-        """Return the sequences that need blocks at `step`; the caller must allocate the blocks."""
+        """Return the sequences that need blocks at `step`; the caller must give them the blocks."""
 
     def send(self, step: StepId) -> None:
         """Record that `step` has been sent."""
 
     def take_ended(self, step: StepId) -> list[Sequence]:
-        """Return the sequences that have their last token after the result of `step`."""
+        """Remove and return the sequences to which the result of `step` gave their last token."""
 
 
 class SteadyDecodes:
-    """Sequences that gain one token in every step."""
+    """Decoding sequences that gain exactly one token in every step."""
 
     def __init__(self, config: SchedulerConfig, steps: StepsInFlight) -> None:
         self._block_size = config.block_size
@@ -61,9 +62,9 @@ class SteadyDecodes:
         self._num_next = 0
         self._ends = StepWheel()
         self._crossing: list[dict[Sequence, StepId]] = [{} for _ in range(config.block_size)]
-        """Indexed by step modulo `block_size`: the sequences that cross a block boundary in
-        that step, each with its last step. Each sequence is filed once, because it crosses the next
-        boundary `block_size` steps later, unless it ends before."""
+        """Indexed by the step modulo `block_size`: the sequences that cross a block boundary in
+        that step, each with its last step. A sequence is filed only once, because it crosses the
+        next boundary `block_size` steps later, unless it ends before."""
 
     @property
     def num_next(self) -> int:
@@ -113,20 +114,20 @@ class SteadyDecodes:
 
 
 class DraftedDecodes:
-    """Sequences that gain one or more tokens in every step.
+    """Decoding sequences that gain one or more tokens in every step.
 
     A worker that drafts verifies up to `K = num_draft_tokens` draft tokens beside each sequence's
-    next token, and keeps the right ones. So a step yields 1 to K + 1 tokens. The number is known
-    only from the step's result, so sequences get blocks for all tokens that steps in flight may
-    yield.
+    next token, and keeps the right ones. So a step yields 1 to K + 1 tokens for each sequence. The
+    number is known only from the step's result, so sequences get blocks for all tokens that steps
+    in flight may yield.
     With `n` known tokens and `f` steps in flight, a block table needs room for::
 
         min(n + f * (K + 1) + K, length - 1)
 
     tokens: all tokens that may be known when the step computes, and its draft tokens. The last
     token of a sequence is never computed. A table without this room gets one block in each step.
-    Since K is less than a block, this is enough for at least one token per step; a worker drafts
-    no more tokens than the table has room for.
+    Since K is less than `block_size`, one block is enough for at least one token per step; a worker
+    drafts no more tokens than the table has room for.
     """
 
     def __init__(self, config: SchedulerConfig, rows: Rows, steps: StepsInFlight) -> None:
@@ -135,7 +136,7 @@ class DraftedDecodes:
         self._num_draft_tokens = config.num_draft_tokens
         self._rows = rows
         self._steps = steps
-        # Indexed by row; valid for rows that decode.
+        # These arrays are indexed by row; their values are valid for rows that decode.
         self._decodes = np.zeros(config.max_num_seqs, np.bool_)
         self._num_slots = np.zeros(config.max_num_seqs, np.int64)
         self._length = np.zeros(config.max_num_seqs, np.int64)
@@ -144,7 +145,7 @@ class DraftedDecodes:
 
     @property
     def num_next(self) -> int:
-        """As in `Decodes`; includes sequences that may end in a step in flight."""
+        """Number of sequences that decode in the next step, unless a step in flight ends them."""
         return int(np.count_nonzero(self._decodes))
 
     def start(self, seq: Sequence, step: StepId) -> None:
@@ -179,7 +180,7 @@ class DraftedDecodes:
         return self._owners(due)
 
     def send(self, step: StepId) -> None:
-        """Do nothing: the count comes from the rows."""
+        """Do nothing: `num_next` counts the rows at each call."""
 
     def take_ended(self, step: StepId) -> list[Sequence]:
         has_ended = self._decodes & (self._rows.num_tokens_by_row >= self._length)
@@ -198,7 +199,7 @@ class DraftedDecodes:
 
 
 class StepWheel:
-    """Sequences by the step at which something is due, in the order in which they were added."""
+    """Sequences filed under the step at which they are due, in the order of their addition."""
 
     def __init__(self) -> None:
         self._due: dict[StepId, dict[SeqId, Sequence]] = {}
@@ -207,7 +208,7 @@ class StepWheel:
         self._due.setdefault(step, {})[seq.seq_id] = seq
 
     def discard(self, step: StepId, seq: Sequence) -> None:
-        """Remove `seq` from `step` if it is there."""
+        """Remove `seq` if it is filed under `step`."""
         if (due := self._due.get(step)) is not None:
             due.pop(seq.seq_id, None)
 

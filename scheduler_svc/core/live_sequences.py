@@ -1,4 +1,4 @@
-"""The live sequences by source and key, and the siblings of each request."""
+"""The live sequences, by their source (a router's stream) and key, and each request's siblings."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -68,7 +68,7 @@ class LiveSequences:
         return _leaders(by_key[key] for key in seq_keys if key in by_key)
 
     def of_source(self, source: SourceId) -> list[Sequence]:
-        """Return all sequences of a source; a search is represented by its leader."""
+        """Return all live sequences of a source; a search is represented by its leader."""
         return _leaders(self._by_source.get(source, {}).values())
 
     def take_siblings(self, leader: Sequence) -> list[Sequence]:
@@ -78,7 +78,7 @@ class LiveSequences:
         return siblings
 
     def record_admitted(self, seq: Sequence, num_cached_tokens: int, now: float) -> None:
-        """Record an event for the source when a sequence leaves the queue for the first time."""
+        """Record an `Admitted` event if a sequence leaves the queue for the first time."""
         if not seq.was_admitted:
             seq.was_admitted = True
             seq.num_cached_tokens = num_cached_tokens
@@ -88,7 +88,7 @@ class LiveSequences:
             )
 
     def take_admitted(self) -> tuple[Admitted, ...]:
-        """Return the events recorded since the last call."""
+        """Return the `Admitted` events recorded since the last call."""
         admitted, self._admitted = tuple(self._admitted), []
         return admitted
 
@@ -96,7 +96,7 @@ class LiveSequences:
         """Remove a sequence that ends, and mark it as finished.
 
         Returns:
-            The sibling that becomes the leader and must be queued; None if there is none.
+            The sibling that becomes the leader, which the caller must queue; None: no siblings.
         """
         if seq.status is SeqStatus.SIBLING:
             leader = next(
@@ -131,7 +131,7 @@ class LiveSequences:
         return tuple(resubmittable(seqs, known_tokens) for seqs in groups)
 
     def _add_search(self, request: Request, width: int, rank: Rank, now: float) -> Sequence:
-        """Create the sequences of a beam search; return the one to queue."""
+        """Create the sequences of a beam search; return the leader, which is the one to queue."""
         bare = replace(request, outputs=())  # searches have empty outputs
         seqs = tuple(self._create(bare, index, rank, now) for index in range(width))
         group = BeamGroup(bare, seqs)
@@ -170,7 +170,7 @@ class LiveSequences:
 
 
 def _leaders(seqs: Iterable[Sequence]) -> list[Sequence]:
-    """Replace the beams of each search by its leader, which occurs once."""
+    """Replace the beams of each search by its leader, which occurs once in the result."""
     return list(dict.fromkeys(s if s.group is None else s.group.leader for s in seqs))
 
 
@@ -178,7 +178,7 @@ def resubmittable(seqs: list[Sequence], known_tokens: Callable[[Sequence], Int32
     """Return a request in a form that can be submitted again.
 
     Args:
-        seqs: Its live sequences; at least one.
+        seqs: The live sequences of the request; at least one.
         known_tokens: Returns int32[N], a copy of a sequence's prompt and output so far.
     """
     request = seqs[0].request

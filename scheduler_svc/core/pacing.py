@@ -2,18 +2,18 @@
 
 A step has one result, so a prompt in it delays every decoding sequence of the step. The limit is
 the number of prompt tokens that fit in the allowed time. The pacer learns three durations from the
-steps: the time of a step that only decodes, by number of sequences; the time per prompt token, from
-steps with many of them; and the fixed cost of having any prompt tokens, from steps with few. The
-fixed cost includes reading the KV of all earlier tokens. The limit has three lower bounds: a prompt
-must not spend most of its time on the fixed cost; prompts must not queue up (`least_tokens`); and
-the tokens that the worker's device computes almost for free are always allowed
-(`SchedulerConfig.min_prompt_tokens`).
+steps: the time of a step that only decodes, by the number of sequences; the time per prompt token,
+from steps with many prompt tokens; and the fixed cost of having any prompt tokens, from steps with
+few. The fixed cost includes reading the KV of all earlier tokens. The limit has three lower bounds:
+a prompt must not spend most of its time on the fixed cost; prompts must not queue up
+(`least_tokens`); and the tokens that the worker's device computes almost for free are always
+allowed (`SchedulerConfig.min_prompt_tokens`).
 
-The same numbers determine when to send the next step, and when a step is so late that its worker
-may hang.
+The pacer's estimates also determine when to send the next step, and when a step is so late that its
+worker may hang.
 
-Each constant names its reason; "chosen" means that there is no measurement. All measurements were
-made on a CPU (docs/performance.md).
+The comment of each constant gives its reason; "chosen" means that there is no measurement. All
+measurements were made on a CPU (docs/performance.md).
 """
 
 import math
@@ -30,9 +30,9 @@ _MIN_TOKENS = 4
 """Lower bound of `least_tokens`. Measured: beside eight decodes, four prompt tokens are almost
 free, and sixteen cost nine tenths of a step ("Long prompts beside streams")."""
 _FULL_SLOWDOWN = 1.4
-"""If the allowed slowdown is at least this, which is the default, the worker's `min_prompt_tokens`
-apply in full. Below it they shrink in proportion, so that an operator can have shorter steps.
-Chosen."""
+"""If the allowed slowdown is at least this value (the default), the worker's `min_prompt_tokens`
+apply in full. Below this value they shrink in proportion, so that an operator can have shorter
+steps. Chosen."""
 _WORTH_TOKENS = 128
 """Lower bound of `max_prompt_tokens`, on any device. Derived: reading the weights takes as
 long as computing some 16 tokens, so a step of this size loses an eighth of its time."""
@@ -41,29 +41,30 @@ _MAX_PAYING = 2.0
 worthwhile. Measured: a long prompt raises the p99 of the time between tokens to 1.41 times; it was
 2.28 times when the fixed cost did not count towards this limit ("Long prompts beside streams")."""
 _LONG_STEPS = 256
-"""A step may always compute this fraction, 1 / 256, of all queued prompt tokens, even if it then
-takes longer than the pace allows. Chosen, to keep queues of prompts from growing."""
+"""A step may always compute 1 / 256 of all queued prompt tokens, even if it then takes longer than
+the pace allows. Chosen, to keep queues of prompts from growing."""
 _MANY_DECODES = 16
-"""Beside at least this many decodes, short prompts are spread over several steps. Measured,
-relative to one step: eight streams had 0.87 of the throughput; 32 streams had 0.96, 0.89 and 0.96
-of the throughput and 0.63 to 0.73 of the time to the first token."""
+"""Beside at least this many decodes, short prompts are spread over several steps. Measured, in
+comparison with one step for all: eight streams had 0.87 of the throughput; 32 streams had 0.96,
+0.89 and 0.96 of the throughput and 0.63 to 0.73 of the time to the first token."""
 _SHORT_STEPS = 16
 """Number of steps over which short prompts are spread beside many decodes. Chosen: fewer steps make
 longer gaps between tokens."""
 _WORTHWHILE_PART = 8
-"""Beside many decodes a step computes at least 1 / 8 of the tokens that keep the device busy.
-Measured at 32 streams, where that is 64 tokens: with 32 tokens first tokens came later; with 128
-the throughput was 1.02 times, and the p99 between tokens 1.53 times."""
+"""Beside many decodes, a step computes at least 1 / 8 of the tokens that keep the device busy.
+Measured at 32 streams, in comparison with 64 tokens, which were 1 / 8: with 32 tokens, first tokens
+came later; with 128, the throughput was 1.02 times, and the p99 between tokens 1.53 times."""
 _FIRST_SHARE = 3 / 8
 """Beside few decodes, a burst of prompts is computed in two steps. This share of the streams gets
-its first token in the first step, and then waits for the second step. Measured at 8 streams,
-relative to one step: time to the first token 0.84, throughput 1.00, p99 between tokens 1.08."""
+its first token in the first step, and then waits for the second step. Measured at 8 streams, in
+comparison with one step: 0.84 of the time to the first token, 1.00 of the throughput, and 1.08 of
+the p99 between tokens."""
 
 # --- how observed steps count -------------------------------------------------------------------
 
 _FEW_TOKENS = 64
-"""Steps with more prompt tokens measure the cost per token; steps with fewer measure the fixed
-cost. Chosen."""
+"""Steps with more prompt tokens than this measure the cost per token; steps with fewer measure the
+fixed cost. Chosen."""
 _WEIGHT = 1 / 8
 """Weight of a new observation in the moving average. Chosen."""
 _MAX_JUMP = 2.0
@@ -79,10 +80,10 @@ noise can make the measured time negative."""
 # --- when steps are sent, and when they are late ------------------------------------------------
 
 _LEAD_S = 0.02
-"""The next step is sent this long before the step in flight is expected to end. This leaves time to
-plan and send it, and allows for a step that ends early. Measured with `_LEAD_PART`, relative to
-sending at once: time to the first token 0.98 at 8 streams and 0.90 at 32, throughput 1.01 and 1.00.
-The two values themselves were chosen."""
+"""The next step is sent this many seconds before the step in flight is expected to end. The lead
+leaves time to plan and send the step, and allows for a step that ends early. Measured together with
+`_LEAD_PART`, in comparison with sending at once: 0.98 of the time to the first token at 8 streams
+and 0.90 at 32, and 1.01 and 1.00 of the throughput. The two values themselves were chosen."""
 _LEAD_PART = 4
 """The lead is at least 1 / 4 of the expected time, because long steps are harder to predict."""
 _LATE_FACTOR, _LEAST_LATE_S = 10, 1.5
@@ -98,7 +99,7 @@ class PromptQueue:
     num_decoding: int
     """Sequences expected to decode in the next step."""
     num_tokens: int
-    """Uncomputed tokens of prompts that run or could be admitted."""
+    """Uncomputed tokens of prompts that are running or could be admitted."""
     num_short_tokens: int
     """The part of `num_tokens` that belongs to short prompts."""
     num_short: int
@@ -141,10 +142,10 @@ class StepPacer:
         self._pace = pace
         self._config = config
         self._first_tokens = config.busy_step_tokens
-        """The limit on prompt tokens of a step before any measurement."""
+        """The limit on the prompt tokens of a step until there is a measurement."""
         share = min(1.0, (pace.max_decode_slowdown - 1) / (_FULL_SLOWDOWN - 1))
         self._min_tokens = int(share * config.min_prompt_tokens)
-        """Prompt tokens that a step with decodes may always have."""
+        """Number of prompt tokens that a step with decodes may always have."""
         self._decode_s: dict[int, _Average] = {}
         """Seconds of a step that only decodes, by the bit length of the number of decodes."""
         self._token_s = _Average()
@@ -159,8 +160,8 @@ class StepPacer:
         self._began_s = 0.0
         """When the oldest step in flight began, as an estimate."""
         self._share_alone = _Average()
-        """The part of a step's reported time that came after the previous result. On a GPU this
-        time includes the wait for the previous step."""
+        """The share of a step's reported time that came after the previous result. On a GPU, the
+        reported time includes the wait for the previous step."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -168,7 +169,7 @@ class StepPacer:
 
         None: no limit but the step's token budget.
         """
-        # A rate from few prompt tokens is less exact, but too low rather than too high.
+        # The rate of steps with few prompt tokens is less exact; it errs on the slow side.
         token_s = self._prompt_token_s.value or self._token_s.value
         if token_s is None:
             num_in_time = float(self._first_tokens)
@@ -186,7 +187,7 @@ class StepPacer:
         return self._prompt_token_s.value is not None
 
     def max_paced_tokens(self, queue: PromptQueue) -> int | None:
-        """Return the limit on the prompt tokens of the next step beside decodes.
+        """Return the limit on the prompt tokens of the next step if it has decodes.
 
         None: no limit, or no measurements yet.
         """
@@ -216,10 +217,10 @@ class StepPacer:
 
     @property
     def next_due_s(self) -> float:
-        """When to send the next step, on the clock of `on_sent` and `on_result`; -inf: at once.
+        """When to send the next step, on the clock of `now_s` arguments; -inf: at once.
 
-        The time is shortly before the next step can begin. So requests that arrive until then
-        become part of that step, not of the one after it.
+        The step is sent shortly before it can begin. So requests that arrive until then become part
+        of this step, not of the one after it.
         """
         expected_s = self._expected_s()
         if not self._in_flight or expected_s is None:
@@ -240,7 +241,7 @@ class StepPacer:
             ):
                 return None
             if num_prompt_tokens > _FEW_TOKENS and self._prompt_token_s.value is not None:
-                # In large steps a token costs less, without a share of the fixed cost.
+                # In large steps a token costs less, because its share of the fixed cost is small.
                 token_s = min(token_s or 0.0, self._prompt_token_s.value)
             expected_s += decode_s or 0.0 if plan.num_decodes else 0.0
             expected_s += num_prompt_tokens * (token_s or 0.0)
@@ -301,7 +302,7 @@ class _Average:
 
 
 class _Fastest:
-    """A moving minimum of recent observations: noise makes steps slower, never faster."""
+    """A moving minimum of recent observations, because noise makes steps slower, never faster."""
 
     def __init__(self) -> None:
         self.value: float | None = None
@@ -319,7 +320,7 @@ class _Means(NamedTuple):
 
 
 class _Added:
-    """Averages of prompt tokens, and of the seconds that they add, over steps of one kind."""
+    """Averages over steps of one kind: their prompt tokens, and the seconds that these add."""
 
     def __init__(self) -> None:
         self._num_tokens = _Average()

@@ -35,7 +35,7 @@ class PlanBuilder:
     copy_src: list[DeviceBlockId] = field(default_factory=list)
     copy_dst: list[DeviceBlockId] = field(default_factory=list)
     copied: list[DeviceBlockId] = field(default_factory=list)
-    """Blocks of `copy_src` to which the step holds a reference until its result."""
+    """Those blocks of `copy_src` to which the step holds a reference until its result."""
     renamed_src: list[DeviceBlockId] = field(default_factory=list)
     renamed_dst: list[DeviceBlockId] = field(default_factory=list)
     chunk_lens: dict[int, int] = field(default_factory=dict)
@@ -44,12 +44,12 @@ class PlanBuilder:
     trace_events: tuple[Started | Preempted, ...] = ()
 
     def copy(self, src: DeviceBlockId, dst: DeviceBlockId) -> None:
-        """Copy a block before the step computes; all copies are read before any is written."""
+        """Copy a block before the step computes; all sources are read before any is written."""
         self.copy_src.append(src)
         self.copy_dst.append(dst)
 
     def add_chunk(self, row: int, num_tokens: int) -> None:
-        """Compute `num_tokens` more known tokens of a running sequence."""
+        """Let the step compute `num_tokens` more known tokens of the sequence in a row."""
         self.chunk_lens[row] = self.chunk_lens.get(row, 0) + num_tokens
 
     def finish(

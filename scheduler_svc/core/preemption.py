@@ -1,19 +1,19 @@
-"""Preempts running sequences, and decides when, which, and how.
+"""Preempts running sequences, and decides when to do it, which to take, and how.
 
 When and which: at the start of each step, `make_room` preempts running sequences, the last in order
 first, while more run than the worker's memory allows (`limits/memory_pressure.py`) or the decoding
 sequences need more blocks than are available. If only one sequence runs, or if evicted blocks go to
-the host, pins give up blocks first; sequences are preempted once no pins are left. A failed swap-in
-preempts the sequences that depend on it, and a move to another core preempts the sequences of its
-request.
+the host, pins give up blocks first; sequences are preempted once no pins are left. When a swap-in
+fails, the sequences that depend on it are preempted; when a request moves to another core, its
+running sequences are.
 
 How: a *swap* copies the sequence's computed blocks to the host and keeps them until it runs again;
-a *recompute* drops them. `preemption_mode` names one, or lets the estimated time decide
+a *recompute* drops them. `preemption_mode` names one of the two, or lets the estimated time decide
 (`tiers/costs.py`); a swap also needs room on the host (`tiers/host_room.py`). If the blocks are
 still being swapped in, the sequence keeps its host blocks and nothing is copied. With recurrent
 layers, the copy ends at the last full block with a state (a *checkpoint*), and the tokens after it
-are computed again. Tokens of steps in flight are dropped; when they are drawn again they are the
-same.
+are computed again. Tokens of steps in flight are dropped; they are drawn again later, with the same
+result.
 """
 
 from collections.abc import Callable
@@ -53,12 +53,12 @@ class Preemption:
     ) -> None:
         self.num_preemptions = 0
         self.num_for_memory = 0
-        """Preemptions because the worker's memory was critical."""
+        """Number of preemptions because the worker's memory was critical."""
         self.num_recomputed_tokens = 0
-        """Tokens that a swap-out dropped, because they follow the last checkpoint."""
+        """Number of tokens whose KV swap-outs dropped, because they follow the last checkpoint."""
         self.observer: Callable[[Sequence, bool], Callable[[], None]] | None = None
-        """For replays. It is called before each preemption, with the sequence and whether it may
-        swap; it returns a function to call after the preemption."""
+        """A function for replays, called before each preemption with the sequence and whether it
+        may be swapped out. It returns a function to call after the preemption."""
         self._groups = groups
         self._is_plain = groups.is_plain  # read in every step
         self._can_swap_for_memory = not config.host_is_device_memory
@@ -81,7 +81,7 @@ class Preemption:
         While the pool shrinks, fewer blocks are available: see `BlockPool.num_available`.
 
         Returns:
-            False if only results of steps in flight can free enough blocks.
+            Whether enough blocks are available; if not, results of steps in flight must free them.
         """
         while self._pressure.max_running is not None and self.has_too_many:
             self.num_for_memory += 1
@@ -106,14 +106,14 @@ class Preemption:
 
     @property
     def has_too_many(self) -> bool:
-        """Whether more sequences run, or are about to, than the worker's memory allows."""
+        """Whether more sequences run, or spare beams are reserved, than the memory allows."""
         most = self._pressure.max_running
         if most is None or len(self._running) + self._beams.num_spares <= most:
             return False
         return bool(self._running) and not self._running.is_alone
 
     def num_blocks_due(self, step: StepId) -> int:
-        """Return how many blocks running sequences need at `step`."""
+        """Return how many new blocks the running sequences need at `step`."""
         return self._running.num_blocks_due(step) + self._beams.num_blocks_due
 
     def _last(self) -> Sequence:
@@ -133,7 +133,7 @@ class Preemption:
         self.take_out(seq, can_swap=can_swap, must_swap=must_swap)
 
     def take_out(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
-        """As `preempt`, for a sequence that moves to another core; not counted as a preemption."""
+        """Do as `preempt` for a sequence that moves to another core; do not count a preemption."""
         done = None if self.observer is None else self.observer(seq, can_swap)
         if seq.group is not None:
             self._queue.push(self._beams.preempt(seq.group))
@@ -159,7 +159,7 @@ class Preemption:
             blocks, num_kept = self._running.last_checkpoint(seq, num_computed)
         if not can_swap or seq.request.pools:
             self._host_room.release(seq)
-        elif is_loading:  # its KV is in its own host blocks, or in cached ones
+        elif is_loading:  # its KV is in host blocks of its own, or in cached host blocks
             num_computed = num_computed if seq.host_block_ids else 0
         elif num_kept and (must_swap or self._host_room.make_for_swap(len(blocks), num_kept)):
             self._running.swap_out(seq, blocks, num_kept)

@@ -1,4 +1,4 @@
-"""The prefix cache: finds KV that a sequence can reuse, and publishes the KV that it computes.
+"""The prefix cache: finds KV that a sequence can reuse, and publishes KV that sequences compute.
 
 A full block is found by its hash, which covers all tokens up to its end. Lookups search the device,
 then the host, then the disk. A KV group with a window needs only the blocks that the window still
@@ -30,16 +30,16 @@ class FoundKv:
     sources: list[HostBlockId]
     """Host blocks to swap in."""
     num_tokens: int
-    """Tokens with KV in these blocks; the last sources may be partly filled."""
+    """Number of tokens with KV in these blocks; the last blocks of `sources` may be partial."""
     places: list[int] | None = None
-    """The places of the blocks in the block table: of `ready`, then `loading`, then `sources`;
-    None: they are the table's first blocks."""
+    """The places of the blocks in the block table: first those of `ready`, then of `loading`, then
+    of `sources`. None: the blocks are the first of the table."""
     num_indices: int = 0
-    """With `places`: the number of block indices that have KV or are behind a window."""
+    """If `places` is set, the number of block indices that have KV or are behind a window."""
 
 
 class KvLookup:
-    """Looks up blocks; changes nothing except `Sequence.block_hashes`."""
+    """Looks up blocks by their hashes; changes nothing except `Sequence.block_hashes`."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class KvLookup:
     def _find_places(
         self, seq: Sequence, hashes: list[BlockHash], num_swapped: int | None
     ) -> FoundKv:
-        """As `find`, for several groups or windows.
+        """Do the work of `find` for a model with several KV groups or windows.
 
         Args:
             seq: The sequence.
-            hashes: The hashes of its full blocks.
-            num_swapped: Tokens with KV in `seq.host_block_ids`; None: the sequence has no such KV.
+            hashes: The hashes of the sequence's full blocks.
+            num_swapped: Tokens with KV in `seq.host_block_ids`; None: the sequence is not swapped.
         """
         if num_swapped is None:
             num_indices = self._groups.longest_prefix(hashes, self._has)
@@ -127,7 +127,10 @@ class KvLookup:
         return [name for name in names if not self._pool.find([name])]
 
     def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:
-        """Return the hashes of the first tokens' full blocks; empty if no lookup is allowed."""
+        """Return the hashes of the full blocks of the first `num_tokens` tokens.
+
+        Empty if the sequence may not look up cached KV.
+        """
         may_find = seq.status is SeqStatus.SWAPPED or seq.request.reads_prefix_cache
         if not (self._is_enabled and may_find):
             return []
@@ -136,7 +139,7 @@ class KvLookup:
         return seq.block_hashes[: num_tokens // self._block_size]
 
     def find_beyond(self, seq: Sequence, shared: list[DeviceBlockId]) -> FoundKv:
-        """As `find`, for a sequence that can share at least its first full blocks, `shared`."""
+        """Do as `find` for a sequence that can share at least `shared`, its first full blocks."""
         found = self.find(seq)
         if not self._groups.is_plain:
             return self._beyond_places(found, shared)
@@ -154,7 +157,7 @@ class KvLookup:
         return FoundKv(blocks, [], [], num_indices * self._block_size, places, num_indices)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Return how many prompt tokens are in the prefix cache; the last one never counts."""
+        """Return how many prompt tokens are in the prefix cache, without the last prompt token."""
         if not (self._is_enabled and request.reads_prefix_cache):
             return 0
         hashes: list[BlockHash] = []
@@ -163,7 +166,7 @@ class KvLookup:
         return self.num_cached_blocks(hashes) * self._block_size
 
     def num_cached_blocks(self, hashes: Seq[BlockHash]) -> int:
-        """Return the length of the prefix of `hashes` that is in the prefix cache, in any tier."""
+        """Return how many blocks of the longest cached prefix of `hashes` there are, in any tier."""
         if not self._groups.is_plain:
             return self._groups.longest_prefix(hashes, self._has_anywhere)
         num_found = len(self._pool.find(hashes))
@@ -173,7 +176,7 @@ class KvLookup:
 
 
 class Publisher:
-    """Publishes the full blocks of running sequences, each once, if there is a prefix cache."""
+    """Publishes each full block of running sequences once, if there is a prefix cache."""
 
     def __init__(
         self,
@@ -198,22 +201,22 @@ class Publisher:
         """Publish the last block of each table, which is full.
 
         Blocks of groups with a window are published when the sequence stops (`publish_windows`):
-        earlier, they could serve only a sequence that branches off exactly there. Recurrent states
-        are published here, because a sequence can resume only at a full block. The block's last
-        token is the input of the step before the one being planned, so its value is known. This
-        call is most of the cost of a steady step, so it reads and publishes the blocks of all
-        sequences at once.
+        earlier, such a block could serve only a sequence that branches off exactly at its end.
+        Recurrent states are published here, because a sequence can resume only at a full block. The
+        block's last token is the input of the step before the one being planned, so its value is
+        known. This call is most of the cost of a steady step, so it reads and publishes the blocks
+        of all sequences at once.
 
         Args:
-            seqs: Sequences that decode.
-            rows: Their rows, parallel to `seqs`.
+            seqs: Decoding sequences.
+            rows: The rows of these sequences, parallel to `seqs`.
         """
         if not (self._is_enabled and self._groups.published):
             return
         blocks: list[DeviceBlockId] = []
         names: list[BlockHash] = []
         num_groups, is_watched = self._groups.num, self.watch is not None
-        is_first_only = self._groups.published == [0]  # its hashes are those of the tokens
+        is_first_only = self._groups.published == [0]  # group 0 uses the token hashes themselves
         lasts = [len(seq.block_ids) // num_groups - 1 for seq in seqs]
         for seq, last, tokens in zip(seqs, lasts, self._rows.read_blocks(rows, lasts), strict=True):
             hashes = seq.block_hashes

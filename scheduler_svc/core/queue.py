@@ -1,8 +1,8 @@
 """The sequences that wait for admission, in the policy's order, and their deadlines.
 
-Sequences wait in two lanes, short and long. A lane has one *line* for each level and account.
-Within a line the order is fixed, so the first sequence of the queue is at the head of one of the
-first level's lines. Finding it costs O(accounts).
+Short sequences wait in one lane, long ones in another. A lane has one *line* for each level and
+account. Within a line the order is fixed, so the first sequence of the queue is at the head of one
+of the first level's lines. Finding this sequence costs O(accounts).
 """
 
 from bisect import bisect_left, insort
@@ -15,10 +15,15 @@ from scheduler_svc.core.space.marked_heap import MarkedHeap
 
 
 class WaitingQueue:
-    """Has two lanes: short sequences can overtake long ones that may not start yet."""
+    """A queue with two lanes, so that short sequences can overtake long ones that may not start."""
 
     def __init__(self, policy: Policy, long_prefill_threshold: int) -> None:
-        """`long_prefill_threshold`: a sequence with more tokens to compute is long; 0: none is."""
+        """Make an empty queue.
+
+        Args:
+            policy: Gives the order of the sequences.
+            long_prefill_threshold: A sequence with more tokens to compute is long; 0: none is.
+        """
         self._policy = policy
         self._threshold = long_prefill_threshold
         self._short = _Lane(policy)
@@ -28,7 +33,8 @@ class WaitingQueue:
         """Number of SWAPPED sequences in the queue."""
         self._seq_id_to_tokens: dict[SeqId, int] = {}
         self.num_tokens = 0
-        """Tokens that the queued sequences must compute, less those passed to `discount_cached`."""
+        """Tokens that the queued sequences must compute, without the tokens passed to
+        `discount_cached`."""
         self.num_short_tokens = 0
         """The part of `num_tokens` that belongs to short sequences."""
         self.num_short = 0
@@ -62,7 +68,7 @@ class WaitingQueue:
             self._deadlines.push((seq.request.deadline,), seq, seq.seq_id)
 
     def discount_cached(self, seq: Sequence, num_cached_tokens: int) -> None:
-        """Subtract the tokens of a waiting sequence that the prefix cache has now."""
+        """Subtract the tokens of a waiting sequence that the prefix cache has at present."""
         self._seq_id_to_tokens[seq.seq_id] -= num_cached_tokens
         self._count(self._seq_id_to_lane[seq.seq_id], -num_cached_tokens)
 
@@ -101,7 +107,7 @@ class WaitingQueue:
         return sort_key(self._policy, seq.rank, seq.seq_id)
 
     def first_expired(self, now: float) -> Sequence | None:
-        """Return the sequence whose deadline passed first, or None, without removing it."""
+        """Return the sequence whose deadline passed first, if any, without removing it."""
         head = self._deadlines.first()
         return head[1] if head is not None and head[0][0] <= now else None
 

@@ -12,8 +12,8 @@ from scheduler_svc.core.sequence import Sequence
 class Rows:
     """One row for each running sequence; the worker uses the same row numbers.
 
-    When a sequence stops, its row stays reserved until no step in flight names it. Until then its
-    owner is None and results for it are ignored.
+    When a sequence stops, its row stays reserved until no step in flight names the row. Until then
+    the row's owner is None, and results for the row are ignored.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Rows:
         self._may_repeat = num_draft_tokens > 0
         self._owner: list[Sequence | None] = [None] * max_num_seqs
         self._free = list(reversed(range(max_num_seqs)))
-        # zeros uses calloc: the system allocates a page at its first use.
+        # `zeros` uses calloc, so the system allocates each memory page only at its first use.
         width = -(-max_len // block_size) * block_size
         self._tokens = np.zeros((max_num_seqs, width), "<i4")
         self._blocks = self._tokens.view(f"V{4 * block_size}")  # one item has the bytes of a block
@@ -34,7 +34,7 @@ class Rows:
         self._seq_key = np.zeros(max_num_seqs, np.uint64)
         self.accounts = RowAccounts(max_num_seqs)
         self.num_reserved = 0
-        """Free rows that are reserved for beams (`BeamGroups`) or unclaimed sequences."""
+        """Number of free rows reserved for beams (`BeamGroups`) or for unclaimed sequences."""
 
     @property
     def num_free(self) -> int:
@@ -65,7 +65,7 @@ class Rows:
         self._num_tokens[row] = len(token_ids)
 
     def abandon(self, row: int) -> None:
-        """Remove the owner of a row; the row becomes free with `give_back`."""
+        """Remove the owner of a row; `give_back` must free the row later."""
         self._owner[row] = None
         self._takes_sampled[row] = False
         self.accounts.close(row)
@@ -95,19 +95,23 @@ class Rows:
         return (seq.token_ids if seq.row is None else self.tokens(seq.row)).copy()
 
     def read_blocks(self, rows: list[int], indices: list[int]) -> list[bytes]:
-        """Return one full block of known tokens per row, as little-endian int32."""
+        """Return one full block of known tokens of each row, as little-endian int32.
+
+        Block `indices[i]` is read from row `rows[i]`.
+        """
         data: list[bytes] = self._blocks[rows, indices].tolist()
         return data
 
     def append(
         self, rows: Int32Array, token_ids: Int32Array
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], Int32Array, Int32Array]:
-        """Append one token to each of `rows` that has an owner, except the rows of beams.
+        """Append `token_ids[i]` to row `rows[i]`, except to rows of beams and without an owner.
 
-        Rows are distinct; with draft tokens a row may be repeated, without other rows in between.
+        The rows are distinct; but with draft tokens, a row may follow itself several times.
 
         Returns:
-            Sources, sequence keys, token ids, and indices into `rows`, of the appended tokens.
+            The sources, sequence keys and token ids of the appended tokens, and their indices in
+            `rows`.
         """
         live, tokens = rows.astype(np.intp), token_ids  # intp saves a conversion at each access
         index = np.flatnonzero(self._takes_sampled.take(live))
@@ -129,7 +133,7 @@ class Rows:
 class RowAccounts:
     """The account of each row's sequence, as a number, so that counting uses arrays only.
 
-    When no row belongs to an account any more, another account may get its number.
+    An account to which no row belongs any more loses its number, and another may get it.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -157,7 +161,7 @@ class RowAccounts:
             self._free.append(number)
 
     def count(self, rows: Int32Array) -> Iterator[tuple[str, int]]:
-        """Yield each account of `rows` and its number of rows; every row must have a sequence."""
+        """Yield each account of `rows` with its number of rows; every row must have a sequence."""
         counts = np.bincount(self._row_to_number[rows])
         for number in np.flatnonzero(counts).tolist():
             yield self._names[number], int(counts[number])

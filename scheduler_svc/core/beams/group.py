@@ -8,14 +8,14 @@ from scheduler_svc.core.sequence import SeqStatus, Sequence
 
 
 class BeamGroup:
-    """One search and its sequences. Only `BeamGroups` and `Takeover` change a group."""
+    """One beam search and its sequences. Only `BeamGroups` and `Takeover` change a group."""
 
     def __init__(self, request: Request, seqs: tuple[Sequence, ...]) -> None:
-        """Make the group of a search.
+        """Make the group of a search that has not begun.
 
         Args:
-            request: The request.
-            seqs: One waiting sequence per beam; the first `request.n` have the outputs' keys.
+            request: The request, which asks for beam search.
+            seqs: One waiting sequence per beam. The first `request.n` have the keys of the outputs.
         """
         assert request.beam is not None
         self.search = BeamSearcher(
@@ -27,17 +27,17 @@ class BeamGroup:
         self.seqs = seqs
         self.outputs = seqs[: request.n]
         self.places: list[Sequence] = []
-        """While the search runs: the sequence of each beam. At first only the best beam has one.
-        While `parents` is set, the list has the sequences of the previous step's beams."""
+        """The sequence of each beam; empty unless the search runs. At first only the best beam has
+        a sequence. While `parents` is set, the list has the sequences of the previous beams."""
         self.parents: tuple[int, ...] | None = None
-        """Set between the choice of new beams and the start of their step: for each new beam, the
-        index in `places` of the beam that it continues."""
+        """For each new beam, the index in `places` of the beam that it continues. Set from the
+        choice of the new beams until their step begins; None otherwise."""
         self.reports: dict[SeqId, BeamCandidates] = {}
         """The candidates of the beams that have computed their newest token."""
 
     @property
     def leader(self) -> Sequence:
-        """The sequence that represents the search in the queue and computes first."""
+        """The sequence that represents the search in the queue, and starts before the others."""
         return self.seqs[0]
 
     def queue_leader(self) -> None:
@@ -65,7 +65,7 @@ class BeamGroup:
         return not self.search.beams
 
     def results(self) -> list[Finished]:
-        """Return the last events of the outputs after the search has ended, best first.
+        """Return the last event of each output, best first; call after the search has ended.
 
         With a vocabulary that is hardly larger than the number of beams, the search may find too
         few hypotheses; the missing outputs then end with an error.
@@ -89,11 +89,11 @@ class BeamGroup:
             return self._num_blocks_of_others(block_size) if self.can_spread else 0
         if (self.search.num_tokens - 1) % block_size == 0:  # the parents' blocks are full
             return len(self.parents)
-        # Each fork needs a block for its copy; each beam without a child gives one back first.
+        # Each fork needs a block for its copy. First each beam without a child frees a block.
         return max(0, len(self.parents) - len(self.places))
 
     def demand(self, block_size: int) -> tuple[int, int]:
-        """Return how many rows the search needs, and blocks per KV group besides its leader's."""
+        """Return how many rows the search needs, and the blocks per KV group of the other beams."""
         width, num_tokens, request = len(self.seqs), self.search.num_tokens, self.leader.request
         if len(self.search.beams) > 1:
             return width, self._num_blocks_of_others(block_size)
@@ -102,12 +102,12 @@ class BeamGroup:
         return width, width - (num_tokens % block_size > 0)
 
     def num_shared_blocks(self, beam: int, block_size: int) -> int:
-        """Return how many full blocks at the start a beam shares with the best beam."""
+        """Return how many of its first full blocks a beam has in common with the best beam."""
         tokens, best = (self.search.beams[i].token_ids[:-1] for i in (beam, 0))
         return num_common(tokens, best) // block_size
 
     def _num_blocks_of_others(self, block_size: int) -> int:
-        """Return how many blocks of each KV group all beams but the best one need."""
+        """Return how many blocks of each KV group the beams other than the best one need."""
         num_blocks = -(-self.search.num_tokens // block_size)
         others = range(1, len(self.search.beams))
         return sum(num_blocks - self.num_shared_blocks(beam, block_size) for beam in others)

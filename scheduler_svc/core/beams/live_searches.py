@@ -8,7 +8,7 @@ chooses the next beams. In the next step:
     the first child of a beam    continues in the row and blocks of its parent
     a further child              forks into a spare sequence: it shares the parent's full blocks,
                                  and starts with a copy of the partial one
-    a beam without child         its sequence becomes spare; a row stays reserved for it
+    a beam without a child       ends: its sequence becomes spare, and a row stays reserved for it
 
 To the worker, each step of a beam is a new sequence that gets exactly one more token. So a beam
 never decodes, and no step in flight refers to it while its next step is prepared.
@@ -39,7 +39,7 @@ _NO_ROWS: frozenset[int] = frozenset()
 
 
 class BeamGroups:
-    """The running searches: starts and stops them, begins their steps, applies candidates."""
+    """The running searches. Starts and stops them, begins their steps and applies candidates."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class BeamGroups:
         self._policy = policy
         self._groups: dict[SeqId, BeamGroup] = {}  # by leader
         self.num_recomputed_tokens = 0
-        """Tokens that resumed searches computed again for beams other than the best one."""
+        """Number of tokens that resumed searches computed again for beams other than the best."""
 
     def __iter__(self) -> Iterator[BeamGroup]:
         return iter(self._groups.values())
@@ -78,13 +78,13 @@ class BeamGroups:
 
     @property
     def num_blocks_due(self) -> int:
-        """An upper bound on the blocks that `advance` takes."""
+        """An upper bound on the number of blocks that `advance` allocates."""
         if not self._groups:
             return 0
         return sum(map(self._num_blocks_due, self))
 
     def demand(self, group: BeamGroup) -> tuple[int, int]:
-        """Return how many rows a search needs, and how many blocks besides its leader's."""
+        """Return how many rows a search needs, and how many blocks in addition to its leader's."""
         num_rows, num_blocks = group.demand(self._block_size)
         if self._kv_groups.is_plain or len(group.search.beams) == 1:
             return num_rows, num_blocks * self._kv_groups.num
@@ -96,10 +96,10 @@ class BeamGroups:
         return group.num_blocks_due(self._block_size) * self._kv_groups.num
 
     def _most_blocks_of_others(self, group: BeamGroup) -> int:
-        """Return the blocks that the other beams need if they share none with the best.
+        """Return how many blocks the other beams need if they share none with the best beam.
 
-        Sharing is not assumed: the others may need blocks that the best beam has already given
-        back, because they are behind its window.
+        The other beams may need blocks that the best beam has already given back, because these
+        blocks are behind its window.
         """
         num_others = len(group.search.beams) - 1
         return num_others * self._kv_groups.num_needed(group.search.num_tokens)
@@ -113,7 +113,7 @@ class BeamGroups:
         self._rows.num_reserved += len(group.seqs) - 1
 
     def stop(self, group: BeamGroup) -> None:
-        """Take the rows and blocks of a running search, which keeps its beams' tokens."""
+        """Take the rows and blocks away from a running search; it keeps its beams' tokens."""
         del self._groups[group.leader.seq_id]
         self._rows.num_reserved -= len(group.spares)
         for seq in group.places:
@@ -122,7 +122,7 @@ class BeamGroups:
         group.places, group.parents, group.reports = [], None, {}
 
     def preempt(self, group: BeamGroup) -> Sequence:
-        """Stop a running search; return its leader, which the caller must queue."""
+        """Stop a running search and return its leader; the caller must queue the leader."""
         leader = group.leader
         has_begun = group.places != [leader]
         self.stop(group)
@@ -209,7 +209,7 @@ class BeamGroups:
 
 
 def _by_row(result: Result) -> Iterator[tuple[int, BeamCandidates]]:
-    """Yield each row that has candidates, with its candidates."""
+    """Yield each row that has candidates, together with the candidates."""
     start = 0
     rows, counts = result.candidate_rows.tolist(), result.candidate_counts.tolist()
     for row, count in zip(rows, counts, strict=True):

@@ -1,10 +1,10 @@
-"""The algorithm of beam search: which continuations it keeps, and when it ends.
+"""The beam search algorithm: it chooses the continuations to keep, and decides when to end.
 
 The algorithm follows `transformers`' `generate(num_beams=width, do_sample=False)` step by step, and
 in float32, so that the outputs are equal token for token. Each step considers the `num_kept`
-likeliest continuations of all beams, best first. A continuation ends by an end token or by its
-length. Of the first `width` continuations, the ones that end become hypotheses; the best `width`
-hypotheses are kept. The first `width` continuations that do not end become the next beams.
+likeliest continuations of all beams, best first. A continuation ends with an end token or at the
+maximum length. Those of the first `width` continuations that end become hypotheses; the best
+`width` hypotheses are kept. The first `width` continuations that do not end become the next beams.
 
 Equally likely continuations are ordered by beam, the better one first; within a beam, in the order
 of the worker's report.
@@ -35,7 +35,7 @@ class Beam:
     """An output that has not ended."""
 
     token_ids: Int32Array
-    """Prompt and output."""
+    """The tokens of the prompt and of the output so far."""
     logprob: np.float32
     """The sum of the output tokens' log-probabilities."""
 
@@ -49,7 +49,7 @@ class Hypothesis:
     logprob: np.float32
     score: np.float32
     end_token_id: int | None
-    """The token that ended the output; None: the output reached its length."""
+    """The token that ended the output; None: the output reached its maximum length."""
 
 
 class BeamSearcher:
@@ -66,9 +66,9 @@ class BeamSearcher:
         """Start with one beam, the prompt. Outputs have `min_tokens` to `max_tokens` tokens."""
         self.params = params
         self.beams: tuple[Beam, ...] = (Beam(prompt_token_ids, np.float32(0)),)
-        """The beams, best first and all of one length; empty when the search has ended."""
+        """The beams, best first, all of the same length; empty when the search has ended."""
         self.hypotheses: tuple[Hypothesis, ...] = ()
-        """At most `width`, best first."""
+        """The best hypotheses so far, at most `width` of them, best first."""
         self._num_prompt_tokens = len(prompt_token_ids)
         self._max_tokens = max_tokens
         self._min_tokens = min_tokens
@@ -144,7 +144,7 @@ class BeamSearcher:
     def _likeliest(
         self, candidates: Sequence[BeamCandidates]
     ) -> tuple[npt.NDArray[np.intp], Int32Array, Float32Array]:
-        """Return beam, token and total log-probability of the `num_kept` best, best first."""
+        """Return the beam, token and total log-probability of the `num_kept` best, best first."""
         parents = np.repeat(np.arange(len(candidates)), [len(c.token_ids) for c in candidates])
         token_ids = np.concatenate([c.token_ids for c in candidates])
         totals = np.concatenate(
@@ -166,12 +166,12 @@ class BeamSearcher:
         return np.float32(logprob / np.float32(num_output_tokens**self.params.length_penalty))
 
     def _keep(self, new: Hypothesis) -> None:
-        # Stable, so ties keep their order
+        # The sort is stable, so hypotheses with equal scores keep their order.
         hypotheses = sorted((*self.hypotheses, new), key=lambda h: h.score, reverse=True)
         self.hypotheses = tuple(hypotheses[: self.params.width])
 
     def _is_over(self, best_logprob: np.float32, num_output_tokens: int) -> bool:
-        """Whether the search ends, given the log-probability of the best beam."""
+        """Whether the search ends if the best beam has this log-probability and length."""
         if len(self.hypotheses) < self.params.width:
             return False
         if self.params.early_stopping is EarlyStopping.WHEN_FULL:

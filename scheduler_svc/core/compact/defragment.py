@@ -1,24 +1,25 @@
 """Moves held blocks to the low end of the pool, so that the free blocks become one run.
 
 If H blocks are held, the held blocks at H and beyond exchange places with available blocks below H.
-A *pass* lists these blocks and the tables that name them. Then each step moves a few, highest
-first, with copies in its plan. Sequences keep running, so the lists are checked again before use:
+A *pass* lists these blocks and the tables that name them. Then each step moves a few of the blocks,
+highest first, by copies in its plan. Sequences keep running meanwhile, so each entry of the lists
+is checked again before use:
 
-    source    a held block. All its holders must be tables or a pin that the pass knows. So a block
+    source    a held block. All its holders must be tables or pins that the pass knows. So a block
               does not move while a step in flight holds it, a fork copies from it, it is being
               swapped in, or this plan copies to it.
-    target    a free block: the source moves there, and its old block is held until the step's
-              result. Or a cached block: the two exchange contents by two copies in one plan, since
-              all reads come before all writes. Free blocks below H are used first, then cached
-              ones. If all listed blocks have been allocated, any free block below the source is
-              used.
+    target    a free or a cached block. If the target is free, the source moves there, and its old
+              block is held until the step's result. If the target is cached, the two blocks
+              exchange contents by two copies in one plan, since all reads come before all writes.
+              Free blocks below H are used first, then cached ones. If all listed blocks have been
+              allocated, any free block below the source is used.
 
 While the pool shrinks, passes of another kind run first, until none is needed. They *evacuate* the
-blocks beyond the pool's new end: they move them to any available blocks below the end, and evict
-cached blocks for that.
+blocks beyond the pool's new end: they move the blocks to any available ones below the end, and
+evict cached blocks to make room.
 
-Beginning a pass takes time in proportion to the pool and the tables. A step in a pass takes time in
-proportion to its moves; a step without a pass takes one comparison.
+Beginning a pass takes time in proportion to the pool and the tables. Within a pass, a step takes
+time in proportion to its moves. Without a pass, the cost of a step is one comparison.
 """
 
 from bisect import bisect_left
@@ -53,17 +54,17 @@ class DefragmentationReport:
     """Equal to `before` if there was no pass."""
     num_moved_blocks: int
     has_moved: bool
-    """Whether there was a pass; otherwise the pool was only measured."""
+    """Whether there was a pass; if not, the pool was only measured."""
 
 
 _NOTHING = Fragmentation(num_free_blocks=0, longest_free_run=0)
 
 
 class _Owners:
-    """The table entries that named each block when a pass began."""
+    """The block table entries that named each block when a pass began."""
 
     def __init__(self, running: Iterable[Sequence], border: DeviceBlockId) -> None:
-        """List the entries of blocks from `border` on."""
+        """List the table entries that name blocks from `border` on."""
         # There may be a hundred thousand entries, so they are sorted as parallel arrays.
         self._seqs = list(running)
         lens = np.array([len(seq.block_ids) for seq in self._seqs], np.intp)
@@ -78,7 +79,7 @@ class _Owners:
         self._index: list[int] = (places - starts[seq_of]).tolist()
 
     def of(self, block: DeviceBlockId) -> list[tuple[Sequence, int]]:
-        """Return the sequences whose tables still name the block, and the index in each."""
+        """Return each sequence whose table still names the block, and the index in that table."""
         owners = []
         for place in range(bisect_left(self._blocks, block), len(self._blocks)):
             if self._blocks[place] != block:
@@ -95,9 +96,10 @@ class _Pass:
     border: DeviceBlockId
     """Held blocks move below this number."""
     sources: list[DeviceBlockId]
-    """Ascending; taken from the end."""
+    """The held blocks to move, in ascending order; the pass takes them from the end."""
     free_targets: list[DeviceBlockId]
-    """Blocks without a holder, descending; taken from the end, and used only if still cached."""
+    """Blocks that had no holder when the pass began, in descending order. The pass takes them from
+    the end, and uses a block only if it is still cached."""
     owners: _Owners
     evacuates: bool = False
     """Whether the pass only empties the blocks beyond the border; such a pass has no report."""
@@ -128,17 +130,17 @@ class Defragmenter:
         self._next_look = 0.0 if config.defragment_interval_s else _NEVER
         self._reports: tuple[DefragmentationReport, ...] = ()
         self.due = self._next_look
-        """Time from which `plan` must be called."""
+        """The time from which `plan` must be called for every plan."""
         self.num_moved = 0
         self.num_passes = 0
 
     def request_pass(self) -> None:
-        """Begin a pass at any fragmentation rate: with the next step, or after the current pass."""
+        """Begin a pass with the next step or after the current pass, at any fragmentation rate."""
         self._is_wanted = True
         self.due = _NOW
 
     def evacuate(self) -> None:
-        """Begin to move the held blocks that the shrinking pool takes out of use."""
+        """Begin to move the held blocks beyond the new end of the shrinking pool."""
         self.due = _NOW
 
     def on_resized(self) -> None:
@@ -154,7 +156,7 @@ class Defragmenter:
         return reports
 
     def plan(self, builder: PlanBuilder, num_in_flight: int) -> None:
-        """Add moves to a plan that is otherwise complete; call for every plan from `due` on.
+        """Add moves to a plan that is otherwise complete; call it for every plan from `due` on.
 
         Args:
             builder: The plan, which must be sent if it has copies.
@@ -214,7 +216,7 @@ class Defragmenter:
             self.num_moved += num_moved
             current.last_step = builder.step_id
         elif builder.step_id - num_in_flight > (current.last_step or 0):
-            # The old blocks are free now
+            # Every step that moved blocks has a result, so the old blocks are free now.
             self._pass = None
             if current.evacuates:
                 return
@@ -263,7 +265,7 @@ class Defragmenter:
         """Return the block to move `src` to, if any, and whether that block is cached."""
         if (free := self._pool.allocate_before(current.border)) is not None:
             return free, False
-        if current.evacuates:  # there is a free block, unless unclaimed rows hold too many
+        if current.evacuates:  # a block is available, unless unclaimed rows hold too many
             has_room = self._pool.num_free + self._pool.num_cached > 0
             return (self._pool.allocate(1)[0] if has_room else None), False
         while current.free_targets:

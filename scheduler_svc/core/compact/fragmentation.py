@@ -15,7 +15,7 @@ _MEDIUM, _HIGH = 0.2, 0.5
 
 
 class FragmentationLevel(StrEnum):
-    """The rate in words: LOW < 0.2 <= MEDIUM < 0.5 <= HIGH."""
+    """The fragmentation rate in words: LOW < 0.2 <= MEDIUM < 0.5 <= HIGH."""
 
     LOW = "low"
     MEDIUM = "medium"
@@ -24,7 +24,7 @@ class FragmentationLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """How a pool's available blocks are scattered; here "free" includes cached blocks."""
+    """How scattered a pool's available blocks are; here "free" includes cached blocks."""
 
     num_free_blocks: int
     longest_free_run: int
@@ -32,7 +32,7 @@ class Fragmentation:
 
     @property
     def rate(self) -> float:
-        """Share of the free blocks outside the longest run; 0 if no block is free."""
+        """The share of the free blocks that is not in the longest run; 0 if no block is free."""
         if not self.num_free_blocks:
             return 0.0
         return (self.num_free_blocks - self.longest_free_run) / self.num_free_blocks
@@ -46,23 +46,23 @@ class Fragmentation:
 
 @dataclass(frozen=True, slots=True)
 class SpaceReport:
-    """How well a core uses its blocks."""
+    """How well a core uses its device and host blocks."""
 
     device: Fragmentation
     host: Fragmentation
     num_slots_held: int
     """Slots in the block tables of running sequences; a shared block counts once per table."""
     num_slots_written: int
-    """Slots with KV, without those that decodes in flight write."""
+    """Number of these slots that have KV, except slots that decodes in flight write."""
 
     @property
     def occupancy(self) -> float:
-        """Share of held slots that are written; 1 if nothing runs."""
+        """The share of held slots that have KV; 1 if nothing runs."""
         return self.num_slots_written / self.num_slots_held if self.num_slots_held else 1.0
 
 
 def measure(ref_counts: Int32Array) -> Fragmentation:
-    """Measure a pool from `ref_counts`, int32[N]: the number of holders of each block."""
+    """Measure a pool; `ref_counts`, int32[N], is the number of holders of each block."""
     held = np.flatnonzero(ref_counts)
     ends = np.concatenate(([-1], held, [len(ref_counts)]))
     return Fragmentation(

@@ -5,10 +5,11 @@ To grow, the worker allocates memory first; then the core calls `resize`. To shr
     shrink      takes the blocks from the new end on out of use. Free blocks are retired at once.
                 Cached blocks are demoted, as many as one step can take. The defragmenter moves held
                 blocks below the end; if there is no room, sequences are preempted first.
-    is_shrunk   no block beyond the end is held, the worker knows which rows were released, and all
-                steps that may have touched these blocks have results. Now the worker frees them.
-    resize      sets the new size if the worker has freed the blocks. If it has not, `resize` sets
-                the old size, and the blocks are in use again.
+    is_shrunk   becomes true when no block beyond the end is held, the worker knows which rows were
+                released, and all steps that may have touched these blocks have results. Then the
+                worker frees the blocks.
+    resize      is called with the new size if the worker has freed the blocks. Otherwise it is
+                called with the old size, and the blocks are in use again.
 """
 
 from itertools import chain
@@ -42,7 +43,7 @@ class Resizing:
         moves: Moves,
     ) -> None:
         self.is_shrinking = False
-        """Whether `shrink` was called and `resize` was not called yet."""
+        """Whether `shrink` has been called, but `resize` not yet."""
         self._config = config
         self._pool = pool
         self._pins = pins
@@ -52,10 +53,10 @@ class Resizing:
         self._live = live
         self._moves = moves
         self._last_step: StepId | None = None
-        """The last step that may touch the leaving blocks; None: not known yet."""
+        """The last step that may touch the blocks beyond the new end; None: not known yet."""
 
     def check(self, num_blocks: int) -> None:
-        """Check a new size against the limits and the live requests; changes nothing.
+        """Check a new pool size against the limits and the live requests; change nothing.
 
         Raises:
             ResizeRefusedError: The message names the limit.
@@ -89,12 +90,12 @@ class Resizing:
                 ) from None
 
     def shrink(self, num_blocks: int) -> None:
-        """Start to shrink the device pool to `num_blocks` blocks; it ends when `is_shrunk`.
+        """Start to shrink the device pool to `num_blocks`; it is done when `is_shrunk` is true.
 
         The blocks numbered `num_blocks` and above are retired.
 
         Raises:
-            ResizeRefusedError: As in `check`; nothing has changed.
+            ResizeRefusedError: `check` refuses the size; nothing has changed.
         """
         self.check(num_blocks)
         self.is_shrinking, self._last_step = True, None
@@ -104,28 +105,28 @@ class Resizing:
 
     @property
     def is_shrunk(self) -> bool:
-        """Whether no step can touch the leaving blocks any more."""
+        """Whether no step can touch the blocks beyond the new end any more."""
         last = self._last_step
         return last is not None and self._steps.last_answered >= last
 
     @property
     def num_leaving_blocks(self) -> int:
-        """Number of leaving blocks that are still held."""
+        """Number of blocks beyond the new end that are still held."""
         return self._pool.num_leaving
 
     def resize(self, num_blocks: int) -> None:
         """Set the number of device blocks that the worker has; lower it only after `is_shrunk`.
 
-        Blocks below `num_blocks` that `shrink` took out of use are in use again.
+        Blocks below `num_blocks` that `shrink` took out of use can be allocated again.
         """
         self.is_shrinking, self._last_step = False, None
         self._pool.resize(num_blocks)
         self._defragmenter.on_resized()
 
     def on_planned(self) -> None:
-        """Record the last step once no leaving block is held; call after each plan.
+        """Record the step sent last, once no block beyond the new end is held.
 
-        The plans sent so far include all changes that name leaving blocks.
+        Call this method after each plan. No later plan names these blocks.
         """
         if self._last_step is None and not self._pool.num_leaving:
             self._labels.forget({*range(self._pool.num_usable, self._pool.num_blocks)})

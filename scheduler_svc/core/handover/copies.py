@@ -12,9 +12,9 @@ the contents, and calls both cores in this order:
             after the results of both `ready_step`s the contents are copied
     end_loan                                 receive   the blocks can be found from now on
 
-For the duration of the copy, a loan holds the blocks that are read, and a reservation holds the
-blocks that are written. No sequence finds a copied block before `receive`, so KV that turns out to
-be wrong is never used.
+For the duration of the copy, a loan holds the blocks that are read, and a reservation (a `Room`)
+holds the blocks that are written. No sequence finds a copied block before `receive`, so KV that
+arrives damaged is never used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,10 +29,10 @@ from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 LoanId = NewType("LoanId", int)
-"""Identifies blocks that are being read at the source core."""
+"""Identifies a loan at the source core: blocks that are being read."""
 
 RoomId = NewType("RoomId", int)
-"""Identifies blocks that are being written at the target core."""
+"""Identifies a reservation at the target core: blocks that are being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Loan:
     host_block_ids: tuple[HostBlockId, ...]
     """Parallel to `hashes`."""
     ready_step: StepId
-    """After the result of this step the host blocks hold the KV."""
+    """The host blocks hold the KV after the result of this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Room:
     host_block_ids: tuple[HostBlockId, ...]
     """Parallel to `hashes`."""
     ready_step: StepId
-    """After the result of this step, no other step reads or writes these blocks."""
+    """No step reads or writes these blocks any more after the result of this step."""
 
 
 class Copies:
@@ -81,11 +81,12 @@ class Copies:
     # --- source core ----------------------------------------------------------------------------
 
     def lend(self, hashes: Sequence[BlockHash]) -> Loan:
-        """Hold blocks on the host; copy blocks that only the device has to the host first.
+        """Hold blocks on the host to be read; copy blocks that only the device has there first.
 
-        Stops at the first block that neither pool has, that the host has no room for, or that would
-        be one copy more than `max_swap_blocks`. Copies nothing while swap-ins are pending: a step
-        cannot copy in both directions, and sequences wait for the swap-ins.
+        The loan has only the blocks before the first one that neither pool has, for which the host
+        has no room, or that would be one copy more than `max_swap_blocks`. Nothing is copied while
+        swap-ins are pending: a step cannot copy in both directions, and sequences wait for the
+        swap-ins.
         """
         num_left = 0 if self._tier.has_unsent_swap_ins else self._max_copied
         held: list[HostBlockId] = []
@@ -105,23 +106,23 @@ class Copies:
         return loan
 
     def end_loan(self, loan_id: LoanId) -> None:
-        """Give up blocks that are no longer read."""
+        """Release the blocks of a loan, which are no longer read."""
         self._tier.pool.drop(self._loans.pop(loan_id).host_block_ids)
 
     # --- target core ----------------------------------------------------------------------------
 
     def missing(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
-        """Return the hashes that neither device nor host has; changes nothing."""
+        """Return the hashes that neither the device nor the host has; change nothing."""
         pools = (self._pool, self._tier.pool)
         return [each for each in hashes if not any(pool.find([each]) for pool in pools)]
 
     @property
     def num_expectable(self) -> int:
-        """How many blocks `expect` can reserve now: half of the available ones, to leave room."""
+        """How many host blocks `expect` can reserve now: half of the available ones."""
         return self._tier.pool.num_available // 2
 
     def expect(self, hashes: Sequence[BlockHash]) -> Room:
-        """Reserve host blocks for the first `num_expectable` of `hashes`, which must be missing."""
+        """Reserve host blocks for the first `num_expectable` of `hashes`, all of them `missing`."""
         taken = tuple(hashes[: self.num_expectable])
         blocks = tuple(self._tier.take_free() for _ in taken)
         room = Room(RoomId(self._begin()), taken, blocks, self._step_of_last_move)
@@ -147,7 +148,7 @@ class Copies:
 
     @property
     def _step_of_last_move(self) -> StepId:
-        """As in `Moves`."""
+        """The step after whose result all block moves requested so far are done."""
         last = self._steps.last
         return StepId(last + 1) if self._tier.has_moves else last
 

@@ -17,7 +17,7 @@ ImportId = NewType("ImportId", int)
 
 @dataclass(frozen=True, slots=True)
 class MovableRequest:
-    """A live request, and the sizes that another core must have to run it."""
+    """A live request, and the sizes that decide whether another core has room for it."""
 
     source: SourceId
     first_seq_key: SeqKey
@@ -29,9 +29,9 @@ class MovableRequest:
     num_device_blocks: int
     """Device blocks that these sequences hold now."""
     max_total_tokens: int
-    """The length, prompt and output together, at which a sequence ends."""
+    """The length of prompt and output together at which each sequence ends."""
     max_device_blocks: int
-    """Device blocks of all sequences at their maximum length."""
+    """Device blocks that all sequences together need at their maximum length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,12 @@ class CopyProgress:
 
     live: MovableRequest
     can_copy: bool
-    """Whether `Copies` can copy its blocks, which must be found by their hashes."""
+    """Whether `Copies` can copy the request's blocks; `Copies` finds them by their hashes."""
     hashes: tuple[BlockHash, ...]
-    """The hashes of its full blocks, including blocks that steps in flight compute."""
+    """The hashes of the request's full blocks, including blocks that steps in flight compute."""
     decodes: bool
-    """Whether some of its sequences run, each running one has gained a token, and it can leave."""
+    """Whether the request can leave, some of its sequences run, and each of them has gained a
+    token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,16 @@ class MovedSequence:
 
     output_index: int
     host_block_ids: tuple[HostBlockId, ...]
-    """The source core's host blocks with its KV; empty: its tokens are computed again."""
+    """The source core's host blocks with the sequence's KV; empty: the target core computes its
+    tokens again."""
     num_computed_tokens: int
-    """Tokens with KV in the blocks; without blocks: tokens that had been computed once."""
+    """Tokens with KV in the blocks. Without blocks: tokens that the source core had computed."""
     num_charged_tokens: int
-    """How many of its first prompt tokens the source core's policy has charged for."""
+    """How many of the first prompt tokens the source core's policy has charged for."""
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache at its first admission."""
+    """Prompt tokens found in the prefix cache when the sequence was first admitted."""
     was_admitted: bool
-    """Whether its source has been informed that it left the queue."""
+    """Whether the router has been told that the sequence left the queue."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,9 +71,9 @@ class MovedRequest:
     """A request that the source core hands over, with all data that the target core needs."""
 
     request: Request
-    """The request, with the tokens so far as `outputs`."""
+    """The request; its `outputs` are the tokens generated so far."""
     arrived: float
-    """When it was submitted; both cores use the same clock."""
+    """When the request was submitted; both cores use the same clock."""
     block_size: int
     bytes_per_block: int
     sequences: tuple[MovedSequence, ...]
@@ -90,7 +92,7 @@ class Export:
     export_id: ExportId
     moved: MovedRequest
     ready_step: StepId
-    """After the result of this step the host blocks hold the KV."""
+    """The host blocks hold the KV after the result of this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,6 @@ class Import:
 
     import_id: ImportId
     host_block_ids: tuple[HostBlockId, ...]
-    """Blocks for its KV, parallel to `MovedRequest.host_block_ids`."""
+    """Blocks for the request's KV, parallel to `MovedRequest.host_block_ids`."""
     ready_step: StepId
-    """After the result of this step nothing else reads or writes these blocks."""
+    """No step reads or writes these blocks any more after the result of this step."""

@@ -5,11 +5,12 @@ the contents, and calls both cores in this order:
 
     source core                              target core
 
-    begin_export   it waits, KV on the host
+    begin_export   the request waits, with its KV on the host
                                              begin_import   host blocks are reserved
             after the results of both `ready_step`s the contents are copied
-    end_export     it is removed
-                                             end_import     it waits, KV on the host
+    end_export     the request is removed
+                                             end_import     the request waits, with its KV
+                                                            on the host
 
 The request belongs to the source core until `end_export`, and to the target core from `end_import`
 on, which must follow at once. Before `end_export` the move can be given up, and the request
@@ -51,7 +52,7 @@ from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 _WITH_KV_BELOW = frozenset({SeqStatus.SWAPPED, SeqStatus.FETCHING})
-"""The states in which a sequence has KV of its own on the host or the disk, or waits for it."""
+"""The states in which a sequence has its own KV on the host or the disk, or waits for its load."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,14 +106,15 @@ class Moves:
     # --- finding requests to move ---------------------------------------------------------------
 
     def find_requests(self, request_id: str | None = None) -> list[MovableRequest]:
-        """Return the live requests with `request_id`, which several routers may use; None: all."""
+        """Return all live requests with this id, or all live ones; routers may use the same id."""
         seqs = [seq for seq in self._live if request_id in (None, seq.request.request_id)]
         return [self._describe(group) for group in _by_request(seqs)]
 
     def first_swapped(self) -> MovableRequest | None:
-        """Return the first request in order that waits as a whole and has swapped KV, if any.
+        """Return the first request that waits as a whole and has a SWAPPED sequence, if any.
 
-        `begin_export` may still refuse it, because some of its KV is on the disk.
+        "First" is in the order of the queue. `begin_export` may still refuse the request, because
+        some of its KV is on the disk.
         """
         swapped = [seq for seq in self._live if seq.status is SeqStatus.SWAPPED]
         for first in sorted(swapped, key=self._queue.sort_key):
@@ -122,7 +124,7 @@ class Moves:
         return None
 
     def find_running(self) -> list[tuple[SourceId, SeqKey]]:
-        """Return source and first key of all running requests of kinds that can move."""
+        """Return the source and first key of each running request of a kind that can move."""
         requests = dict.fromkeys(
             seq.request
             for seq in self._running
@@ -131,7 +133,7 @@ class Moves:
         return [(request.source, request.first_seq_key) for request in requests]
 
     def progress(self, source: SourceId, first_seq_key: SeqKey) -> CopyProgress | None:
-        """Return the state of a request before its move; None: it has ended, or is leaving."""
+        """Return the state of a request before its move; None if it has ended or is leaving."""
         seqs = self._group(source, first_seq_key)
         if not seqs or any(seq.status is SeqStatus.MIGRATING for seq in seqs):
             return None
@@ -151,7 +153,8 @@ class Moves:
     ) -> Export:
         """Preempt a live request, swap its KV to the host, and take it out of the queue.
 
-        Without `keeps_kv` a running request drops its KV; the target core has a copy (`Copies`).
+        Without `keeps_kv`, a running request drops its KV, because the target core already has a
+        copy of it (`Copies`).
 
         Raises:
             MigrationRefusedError: The request cannot leave now; nothing has changed.
@@ -181,10 +184,10 @@ class Moves:
         return Export(export_id, moved, self._step_of_last_move)
 
     def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
-        """Remove a request, or queue it here again; its host blocks are no longer read.
+        """Remove an exported request, or queue it here again; release the host blocks to copy.
 
         Returns:
-            The output indices of its sequences that have not ended since `begin_export`.
+            The output indices of the sequences that have not ended since `begin_export`.
         """
         leaving = self._exports.pop(export_id)
         seqs = [seq for seq in leaving.seqs if seq.status is SeqStatus.MIGRATING]
@@ -217,8 +220,8 @@ class Moves:
         """Queue the sequences that have arrived; free the blocks reserved for the others.
 
         Args:
-            import_id: The import. Its contents have arrived, unless `output_indices` is empty.
-            output_indices: The result of `end_export`; empty: the request does not arrive.
+            import_id: The import. Its blocks have been copied, unless `output_indices` is empty.
+            output_indices: The result of `end_export`; empty: the move was given up.
 
         Returns:
             The sequences that have arrived.
@@ -281,7 +284,7 @@ class Moves:
     def _step_of_last_move(self) -> StepId:
         """The step after whose result all block moves requested so far are done.
 
-        Moves that have not been sent go with the next plan.
+        Block moves that have not been sent are part of the next plan.
         """
         last = self._steps.last
         return StepId(last + 1) if self._tier.has_moves else last
@@ -306,7 +309,7 @@ class Moves:
         )
 
     def _decodes(self, seqs: list[Sequence]) -> bool:
-        """As `CopyProgress.decodes`; false if a step in flight samples a last token."""
+        """Return `CopyProgress.decodes`; false if a step in flight samples a last token."""
         running = [seq for seq in seqs if seq.row is not None]
         if not running:
             return False
@@ -314,7 +317,7 @@ class Moves:
             if seq.row is None or self._rows.num_tokens(seq.row) == len(seq.token_ids):
                 return False
             if seq.last_step is not None and seq.last_step <= self._steps.last:
-                return False  # a step in flight samples its last token
+                return False  # a step in flight samples the sequence's last token
         try:
             self._check_can_leave(seqs)
         except MigrationRefusedError:

@@ -2,28 +2,29 @@
 
 The core uses each part of the worker's report as follows:
 
-    a row            the tokens and block table of a sequence. A row is *unclaimed* until a request
-                     with its identity is submitted again. Then the sequence continues in the same
-                     blocks, and computes nothing again. If no block is available for its next
-                     token, it is treated as preempted: it waits with its KV on the host; or it
-                     computes its tokens again, if the host has no room or computing is faster.
-    a search         from its state the search continues as after a preemption.
-    swapped blocks   labels of host and disk blocks, including a partial last block. The tokens of
-                     the resubmitted request lead to the same hashes, and the sequence is SWAPPED
-                     again. Without a prefix cache the hashes are unique to the sequence. A block
-                     with tokens that the router has not received cannot be found in this way, so
-                     its tokens, less than a block, are computed again.
+    a row            has the tokens and block table of a sequence. A row is *unclaimed* until a
+                     request with its identity is submitted again. Then the sequence continues in
+                     the same blocks, and computes nothing again. If no block is available for its
+                     next token, the sequence is treated as preempted: it waits with its KV on the
+                     host; or it computes its tokens again, if the host has no room or computing is
+                     faster.
+    a search         has a saved state, from which the search continues as after a preemption.
+    swapped blocks   are host and disk blocks with labels, including a partial last block. The
+                     tokens of the resubmitted request lead to the same hashes, and the sequence is
+                     SWAPPED again. Without a prefix cache the hashes are unique to the sequence. A
+                     block with tokens that the router has not received cannot be found in this
+                     way, so its tokens, less than a block, are computed again.
     labelled blocks  become cached blocks, so that the prefix cache is as before, in all tiers.
     pins             stay for the rest of their time.
 
 Unclaimed blocks and rows stay reserved for `claim_s`. Once `REUNION_S` have passed, they are freed
-earlier, one row at a time, but only if otherwise nothing could run. If they were freed sooner, the
-first resubmitted request could take the blocks of the second, because requests are submitted one by
-one. When a row is freed, its labelled blocks stay cached and the others become free.
+earlier, one row at a time, but only if nothing could run otherwise. Before `REUNION_S`, the first
+resubmitted request could take the blocks of the second, because requests are submitted one by one.
+When a row is freed, its labelled blocks stay cached and the others become free.
 
 The worker may have sampled tokens that the router has not received. The core reports these tokens
 with their log-probabilities, so that they are not computed again. If the worker has not kept all of
-their log-probabilities, the tokens are drawn again; they are the same.
+the log-probabilities, the tokens are drawn again, with the same result.
 """
 
 from collections.abc import Callable
@@ -59,12 +60,12 @@ from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 REUNION_S = 2.0
-"""Seconds in which no other sequence gets unclaimed blocks, even if blocks are short. Routers
+"""For this many seconds no other sequence gets unclaimed blocks, even if blocks are short. Routers
 usually resubmit their live requests within this time. Chosen, not measured."""
 
 
 class Takeover:
-    """The unclaimed rows, and the sequences that claim them."""
+    """Holds the unclaimed rows, and lets new sequences claim them."""
 
     def __init__(
         self,
@@ -81,13 +82,13 @@ class Takeover:
         host_room: HostRoom,
         finish: Callable[..., list[Finished]],
     ) -> None:
-        """`finish` is `Scheduler._finish`."""
+        """Begin without unclaimed rows; `finish` is `Scheduler._finish`."""
         self.num_recomputed_tokens = 0
-        """Tokens that the worker had computed before, and that adopted sequences compute again."""
+        """Number of tokens that adopted sequences compute again, because their KV was lost."""
         self.num_adopted_tokens = 0
-        """Tokens of adopted sequences whose KV the worker still held."""
+        """Number of tokens of adopted sequences whose KV the worker still held."""
         self.expires_at = float("inf")
-        """Time from which `expire` must be called."""
+        """The time at which `expire` must be called."""
         self._config = config
         self._groups = groups
         self._pool = pool
@@ -102,13 +103,14 @@ class Takeover:
         self._unclaimed: dict[bytes, list[HeldRow]] = {}  # by identity
         self._kept_until = 0.0
         self._unreported: list[tuple[Sequence, Int32Array, tuple[StepLogprob, ...]]] = []
-        """Sampled tokens that the sources have not received, with requested log-probabilities."""
+        """Sampled tokens that the sources have not received, with their log-probabilities if the
+        request asks for them."""
         self._ended: list[Finished] = []
 
     # --- unclaimed rows -------------------------------------------------------------------------
 
     def inherit(self, holdings: Holdings, now: float) -> None:
-        """Take over the worker's rows and blocks; call once, before all other methods."""
+        """Take over the worker's rows and blocks; call this once, before all other methods."""
         for row in holdings.rows[: self._config.max_num_seqs]:
             self._unclaimed.setdefault(row.identity, []).append(row)
         self._kept_until = now + REUNION_S
@@ -135,15 +137,15 @@ class Takeover:
         return [block for row in self.unclaimed for block in self._held(row)]
 
     def expire(self) -> None:
-        """Free all unclaimed rows after `claim_s`."""
+        """Free all rows that are still unclaimed; call this after `claim_s`."""
         self.expires_at = float("inf")
         for row in self.unclaimed:
             self._free(row)
 
     def give_up_one(self, now: float) -> bool:
-        """Free one unclaimed row, so a queued sequence can run; return whether a row was freed.
+        """Free one unclaimed row so that a queued sequence can run; return whether one was freed.
 
-        In the first `REUNION_S` no row is freed.
+        No row is freed in the first `REUNION_S` seconds after `inherit`.
         """
         if not self._unclaimed or now < self._kept_until:
             return False
@@ -151,14 +153,14 @@ class Takeover:
         return True
 
     def num_held_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request have KV here that only this request can use.
+        """Return how many tokens of a request have KV that no other request can use.
 
         These are tokens of unclaimed rows, and, without a prefix cache, of swapped-out sequences.
         """
         return sum(self._num_held_tokens(request, index) for index in range(request.n))
 
     def take_adopted(self) -> StepEvents | None:
-        """Return the events of sequences adopted since the last call, if any."""
+        """Return the events of the sequences adopted since the last call, if there are any."""
         if not (self._unreported or self._ended):
             return None
         unreported, self._unreported = self._unreported, []
@@ -184,8 +186,8 @@ class Takeover:
     def with_separate_outputs(self, request: Request) -> Request:
         """Mark a request's outputs as diverged if one after the first has an unclaimed row.
 
-        Then no output forks from the first. The router may have received no token yet, although the
-        outputs have diverged.
+        Diverged outputs do not fork from the first one. The outputs may have diverged at the worker
+        although the router has not received any token yet.
         """
         may_fork = request.beam is None and not request.outputs and request.n > 1
         if may_fork and any(self._find_row(request, index) for index in range(1, request.n)):
@@ -194,11 +196,11 @@ class Takeover:
         return request
 
     def adopt(self, seq: Sequence) -> bool:
-        """Give a new sequence its KV, if the worker holds some.
+        """Give a new sequence its KV if the worker still holds it.
 
         Returns:
-            Whether the sequence runs, waits SWAPPED in the queue, or has ended. Otherwise the
-            caller must queue it; this is always so for a search, even with a restored state.
+            Whether the sequence now runs, waits SWAPPED in the queue, or has ended. If false, the
+            caller must queue it. Always false for a search, even if its state was restored.
         """
         if seq.group is not None:
             self._resume_search(seq, seq.group)
@@ -214,7 +216,7 @@ class Takeover:
         return next((row for row in rows if _is_same(row.token_ids, known)), None)
 
     def _resume_search(self, leader: Sequence, group: BeamGroup) -> None:
-        """Restore the state of a search; admission finds its KV, or it is computed again."""
+        """Restore the state of a search; admission will look up its KV or compute it again."""
         row = self._find_row(leader.request, 0)
         if row is None:
             return
@@ -234,7 +236,7 @@ class Takeover:
         return 0 if kv is None else kv.num_tokens
 
     def _adopt_running(self, seq: Sequence) -> bool:
-        """Let a sequence continue in its row's blocks, or end; return False if it cannot."""
+        """Continue a sequence in the blocks of its row, or end it; return False if impossible."""
         row = self._find_row(seq.request, seq.output_index)
         if row is None or len(row.token_ids) > seq.max_total_tokens:
             return False
@@ -259,14 +261,14 @@ class Takeover:
         return self._continue(seq, row)
 
     def _continue(self, seq: Sequence, row: HeldRow) -> bool:
-        """Start a sequence in the blocks of its row; the sequence owns the blocks from now on.
+        """Start a sequence in the blocks of its row; from now on the sequence holds the blocks.
 
         If the last block is shared, the sequence gets a copy of it. Blocks without computed tokens
         are dropped, and missing blocks are allocated. If too few are available, the sequence waits
         with its KV on the host.
 
         Returns:
-            False if the KV cannot be used, or the host has no room for it; the row is freed then.
+            Whether the sequence runs or waits with its KV on the host. If not, the row was freed.
         """
         num_computed = min(row.num_computed_tokens, len(seq.token_ids) - 1)
         if self._groups.has_states and (row.has_stopped or num_computed != row.num_computed_tokens):
@@ -317,7 +319,7 @@ class Takeover:
 
     def _adopt_swapped(self, seq: Sequence) -> bool:
         """Queue a sequence as SWAPPED if host and disk hold its KV; return whether they do."""
-        if self._groups.has_states:  # only full blocks are useful, and admission finds those
+        if self._groups.has_states:  # only full blocks are useful, and admission finds full blocks
             return False
         size = self._config.block_size
         kv = self._find_swapped(seq.request, seq.output_index, seq.block_hashes)
@@ -340,7 +342,7 @@ class Takeover:
         return True
 
     def _wait_swapped(self, seq: Sequence, num_computed: int) -> None:
-        """Queue a new sequence whose blocks on host and disk hold KV of `num_computed` tokens."""
+        """Queue a new sequence; its host and disk blocks hold the KV of `num_computed` tokens."""
         self.num_recomputed_tokens += max(0, seq.num_computed_tokens - num_computed)
         self.num_adopted_tokens += num_computed
         seq.num_computed_tokens = num_computed
@@ -352,10 +354,10 @@ class Takeover:
     def _find_swapped(
         self, request: Request, output_index: int, chain: list[BlockHash]
     ) -> "_SwappedKv | None":
-        """Search host and disk for an output's KV up to its last block, full or partial.
+        """Look on host and disk for the KV of an output, up to its last block, full or partial.
 
-        With a prefix cache the result is None if the worker has only full blocks or only a prompt,
-        because admission finds these.
+        With a prefix cache, the result is None if the worker has only full blocks or only a prompt,
+        because admission finds such blocks by itself.
 
         Args:
             request: The request.
@@ -391,7 +393,7 @@ class Takeover:
     def _find_swapped_places(
         self, known: Int32Array, chain: list[BlockHash], root: BlockHash
     ) -> "_SwappedKv | None":
-        """As `_find_swapped`, for several groups or windows."""
+        """Do the work of `_find_swapped` for a model with several KV groups or windows."""
         size = self._config.block_size
         num_full = (len(known) - 1) // size
         # A full last block would be shared, but the step writes to it, because it recomputes the
@@ -410,7 +412,7 @@ class Takeover:
         return None
 
     def _table(self, row: HeldRow) -> list[DeviceBlockId]:
-        """Return the block table of a row, without the blocks behind windows."""
+        """Return the block table of a row, with the null block in place of passed blocks."""
         table = [DeviceBlockId(block) for block in row.block_ids.tolist()]
         if self._groups.is_plain:
             return table
@@ -421,7 +423,7 @@ class Takeover:
         return self._groups.held(self._table(row))
 
     def _claim(self, row: HeldRow) -> None:
-        """Remove a row from the unclaimed ones; the caller owns its blocks now."""
+        """Remove a row from the unclaimed ones; the caller takes over its block references."""
         rows = self._unclaimed[row.identity]
         rows.remove(row)
         if not rows:
@@ -437,7 +439,7 @@ class Takeover:
 class _SwappedKv:
     host: list[HostBlockId]
     disk: list[DiskBlockId]
-    """The blocks that follow those on the host."""
+    """The disk blocks with the KV that follows the KV in `host`."""
     num_tokens: int
 
 
@@ -452,6 +454,6 @@ def _known_tokens(request: Request, output_index: int) -> Int32Array:
 
 
 def _is_same(one: Int32Array, other: Int32Array) -> bool:
-    """Whether one of two token sequences is a prefix of the other."""
+    """Return whether one of the two token arrays is a prefix of the other."""
     num_both = min(len(one), len(other))
     return bool((one[:num_both] == other[:num_both]).all())

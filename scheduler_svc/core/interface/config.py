@@ -14,7 +14,7 @@ class Eviction(StrEnum):
     LRU = "lru"
     """The block whose last holder dropped it longest ago."""
     LFU = "lfu"
-    """The block with the fewest hits since it was published; among equals as LRU."""
+    """The block with the fewest hits since it was published; ties are broken as in LRU."""
     FIFO = "fifo"
     """The block that became cached first; hits do not count."""
 
@@ -32,12 +32,12 @@ class PreemptionMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The sizes that a worker reports, and the operator's choices."""
+    """The configuration of a core: sizes that the worker reports, and the operator's choices."""
 
     num_blocks: int
     """Device blocks at the start; a resize may change their number."""
     block_size: int
-    """Token slots of a block."""
+    """Number of token slots in a block."""
     max_num_seqs: int
     """Number of rows: at most this many sequences run at once."""
     max_num_batched_tokens: int
@@ -51,8 +51,8 @@ class SchedulerConfig:
     min_prompt_tokens: int = 0
     """How many prompt tokens a step with decodes may always have, however long they take."""
     num_draft_tokens: int = 0
-    """The limit on draft tokens per sequence and step; less than `block_size`. A step may give a
-    sequence `num_draft_tokens` + 1 tokens."""
+    """The limit on draft tokens per sequence and step; less than `block_size`. A step yields at
+    most `num_draft_tokens` + 1 tokens for a sequence."""
     max_num_blocks: int | None = None
     """The greatest number of device blocks that a resize may set; None: the number is fixed."""
     min_num_blocks: int = 1
@@ -64,13 +64,13 @@ class SchedulerConfig:
     eviction: Eviction = Eviction.LRU
     """Which cached block is evicted first, in every tier."""
     max_pinned_share: float = 0.25
-    """Share of the device blocks that pins may hold together."""
+    """The limit on the share of the device blocks that all pins together hold."""
     max_tenant_pinned_share: float = 1.0
-    """Share of the device blocks that pins of one tenant may hold."""
+    """The limit on the share of the device blocks that the pins of one tenant hold."""
     defragment_interval_s: float = 10.0
-    """Seconds between two measurements of fragmentation; 0: never."""
+    """Seconds between two measurements of fragmentation; 0: it is never measured."""
     defragment_threshold: float = 1.0
-    """Fragmentation rate at which blocks are moved; rates are below 1."""
+    """The fragmentation rate from which on blocks are moved; a rate is always below 1."""
     max_defragment_moves: int = 32
     """The limit on blocks that defragmentation moves in one step."""
     watermark: float = 0.01
@@ -81,37 +81,38 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     """Host blocks; 0: there is no host tier."""
     host_is_device_memory: bool = False
-    """Whether host and device blocks share one memory, as on a CPU; then a swap frees no memory."""
+    """Whether host and device blocks are in the same memory, as on a CPU, where a swap frees no
+    memory."""
     bytes_per_block: int = 0
-    """Size of a block, in every tier."""
+    """Size of a block; it is the same in every tier."""
     swap_bytes_per_s: float = 0.0
-    """Measured rate of copies between device and host; 0: unknown."""
+    """The measured rate of copies between device and host; 0: unknown."""
     prefill_tokens_per_s: float = 0.0
-    """Measured rate of prefill; 0: unknown."""
+    """The measured rate of prefill; 0: unknown."""
     num_disk_blocks: int = 0
     """Disk blocks; 0: there is no disk tier. Needs a host tier."""
     disk_bytes_per_s: float = 0.0
-    """Measured rate of loads from the disk; 0: unknown."""
+    """The measured rate of loading blocks from the disk; 0: unknown."""
     max_disk_moves: int = 256
-    """The limit on disk loads in progress, and on disk stores; when as many stores are in progress,
-    evicted blocks are lost. Spills of preempted sequences are not limited, because their room is
-    needed at once."""
+    """The limit on disk loads in progress, and also on disk stores in progress. At the limit of
+    stores, blocks that the host evicts are lost. Spills of preempted sequences are not limited,
+    because their room is needed at once."""
     preemption_mode: PreemptionMode = PreemptionMode.COST
     """How to preempt sequences if there is a host tier."""
     max_swap_blocks: int = 256
     """The limit on blocks that one step swaps in, and on blocks that it demotes. Swap-outs of
     preempted sequences are not limited, because their room is needed at once."""
     long_prefill_threshold: int | None = None
-    """A sequence with more known tokens to compute counts as long: it leaves half of a step to
-    others, and short ones may overtake it. 0: no sequence counts as long. None: half of the tokens
-    that keep the device busy; a shorter prompt is computed in one step."""
+    """A sequence with more known tokens to compute than this is long: it leaves half of a step to
+    others, and short sequences may overtake it. 0: no sequence is long. None: half of the tokens
+    that keep the device busy, so that a shorter prompt is computed in one step."""
     max_long_prefills: int = 1
     """At most this many long sequences compute their known tokens at the same time."""
     claim_s: float = 10.0
-    """How long a new scheduler reserves the rows and blocks that the worker still holds, for
-    requests that routers submit again."""
+    """For how many seconds a new scheduler reserves the rows and blocks that the worker still
+    holds, for requests that routers submit again."""
     takes_whole_prompts: bool = False
-    """Whether a prompt must be computed in one step; needs a token budget of at least
+    """Whether a prompt must be computed in one step. If so, the token budget must be at least
     `max_model_len` - 1."""
     policy: str = "fcfs"
     """The scheduling policy, as a name or dotted path for `policies.loading.make_policy`."""
@@ -120,7 +121,7 @@ class SchedulerConfig:
 
     @property
     def has_windows(self) -> bool:
-        """As in `Limits`."""
+        """Whether the model has several KV groups, or one with a window."""
         return self.kv_windows != (None,)
 
     @property
@@ -132,8 +133,8 @@ class SchedulerConfig:
     def max_chunk(self) -> int | None:
         """The limit on the known tokens of one sequence in one step; None: the token budget.
 
-        With windows a sequence holds blocks for a whole chunk. So with windows, a chunk has at most
-        as many tokens as keep the device busy.
+        If KV groups have windows, a sequence holds blocks for a whole chunk. So a chunk then has at
+        most as many tokens as keep the device busy.
         """
         if self.takes_whole_prompts:
             return None
@@ -159,7 +160,7 @@ class SchedulerConfig:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Check the fields whose limits are other fields."""
+        """Check the fields whose limit depends on another field."""
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least "
@@ -216,7 +217,7 @@ _SHARES: Final = ("max_pinned_share", "max_tenant_pinned_share", "defragment_thr
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """A snapshot of a core between two steps. Counters count from the core's start."""
+    """A snapshot of a core's load between two steps. Counters count from the core's start."""
 
     num_running: int
     num_waiting: int
@@ -224,7 +225,7 @@ class SchedulerLoad:
     """Waiting sequences with their KV on the host or the disk."""
     max_num_seqs: int
     num_blocks: int
-    """Device blocks at present."""
+    """Number of device blocks at present."""
     num_free_blocks: int
     """Device blocks without content."""
     num_cached_blocks: int
@@ -242,7 +243,7 @@ class SchedulerLoad:
     num_recomputed_tokens: int
     """Tokens that sequences compute again, after a preemption or after a move to this core."""
     num_adopted_tokens: int
-    """Tokens of resubmitted sequences whose KV the worker still held."""
+    """Tokens of resubmitted sequences whose KV the worker still held from an earlier scheduler."""
     num_host_blocks: int
     num_free_host_blocks: int
     """Host blocks without content."""
@@ -257,7 +258,7 @@ class SchedulerLoad:
     num_promoted_blocks: int
     """Blocks that admission found on the host."""
     num_moved_blocks: int
-    """Blocks that defragmentation has moved; an exchange of two counts as two."""
+    """Blocks that defragmentation has moved; an exchange of two blocks counts as two."""
     num_defragmentations: int
     """Completed passes of defragmentation."""
     num_disk_blocks: int
@@ -276,9 +277,9 @@ class SchedulerLoad:
     memory_level: MemoryLevel = MemoryLevel.OK
     """How short the worker's memory is, as it last reported."""
     num_memory_preemptions: int = 0
-    """Preemptions because memory was short."""
+    """Number of preemptions because the worker's memory was short."""
 
     @property
     def is_memory_short(self) -> bool:
-        """Whether short memory limits how many sequences run."""
+        """Whether the memory level limits how many sequences run."""
         return self.memory_level is not MemoryLevel.OK

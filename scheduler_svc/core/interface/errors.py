@@ -1,4 +1,4 @@
-"""Errors of the core: refused requests, and broken invariants."""
+"""Errors of the core: refused calls, and broken invariants."""
 
 
 class RequestRefusedError(Exception):
@@ -10,11 +10,11 @@ class QueueFullError(RequestRefusedError):
 
 
 class TooManySequencesError(RequestRefusedError):
-    """A request has more sequences than may ever wait in the queue."""
+    """A request has more sequences than the queue can hold even when it is empty."""
 
 
 class RequestTooLongError(RequestRefusedError):
-    """A request could never finish, even alone."""
+    """A request is too long to finish, even if it ran alone."""
 
 
 class DeadlineError(RequestRefusedError):
@@ -22,7 +22,7 @@ class DeadlineError(RequestRefusedError):
 
 
 class ResizeRefusedError(Exception):
-    """The pool cannot have this size now; nothing changed."""
+    """The device pool cannot get the requested size now; nothing changed."""
 
 
 class MigrationRefusedError(Exception):

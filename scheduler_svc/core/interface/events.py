@@ -1,4 +1,4 @@
-"""Events of sequences, which the core reports to their sources after a step, and to traces."""
+"""Events of sequences, which the core reports to their routers after a step, and to traces."""
 
 from dataclasses import dataclass
 
@@ -17,9 +17,9 @@ class Started:
     source: SourceId
     seq_key: SeqKey
     num_computed_tokens: int
-    """Tokens whose KV it does not have to compute."""
+    """Tokens whose KV the sequence does not have to compute."""
     num_swapped_in_blocks: int
-    """Host blocks that are copied to its device blocks before it computes."""
+    """Host blocks that are copied to the device before the sequence computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Preempted:
     source: SourceId
     seq_key: SeqKey
     num_computed_tokens: int
-    """Tokens whose KV it had at that time."""
+    """Tokens whose KV the sequence had when it was preempted."""
     num_swapped_out_blocks: int
-    """Blocks that the next plan copies to the host. 0: the sequence computes its tokens again, or
-    its KV is on the host already."""
+    """Blocks that the next plan copies to the host. 0: the sequence will compute its tokens again,
+    or its KV is already on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Pinned:
     source: SourceId
     seq_key: SeqKey
     num_tokens: int
-    """How many of its first tokens are pinned."""
+    """How many of the sequence's first tokens are pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +67,18 @@ class Finished:
     error: str | None = None
     """The message, if the reason is ERROR."""
     token_ids: tuple[int, ...] = ()
-    """For a beam search: the output, whose tokens were not reported before."""
+    """For a beam search, all tokens of the output: they were not reported before. Otherwise
+    empty."""
     cumulative_logprob: float | None = None
     """The sum of the log-probabilities of `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepEvents:
-    """The events for the sources after a step's result.
+    """The events that the sources (routers) get after a step's result.
 
     `sources`, `seq_keys`, `token_ids` and `result_index` are parallel, one entry for each new
-    token. `result_index` is the token's index in `Result.sampled_rows`.
+    token. `result_index` is the index of the token in `Result.sampled_rows`.
     """
 
     sources: npt.NDArray[np.int32]
@@ -90,5 +91,5 @@ class StepEvents:
     pinned: tuple[Pinned, ...] = ()
     """Sequences whose prompt was pinned since the last events."""
     logprobs: tuple[tuple[int, StepLogprob], ...] = ()
-    """For tokens that come from `HeldRow`, not from a step: pairs of `result_index` and
-    log-probability."""
+    """Pairs of a `result_index` and a log-probability, only for tokens that come from a `HeldRow`,
+    not from a step."""

@@ -1,4 +1,4 @@
-"""Identifies a sequence to a later scheduler, and its swapped-out KV."""
+"""Identifies a sequence, and its swapped-out KV, so that a later scheduler can find them."""
 
 from hashlib import sha256
 
@@ -7,9 +7,9 @@ from scheduler_svc.core.interface.request import Request
 
 
 def swap_root(request: Request, output_index: int, *, has_prefix_cache: bool) -> BlockHash:
-    """Return the root hash of a swapped sequence's blocks, for a later scheduler to find them.
+    """Return the root hash of a swapped sequence's blocks, by which a later scheduler finds them.
 
-    Without a prefix cache the root is unique to the sequence, so that no other one finds its KV.
+    Without a prefix cache the root is unique to the sequence, so no other sequence finds its KV.
     """
     if has_prefix_cache:
         return root_hash(request.cache_salt)
@@ -20,8 +20,8 @@ def identity(request: Request, output_index: int) -> bytes:
     """Return 32 bytes that identify a sequence of `request` to a later scheduler.
 
     The identity covers the request's id, tenant, cache salt, sampling, search and limits, and the
-    number of its prompt tokens, but no tokens: callers compare or hash the tokens themselves. The
-    identity does not depend on the router, or on how many output tokens the router knows.
+    number of prompt tokens. It does not cover the tokens: callers compare or hash them. It does not
+    depend on the router, or on how many output tokens the router knows.
     """
     parts = (
         b"quire.v1.sequence\0",

@@ -11,10 +11,10 @@ _MARK: Final = "is_core_input"
 
 
 class Recorder(Protocol):
-    """Makes the calls of a core's inputs, and records them."""
+    """Makes the calls of a core's marked methods in the caller's place, and records them."""
 
     def call(self, method: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Return `method(*args, **kwargs)`; the first argument is the core."""
+        """Call `method(*args, **kwargs)` and return its result; the first argument is the core."""
 
 
 class Recordable(Protocol):
@@ -30,10 +30,10 @@ _Core = TypeVar("_Core", bound=Recordable)
 def core_input(
     method: Callable[Concatenate[_Core, _P], _R],
 ) -> Callable[Concatenate[_Core, _P], _R]:
-    """Let the core's recorder, if it has one, make the calls of this method.
+    """Mark a method as an input; its calls go through the core's recorder, if there is one.
 
-    A core's plans follow from its configuration and the calls of marked methods. Marked methods
-    must not call each other, because the inner call would be recorded, too.
+    A core's plans follow from its configuration and the calls of its marked methods. A marked
+    method must not call another one, because the inner call would be recorded, too.
     """
 
     @functools.wraps(method)

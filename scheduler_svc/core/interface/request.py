@@ -16,7 +16,7 @@ SeqId = NewType("SeqId", int)
 """Identifies a sequence; unique over the life of a scheduler core."""
 
 SourceId = NewType("SourceId", int)
-"""Identifies a router's stream; the engine assigns the numbers."""
+"""Identifies the stream of one router (its *source*); the engine assigns the numbers."""
 
 SeqKey = NewType("SeqKey", int)
 """Identifies a sequence at its source; unique within the source."""
@@ -24,7 +24,7 @@ SeqKey = NewType("SeqKey", int)
 
 @dataclass(frozen=True, slots=True)
 class OutputSoFar:
-    """The tokens that one sequence of a resubmitted request has produced before."""
+    """The tokens that a sequence of a resubmitted request produced before it was resubmitted."""
 
     token_ids: npt.NDArray[np.int32]
     finished: bool
@@ -32,12 +32,12 @@ class OutputSoFar:
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """The search parameters of a request."""
+    """The beam search parameters of a request."""
 
     width: int
-    """Number of beams, and of hypotheses to keep; at least 2."""
+    """Number of beams, and also of hypotheses to keep; at least 2."""
     end_token_ids: tuple[int, ...]
-    """Tokens that end an output; distinct."""
+    """The tokens that end an output, without repeats."""
     length_penalty: float = 1.0
     """A hypothesis's score is its log-probability ÷ (number of output tokens ^ length_penalty)."""
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
@@ -70,15 +70,16 @@ class Request:
     min_tokens: int = 0
     """The least number of tokens that each sequence produces, unless it is cancelled."""
     priority: int = 0
-    """Higher goes first, if the policy uses priorities. Other policies only put the lowest last."""
+    """A higher priority goes first, if the policy uses priorities. Under other policies, only the
+    lowest priority matters: it goes last."""
     tenant: str = ""
     deadline: float | None = None
-    """When the request expires, in the caller's seconds; None: never."""
+    """When the request expires, in seconds of the caller's clock; None: never."""
     reads_prefix_cache: bool = True
-    """Whether it may use cached KV; otherwise its whole prompt is computed."""
+    """Whether the request may use cached KV; if not, its whole prompt is computed."""
     pools: bool = False
     """Whether the worker computes an embedding or a score of the prompt instead of drawing tokens.
-    To the core this is a request for one token. Its sequence starts over when it loses its row or
+    The core treats it as a request for one token. Its sequence starts over when it loses its row or
     its scheduler, because the worker keeps the unfinished result with the row."""
     cache_pin_s: float | None = None
     """How long the prompt's full blocks are pinned after they are computed; None: no pin."""
@@ -86,9 +87,10 @@ class Request:
     """If set, search for the `n` likeliest outputs instead of sampling. `sampling` then asks the
     worker for candidates and has no end tokens."""
     outputs: tuple[OutputSoFar, ...] = ()
-    """For a resubmitted request: one entry per sequence; the entries of a search have no tokens."""
+    """One entry per sequence of a resubmitted request; a search's entries have no tokens. Empty
+    for a new request."""
 
     @property
     def is_background(self) -> bool:
-        """Whether it has the lowest priority, as the requests of batches have."""
+        """Whether the request has the lowest priority, like all requests of a batch."""
         return self.priority == -MAX_PRIORITY

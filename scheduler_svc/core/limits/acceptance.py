@@ -22,22 +22,22 @@ from scheduler_svc.core.space.kv_groups import KvGroups
 
 @dataclass(frozen=True, slots=True)
 class WorkerRates:
-    """The best measured speed of a worker; a busy worker is slower. None: unknown."""
+    """The best measured speed of a worker; a busy worker is slower."""
 
     prefill_tokens_per_s: float | None = None
-    """Prompt tokens computed per second."""
+    """Prompt tokens that the worker computes per second; None: unknown."""
     step_s: float | None = None
-    """Seconds of a step that computes one token for each sequence."""
+    """Seconds of a step that computes one token for each sequence; None: unknown."""
 
     def least_s(self, num_prompt_tokens: int, num_steps: int) -> float | None:
-        """Return a lower bound on the seconds for the prompt and the steps; None: unknown."""
+        """Return a lower bound on the seconds for this much work; None if a rate is unknown."""
         if self.prefill_tokens_per_s is None or self.step_s is None:
             return None
         return num_prompt_tokens / self.prefill_tokens_per_s + num_steps * self.step_s
 
 
 def max_request_len(num_blocks: int, config: SchedulerConfig) -> int:
-    """Return the greatest length of a sequence that can finish with all `num_blocks` blocks."""
+    """Return the length of the longest sequence that can finish with all `num_blocks` blocks."""
     if not config.has_windows:
         return min(config.max_model_len, num_blocks * config.block_size)
     groups = KvGroups(config)
@@ -77,7 +77,7 @@ def check_queue(request: Request, num_waiting: int, max_waiting: int) -> None:
 
     Raises:
         TooManySequencesError: The request has more sequences than the queue may ever hold.
-        QueueFullError: The queue is full. Resubmitted requests are never refused for this.
+        QueueFullError: The queue is full. A resubmitted request is never refused for this reason.
     """
     if request.outputs:
         return
@@ -104,10 +104,10 @@ def check_deadline(
     Args:
         request: The request.
         now: The time, on the clock of the deadline.
-        rates: The worker's rates.
+        rates: The best measured speed of the worker.
         config: The core's configuration, which has the number of draft tokens.
-        count_cached_tokens: Returns how many of the prompt's tokens need not be computed; called
-            only if the result depends on it.
+        count_cached_tokens: Returns how many of the prompt's tokens need not be computed. It is
+            called only if the result depends on this number.
 
     Raises:
         DeadlineError: The request could not meet its deadline; the message has the numbers.
@@ -141,7 +141,7 @@ def _check_search(request: Request, width: int, num_blocks: int, config: Schedul
     if request.max_tokens > 1:
         num_shared = num_prompt_tokens // config.block_size
         num_needed = num_shared + width * (num_needed - num_shared)
-    if config.has_windows:  # then, in the worst case, beams share nothing
+    if config.has_windows:  # in the worst case, beams share nothing
         groups = KvGroups(config)
         num_longest = groups.num_needed(num_prompt_tokens + request.max_tokens)
         num_needed = groups.num_null + width * num_longest

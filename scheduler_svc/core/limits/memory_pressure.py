@@ -14,12 +14,12 @@ not measured."""
 class Pressure:
     """The memory level, and the bound on running sequences that follows from it.
 
-    WARNING     as many sequences as ran when the level rose; one that ends makes room for another
-    CRITICAL    half as many as run; halved again after each ten seconds at this level
-    OK          no bound
+    WARNING     as many sequences may run as ran when the level rose
+    CRITICAL    half of the running sequences may run; halved again every ten seconds
+    OK          there is no bound
 
-    One sequence, or one search, may always run. When the level falls from CRITICAL to WARNING the
-    bound stays; if the level rises again, the next halving still waits for the ten seconds.
+    One sequence, or one beam search, may always run. When the level falls from CRITICAL to WARNING,
+    the bound stays; if the level rises again, the next halving still waits for the ten seconds.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Pressure:
         self._halved_at: float | None = None
 
     def set_level(self, level: MemoryLevel, num_running: int) -> None:
-        """Set the level; `num_running` is the number of sequences that run now."""
+        """Set the memory level; `num_running` is the number of sequences that run now."""
         if level is MemoryLevel.OK:
             self.max_running = self._halved_at = None
         elif self.max_running is None:

@@ -10,7 +10,7 @@ def split_arguments(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """Parse "name=value" texts; return pairs sorted by name.
 
     Raises:
-        ValueError: A text has another form, or a name occurs twice.
+        ValueError: A text does not have this form, or a name occurs twice.
     """
     pairs = []
     for text in texts:
@@ -28,7 +28,7 @@ def check_positive(name: str, value: float) -> float:
     """Return `value` if it is finite and positive.
 
     Raises:
-        ValueError: It is not finite or not positive.
+        ValueError: `value` is not finite or not positive.
     """
     if not (isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value}; it must be a number above 0")
@@ -36,10 +36,10 @@ def check_positive(name: str, value: float) -> float:
 
 
 def read_arguments(policy: type[Any], args: Mapping[str, str]) -> dict[str, int | float | str]:
-    """Convert arguments to the types that the policy's constructor declares; skip unknown names.
+    """Convert arguments to the types that the policy's constructor declares; drop unknown names.
 
     Raises:
-        ValueError: A value cannot be converted, or the type is neither int, float nor str.
+        ValueError: A value cannot be converted, or its declared type is not int, float or str.
     """
     hints = get_type_hints(policy.__init__)
     values: dict[str, int | float | str] = {}

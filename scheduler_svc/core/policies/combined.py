@@ -1,4 +1,4 @@
-"""Combines several criteria; each one breaks ties of the previous one."""
+"""Combines several scheduling criteria; each criterion breaks the ties of the previous one."""
 
 from collections.abc import Mapping
 
@@ -10,11 +10,12 @@ from scheduler_svc.core.policies.priority import Priority
 
 
 class Combined(Policy):
-    """Orders by priority, then by fairness between tenants, then by deadline or arrival.
+    """Orders requests by priority, then by fairness to tenants, then by deadline or arrival.
 
-    A criterion that is None is left out. With priority, a sequence that has waited longer than the
-    aging period goes before newer ones of the same priority, of any tenant; fairness decides only
-    among sequences of one period. This bounds every wait; a longer period is fairer.
+    A criterion that is None is left out. With the priority criterion, a sequence that has waited
+    longer than the aging period goes before newer sequences of the same priority, whatever their
+    tenant; fairness decides only among sequences of one period. So every wait is bounded; a longer
+    period is fairer.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from scheduler_svc.core.policies.policy import Policy, Rank, background
 
 
 class EarliestDeadline(Policy):
-    """Orders by deadline, which is at most `patience_s` seconds after arrival.
+    """Orders requests by deadline, as if each had one at most `patience_s` after its arrival.
 
     So no sequence waits for sequences that arrive more than `patience_s` seconds later.
     """

@@ -3,8 +3,8 @@
 Follows "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Each tenant has a
 counter of the tokens that it was served, weighted by their cost. The tenant with the lowest counter
 goes first. So if two tenants always have waiting requests, neither gets ahead of the other by more
-than the tokens that run at once. A tenant without waiting requests gains no credit: when it
-returns, its counter is raised to the lowest counter of the waiting tenants.
+than the tokens of the requests that run at once. A tenant without waiting requests gains no credit:
+when it has one again, its counter is raised to the lowest counter of the waiting tenants.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ class TenantFair(Policy):
         return self._counters.get(account, self._floor)
 
     def accounts(self) -> Mapping[str, float]:
-        """Return how far each counter is above the floor; a new tenant starts at the floor."""
+        """Return how far each counter is above the floor, the value at which new tenants start."""
         floor = self._floor_now()
         return {
             name: counter - floor for name, counter in self._counters.items() if counter > floor
@@ -51,7 +51,7 @@ class TenantFair(Policy):
         self._counters = dict(accounts)
 
     def began_waiting(self, account: str) -> None:
-        """Raise the counter of a returning tenant to the floor."""
+        """Raise the counter of a tenant that waits again to the floor."""
         self._floor = self._floor_now()
         self._counters[account] = max(self.num_served(account), self._floor)
         self._waiting.add(account)

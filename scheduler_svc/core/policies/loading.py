@@ -24,9 +24,10 @@ def make_policy(name: str, args: Iterable[tuple[str, str]]) -> Policy:
     """Make a policy.
 
     Args:
-        name: fcfs, priority, fair, deadline, several of the last three in that order joined by "+",
-            or the dotted path of a subclass of `Policy`.
-        args: Constructor arguments by name. Each policy of a combination gets those it declares.
+        name: One of fcfs, priority, fair and deadline; or several of the last three, in this order
+            and joined by "+"; or the dotted path of a subclass of `Policy`.
+        args: Pairs of name and value, for the constructor. In a combination, each policy gets the
+            arguments that it declares.
 
     Raises:
         ValueError: There is no such policy, or it does not accept these arguments.

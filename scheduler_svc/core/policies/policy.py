@@ -2,13 +2,13 @@
 
 Sequences are compared by a *sort key* of four parts, smaller first:
 
-    level        from the rank; fixed when the request is submitted
-    num_served   from the sequence's account; the only part that may change
-    key          from the rank; fixed when the request is submitted
-    seq_id       the sequence that was submitted first wins among equals
+    level        comes from the rank, and is fixed when the request is submitted
+    num_served   comes from the sequence's account, and is the only part that may change
+    key          comes from the rank, and is fixed when the request is submitted
+    seq_id       breaks ties: the sequence that was submitted first goes first
 
-Because only one number per account may change, the queue never sorts again: it has a heap for each
-level and account.
+Because only one number per account may change, the queue never has to sort again: it keeps one heap
+for each level and account.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from scheduler_svc.core.interface.request import Request, SeqId
 Key: TypeAlias = tuple[float, ...]
 
 SortKey: TypeAlias = tuple[Key, float, Key, SeqId]
-"""The order of a sequence at one moment: level, num_served, key and seq_id."""
+"""The place of a sequence in the order at one moment: level, num_served, key and seq_id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +29,25 @@ class Rank:
     """The fixed rank of one request's sequences; a preemption does not change it."""
 
     key: Key
-    """The order within level and account. All keys of a policy have one length and no NaN."""
+    """Orders sequences of the same level and account. All keys of a policy have the same length,
+    and none has a NaN."""
     account: str = ""
-    """The account, such as a tenant. Within a level the least served account goes first
+    """The account to charge, such as a tenant. Within a level, the least served account goes first
     (`Policy.num_served`)."""
     level: Key = ()
-    """Compared before `num_served` and `key`; same requirements as for `key`."""
+    """Compared before `num_served` and `key`. The requirements are those of `key`."""
 
 
 class Policy(ABC):
     """The order of one scheduler core's sequences.
 
     A policy is deterministic: its results depend only on its constructor's arguments and on the
-    calls so far. It reads no clock and draws no random numbers, since recorded cores could not be
-    replayed otherwise. Constructor arguments are int, float or str, and are passed by name.
+    calls so far. A policy reads no clock and draws no random numbers; otherwise recorded cores
+    could not be replayed. Constructor arguments are int, float or str, and are passed by name.
     """
 
     has_accounts = False
-    """Whether sequences belong to different accounts; if not, `charge` is not called."""
+    """Whether sequences belong to different accounts; if false, `charge` is never called."""
 
     @abstractmethod
     def rank(self, request: Request, arrived: float) -> Rank:
@@ -54,22 +55,22 @@ class Policy(ABC):
 
         Args:
             request: The request as its router submitted it.
-            arrived: When the request was submitted, in seconds, on the clock of its deadline.
+            arrived: When the request was submitted, in seconds on the clock of its deadline.
         """
 
     def num_served(self, account: str) -> float:  # noqa: ARG002
-        """Return how much an account has been served; within a level, the least served goes first.
+        """Return how much an account was served; in a level, the least served account goes first.
 
-        Only `charge` and `began_waiting` may change it.
+        Only calls of `charge` and `began_waiting` may change the result.
         """
         return 0.0
 
     def accounts(self) -> Mapping[str, float]:
-        """Return what `restore` needs to continue the accounts in another core."""
+        """Return the values that `restore` needs to continue the accounts in another core."""
         return {}
 
     def restore(self, accounts: Mapping[str, float]) -> None:  # noqa: B027
-        """Continue the accounts of an earlier core; called before all other methods."""
+        """Continue the accounts of an earlier core; this is called before all other methods."""
 
     def began_waiting(self, account: str) -> None:  # noqa: B027
         """Called when an account gets its first waiting sequence."""
@@ -88,8 +89,9 @@ class Policy(ABC):
 def background(request: Request) -> Key:
     """Return a level that puts requests of the lowest priority after all others.
 
-    Under a policy with this level, batches only fill gaps and are preempted first. `priority` and
-    its combinations have other levels: there a waiting batch rises like any other request.
+    Under a policy with this level, the requests of batches only fill gaps, and are preempted first.
+    The policy `priority` and its combinations have other levels: under them, a waiting request of a
+    batch rises like any other request.
     """
     return (float(request.is_background),)
 

@@ -1,4 +1,4 @@
-"""Higher priority first; waiting raises the priority, so no sequence waits for ever."""
+"""Serves higher priorities first; waiting raises the priority, so no sequence waits for ever."""
 
 from math import floor
 
@@ -8,10 +8,10 @@ from scheduler_svc.core.policies.policy import Policy, Rank
 
 
 class Priority(Policy):
-    """Orders by priority; a waiting sequence gains one level every `aging_s` seconds.
+    """Orders requests by priority; a waiting sequence gains one level every `aging_s` seconds.
 
-    All sequences age at the same pace, so their order never changes: at any time, `a` goes before
-    `b` if `priority(a) + (now - arrived(a)) / aging_s` is greater, and `now` cancels out.
+    All sequences age at the same pace, so their order never changes: sequence `a` goes before `b`
+    if `priority(a) + (now - arrived(a)) / aging_s` is greater, and `now` cancels out.
     """
 
     def __init__(self, aging_s: float = 60.0) -> None:
@@ -21,7 +21,7 @@ class Priority(Policy):
         return Rank((arrived - request.priority * self._aging_s, arrived))
 
     def level(self, request: Request, arrived: float) -> int:
-        """Return the level as an integer, smaller first; other criteria decide within a level.
+        """Return the level for `Combined`: smaller goes first, other criteria decide within it.
 
         A sequence gains a level when the clock passes a multiple of `aging_s`. So sequences of one
         priority that arrive between two multiples always share a level.

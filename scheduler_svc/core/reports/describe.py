@@ -25,7 +25,7 @@ from scheduler_svc.core.space.blocks import (
 MAX_SEQUENCES: Final = 1024
 """The limit on sequences in one description."""
 MAX_TABLE_BLOCKS: Final = 65_536
-"""The limit on table entries in one description; a single sequence may exceed it."""
+"""The limit on block table entries in one description; a single sequence may exceed it."""
 MAX_BLOCKS: Final = 65_536
 """The limit on block states per tier in one description."""
 
@@ -37,7 +37,7 @@ class Tier(Enum):
 
 
 class BlockState(IntEnum):
-    """The state of a block; if several apply, the one with the greatest number counts."""
+    """The state of a block; if several apply, the one with the greatest number is reported."""
 
     FREE = 1
     CACHED = 2
@@ -49,7 +49,7 @@ class BlockState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The part of a core to describe; the constants of this module are the limits."""
+    """The part of a core to describe; this module's `MAX_` constants limit the numbers."""
 
     first_seq_id: int = 0
     max_sequences: int = 256
@@ -71,7 +71,7 @@ class TierDescription:
     ref_counts: Int32Array
     """int32[N], parallel to `states`, or empty."""
     next_block: int | None
-    """The first block after the described ones; None: there are no more, or none was queried."""
+    """The first block after the described ones; None: no block follows, or none was queried."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,16 +89,16 @@ class SequenceDescription:
     num_host_blocks: int
     num_disk_blocks: int
     num_shared_blocks: int
-    """Device blocks that it shares with other sequences."""
+    """Device blocks that the sequence shares with other holders, not counting pins."""
     device_block_ids: Int32Array
-    """Its block table; empty unless queried."""
+    """The block table of the sequence; empty unless queried."""
     host_block_ids: Int32Array
     disk_block_ids: Int32Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """The state of a core between two steps."""
+    """A description of a core between two steps."""
 
     block_size: int
     bytes_per_block: int
@@ -106,9 +106,9 @@ class Description:
     sequences: tuple[SequenceDescription, ...]
     """Sorted by `seq_id`."""
     num_sequences: int
-    """Number of live sequences, described or not."""
+    """Number of all live sequences, described or not."""
     next_seq_id: SeqId | None
-    """The first sequence after the described ones; None: there are no more."""
+    """The first sequence after the described ones; None: no sequence follows."""
 
 
 def describe(core: Scheduler, query: Query) -> Description:
@@ -178,7 +178,7 @@ def _describe_pool(
 def _sequences(
     core: Scheduler, seqs: list[Sequence], query: Query
 ) -> Iterator[SequenceDescription]:
-    """Describe sequences until their tables exceed the limit."""
+    """Yield descriptions of sequences until their block tables exceed the limit."""
     num_table_blocks = 0
     for seq in seqs:
         if query.with_block_tables:

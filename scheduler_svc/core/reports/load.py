@@ -1,4 +1,4 @@
-"""Snapshots of a core: its load, its counters, and how well it uses its blocks."""
+"""Takes snapshots of a core: its load, its counters, and how well it uses its blocks."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Queues:
     num_running: int
     num_waiting: int
     num_preemptions: int
-    """Counted since the core's start."""
+    """Number of preemptions since the core's start."""
 
 
 def read_queues(core: "Scheduler") -> Queues:
@@ -34,15 +34,15 @@ def read_queues(core: "Scheduler") -> Queues:
 def read_prompts(core: "Scheduler") -> PromptQueue:
     """Count the prompt tokens to compute; takes time in proportion to the running prefills.
 
-    Waiting prompts count only as far as rows and blocks are left for them, estimated from their
-    average needs.
+    Waiting prompts count only as far as rows and blocks are left for them; an average waiting
+    prompt is assumed.
     """
     num_tokens = num_short_tokens = num_short = 0
     for seq in core.running.prefilling:
         if (num_left := seq.num_tokens_left) > 1:  # one token costs as much as a decode
             num_tokens += num_left
             is_long = core.budget.is_long(len(seq.token_ids) - seq.num_cached_tokens)
-            # The rest of a long prompt counts as long
+            # The last tokens of a long prompt count as long, too.
             num_short_tokens += 0 if is_long else num_left
             num_short += not is_long
     waiting = core.queue
@@ -69,7 +69,7 @@ def has_live_with(core: "Scheduler", salt: str) -> bool:
 
 
 def read_load(core: "Scheduler") -> SchedulerLoad:
-    """Take a snapshot; takes time in proportion to the sequences that fetch or leave."""
+    """Take a snapshot of the load, in time proportional to the sequences that fetch or leave."""
     return SchedulerLoad(
         memory_level=core.pressure.level,
         num_memory_preemptions=core.preemption.num_for_memory,
@@ -103,12 +103,12 @@ _NOT_QUEUED = RUNNING | {SeqStatus.SPARE}
 
 
 def count_queued(core: "Scheduler") -> Counter[str]:
-    """Count sequences that do not run, by tenant; takes time in proportion to live sequences."""
+    """Count the sequences of each tenant that do not run, in time proportional to the live ones."""
     return Counter(seq.request.tenant for seq in core.live if seq.status not in _NOT_QUEUED)
 
 
 def read_space(core: "Scheduler") -> SpaceReport:
-    """Measure the use of blocks; takes time in proportion to pools and running sequences."""
+    """Measure the use of blocks, in time proportional to the pools and the running sequences."""
     running = core.running
     return SpaceReport(
         device=measure(core.pool.usable_ref_counts),

@@ -1,4 +1,4 @@
-"""How far a request got at a lost worker, to find requests that crash workers."""
+"""Tells how far a request got at a lost worker, to find requests that crash workers."""
 
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -14,11 +14,11 @@ class Progress(Enum):
     """The progress of a request since its sequences last got rows."""
 
     WAITED = "waited"
-    """None of its sequences runs, or no plan has named one yet."""
+    """None of the request's sequences runs, or no plan has named one yet."""
     NONE = "none"
-    """Plans have named its running sequences, but none has gained a token."""
+    """Plans have named running sequences of the request, but none of them has gained a token."""
     SOME = "some"
-    """A running sequence of it has gained a token."""
+    """A running sequence of the request has gained a token."""
 
 
 def read_progress(core: "Scheduler", request: Request) -> Progress:
@@ -35,5 +35,5 @@ def read_progress(core: "Scheduler", request: Request) -> Progress:
 def _has_gained(core: "Scheduler", seq: Sequence) -> bool:
     if seq.group is not None:  # a beam gets a new row with all its tokens in each step
         return len(seq.token_ids) > seq.num_prompt_tokens
-    # `token_ids` has the tokens with which the sequence got its row.
+    # `token_ids` has the tokens that the sequence had when it got its row.
     return seq.row is not None and core.rows.num_tokens(seq.row) > len(seq.token_ids)
