@@ -106,7 +106,7 @@ class Preemption:
 
     @property
     def has_too_many(self) -> bool:
-        """Whether more sequences run, or spare beams are reserved, than the memory allows."""
+        """Whether running sequences and rows reserved for beams exceed what the memory allows."""
         most = self._pressure.max_running
         if most is None or len(self._running) + self._beams.num_spares <= most:
             return False

@@ -166,7 +166,7 @@ class KvLookup:
         return self.num_cached_blocks(hashes) * self._block_size
 
     def num_cached_blocks(self, hashes: Seq[BlockHash]) -> int:
-        """Return how many blocks of the longest cached prefix of `hashes` there are, in any tier."""
+        """Return the number of blocks in the longest prefix of `hashes` that any tiers have."""
         if not self._groups.is_plain:
             return self._groups.longest_prefix(hashes, self._has_anywhere)
         num_found = len(self._pool.find(hashes))

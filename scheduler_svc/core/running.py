@@ -1,4 +1,4 @@
-"""The running sequences: their rows and block tables, from start to stop."""
+"""The running sequences, with their rows and block tables, from start to stop."""
 
 from bisect import insort
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 
 class RunningSet:
-    """Starts, advances and stops sequences. Only it and the defragmenter change block tables."""
+    """Starts, advances and stops sequences. Only this class and `Defragmenter` change tables."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RunningSet:
 
     @property
     def is_alone(self) -> bool:
-        """Whether only one sequence, or one search, runs."""
+        """Whether only one sequence, or only one beam search, runs."""
         first = next(iter(self._seqs.values()))
         return all(
             seq is first or (seq.group is not None and seq.group is first.group)
@@ -88,12 +88,12 @@ class RunningSet:
 
     @property
     def prefilling(self) -> tuple[Sequence, ...]:
-        """Sequences with known tokens to compute, in order."""
+        """The sequences that have known tokens to compute, in the policy's order."""
         return tuple(self._prefilling)
 
     @property
     def loading(self) -> tuple[Sequence, ...]:
-        """Sequences with `loading_block_ids`."""
+        """The sequences whose swap-in is not confirmed yet (`Sequence.loading_block_ids`)."""
         return tuple(self._loading.values())
 
     @property
@@ -107,7 +107,7 @@ class RunningSet:
         return bool(self._released_rows) or self._tier.has_moves or waits_for_disk
 
     def num_blocks_due(self, step: StepId) -> int:
-        """Return how many blocks `step` needs: for decodes and, with windows, for prefills."""
+        """Return how many new blocks decodes need at `step`, and prefills if there are windows."""
         num_due = self._decodes.num_due(step)
         if self._is_plain:
             return num_due
@@ -115,12 +115,12 @@ class RunningSet:
         return num_due * self._groups.num + num_missing
 
     def give_back(self, step: StepId) -> None:
-        """Give back blocks behind windows: of prefills, and of decodes that need blocks at `step`.
+        """Free blocks behind the windows of prefills, and of decodes that need blocks at `step`.
 
-        Blocks of states are large, and a decode may not need a further one for a long time, so the
-        blocks of a prompt's last chunk are freed at once. Steps in flight may still read the freed
-        blocks, because only a later step writes to them, and the worker runs steps and copies in
-        order.
+        Blocks of recurrent states are large, and a decode may not need a further one for a long
+        time. So the passed blocks of a sequence that has just begun to decode are freed at once.
+        Steps in flight may still read the freed blocks, because only a later step writes to them,
+        and the worker runs steps and copies in order.
         """
         begun = [seq for seq in self._begun if seq.status is SeqStatus.DECODE]
         self._begun = []
@@ -144,8 +144,8 @@ class RunningSet:
 
         Args:
             seq: A sequence without device blocks.
-            found: The first blocks of its table; the sequence becomes a holder of the shared ones.
-                Besides the blocks of `found`, `num_new_blocks` must be available.
+            found: The KV that the sequence reuses; it becomes a holder of the shared blocks.
+                Besides these blocks, `num_new_blocks` blocks must be available.
         """
         seq.set_status(SeqStatus.PREFILL)
         shared = found.ready + found.loading
@@ -181,7 +181,7 @@ class RunningSet:
         insort(self._prefilling, seq, key=lambda other: other.order)
 
     def can_fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Whether the parent still has all blocks that the child sees."""
+        """Whether the parent still has all blocks that the child's next token attends to."""
         # The parent's state already includes a token that the child computes
         if self._groups.has_states:
             return False
@@ -191,8 +191,9 @@ class RunningSet:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start `child` with the blocks of `parent`, which has computed all tokens but the last.
 
-        The child writes the slot of the last token and the slots after it. If that slot is not the
-        first of its block, the child's first step copies the block, in each KV group.
+        The child writes to the slot of the last token and to the slots after it. If the last
+        token's slot is not the first of a block, the child's first step copies this block, in each
+        KV group.
         """
         num_groups = self._groups.num
         num_computed = len(child.token_ids) - 1
@@ -216,8 +217,8 @@ class RunningSet:
 
         Args:
             beam: A running beam that no step in flight names.
-            token_ids: The beam's tokens and one more. If the new token needs another block in each
-                KV group, these blocks must be available.
+            token_ids: The beam's tokens and one new token. If the new token begins a block, a block
+                for each KV group must be available.
         """
         assert beam.row is not None
         beam.set_status(SeqStatus.PREFILL)
@@ -235,11 +236,11 @@ class RunningSet:
         insort(self._prefilling, beam, key=lambda other: other.order)
 
     def is_loaded(self, seq: Sequence) -> bool:
-        """Whether a sequence may compute in the step being planned: its swap-ins were sent."""
+        """Whether a sequence may compute in the step being planned, as its swap-ins were sent."""
         return not any(map(self._tier.is_unsent, seq.loading_block_ids))
 
     def compute_chunk(self, seq: Sequence, builder: PlanBuilder) -> bool:
-        """Compute as many known tokens as the budget grants; charge the account for them.
+        """Plan as many known tokens of a sequence as the budget grants; charge its account.
 
         May be called several times for one step.
 
@@ -261,8 +262,8 @@ class RunningSet:
             if num_new > 0:
                 seq.num_charged_tokens = num_charged + num_new
                 self._policy.charge(seq.rank.account, num_new, 0)
-        # Publish blocks that this step only begins to compute: a sequence that finds them computes
-        # in this step or later, and in each layer a step stores all its KV before it reads any.
+        # Publish blocks that this step is only going to compute. A sequence that finds them
+        # computes in this step or later, and in each layer a step stores KV before it reads any.
         self.publisher.publish(seq, seq.num_computed_tokens)
         if seq.num_tokens_left:
             return False
@@ -274,7 +275,7 @@ class RunningSet:
         return True
 
     def grow_tables(self, builder: PlanBuilder) -> None:
-        """Give blocks to the decodes that need them in this step and, with windows, to prefills."""
+        """Give new blocks to decodes that need some in this step, and to prefills with windows."""
         self._labels.begin_step()
         due = self._decodes.take_due(builder.step_id)
         if not self._is_plain:
@@ -296,8 +297,8 @@ class RunningSet:
     def evict_ahead(self, step: StepId) -> None:
         """Evict cached blocks early, as many as decodes will lack in the two steps after `step`.
 
-        A step that swaps in cannot demote. So a block that such a step evicts is lost, and with it
-        all blocks that continue its prefix. Evicted early, the blocks are demoted to the host.
+        A step that swaps in cannot demote. So a block that such a step evicts is lost, and so are
+        all blocks that continue its prefix. Blocks that are evicted early are demoted to the host.
         """
         num_due = self._decodes.num_due_soon(step) * self._groups.num
         num_lacking = num_due - self._pool.num_free
@@ -318,7 +319,7 @@ class RunningSet:
         return builder.finish(released, self._labels.take())
 
     def pop_ended(self, step: StepId) -> list[Sequence]:
-        """Return the sequences whose last token `step` sampled; the caller must stop them."""
+        """Remove and return the sequences that end by length at `step`; the caller stops them."""
         return self._decodes.take_ended(step)
 
     def confirm_loads(self, failed: Int32Array) -> list[Sequence]:
@@ -328,7 +329,7 @@ class RunningSet:
             failed: Device blocks whose content is corrupt.
 
         Returns:
-            The sequences that depend on these blocks; the caller must stop them.
+            The sequences that depend on the failed blocks; the caller must stop them.
         """
         bad = set(failed.tolist())
         broken = []
@@ -345,7 +346,7 @@ class RunningSet:
         return broken
 
     def num_computed_tokens(self, seq: Sequence) -> int:
-        """Return how many known tokens have valid KV after the steps sent so far."""
+        """Return how many known tokens of a sequence have KV after the steps sent so far."""
         if seq.status is SeqStatus.PREFILL:
             return seq.num_computed_tokens
         assert seq.row is not None
@@ -354,7 +355,8 @@ class RunningSet:
     def stop(self, seq: Sequence, *, is_idle: bool = False) -> None:
         """Take the row and device blocks of a running sequence; the caller changes its status.
 
-        With `is_idle`, no step in flight names the sequence, and its blocks are dropped at once.
+        `is_idle` tells that no step in flight names the sequence. Its blocks are then freed at
+        once.
         """
         assert seq.row is not None
         del self._seqs[seq.seq_id]
@@ -401,7 +403,8 @@ class RunningSet:
             num_computed: The number of its tokens with KV.
 
         Returns:
-            The blocks at `KvGroups.kept(n)`, and n, the length of the prefix; n may be 0.
+            The blocks at the places `KvGroups.kept(n)`; and n, the number of tokens whose KV they
+            have, which may be 0.
         """
         size = self._config.block_size
         chain = seq.block_hashes[: num_computed // size]
@@ -414,7 +417,7 @@ class RunningSet:
 
         Args:
             seq: The sequence.
-            blocks: Its blocks at `KvGroups.kept(num_computed)`.
+            blocks: The sequence's blocks at the places `KvGroups.kept(num_computed)`.
             num_computed: The number of its tokens with KV.
 
         A later scheduler finds the partial block by its label. Without a prefix cache the full
@@ -438,10 +441,10 @@ class RunningSet:
         seq.host_block_ids = tuple(self._tier.swap_out(blocks, names if has_cache else ()))
 
     def distrust(self, seq: Sequence) -> None:
-        """Remove the hashes of a running sequence's blocks, because its KV is wrong."""
+        """Remove the hashes of a running sequence's blocks from all tiers, as its KV is wrong."""
         places = range(len(seq.block_hashes) * self._groups.num)
         names = self._groups.names(seq.block_hashes, places)
-        for name in names:  # they name freed blocks, too
+        for name in names:  # includes the names of blocks that the sequence gave back
             self._pool.forget(self._pool.find([name]))
         self._pool.forget(self._groups.held(seq.block_ids))
         self._tier.forget(names)
@@ -449,11 +452,11 @@ class RunningSet:
         seq.num_published_blocks = len(seq.block_ids) // self._groups.num
 
     def _num_indices(self, seq: Sequence) -> int:
-        """Return the number of block indices of a sequence's known tokens."""
+        """Return how many block indices the known tokens of a sequence need."""
         return -(-len(seq.token_ids) // self._config.block_size)
 
     def _places_ahead(self, seq: Sequence, found: FoundKv) -> list[int]:
-        """Return, with windows, the places of the new blocks that a sequence takes at its start."""
+        """Return the places of the new blocks that a sequence with windows takes at its start."""
         return self._groups.ahead(found.num_indices, found.num_tokens, self._num_indices(seq))
 
     def _missing(self, seq: Sequence) -> list[int]:
@@ -473,7 +476,7 @@ class RunningSet:
         builder.placements = placements
 
     def _wait_for(self, seq: Sequence, blocks: tuple[DeviceBlockId, ...]) -> None:
-        """Make a started sequence wait for its swap-ins; if there are none, drop its host copy."""
+        """Let a sequence wait for the swap-ins to `blocks`; if none, drop its host blocks."""
         if blocks:
             seq.loading_block_ids = blocks
             self._loading[seq.seq_id] = seq

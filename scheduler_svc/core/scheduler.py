@@ -1,24 +1,24 @@
 """Decides what each step of one worker computes, and allocates the blocks for it.
 
-The caller is one task. It asks for plans (`schedule`) while fewer than `MAX_STEPS_IN_FLIGHT` steps
-have no result, executes them in order, and applies each result (`update`) in that order. A plan can
-be made before the previous result is known, because planning a decode does not depend on which
-token the previous step samples.
+The caller is a single task. It asks for plans (`schedule`) while fewer than `MAX_STEPS_IN_FLIGHT`
+steps have no result, executes the plans in order, and applies the results (`update`) in the same
+order. A plan can be made before the previous result is known, because planning a decode does not
+depend on which token the previous step samples.
 
 The cost of a step grows with its changes, not with the number of sequences. A decoding sequence
 needs work when it starts, when it crosses a block boundary and when it ends; in between it is one
 element of an array.
 
-The core uses these words: A *source* is the stream of a router. A request with n > 1 has a
+The core uses these words. A *source* is the stream of a router. A request with n > 1 has a
 *leader*, the sequence that computes the prompt, and *siblings*, which fork from the leader. The
-beams of one search are a *group* (`BeamGroup`); a *KV group* is something else, a set of layers. A
+beams of one search are a *group* (`BeamGroup`); a *KV group* is something else: a set of layers. A
 sequence's *rank* is its place in the policy's order. *Unclaimed* rows belong to sequences of an
 earlier scheduler that no router has submitted again. The states of sequences are in `sequence.py`;
 the states of blocks are in `space/blocks.py`.
 
-`Scheduler` consists of parts, each with one duty. Callers may read from the parts, and take what a
-part has to report. The calls that decide what the core does are the methods of `Scheduler` marked
-`core_input`, so that a recording of these calls is enough for a replay.
+`Scheduler` consists of parts, each with one duty. Callers may read from the parts and take their
+reports. Only the methods of `Scheduler` marked `core_input` affect what the core decides, so a
+recording of these calls is enough for a replay.
 """
 
 from collections.abc import Collection, Iterable
@@ -82,7 +82,7 @@ class Scheduler:
     """The sequences and blocks of one worker."""
 
     def __init__(self, config: SchedulerConfig, recorder: Recorder | None = None) -> None:
-        """`recorder` makes and records the calls of the inputs; None: they are not recorded."""
+        """`recorder` makes and records the calls of `core_input` methods; None: no recording."""
         self.config: Final = config
         self.recorder: Final = recorder
         # Blocks of each tier, and lookup of KV in them.
@@ -182,14 +182,17 @@ class Scheduler:
         )
         self._expired: list[Finished] = []  # not reported to the sources yet
         self.num_recomputed_tokens = 0
-        """Tokens that were computed again, because no tier had their KV any longer."""
+        """Number of tokens that were computed again, because no tier had their KV any longer."""
         self.prefix_cache_queries = 0
-        """Tokens that admission looked up in the prefix cache."""
+        """Number of tokens that admission looked up in the prefix cache."""
         self.prefix_cache_hits = 0
-        """Tokens that admission found in the prefix cache."""
+        """Number of tokens that admission found in the prefix cache."""
 
     def watch_cache(self, watch: CacheWatch) -> None:
-        """Let `watch` follow which blocks can be found by hash; call before all other methods."""
+        """Let `watch` follow which blocks can be found by hash.
+
+        Call this before all other methods.
+        """
         self.pool.find_in(watch.table(CacheTier.DEVICE))
         self.tier.pool.find_in(watch.table(CacheTier.HOST))
         self.tier.disk.pool.find_in(watch.table(CacheTier.DISK))
@@ -197,7 +200,7 @@ class Scheduler:
 
     @core_input
     def restore_accounts(self, accounts: Iterable[tuple[str, float]]) -> None:
-        """Continue the accounts of an earlier core's policy; call before all other methods."""
+        """Continue the accounts of an earlier core's policy; call this before other methods."""
         self.policy.restore(dict(accounts))
 
     # --- requests -------------------------------------------------------------------------------
@@ -208,8 +211,8 @@ class Scheduler:
 
         Raises:
             RequestTooLongError: The request's sequences could never finish.
-            TooManySequencesError: The request has more sequences than may ever wait.
-            QueueFullError: Too many sequences wait; not raised for a resubmitted request.
+            TooManySequencesError: The request has more sequences than an empty queue can hold.
+            QueueFullError: Too many sequences wait; never raised for a resubmitted request.
         """
         request = self.takeover.with_separate_outputs(request)
         check_length(request, self.pool.num_usable, self.config)
@@ -224,10 +227,10 @@ class Scheduler:
 
     @core_input
     def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
-        """Cancel sequences, and searches as a whole; ignore keys that are not live.
+        """Cancel sequences, and beam searches as a whole; ignore keys that are not live.
 
         Returns:
-            The last event of each live sequence. No later `StepEvents` names these sequences.
+            The last event of each cancelled sequence. No later `StepEvents` names them.
         """
         seqs = self.live.find(source, seq_keys)
         return tuple(end for seq in seqs for end in self._finish(seq, FinishReason.CANCELLED))
@@ -240,11 +243,11 @@ class Scheduler:
 
     @core_input
     def unpin(self, tenant: str, request_id: str) -> None:
-        """Drop the pins of a request's prompt, except those that another request asked for, too."""
+        """Drop the pins of a request, except pins that another request asked for, too."""
         self.pins.unpin(tenant, request_id)
 
     def check_deadline(self, request: Request, now: float, rates: WorkerRates) -> None:
-        """Check that a new request could meet its deadline here; changes nothing.
+        """Check that a new request could meet its deadline at this worker; change nothing.
 
         Raises:
             DeadlineError: The request would miss its deadline even if it ran alone.
@@ -278,23 +281,24 @@ class Scheduler:
         each of the few that need one. This rule covers whole and chunked prompts, prefixes found in
         the cache, preempted sequences that compute their tokens again, and beams.
 
-        In this order: (1) While decoding sequences lack blocks, or more sequences run than the
-        worker's memory allows, the last running sequence in order is preempted. (2) Each decode
-        takes one token of the budget. (3) Running prefills get chunks. (4) Unless (1) preempted a
-        sequence, sequences are admitted from the queue in the policy's order, as long as tokens,
-        rows and blocks are left. (5) Long prefills (`TokenBudget.is_long`), which get at most
-        half of the tokens in (3) and (4), get the rest. (6) Blocks that the next steps need are
-        evicted ahead. (7) The defragmenter adds its block copies, after all other copies are known.
+        A step is planned in this order. (1) While decoding sequences lack blocks, or more sequences
+        run than the worker's memory allows, the last running sequence in order is preempted. (2)
+        Each decode takes one token of the budget. (3) Running prefills get chunks. (4) Unless (1)
+        preempted a sequence, sequences are admitted from the queue in the policy's order, as long
+        as tokens, rows and blocks are left. (5) Long prefills (`TokenBudget.is_long`), which get at
+        most half of the tokens in (3) and (4), get the tokens that are left. (6) Cached blocks are
+        evicted ahead, for the next steps. (7) The defragmenter adds its block copies, after all
+        other copies are known.
 
         Args:
             now: The time, in the caller's seconds.
-            max_paced_tokens: The limit on the step's prompt tokens if sequences decode in it,
-                since prompts delay decodes; None: no limit.
+            max_paced_tokens: The limit on the step's prompt tokens if sequences decode in the
+                step, since prompts delay decodes; None: no limit.
             max_prompt_tokens: The limit on the step's prompt tokens in any case; None: no limit.
 
         Returns:
-            The plan, which must be executed. None if no step is needed, or none can be planned
-            before the result of a step in flight.
+            The plan, which must be executed. None if no step is needed, or if the result of a step
+            in flight must come first.
         """
         if now >= self.takeover.expires_at:
             self.takeover.expire()
@@ -349,7 +353,7 @@ class Scheduler:
         return StepEvents(sources, seq_keys, token_ids, index, admitted, tuple(finished), pinned)
 
     def take_expired(self) -> tuple[Finished, ...]:
-        """Return the sequences that `schedule` ended since the last call."""
+        """Return the last events of sequences that `schedule` ended since the last call."""
         expired, self._expired = tuple(self._expired), []
         return expired
 
@@ -362,7 +366,7 @@ class Scheduler:
 
     @core_input
     def defragment(self) -> None:
-        """Start a pass with the next step; `Defragmenter.take_reports` returns its report."""
+        """Start a defragmentation pass with the next step; see `Defragmenter.take_reports`."""
         self.defragmenter.request_pass()
 
     @core_input
@@ -421,7 +425,7 @@ class Scheduler:
 
     @core_input
     def inherit(self, holdings: Holdings, now: float) -> None:
-        """Take over the worker's rows and blocks (`Takeover`); call once, before other methods."""
+        """Take over the worker's rows and blocks (`Takeover`); call this before other methods."""
         self.takeover.inherit(holdings, now)
 
     # --- state ----------------------------------------------------------------------------------
@@ -439,7 +443,7 @@ class Scheduler:
 
     @property
     def max_request_len(self) -> int:
-        """The greatest length, in tokens, that a sequence can always reach when it runs alone."""
+        """The length, in tokens, that any sequence can reach when it runs alone."""
         return max_request_len(self.pool.num_usable, self.config)
 
     def owner(self, row: int) -> tuple[SourceId, SeqKey] | None:
@@ -473,7 +477,7 @@ class Scheduler:
             if not budget.num_tokens:
                 break
             self._compute(seq, builder)
-        # A preemption means that blocks or memory are short
+        # A preemption means that blocks or memory are short, so no sequence is admitted.
         if self.preemption.num_preemptions == num_preemptions:
             self._admit(builder)
         for seq in budget.long_prefills:  # long prefills get the tokens that are left
@@ -502,7 +506,7 @@ class Scheduler:
         Short prompts may overtake a long one that may not start yet. The table shows where a
         sequence's KV comes from, block by block. Ranges are half-open, `[start, end)`; `step` is
         the end of this step's chunk. A `FoundKv` has the blocks of the first two columns (`ready`;
-        `loading` and `sources`), and those of the third that have been loaded to the host.
+        `loading` and `sources`), and the blocks of the third column once they are on the host.
 
         start  0              ready           found            disk            step
         end    ready          found           disk             step            all known
@@ -576,7 +580,7 @@ class Scheduler:
         self._compute(seq, builder)
 
     def _compute(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Compute a chunk of a sequence's known tokens; after the last chunk, fork its siblings."""
+        """Plan a chunk of a sequence's known tokens; after the last chunk, fork its siblings."""
         if seq.loading_block_ids and not (self.groups.is_plain and self.running.is_loaded(seq)):
             return
         if self.running.compute_chunk(seq, builder):
@@ -585,8 +589,8 @@ class Scheduler:
     def _has_room(self, num_blocks: int, num_rows: int = 1) -> bool:
         """Whether a sequence or search may take this many blocks and rows to start.
 
-        While sequences run, an admission must leave `_reserve` blocks available and keep the bound
-        of memory pressure. If nothing runs, neither limit applies.
+        While sequences run, an admission must leave `_reserve` blocks available and keep to the
+        bound of memory pressure. If nothing runs, neither of the two limits applies.
         """
         if self.running:
             num_blocks += self._reserve
@@ -600,12 +604,12 @@ class Scheduler:
 
     @property
     def _reserve(self) -> int:
-        """Blocks that an admission must leave available, so that running sequences can grow."""
+        """How many blocks an admission must leave available, so that running sequences can grow."""
         return int(self.config.watermark * self.pool.num_usable)
 
     @property
     def _num_taken_rows(self) -> int:
-        """Number of rows that running sequences have or that are reserved (`Rows.num_reserved`)."""
+        """Number of rows that running sequences have, and of reserved rows."""
         return len(self.running) + self.rows.num_reserved
 
     def _fork_siblings(self, leader: Sequence, now: float) -> None:
@@ -624,7 +628,7 @@ class Scheduler:
         self.fetching.answer(result)
         self.tier.answer(result.step_id, result.failed_swap_in_block_ids)
         for seq in self.running.confirm_loads(result.failed_swap_in_block_ids):
-            if seq.row is not None:  # otherwise its whole search was preempted already
+            if seq.row is not None:  # None: its whole search was preempted already
                 self.preemption.preempt(seq, can_swap=False)
         self.pins.on_loads_confirmed()
 

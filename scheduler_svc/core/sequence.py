@@ -1,4 +1,4 @@
-"""A sequence: one stream of tokens with its own block table, and its states."""
+"""A sequence (one stream of tokens with its own block table), and the states of sequences."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,7 +22,7 @@ class SeqStatus(Enum):
     """The states of a sequence."""
 
     WAITING = "waiting"
-    """In the queue, without row, device blocks or KV of its own."""
+    """In the queue, without a row, device blocks or KV of its own."""
     SWAPPED = "swapped"
     """Preempted and in the queue, without a row; its KV is in host and disk blocks."""
     FETCHING = "fetching"
@@ -33,10 +33,10 @@ class SeqStatus(Enum):
     """Belongs to a search, but is no beam now; it holds no blocks."""
     PREFILL = "prefill"
     """Running: has a row, and computes its known tokens chunk by chunk. It has blocks for all known
-    tokens; in a KV group with a window, only for the next chunk."""
+    tokens, but in a KV group with a window only for the next chunk."""
     DECODE = "decode"
-    """Running: every step adds a token, and any draft tokens that are accepted. A beam gains none:
-    when all beams have been computed, the search chooses the next beams."""
+    """Running: every step adds a token, and any draft tokens that are accepted. A beam gains no
+    token in this state: when all beams have been computed, the search chooses the next beams."""
     MIGRATING = "migrating"
     """Moving to another core, with its KV in host blocks or without KV; not in the queue."""
     FINISHED = "finished"
@@ -99,65 +99,66 @@ RUNNING = frozenset({SeqStatus.PREFILL, SeqStatus.DECODE})
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The state of one sequence. Only parts of the core change it."""
+    """One sequence with all its data, which only the parts of the core change."""
 
     seq_id: SeqId
     request: Request
     output_index: int
     arrived: float
-    """When its request was submitted, in the caller's seconds."""
+    """When the request was submitted, in the caller's seconds."""
     rank: Rank
-    """Its rank in the policy's order."""
+    """The sequence's rank in the policy's order."""
     token_ids: npt.NDArray[np.int32]
     """The tokens known when the sequence last started or stopped. While it runs, `Rows` has the
     current tokens."""
     max_total_tokens: int
-    """The length, prompt and output together, at which it ends."""
+    """The length of prompt and output together at which the sequence ends."""
     status: SeqStatus = SeqStatus.WAITING
     was_admitted: bool = False
-    """Whether it has left the queue once; its source gets an event the first time."""
+    """Whether the sequence has left the queue before; its source gets an event the first time."""
     row: int | None = None
     block_ids: list[DeviceBlockId] = field(default_factory=list)
-    """Its block table, with an entry per KV group for every `block_size` tokens; see `KvGroups`.
+    """The block table, with an entry per KV group for every `block_size` tokens; see `KvGroups`.
     While the sequence runs, the table only grows, except that the defragmenter may replace blocks,
-    and that a window's blocks come and go."""
+    and that blocks of windows come and go."""
     block_hashes: list[BlockHash] = field(default_factory=list)
-    """Hashes of its first full blocks, computed when needed; empty without a prefix cache."""
+    """Hashes of the first full blocks, computed when needed; empty without a prefix cache."""
     num_published_blocks: int = 0
     """Number of block indices whose blocks were published, or found in the prefix cache."""
     num_computed_tokens: int = 0
     """In PREFILL: tokens with valid KV after the steps scheduled so far. In DECODE: out of date;
     see `RunningSet.num_computed_tokens`. With KV on host or disk: tokens with KV there. In WAITING:
-    tokens that it had computed before it was preempted or came from another core."""
+    tokens that were computed before a preemption or a move from another core."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache at its first admission."""
+    """Prompt tokens found in the prefix cache when the sequence was first admitted."""
     num_charged_tokens: int = 0
-    """How many of its first prompt tokens the policy has charged for; kept at a preemption."""
+    """How many of the first prompt tokens the policy has charged for; a preemption keeps it."""
     announced: bool = False
-    """Whether a plan has named it as a new sequence since it got its row."""
+    """Whether a plan has named this as a new sequence since it got its row."""
     copy_from: tuple[DeviceBlockId, ...] = ()
-    """In each KV group, the block that the worker will copy to the sequence's last block; empty
-    once the sequence is announced. The sequence holds a reference to these blocks."""
+    """For each KV group, the block that the worker will copy to the sequence's last block; empty
+    once the sequence is announced. The sequence holds a reference to each of them."""
     host_block_ids: tuple[HostBlockId, ...] = ()
-    """Host blocks that have its KV, or to which the KV is being loaded from the disk, in the order
-    of `KvGroups.kept`. It holds them from its swap-out until a result confirms its swap-in."""
+    """Host blocks that have the sequence's KV, or to which it is being loaded from the disk, in the
+    order of `KvGroups.kept`. The sequence holds them from its swap-out until a result confirms its
+    swap-in."""
     disk_block_ids: tuple[DiskBlockId, ...] = ()
     """In SWAPPED: disk blocks with the KV that follows `host_block_ids`. In FETCHING: the disk
     copies of blocks that are being loaded."""
     fetched_block_ids: tuple[HostBlockId, ...] = ()
-    """In FETCHING and WAITING: host blocks that it holds so that its prefix lookup finds them, in
-    no particular order. Some were loaded from the disk for it. Another sequence that needs the room
-    may take them."""
+    """In FETCHING and WAITING: host blocks that the sequence holds so that its prefix lookup finds
+    them, in no particular order. Some were loaded from the disk for this purpose. Another sequence
+    that needs the room may take them."""
     loading_block_ids: tuple[DeviceBlockId, ...] = ()
-    """Blocks of its table whose swap-in is not confirmed yet. While there are any, the sequence
+    """Blocks of the table whose swap-in is not confirmed yet. While there are any, the sequence
     publishes no blocks."""
     last_step: StepId | None = None
-    """In DECODE: the step that samples its last token unless a stop token comes first. None: it
-    depends on draft tokens."""
+    """In DECODE: the step that samples the last token unless a stop token comes first. None: the
+    step depends on draft tokens."""
     siblings: list["Sequence"] = field(default_factory=list)
-    """Sequences of its request that will fork from it when its prompt is computed."""
+    """Sequences of the same request that will fork from this one when the prompt is computed."""
     group: "BeamGroup | None" = None
-    """The search that it belongs to."""
+    """The beam search that the sequence belongs to, if any."""
 
     @property
     def seq_key(self) -> SeqKey:
@@ -165,7 +166,7 @@ class Sequence:
 
     @property
     def outputs(self) -> "tuple[Sequence, ...]":
-        """The sequences that end together with it: only itself, or the outputs of its search."""
+        """The sequences that end with this one: itself only, or all outputs of its beam search."""
         return (self,) if self.group is None else self.group.outputs
 
     @property
@@ -179,16 +180,16 @@ class Sequence:
 
     @property
     def traceparent(self) -> str:
-        """The request's traceparent; empty for later steps of a beam.
+        """The request's traceparent; empty for the later steps of a beam.
 
-        The worker sees each step of a beam as a new sequence, and would record a span for each.
+        To the worker, each step of a beam is a new sequence, and it would record a span for each.
         """
         is_one_step = self.group is not None and len(self.token_ids) > self.num_prompt_tokens
         return "" if is_one_step else self.request.traceparent
 
     @property
     def order(self) -> tuple[Key, Key, SeqId]:
-        """Its sort key without the account's part; smaller goes first.
+        """The sort key without the account's part; smaller goes first.
 
         A preemption does not change this key.
         """

@@ -1,7 +1,7 @@
-"""The steps without a result, and the blocks and rows that they may still touch.
+"""The steps that have no result yet, and the blocks and rows that they may still touch.
 
-When a sequence stops, steps that were sent before may still write its blocks and name its row. So
-the last of those steps takes over the sequence's references, until the step's result arrives.
+When a sequence stops, steps that were sent before may still write to its blocks and name its row.
+So the last of these steps takes over the sequence's references until its result arrives.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ class StepsInFlight:
 
     def __init__(self, pool: BlockPool[DeviceBlockId], rows: Rows) -> None:
         self.last = StepId(0)
-        """The step sent last."""
+        """The step that was sent last."""
         self._pool = pool
         self._rows = rows
         self._unanswered: deque[StepId] = deque()
@@ -43,7 +43,7 @@ class StepsInFlight:
 
     @property
     def hold_blocks(self) -> bool:
-        """Whether a result may free blocks."""
+        """Whether the result of a step in flight may free blocks."""
         return bool(self._held)
 
     def send(self, step: StepId) -> None:
@@ -54,14 +54,15 @@ class StepsInFlight:
     def hold(self, blocks: Sequence[DeviceBlockId], row: int | None = None) -> None:
         """Take over one reference to each of `blocks`, and the abandoned `row`.
 
-        Blocks and row are released when no step in flight can touch them, which may be at once.
+        The blocks and the row are released when no step in flight can touch them; this may be at
+        once.
         """
         self._held.append((self.last, blocks, row))
         if not self._unanswered:
             self._release(self.last)
 
     def answer(self, step: StepId) -> None:
-        """Record the result of the oldest step; drop blocks and rows that no later step touches.
+        """Record the result of the oldest step; release what no later step can touch.
 
         Raises:
             BrokenInvariantError: `step` is not the oldest step in flight.

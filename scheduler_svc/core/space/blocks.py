@@ -1,4 +1,4 @@
-"""The blocks of one tier: which are held, which are free, and which can be found by content.
+"""The blocks of one tier: which are held, which are free, and which can be found by hash.
 
 A block's state follows from its reference count and whether it has a hash:
 
@@ -7,11 +7,12 @@ A block's state follows from its reference count and whether it has a hash:
     ref_count = 0, no hash   free, or retired while its pool shrinks (see below)
 
 Free and cached blocks are *available*: they can be allocated. A held block may have a hash, too;
-then every sequence that finds it shares it. A plan writes only to blocks that, until then, have
-one holder and no hash. A full block may be published, and shared, as soon as its write is planned.
+then every sequence that finds the block shares it. A plan writes only to blocks that have one
+holder and no hash until then. A full block may be published, and shared, as soon as the write to it
+is planned.
 
-Free blocks at or beyond the *border* are allocated last, lowest first, so that the range that
-defragmentation has emptied stays empty. At first no block is beyond the border.
+Free blocks at or beyond the *border* are allocated last, lowest number first, so that the range
+that defragmentation has emptied stays empty. At first no block is beyond the border.
 
 A pool can be resized. Before it shrinks, the blocks from its new *end* on are taken out of use. As
 soon as such a block has no holder, it is *retired*: it loses its hash and is never allocated.
@@ -43,18 +44,19 @@ class PoolBooks(NamedTuple, Generic[BlockIdT]):
     """Live views of a pool's tables, for reports and invariants; read-only."""
 
     hashes: Sequence[BlockHash | None]
-    """Indexed by block."""
+    """The hash of each block's content, indexed by block."""
     hash_to_block: Mapping[BlockHash, BlockIdT]
     cached: list[BlockIdT]
-    """A copy, in no particular order for some eviction policies."""
+    """A copy of the list of cached blocks; under some eviction policies, in no particular order."""
     free: Sequence[BlockIdT]
-    """Free blocks below the border; the last is allocated next."""
+    """Free blocks below the border; the last one is allocated next."""
     free_beyond: Sequence[BlockIdT]
+    """Free blocks at or beyond the border."""
     border: int
 
 
 class BlockPool(Generic[BlockIdT]):
-    """Allocates, shares and frees blocks. It alone changes their reference counts."""
+    """Allocates, shares and frees blocks. Only this class changes their reference counts."""
 
     def __init__(
         self,
@@ -67,8 +69,8 @@ class BlockPool(Generic[BlockIdT]):
         """Make a pool of free blocks.
 
         Args:
-            num_blocks: Blocks of the pool.
-            block_id: Makes an id of this tier from a number.
+            num_blocks: Number of blocks in the pool.
+            block_id: Makes a block id of this tier from a number.
             on_evict: Called with each cached block that gets evicted, and its hash.
             eviction: Decides which cached block is evicted first.
             labels: Receives the hash of every published block, even if another block has the same
@@ -92,8 +94,8 @@ class BlockPool(Generic[BlockIdT]):
     def num_available(self) -> int:
         """Number of blocks that can be allocated: the free and the cached ones.
 
-        While the pool shrinks, each held block beyond the new end needs a block below the end to
-        move to. The result does not include these, and is negative if there are too few of them.
+        While the pool shrinks, each held block beyond the new end needs a target block below the
+        end. The number does not include these target blocks; if too few exist, it is negative.
         """
         num_available = len(self._free) + len(self._free_beyond) + len(self._cached)
         return num_available if self._end == self.num_blocks else num_available - self.num_leaving
@@ -110,7 +112,7 @@ class BlockPool(Generic[BlockIdT]):
 
     @property
     def books(self) -> PoolBooks[BlockIdT]:
-        """The pool's tables; the call takes time in proportion to the cached blocks."""
+        """The pool's tables; reading this takes time in proportion to the cached blocks."""
         return PoolBooks(
             hashes=self._hashes,
             hash_to_block=self._hash_to_block,
@@ -130,7 +132,7 @@ class BlockPool(Generic[BlockIdT]):
         Each block has one holder and no hash afterwards.
 
         Raises:
-            BrokenInvariantError: Fewer are available; the caller must check `num_available` first.
+            BrokenInvariantError: Fewer blocks are available; check `num_available` before the call.
         """
         num_available = self.num_free + self.num_cached
         if count > num_available:
@@ -168,8 +170,8 @@ class BlockPool(Generic[BlockIdT]):
     def drop(self, blocks: Sequence[BlockIdT]) -> None:
         """Remove a holder from each block of a block table, or of the end of a table.
 
-        The last blocks of the table become available first, so they are evicted first: a block
-        cannot be found without the blocks that precede it.
+        The last blocks of the table become available first, so they are evicted first. This order
+        is best because a block cannot be found without the blocks that precede it.
         """
         if self._cached.uses_tables:
             hashes = (self._hashes[block] for block in reversed(blocks))
@@ -191,7 +193,7 @@ class BlockPool(Generic[BlockIdT]):
                     heappush(self._free_beyond, block)
 
     def publish(self, blocks: Sequence[BlockIdT], hashes: Sequence[BlockHash]) -> None:
-        """Let full, held blocks be found by hash, unless another block has the same content."""
+        """Let full blocks that are held be found by hash, unless a block has the same content."""
         known, hash_to_block = self._hashes, self._hash_to_block
         if any(map(known.__getitem__, blocks)):
             new = [i for i, block in enumerate(blocks) if known[block] is None]
@@ -244,7 +246,7 @@ class BlockPool(Generic[BlockIdT]):
         return self._ref_counts[block] == 0 and self._hashes[block] is not None
 
     def set_border(self, border: BlockIdT) -> None:
-        """From now on allocate free blocks below `border` first, and those beyond it last."""
+        """From now on allocate free blocks below `border` first, and the other free blocks last."""
         is_free = np.zeros(self.num_blocks, np.bool_)
         is_free[self._free + self._free_beyond] = True
         free = cast("list[BlockIdT]", np.flatnonzero(is_free).tolist())
@@ -267,9 +269,9 @@ class BlockPool(Generic[BlockIdT]):
     def exchange(self, one: BlockIdT, other: BlockIdT) -> None:
         """Exchange the numbers of two blocks; neither may be free.
 
-        Holders, hash and place in the order of eviction stay with the content. The caller moves the
-        content and updates the block tables. If the pool shrinks and a cached block would land
-        beyond the new end, its content is lost.
+        The holders, the hash and the place in the order of eviction stay with the content. The
+        caller moves the content and updates the block tables. If the pool is shrinking and a cached
+        block would get a number beyond the new end, its content is lost.
 
         Raises:
             BrokenInvariantError: One of the blocks is free and has no content to move.
@@ -293,7 +295,7 @@ class BlockPool(Generic[BlockIdT]):
 
     @property
     def num_usable(self) -> int:
-        """Number of blocks in the pool, without those being taken out of use."""
+        """Number of blocks in the pool, except blocks that are being taken out of use."""
         return self._end
 
     @property
@@ -303,19 +305,19 @@ class BlockPool(Generic[BlockIdT]):
 
     @property
     def num_leaving(self) -> int:
-        """Number of held blocks that are being taken out of use; counted at each call."""
+        """Number of held blocks that are being taken out of use; every read counts them anew."""
         return int(np.count_nonzero(self.ref_counts[self._end :]))
 
     def retire_from(self, end: int) -> None:
-        """Take the blocks from `end` on out of use; evict those that are cached.
+        """Take the blocks from number `end` on out of use, and evict the cached ones among them.
 
-        A held block stays held. It is retired, and its content lost, when the last holder drops it.
+        A held block stays held. When its last holder drops it, it is retired and its content lost.
         """
         self._end = end
         self._free = [block for block in self._free if block < end]
         self._free_beyond = sorted(block for block in self._free_beyond if block < end)
         cached = [(block_hash, self._hash_to_block[block_hash]) for block_hash in self._cached]
-        # The host may have room for only a few, so the last ones in eviction order go there first.
+        # The host may have room for only a few, so the last blocks in eviction order go first.
         for block_hash, block in reversed(cached):
             if block >= end:
                 self._cached.remove(block_hash)
@@ -327,7 +329,7 @@ class BlockPool(Generic[BlockIdT]):
         """Set the number of blocks and use all of them; new and formerly retired blocks are free.
 
         Raises:
-            BrokenInvariantError: A block beyond the new size is not retired.
+            BrokenInvariantError: A block beyond the new size is still in use.
         """
         if self.ref_counts[num_blocks:].any() or num_blocks < self._end:
             raise BrokenInvariantError(f"resize({num_blocks}) with blocks in use beyond")
@@ -367,7 +369,7 @@ class BlockPool(Generic[BlockIdT]):
         because a prefix is published before the blocks that continue it.
 
         Args:
-            tables: Block tables, each of distinct blocks. Each counts as a holder of its blocks.
+            tables: Block tables; each counts as a holder of its blocks, which must be distinct.
             blocks: Blocks with known content, in the order in which they were published.
             hashes: Parallel to `blocks`.
         """

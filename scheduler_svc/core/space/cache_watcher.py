@@ -1,7 +1,7 @@
 """The interface of a watcher of the prefix cache; see `Scheduler.watch_cache`.
 
-A watcher provides the tables in which the pools find blocks by hash. So it sees each change, and
-there is no cost without a watcher.
+A watcher provides the tables in which the pools find blocks by hash. So the watcher sees each
+change, and a core without a watcher pays nothing.
 """
 
 from enum import Enum
@@ -13,7 +13,7 @@ from scheduler_svc.core.sequence import Sequence
 
 
 class CacheTier(Enum):
-    """The pool of a table; names and values are as in `quire.v1.KvTier`."""
+    """The tier of a pool; names and values are as in `quire.v1.KvTier`."""
 
     DEVICE = 1
     HOST = 2
@@ -24,10 +24,11 @@ class CacheWatch(Protocol):
     """Watches the blocks that can be found by hash, from the start of a core."""
 
     def table(self, tier: CacheTier) -> dict[BlockHash, Any]:
-        """Return an empty dict, which the pool of `tier` uses as its table from now on."""
+        """Return an empty dict; from now on the pool of `tier` uses it to find blocks by hash."""
 
     def on_named(self, seq: Sequence, first: int, end: int, token_ids: Int32Array) -> None:
         """Called before the blocks [first, end) of a running sequence are published.
 
-        `seq.block_hashes` has their hashes; `token_ids` is a view of all its known tokens.
+        `seq.block_hashes` has the hashes of these blocks; `token_ids` is a view of all known tokens
+        of the sequence.
         """

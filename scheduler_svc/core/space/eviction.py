@@ -4,13 +4,13 @@ Blocks are identified by the hash of their content, so a block keeps its place w
 changes.
 
 A block cannot be found without the blocks before it, so every order evicts the last blocks of a
-table first:
+block table first:
 
-    lru    when a table is dropped, its last blocks become available first
-    lfu    a hit of a block is also a hit of all blocks before it, so these have at least as many
-           hits; among equals as lru
-    fifo   a block counts as no older than the youngest block that continues it
-           (`on_table_dropped`); among equals as lru
+    lru    When a table is dropped, its last blocks become available first.
+    lfu    A hit of a block is also a hit of all blocks before it, so earlier blocks have at least
+           as many hits. Ties are broken as in lru.
+    fifo   A block counts as no older than the youngest block that continues it
+           (`on_table_dropped`). Ties are broken as in lru.
 """
 
 from collections import OrderedDict
@@ -23,7 +23,7 @@ from scheduler_svc.core.space.marked_heap import MarkedHeap
 
 
 class EvictionOrder(Protocol):
-    """The cached blocks of one pool in their order, and ranks of held blocks."""
+    """The cached blocks of one pool in the order of eviction, and the ranks of held blocks."""
 
     uses_tables: bool
     """Whether the caller must call `on_table_dropped`."""
@@ -39,16 +39,16 @@ class EvictionOrder(Protocol):
         """Remove a cached block."""
 
     def evict(self) -> BlockHash:
-        """Remove and return the first block in order; there must be one."""
+        """Remove and return the block to evict first; there must be a cached block."""
 
     def hit(self, block_hash: BlockHash) -> None:
-        """Called when a block gets another holder."""
+        """Called when a block with a hash gets another holder."""
 
     def forget(self, block_hash: BlockHash) -> None:
-        """Called when a block loses its hash and is not in the order."""
+        """Called when a block that is not in the order loses its hash."""
 
     def on_table_dropped(self, hashes: Iterable[BlockHash]) -> None:
-        """Called with the hashes of a table that is dropped, its last block first."""
+        """Called with the hashes of a block table that is dropped, last block first."""
 
 
 def make_eviction_order(eviction: Eviction) -> EvictionOrder:
@@ -62,7 +62,7 @@ def make_eviction_order(eviction: Eviction) -> EvictionOrder:
 
 
 class Lru(OrderedDict[BlockHash, None]):
-    """Ordered by when blocks became cached. An ordered dict is fast enough for every step."""
+    """Ordered by when blocks became cached. `OrderedDict` is fast enough for use in every step."""
 
     uses_tables = False
 
@@ -86,7 +86,7 @@ class Lru(OrderedDict[BlockHash, None]):
 
 
 class _Ranked:
-    """Ordered by a rank of each block; blocks of equal rank by when they became cached."""
+    """Ordered by the rank of each block; if ranks are equal, by when the blocks became cached."""
 
     def __init__(self) -> None:
         self._order: MarkedHeap[BlockHash] = MarkedHeap()
@@ -142,7 +142,7 @@ class Fifo(_Ranked):
         """Do nothing: hits do not change this order."""
 
     def on_table_dropped(self, hashes: Iterable[BlockHash]) -> None:
-        """Rank new blocks by this table; raise blocks to the rank of those that continue them."""
+        """Rank the table's new blocks; raise a block to the rank of the blocks that continue it."""
         self._num_tables += 1
         rank = 0
         for block_hash in hashes:

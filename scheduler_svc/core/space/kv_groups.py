@@ -1,4 +1,4 @@
-"""The KV groups of a model: which blocks of its table a sequence holds.
+"""The KV groups of a model: at which places of its block table a sequence holds blocks.
 
 A model's layers form groups of equal size; a block holds the KV of `block_size` tokens in the
 layers of one group. A block table has one entry per group for every `block_size` tokens. The
@@ -7,15 +7,15 @@ entry. The layers of a group see all earlier tokens, a *window* of the last toke
 the same chunk. A chunk is a window that begins again at each multiple of its length. A group with a
 window holds these blocks::
 
-    [0, first)      no later token sees them: the sequence gave them back
+    [0, first)      given back, because no later token reads them
     [first, end)    held; `end` leaves room for one more chunk while the sequence prefills
-    [end, ..)       not taken yet
+    [end, ..)       not allocated yet
 
-A place without a block has the null block, which is block 0. The core holds it forever, so it is
-never allocated; and no token reads it.
+A place without a block has the null block, which is block 0. The core holds the null block forever,
+so it is never allocated; no token reads it.
 
-All groups allocate from one pool, because their blocks have the same size. A hash names the tokens
-and the group, so pools, tiers and labels need not know groups.
+All groups allocate from one pool, because their blocks have the same size. The hash of a block
+covers both the tokens and the group, so pools, tiers and labels need not know about groups.
 """
 
 from collections import defaultdict
@@ -30,14 +30,14 @@ NULL_BLOCK = DeviceBlockId(0)
 
 
 class KvGroups:
-    """The places of block tables, by the windows of the groups."""
+    """Computes places of block tables from the windows of the KV groups."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.num = len(config.kv_windows)
         self.is_plain = not config.has_windows
         """Whether there is only one group and it has no window; then no table has a null block."""
         self.num_null = 0 if self.is_plain else 1
-        """Blocks of the pool that no sequence can have."""
+        """Number of blocks of the pool that no sequence can get."""
         self._windows = config.kv_windows
         self._with_window = [g for g, w in enumerate(self._windows) if w is not None]
         self._groups_by_window: dict[KvWindow, list[int]] = defaultdict(list)
@@ -45,7 +45,7 @@ class KvGroups:
             self._groups_by_window[self._windows[group]].append(group)
         self.has_states = STATE_WINDOW in self._windows
         """Whether the model has recurrent layers. A recurrent state cannot be rolled back by a
-        token: to compute a token again, a sequence starts at an earlier full block or at its
+        token. So to compute a token again, a sequence must start at an earlier full block or at its
         beginning."""
         self.published = [g for g, w in enumerate(self._windows) if w in {None, STATE_WINDOW}]
         """The groups whose blocks a decode publishes as soon as they are full."""
@@ -64,7 +64,7 @@ class KvGroups:
         return sum(num_blocks if most is None else min(num_blocks, most) for most in self._most)
 
     def kept(self, num_computed: int) -> list[int]:
-        """Return the places with KV of the first `num_computed` tokens that later tokens see."""
+        """Return the places with KV of the first `num_computed` tokens that later tokens read."""
         indices = range(-(-num_computed // self._block_size))
         if self.is_plain:
             return list(indices)
@@ -77,12 +77,12 @@ class KvGroups:
         ]
 
     def ahead(self, first: int, num_computed: int, num_blocks: int) -> list[int]:
-        """Return the places from block index `first` on that a sequence takes when it starts.
+        """Return the places, from block index `first` on, that need new blocks at the start.
 
         Args:
             first: The number of block indices with KV, or behind a window.
             num_computed: The number of tokens with KV.
-            num_blocks: The number of block indices of its known tokens.
+            num_blocks: The number of block indices of the sequence's known tokens.
         """
         ends = [self._end(group, num_computed, num_blocks) for group in range(self.num)]
         return [
@@ -95,7 +95,7 @@ class KvGroups:
     def take_passed(
         self, tables: list[list[DeviceBlockId]], num_computed: list[int]
     ) -> list[DeviceBlockId]:
-        """Remove and return the blocks of each table that no token from `num_computed` on sees."""
+        """Remove and return the blocks of each table that no token from `num_computed` on reads."""
         passed = []
         for window, groups in self._groups_by_window.items():
             for table, position in zip(tables, num_computed, strict=True):
@@ -110,7 +110,7 @@ class KvGroups:
         return passed
 
     def held(self, table: list[DeviceBlockId]) -> list[DeviceBlockId]:
-        """Return the blocks of a table, without the null block; may be the table itself."""
+        """Return the blocks of a table without the null block; it may be the same list object."""
         return table if self.is_plain else [block for block in table if block != NULL_BLOCK]
 
     def missing(self, table: Sequence[DeviceBlockId], num_computed: int) -> list[int]:
@@ -127,7 +127,7 @@ class KvGroups:
         return places
 
     def names(self, chain: Sequence[BlockHash], places: Iterable[int]) -> list[BlockHash]:
-        """Return the hashes of the blocks at `places`, from the hashes of the tokens."""
+        """Return the hashes of the blocks at `places`; `chain` has the hashes of the tokens."""
         if self.is_plain:
             return [chain[place] for place in places]
         return [group_hash(chain[place // self.num], place % self.num) for place in places]
@@ -135,11 +135,11 @@ class KvGroups:
     def longest_prefix(self, chain: Sequence[BlockHash], has: Callable[[BlockHash], bool]) -> int:
         """Return the length, in blocks, of the longest prefix of `chain` that can be reused.
 
-        Every block that a token after the prefix sees must exist.
+        A prefix can be reused if every block exists that a token after the prefix reads.
 
         Args:
             chain: The hashes of a sequence's full blocks.
-            has: Whether a block with this hash exists.
+            has: Tells whether a block with the given hash exists.
         """
         end, checked = len(chain), 0
         group = 0

@@ -1,8 +1,8 @@
 """Collects labels, the hashes of device blocks' contents, to send to the worker in order.
 
 A worker stores the hash of each block's content, for the next scheduler. The labels of a plan refer
-to contents *before* its step. A block that is published while a step is being planned may be
-computed by that same step, so its label goes with the next plan.
+to the contents *before* the plan's step. A block that is published while a step is being planned
+may be computed only by that step, so its label is sent with the next plan.
 """
 
 from collections.abc import Iterable
@@ -26,12 +26,12 @@ class NewLabels:
         """How many of the labels are valid before the step being planned."""
 
     def give(self, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
-        """Add labels of blocks; they are valid after the step being planned, at the latest."""
+        """Add labels of blocks; the labels are valid at the latest after the step being planned."""
         self._blocks += blocks
         self._hashes += hashes
 
     def begin_step(self) -> None:
-        """Begin to plan a step; labels added from now on are valid only after it."""
+        """Begin to plan a step; labels added from now on are valid only after this step."""
         self._num_before = len(self._blocks)
 
     def exchange(self, one: int, other: int) -> None:
@@ -41,7 +41,7 @@ class NewLabels:
         self._blocks[self._num_before :] = [names.get(block, block) for block in new]
 
     def forget(self, blocks: set[int]) -> None:
-        """Drop the labels of `blocks`, whose content may be wrong, or which leave the pool."""
+        """Drop the labels of `blocks`, which leave the pool or whose content may be wrong."""
         is_kept = [block not in blocks for block in self._blocks]
         self._num_before = sum(is_kept[: self._num_before])
         self._blocks = [*compress(self._blocks, is_kept)]

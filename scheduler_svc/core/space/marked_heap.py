@@ -1,4 +1,4 @@
-"""A heap that supports removal of any item: removed entries are marked and collected later.
+"""A heap from which any item can be removed: removed entries are marked and collected later.
 
 Adding and removing cost O(log n), amortized.
 """
@@ -15,12 +15,12 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 class MarkedHeap(Generic[ItemT]):
-    """Items by key, smallest first; among equals by `tie`, then in the order of arrival."""
+    """Items ordered by key, smallest first; then by `tie`, and then by the order of arrival."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Key, int, int, ItemT]] = []
         self._entries: dict[ItemT, int] = {}
-        """The number of each item's entry. Heap entries with other numbers count as removed."""
+        """Maps each item to the number of its heap entry. All other entries count as removed."""
         self._num_pushed = 0
 
     def __len__(self) -> int:

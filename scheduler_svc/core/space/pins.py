@@ -1,15 +1,15 @@
 """Pins: blocks of prompts, and of their outputs, that stay in the prefix cache for a given time.
 
 A pin is a reference to a device block. All pins together hold at most a configured share of the
-blocks, and the pins of one tenant hold at most a smaller one. If no sequence could run otherwise,
-pins are dropped in the order of their ends. With a host tier, pins are dropped as soon as a
-sequence would wait for their blocks: their content is demoted to the host, and promoted again when
-a prompt needs it. A block's pin belongs to the request that asked for the latest end; that request
-can be unpinned by its id.
+blocks, and the pins of one tenant hold at most another, smaller share. If no sequence could run
+otherwise, pins are dropped in the order of their ends. With a host tier, pins are dropped as soon
+as a sequence would wait for their blocks: the blocks' content is demoted to the host, and promoted
+again when a prompt needs it. A block's pin belongs to the request that asked for the latest end;
+the pins of a request can be dropped by its id.
 
-Plans send the worker the hashes of pinned blocks, so that a later scheduler can restore the pins.
+Plans tell the worker the hashes of pinned blocks, so that a later scheduler can restore the pins.
 The worker is not told which pins were dropped early, because a later scheduler may have room for
-them. Restored pins count for no tenant.
+these pins. Restored pins count towards no tenant's share.
 """
 
 from collections import Counter
@@ -43,15 +43,15 @@ class Pins:
         self._max_tenant_share = config.max_tenant_pinned_share
         self.go_down: Final = config.num_host_blocks > 0 and config.enable_prefix_caching
         """Whether the content of a dropped pin can be demoted to the host."""
-        # The tenant for which each block is pinned, for requests that have a tenant.
+        # The tenant for which each block is pinned; only for requests that have a tenant.
         self._tenants: dict[DeviceBlockId, str] = {}
         self._num_of: Counter[str] = Counter()
-        # The owner of a block is the request that set its end; unknown for restored pins.
+        # The owner of a pin is the request that set its end; restored pins have no known owner.
         self._owners: dict[DeviceBlockId, Owner] = {}
         self._owned: dict[Owner, set[DeviceBlockId]] = {}
-        # The latest end that a request other than the owner asked for, and that request.
+        # For each block, the latest end that a request other than the owner asked for, and who.
         self._others: dict[DeviceBlockId, tuple[float, Owner]] = {}
-        # By block: the end, and the negative index of the block in its prompt, to order equal ends.
+        # For each block: its pin's end, and the block's negative index, which orders equal ends.
         self._ends: dict[DeviceBlockId, tuple[float, int]] = {}
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
         self._loading: list[tuple[Seq, float]] = []  # prompts to pin after swap-ins, with ends
@@ -88,12 +88,12 @@ class Pins:
 
     @property
     def ends(self) -> Mapping[DeviceBlockId, tuple[float, int]]:
-        """When each pin ends, and its order among pins that end together."""
+        """For each pinned block, when its pin ends, and its order among pins of equal end."""
         return self._ends
 
     @property
     def tenants(self) -> Mapping[DeviceBlockId, str]:
-        """Maps each block that is pinned for a tenant to this tenant."""
+        """The tenant for which each block is pinned, without blocks pinned for no tenant."""
         return self._tenants
 
     @property
@@ -109,8 +109,8 @@ class Pins:
     def on_prompt_computed(self, seq: Seq, now: float) -> None:
         """Pin the full blocks of a prompt if its request asks for it, as many as the share allows.
 
-        If swap-ins of the prompt are not confirmed yet, `on_loads_confirmed` pins it later. Of the
-        sequences of a search, only the leader pins the prompt.
+        If swap-ins of the prompt are not confirmed yet, `on_loads_confirmed` pins it later. In a
+        beam search, only the leader pins the prompt.
         """
         is_leader = seq.group is None or seq is seq.group.leader
         if seq.request.cache_pin_s is not None and is_leader:
@@ -132,10 +132,10 @@ class Pins:
                 self._pinned += (Pinned(seq.request.source, seq.seq_key, num_tokens),)
 
     def on_completed(self, seq: Seq) -> None:
-        """Pin the published blocks of the only output of a request that asks for it.
+        """Pin the published blocks of a completed sequence, if its request asks for pins and n = 1.
 
-        The next turn's prompt begins with this prompt and output. The time of all their pins
-        starts again now.
+        The next turn's prompt begins with the prompt and output of this sequence. The pins of all
+        these blocks start their time again.
         """
         if seq.request.cache_pin_s is not None and seq.request.n == 1 and seq.group is None:
             hashes = seq.block_hashes[: seq.num_published_blocks]
@@ -158,7 +158,7 @@ class Pins:
         """Restore an earlier scheduler's pins whose blocks are cached, up to the share.
 
         Args:
-            pins: Hashes with their remaining seconds; the blocks of one prompt in their order.
+            pins: Hashes with the remaining seconds; the blocks of one prompt are in order.
             now: The time.
         """
         for place, (name, left_s) in enumerate(pins):
@@ -179,7 +179,7 @@ class Pins:
     def give_up(self, count: int) -> bool:
         """Drop up to `count` pins, those that end first; return whether there were any pins.
 
-        A block with other holders does not become available.
+        A block that has other holders does not become available by this.
         """
         any_pinned = bool(self._ends)
         for _ in range(count):
@@ -191,7 +191,7 @@ class Pins:
     def unpin(self, tenant: str, request_id: str) -> None:
         """Drop the pins of a request.
 
-        A pin that another request asked for, too, stays until the end that the other request set.
+        A pin that another request asked for, too, stays until the end set by that other request.
         """
         owner = tenant, request_id
         self._loading = [
@@ -212,7 +212,7 @@ class Pins:
             self._set_end(block, until, place)
 
     def keep_within_share(self) -> None:
-        """Drop the pins that exceed the share of the pool, which may have shrunk."""
+        """Drop the pins that exceed their share of the pool, which may have shrunk."""
         self.give_up(len(self._ends) - self._max_blocks)
 
     def forget(self, blocks: Iterable[DeviceBlockId]) -> None:
@@ -222,7 +222,7 @@ class Pins:
                 self._let_go(block)
 
     def rename(self, src: DeviceBlockId, dst: DeviceBlockId) -> None:
-        """Update the number of a pinned block."""
+        """Record that the content of a pinned block has moved to another block."""
         end, place = self._ends.pop(src)
         self._by_end.discard(src)
         self._set_end(dst, end, place)
@@ -236,7 +236,7 @@ class Pins:
     def _pin_prefix(self, chain: Sequence[BlockHash], until: float, owner: Owner) -> int:
         """Pin the blocks of a prompt; return how many of its block indices are pinned.
 
-        With several KV groups or windows, pin all blocks that later tokens see, or none.
+        With several KV groups or windows, pin either all blocks that later tokens read, or none.
         """
         if self._groups.is_plain:
             return self._pin(chain, until, owner)

@@ -6,7 +6,7 @@ from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
 
 
 class Costs:
-    """Compares estimated seconds; ignores possible later prefix-cache hits."""
+    """Compares estimated durations; does not count on later prefix cache hits."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -15,9 +15,9 @@ class Costs:
         """Whether to swap out a preempted sequence's blocks instead of computing them again.
 
         Args:
-            num_blocks: Blocks of the sequence, which are copied out and in again.
-            num_spilled: Blocks of others that go to the disk and back to make room.
-            num_tokens: Tokens with KV in the blocks.
+            num_blocks: Blocks of the sequence, which would be copied out and later in again.
+            num_spilled: Blocks of other sequences that would go to the disk and back to make room.
+            num_tokens: Tokens with KV in the sequence's blocks.
         """
         config = self._config
         if config.preemption_mode is not PreemptionMode.COST:
@@ -27,7 +27,7 @@ class Costs:
         return swap_s + spill_s < _seconds(num_tokens, config.prefill_tokens_per_s)
 
     def should_load(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether to load `num_blocks` from the disk instead of computing `num_tokens`."""
+        """Whether to load `num_blocks` blocks from the disk, not compute `num_tokens` tokens."""
         config = self._config
         if config.preemption_mode is not PreemptionMode.COST:
             return True

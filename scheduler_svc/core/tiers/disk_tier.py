@@ -8,8 +8,8 @@ Spilled sequences hold disk blocks, and so do moves:
 
     a store   holds its disk block from the call to the end. The disk block can be found only
               after the end, since it has no valid content before.
-    a load    holds its disk block and its host block in the same way. The host block can be found
-              after the end.
+    a load    holds its disk block and its host block from the call to the end. The host block can
+              be found only after the end.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,7 +43,7 @@ class DiskBooks(NamedTuple):
 
 
 class DiskTier:
-    """Owns the disk blocks and the moves in progress."""
+    """Owns the disk blocks, and the moves between disk and host that are in progress."""
 
     def __init__(self, config: SchedulerConfig, host_pool: BlockPool[HostBlockId]) -> None:
         self.pool = BlockPool(config.num_disk_blocks, DiskBlockId, eviction=config.eviction)
@@ -70,13 +70,13 @@ class DiskTier:
     def is_busy(self) -> bool:
         """Whether moves are in progress.
 
-        The worker delays the result of an empty step until a move ends.
+        While there are any, the worker delays the result of an empty step until a move ends.
         """
         return bool(self._stores or self._loads)
 
     @property
     def is_loading(self) -> bool:
-        """Whether a load has not ended."""
+        """Whether there is a load that has not ended."""
         return bool(self._loads)
 
     @property
@@ -147,9 +147,9 @@ class DiskTier:
     # --- stores ---------------------------------------------------------------------------------
 
     def demote(self, block: HostBlockId, block_hash: BlockHash) -> None:
-        """Store a cached host block that the next plan overwrites.
+        """Store the content of a cached host block that the next plan overwrites.
 
-        Its content is lost if too many stores are in progress, or no disk block is available.
+        The content is lost if too many stores are in progress, or no disk block is available.
         """
         if (known := self._find(block_hash)) is not None:
             self.pool.share([known])  # makes the block the most recently used
@@ -161,7 +161,8 @@ class DiskTier:
         """Store a host block if the disk lacks its content; the next plan may overwrite the block.
 
         Args:
-            block: The host block, filled by plans sent before. A disk block must be available.
+            block: The host block; plans that were sent have filled it. A disk block must be
+                available.
             block_hash: The hash of its content; None: the content must not be found.
 
         Returns:
@@ -184,7 +185,7 @@ class DiskTier:
         return found[0] if found else None
 
     def _store(self, source: HostBlockId, block_hash: BlockHash | None) -> DiskBlockId:
-        """Store a block in a new disk block, which both the caller and the store hold."""
+        """Store a host block in a new disk block, which both the caller and the store hold."""
         (block,) = self.pool.allocate(1)
         self.pool.share([block])
         self._stores[block] = block_hash
@@ -204,7 +205,7 @@ class DiskTier:
         return target in self._loads
 
     def load(self, source: DiskBlockId, target: HostBlockId, block_hash: BlockHash | None) -> None:
-        """Load a stored disk block that is not being loaded.
+        """Load a disk block to the host; it must be stored and not be loading already.
 
         Args:
             source: The disk block.
@@ -217,7 +218,7 @@ class DiskTier:
         self._targets[source] = target
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
-        """Remove the hashes of contents that may be wrong, including those being moved."""
+        """Remove the hashes of contents that may be wrong, including contents being moved."""
         for block_hash in hashes:
             if (storing := self._storing.pop(block_hash, None)) is not None:
                 self._stores[storing] = None

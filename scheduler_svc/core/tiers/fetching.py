@@ -1,10 +1,10 @@
 """Loads the KV of waiting sequences from the disk to the host.
 
 Two kinds of sequences wait for the disk. A swapped sequence that has spilled needs all its KV back.
-A new sequence may find a part of its prompt on the disk, beyond the part on the device. It computes
-the tokens of blocks that do not fit on the host or cannot be loaded. Sequences of both kinds are
-FETCHING, out of the queue so that others can run, until their last load has ended. Then they return
-to their place in the queue.
+A new sequence may find a part of its prompt on the disk, beyond the part on the device; it computes
+the tokens of blocks that do not fit on the host or cannot be loaded. Until their last load has
+ended, sequences of both kinds are FETCHING and out of the queue, so that others can run. Then they
+return to their place in the queue.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ _Known = tuple[DiskBlockId, BlockHash | None]
 
 
 class FetchStatus(Enum):
-    """Whether the first sequence in the queue can start."""
+    """What the first sequence in the queue must do before it can start."""
 
     READY = auto()
     """The sequence does not have to wait for the disk."""
@@ -69,12 +69,12 @@ class Fetching:
 
     @property
     def awaited(self) -> Mapping[Sequence, AbstractSet[HostBlockId]]:
-        """The loads that each fetching sequence waits for."""
+        """For each fetching sequence, the host blocks whose loads it waits for."""
         return self._awaited
 
     @property
     def waiters(self) -> Mapping[HostBlockId, AbstractSet[Sequence]]:
-        """The sequences that wait for each load."""
+        """For each host block that is being loaded, the sequences that wait for it."""
         return self._waiters
 
     # --- starting to fetch ----------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Fetching:
     def enqueue(self, seq: Sequence) -> None:
         """Queue a new sequence, or fetch its prefix from the disk first.
 
-        Fetching ahead of time leaves half of the host blocks to others.
+        A prefix that is fetched ahead of time leaves half of the host blocks to others.
         """
         room = self._tier.pool.num_available - self._tier.pool.num_blocks // 2
         if not (self._is_enabled and self._fetch_prefix(seq, room, may_be_part=False)):
@@ -93,8 +93,8 @@ class Fetching:
 
         Args:
             seq: The first sequence in the queue.
-            has_room: Whether the device has room for it. If so, other sequences give up host
-                blocks for it.
+            has_room: Whether the device has room for the sequence. If so, other sequences give up
+                host blocks for it.
         """
         if not self._is_enabled:
             return FetchStatus.READY
@@ -105,12 +105,12 @@ class Fetching:
         return FetchStatus.READY
 
     def _fetch_prefix(self, seq: Sequence, room: int, *, may_be_part: bool) -> bool:
-        """Hold the host blocks of a prefix beyond the device's part, and load the rest from disk.
+        """Hold a prefix's host blocks beyond its device blocks; load the rest from the disk.
 
         Args:
             seq: A waiting sequence, in the queue or not.
             room: The limit on host blocks to take.
-            may_be_part: Whether to load a part of the prefix if `room` is too small for all.
+            may_be_part: Whether to load only a part of the prefix if `room` is too small for all.
 
         Returns:
             Whether the sequence waits for loads.
@@ -154,7 +154,7 @@ class Fetching:
             return FetchStatus.READY
         pool, num_kept = self._tier.pool, len(seq.host_block_ids)
         hashes = self._room.names(seq)[num_kept:]
-        # Disk block -> host block, which may still be loading
+        # For each disk block, the host block with its content, which may still be loading.
         on_host: list[HostBlockId | None] = []
         for index, source in enumerate(seq.disk_block_ids):
             found = pool.find(hashes[index : index + 1]) if index < len(hashes) else []
@@ -188,8 +188,8 @@ class Fetching:
 
         Args:
             seq: A sequence that is in the queue, or would be queued otherwise.
-            loads: The disk blocks to load; loads in progress are shared.
-            present: Host blocks that it holds; some may be targets of loads in progress.
+            loads: The disk blocks to load. If a block is being loaded already, its load is shared.
+            present: Host blocks that the sequence holds; some may be targets of loads in progress.
 
         Returns:
             The host blocks of `loads`; the sequence is a holder of each.
@@ -235,7 +235,7 @@ class Fetching:
                 self._arrive(seq, target)
 
     def stop(self, seq: Sequence) -> None:
-        """Stop waiting for a sequence's loads, which continue for the prefix cache."""
+        """Let a sequence stop waiting for its loads, which continue for the prefix cache."""
         for target in self._awaited.pop(seq):
             if (waiters := self._waiters.get(target)) is not None:
                 waiters.discard(seq)
@@ -243,7 +243,7 @@ class Fetching:
                     del self._waiters[target]
 
     def first_expired(self, now: float) -> Sequence | None:
-        """Return a sequence whose deadline has passed, if any."""
+        """Return a fetching sequence whose deadline has passed, if any."""
         for seq in self._awaited:
             if seq.request.deadline is not None and seq.request.deadline <= now:
                 return seq

@@ -1,8 +1,8 @@
 """Makes room on the host by taking blocks from waiting sequences.
 
-First it drops blocks that were fetched for waiting sequences; the prefix cache may keep them. Then
-swapped sequences spill their last blocks to the disk, the last sequence in order first. If the disk
-is full, too, swapped sequences lose their KV, again the last sequence in order first.
+First, blocks that were fetched for waiting sequences are dropped; the prefix cache may keep them.
+Then swapped sequences spill their last blocks to the disk, the last sequence in order first. If the
+disk is full, too, swapped sequences lose their KV, again the last sequence in order first.
 """
 
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ class HostRoom:
         """Make room to load blocks of the first swapped sequence in order.
 
         Returns:
-            Whether there is room; if not, moves in progress may make some.
+            Whether there is room now; if not, moves in progress may make some later.
         """
         self._let_go(num_blocks)
         if num_blocks > self._tier.pool.num_available:
@@ -78,14 +78,14 @@ class HostRoom:
         return num_blocks <= self._tier.pool.num_available
 
     def give_up(self, seq: Sequence) -> None:
-        """Drop the KV of a swapped sequence, which will be computed again."""
+        """Drop the KV of a swapped sequence; the sequence will compute its tokens again."""
         self._queue.remove(seq)
         self.release(seq)
         seq.set_status(SeqStatus.WAITING)
         self._queue.push(seq)
 
     def spilled_to(self, block: DiskBlockId) -> list[Sequence]:
-        """Return the swapped sequences with KV in the disk block `block`."""
+        """Return the swapped sequences that have KV in the disk block `block`."""
         return [
             seq
             for seq in self._live
@@ -100,7 +100,7 @@ class HostRoom:
         seq.host_block_ids, seq.fetched_block_ids, seq.disk_block_ids = (), (), ()
 
     def names(self, seq: Sequence) -> list[BlockHash]:
-        """Return the hashes of a swapped sequence's full blocks; without a cache there are none."""
+        """Return the hashes of a swapped sequence's full blocks; empty without a prefix cache."""
         num_full = min(seq.num_computed_tokens // self._block_size, len(seq.block_hashes))
         places = self._groups.kept(seq.num_computed_tokens)
         full = [place for place in places if place < num_full * self._groups.num]
@@ -132,7 +132,7 @@ class HostRoom:
         """Find the sequences that must spill to make `num_blocks` available.
 
         Returns:
-            Each sequence with the number of host blocks that it keeps; None if it is impossible.
+            Each sequence with the number of host blocks that it keeps; None if spills do not help.
         """
         pool = self._tier.pool
         num_lacking, num_disk_blocks = (

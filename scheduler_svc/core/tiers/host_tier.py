@@ -3,7 +3,7 @@
 Callers add moves at any time, and a plan sends them. A step swaps out or swaps in, never both. The
 next plan has all pending swap-outs, because it may overwrite their device blocks. Swap-ins wait for
 a plan without swap-outs. While swap-ins wait, no block is demoted, so that such a plan comes soon:
-then only preemption swaps out, and only running sequences can be preempted.
+only preemption still causes swap-outs, and only running sequences can be preempted.
 
 A swap-in holds a reference to its host block from the call to the result of its step. The
 sequences that wait for the swap-in hold the device block.
@@ -27,14 +27,14 @@ class HostBooks(NamedTuple):
     """Live views of the swap-ins in progress, for invariants; read-only."""
 
     unsent: Mapping[DeviceBlockId, HostBlockId]
-    """Swap-ins that were not sent yet."""
+    """Swap-ins that have not been sent."""
     sent: list[tuple[DeviceBlockId, HostBlockId]]
     """Swap-ins that were sent and have no result yet."""
     targets: Mapping[HostBlockId, DeviceBlockId]
 
 
 class HostTier:
-    """Owns the host blocks and the moves in progress."""
+    """Owns the host blocks, and the moves between host and device that are in progress."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -52,14 +52,14 @@ class HostTier:
         self.num_swapped_in = 0
         self.num_demoted = 0
         self.num_promoted = 0
-        # By host block: if a block is evicted and allocated again, the later swap-out counts.
+        # By host block: if a host block is evicted and allocated again, the later swap-out counts.
         self._swap_outs: dict[HostBlockId, DeviceBlockId] = {}
         self._swap_ins: dict[DeviceBlockId, HostBlockId] = {}  # not sent yet, oldest first
         self._in_flight: deque[tuple[StepId, dict[DeviceBlockId, HostBlockId]]] = deque()
         self._targets: dict[HostBlockId, DeviceBlockId] = {}  # of swap-ins without a result
         self.loses_evicted = False
-        """Whether blocks that this step evicts from the device are lost: the step may swap in, and
-        then cannot demote."""
+        """Whether blocks that this step evicts from the device are lost, because the step may swap
+        in, and a step that swaps in cannot demote."""
         self._num_demotions_left = 0
 
     # --- a step ---------------------------------------------------------------------------------
@@ -100,10 +100,10 @@ class HostTier:
             self.num_swapped_in += len(moves)
 
     def answer(self, step: StepId, failed: Int32Array) -> None:
-        """Record the end of a step's swap-ins; forget the host contents of failed ones.
+        """Record the end of a step's swap-ins; forget the host contents of the failed ones.
 
         Raises:
-            BrokenInvariantError: This step did not swap in one of `failed`.
+            BrokenInvariantError: The step has not swapped in one of the blocks in `failed`.
         """
         moves: dict[DeviceBlockId, HostBlockId] = {}
         if self._in_flight and self._in_flight[0][0] == step:
@@ -124,12 +124,12 @@ class HostTier:
     def swap_out(
         self, blocks: Sequence[DeviceBlockId], hashes: Sequence[BlockHash]
     ) -> list[HostBlockId]:
-        """Copy device blocks to the host with the next plan; until then no other step writes them.
+        """Copy device blocks to the host with the next plan; no step before it writes to them.
 
         Args:
-            blocks: At most as many as the host pool has available.
-            hashes: The hashes of the full blocks, which come first. They can be found on the host
-                from now on.
+            blocks: The device blocks; at most as many as the host pool has available.
+            hashes: The hashes of the full blocks, which come first. From now on these blocks can be
+                found on the host.
 
         Returns:
             The host blocks; the caller is a holder of each.
@@ -142,25 +142,25 @@ class HostTier:
     def swap_in(self, sources: Iterable[HostBlockId], targets: Iterable[DeviceBlockId]) -> None:
         """Copy host blocks to device blocks as soon as a step has room.
 
-        The move takes over a reference to each source. `is_loading` is true for the targets until
-        the result of the step that copies them.
+        The swap-in takes over one reference to each source. `is_loading` is true for the targets
+        until the result of the step that copies the blocks.
         """
         for source, target in zip(sources, targets, strict=True):
             self._swap_ins[target] = source
             self._targets[source] = target
 
     def cancel_swap_ins(self, targets: Iterable[DeviceBlockId]) -> None:
-        """Cancel the swap-ins to `targets` that were not sent; no sequence waits for them."""
+        """Cancel the swap-ins to `targets` that were not sent; no sequence may wait for them."""
         for target in targets:
             if (source := self._swap_ins.pop(target, None)) is not None:
                 self._end({target: source})
 
     def is_unsent(self, target: DeviceBlockId) -> bool:
-        """Whether the swap-in to `target` was not sent yet."""
+        """Whether a swap-in to `target` exists that has not been sent."""
         return target in self._swap_ins
 
     def is_loading(self, target: DeviceBlockId) -> bool:
-        """Whether the swap-in to `target` is pending or in progress."""
+        """Whether a swap-in to `target` is pending or in progress."""
         return target in self._swap_ins or any(target in moves for _, moves in self._in_flight)
 
     def is_leaving_device(self, block: HostBlockId) -> bool:
@@ -199,14 +199,14 @@ class HostTier:
         elif self._num_demotions_left and self.pool.num_available:
             self._num_demotions_left -= 1
             self.num_demoted += 1
-            # As `swap_out` for one block, but faster, because demotions are frequent.
+            # These lines are `swap_out` for one block, but faster, because demotions are frequent.
             targets = self.pool.allocate(1)
             self._swap_outs[targets[0]] = block
             self.pool.publish(targets, [block_hash])
             self.pool.drop(targets)
 
     def _evict(self, block: HostBlockId, block_hash: BlockHash) -> None:
-        """Demote a host block that is evicted, if a plan has filled it already."""
+        """Demote an evicted host block to the disk, if a plan that was sent has filled it."""
         if not self.is_leaving_device(block):
             self.disk.demote(block, block_hash)
 
@@ -214,8 +214,8 @@ class HostTier:
         """Look up the longest prefix of `hashes` on the host; changes nothing.
 
         Returns:
-            Device blocks that are being swapped in for another sequence, and the host blocks that
-            follow them.
+            The device blocks to which the first blocks are already being swapped in for another
+            sequence, and the host blocks that follow.
         """
         loading: list[DeviceBlockId] = []
         sources: list[HostBlockId] = []
