@@ -88,7 +88,7 @@ async def run_scheduler(
 async def _wait_for_turn(
     settings: SchedulerSettings, workers: Discovery, lease: "Lease | None", stop: asyncio.Event
 ) -> int | None:
-    """Wait until this scheduler may serve; return the workers' newest epoch, or None to stop."""
+    """Wait until this scheduler may serve; return the workers' newest epoch, or None if stopped."""
     if not settings.standby:
         return await newest_epoch(workers, settings.client_tls)
     health = Health()

@@ -1,4 +1,4 @@
-"""Values that the packages of the scheduler exchange, such as commands to a core."""
+"""Values that packages of the scheduler pass to each other, such as commands to a core."""
 
 from asyncio import Future
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ class SubmitRequest:
 
     request: Request
     was_accepted: bool = False
-    """Whether it was accepted before; then it can no longer be refused."""
+    """Whether the request was accepted before; then it can no longer be refused."""
     num_crashes: int = 0
-    """How many workers in a row were lost while they ran the request, before it gained a token."""
+    """How many workers in a row were lost while they ran the request, without a new token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class CancelSequences:
 
 @dataclass(frozen=True, slots=True)
 class DropSource:
-    """Cancel, without events, all sequences of a router's stream that has ended."""
+    """Cancel all sequences of a router's stream that has ended; send no events about them."""
 
     source: SourceId
 
@@ -53,7 +53,7 @@ class DefragmentBlocks:
 
 
 Command: TypeAlias = SubmitRequest | CancelSequences | DropSource | UnpinPrompt | DefragmentBlocks
-"""Commands, which a session applies to its core between two steps."""
+"""A command that a session applies to its core between two steps."""
 
 
 ADAPTERS_SALT = "\0"
@@ -90,7 +90,7 @@ def live_seq_keys(request: Request) -> list[SeqKey]:
 
 
 def end_with_error(request: Request, error: str) -> tuple[Finished, ...]:
-    """Return the last events of the live sequences of `request`, with `error`."""
+    """Return the events that end the live sequences of `request` with the message `error`."""
     return tuple(
         Finished(request.source, key, FinishReason.ERROR, error=error)
         for key in live_seq_keys(request)

@@ -1,10 +1,10 @@
 """A Kubernetes Lease that names the serving scheduler, as a hint for its standbys.
 
-The serving scheduler renews the Lease and gives it up when it ends; each standby watches it. The
+The serving scheduler renews the Lease, and gives it up when it ends; each standby watches it. The
 Lease changes two things. A standby claims the Lease before it takes over, so only one of several
-standbys does. And while the Lease is free, a standby waits less before it believes that the workers
-have no scheduler. Safety does not depend on the Lease, because workers obey the newest epoch. While
-the Lease cannot be read or written, schedulers behave as without it.
+standbys takes over. And while the Lease is free, a standby believes sooner that the workers have no
+scheduler. Safety does not depend on the Lease, because workers obey only the newest epoch. While
+the Lease cannot be read or written, schedulers behave as if there were none.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ import aiohttp
 import structlog
 
 DURATION_S: Final = 6
-"""A Lease that has not changed for this long has expired."""
+"""A Lease that has not changed for this many seconds has expired."""
 _RENEW_S: Final = 2.0
 _RETRY_S: Final = 2.0
-"""Pause after a failed watch, and the least time between the beginnings of two watches."""
+"""The pause after a failed watch, and the least time between the starts of two watches."""
 _HEAD_START_S: Final = 2.0
-"""After a claim, no other scheduler may claim for this long, so that the claimer can take over."""
+"""For this long after a claim, no other scheduler may claim, so that the claimer can take over."""
 _WRITE_S: Final = 1.0
-"""How long a takeover, or the end of a scheduler, may wait for the API server."""
+"""How long a takeover, or the end of a scheduler, may wait for the Kubernetes API server."""
 _READ_S: Final = 2.0
 _WATCH_S: Final = 60
 _QUIET_S: Final = 4.0
-"""After this long without a change, the object is read again, because its watch may be dead. This
-time and `_READ_S` together are at most `DURATION_S`, so a dead watch or API server does not look
-like an expired Lease."""
+"""After this long without a change, the Lease object is read again, because its watch may be dead.
+This time and `_READ_S` together are at most `DURATION_S`, so a dead watch or API server does not
+look like an expired Lease."""
 
 log = structlog.get_logger()
 
@@ -56,7 +56,7 @@ class LeaseError(Exception):
 
 
 class Lease:
-    """The Lease, for an `async with`; at the block's end, a scheduler that holds it gives it up."""
+    """The Lease, as an async context manager; at the end, a scheduler that holds it gives it up."""
 
     def __init__(self, name: str, holder: str, cluster: Cluster | None = None) -> None:
         """`holder` names this scheduler; a random part distinguishes it from its earlier runs."""
@@ -67,16 +67,16 @@ class Lease:
         self._tls: ssl.SSLContext | bool | None = None
         self._watching: asyncio.Task[None] | None = None
         self._found: dict[str, Any] | None = None
-        """The object as last seen; None: it cannot be read."""
+        """The Lease object as last seen; None: it cannot be read."""
         self._changed_at = 0.0
         """When a change of the object was last seen, on the monotonic clock."""
         self._moved_at = float("-inf")
-        """When a change of the holder was last seen."""
+        """When a change of the holder was last seen, on the monotonic clock."""
         self._failures: dict[str, str] = {}
-        """Why the Lease cannot be "read" or "written"."""
+        """The last reasons why the Lease could not be "read" or "written"."""
 
     async def __aenter__(self) -> Self:
-        """Begin to watch."""
+        """Begin to watch the Lease."""
         self._session = aiohttp.ClientSession(read_bufsize=1 << 19)
         self._watching = asyncio.create_task(self._keep_watch(), name="lease")
         return self
@@ -87,9 +87,9 @@ class Lease:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give the Lease up."""
+        """Give the Lease up if this scheduler holds it."""
         if self._is_mine and not await self._write("") and self._is_mine:
-            await self._write("")  # only something else in the object had changed
+            await self._write("")  # the object had changed, but not its holder
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -100,7 +100,8 @@ class Lease:
     def is_free(self) -> bool:
         """Whether the Lease was given up or has expired.
 
-        False if it cannot be read, or no scheduler has ever written it: perhaps none is allowed to.
+        False if the Lease cannot be read, or if no scheduler has ever written to it: perhaps no
+        scheduler is allowed to.
         """
         if self._found is None or "renewTime" not in _spec_of(self._found):
             return False
@@ -110,7 +111,7 @@ class Lease:
     async def claim(self) -> bool:
         """Write this scheduler into the Lease, and return whether it may take over.
 
-        False: another scheduler has just claimed the Lease.
+        The result is false if another scheduler has just claimed the Lease.
         """
         if self._found is None:
             return True
@@ -153,7 +154,7 @@ class Lease:
                     if not has_changed:
                         self._see(await _json_of(response))
                         self._failures.pop("written", None)
-                if has_changed:  # and the watch is late, or dead
+                if has_changed:  # the watch is late or dead
                     self._see(await self._read())
         except Exception as error:  # noqa: BLE001 - whatever it is, the Lease is only a hint
             self._fail("written", error)
@@ -179,7 +180,7 @@ class Lease:
             return await _json_of(response)
 
     async def _versions(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the object now, and after each change, until it has not changed for `_QUIET_S`."""
+        """Yield the object now and after each change, until no change comes for `_QUIET_S`."""
         found = await self._read()
         yield found
         query = (
@@ -214,7 +215,7 @@ class Lease:
         )
 
     def _see(self, found: dict[str, Any]) -> None:
-        """Remember a version of the object."""
+        """Remember a version of the Lease object, and when it or its holder changed."""
         before, self._found = self._found, found
         now = time.monotonic()
         if before is None or _version_of(before) != _version_of(found):
@@ -232,7 +233,7 @@ class Lease:
 
 
 async def _line_of(response: aiohttp.ClientResponse) -> bytes:
-    """Return the next line of a watch; empty if it ended or was silent for `_QUIET_S`."""
+    """Return the next line of a watch; empty if the watch ended or was silent for `_QUIET_S`."""
     try:
         return await response.content.readline()
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""The gRPC service: routers' streams, and operators' calls about requests, blocks and pools."""
+"""The gRPC service `SchedulerService`: routers' streams, and operators' calls."""
 
 import asyncio
 import time
@@ -32,9 +32,9 @@ from scheduler_svc.wire.router import refused_to_proto, welcome_to_proto
 from scheduler_svc.workers.fleet import Fleet
 
 _PROGRESS_S = 0.25
-"""How often the progress of a resize is reported."""
+"""Seconds between two reports of the progress of a resize."""
 _EXPIRE_S = 0.5
-"""How often to check for expired resumable requests."""
+"""Seconds between two checks for expired resumable requests."""
 
 log = structlog.get_logger()
 
@@ -60,7 +60,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._epoch = epoch
 
     async def expire_resumable(self) -> None:
-        """Until cancelled, end the resumable requests that no client has resumed in time."""
+        """End resumable requests that no client has resumed in time, until cancelled."""
         while True:
             await asyncio.sleep(_EXPIRE_S)
             for source, seq_keys in self._resumables.expire(time.monotonic()):
@@ -113,7 +113,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         request: scheduler_pb2.GetSchedulerLoadRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> scheduler_pb2.GetSchedulerLoadResponse:
-        """Sum the workers' loads."""
+        """Return the sum of the workers' loads."""
         roster = self._fleet.roster
         loads = [load for load in roster.loads().values() if load is not None]
         return scheduler_pb2.GetSchedulerLoadResponse(
@@ -252,7 +252,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         if message.sampling.HasField("adapter"):
             adapters = self._fleet.adapters
-            # A request that was accepted before may continue with a leaving adapter.
+            # A request that was accepted before may continue with an adapter that is leaving.
             known = adapters.held if message.is_again else adapters.offered
             model = replace(model, adapters=known)
         try:

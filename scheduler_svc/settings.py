@@ -35,10 +35,10 @@ class SchedulerSettings(ProcessSettings):
     scheduler_id: Annotated[str, Field(min_length=1, max_length=128)] = "scheduler"
     """Name of this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
-    """This scheduler's epoch: workers obey only the newest. Default: the wall clock at the start,
-    in nanoseconds, or one more than the workers have seen if that is more, plus a random number
-    below 65,536. So a scheduler that starts later takes over; if several start at the same time,
-    one of them does."""
+    """This scheduler's epoch; workers obey only the scheduler with the newest epoch. Default: the
+    wall clock at the start in nanoseconds, or one more than the newest epoch that workers have seen
+    if that is more, plus a random number below 65,536. So a scheduler that starts later takes over,
+    and of several that start at the same time, one takes over."""
     standby: bool = False
     """Whether to wait until no worker has a scheduler, and then to take over. Until then no port is
     open, except with --standby-http. Among several schedulers with this flag one serves. When it
@@ -62,8 +62,8 @@ class SchedulerSettings(ProcessSettings):
     changes. Empty: none."""
     worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
     """How long a worker may be silent before it counts as lost, in seconds; a healthy worker sends
-    a message four times per second. Other workers recompute its requests; without other workers,
-    the requests continue when it answers."""
+    a message four times per second. Other workers recompute the requests of a lost worker; if there
+    are no others, the requests continue when the worker answers again."""
     max_waiting: PositiveInt = 1024
     """At most this many sequences may wait at one worker; more are refused, with a retry hint."""
     enable_prefix_caching: bool = True
@@ -121,9 +121,9 @@ class SchedulerSettings(ProcessSettings):
     limit."""
     max_prompt_step_s: Annotated[float, Field(gt=0)] = 2.0
     """How long a step with prompts may take, in seconds. During a step no request starts, streams a
-    token, or is cancelled. The scheduler learns the number of tokens for this time mostly from the
-    fastest steps, so a step far into a long context takes longer. A step may always have 128
-    tokens, because reading the weights takes as long as computing about 16, which would dominate
+    token, or is cancelled. The scheduler learns mostly from the fastest steps how many tokens fit
+    in this time, so a step far into a long context takes longer. A step may always have 128 tokens,
+    because reading the weights takes as long as computing about 16 tokens, which would dominate
     smaller steps. inf: no limit."""
     policy: str = "fcfs"
     """Which request is served first: fcfs, priority, fair (between tenants), deadline, a
@@ -165,16 +165,16 @@ class SchedulerSettings(ProcessSettings):
     refused."""
 
     record: Path | None = None
-    """Directory for recordings of all scheduling decisions, one file for each attachment of a
-    worker, for `quire replay`; unset: nothing is recorded. Recordings contain the tokens of
+    """Directory in which all scheduling decisions are recorded for `quire replay`, in one file for
+    each attachment of a worker; unset: nothing is recorded. Recordings contain the tokens of
     prompts."""
     record_max_mb: PositiveInt = 1024
-    """The limit on space for all recordings of this process, in MiB; beyond it recording stops, and
-    serving continues."""
+    """The limit on the space for all recordings of this process, in MiB. Beyond it recording stops,
+    and serving continues."""
 
     @property
     def policy_args(self) -> tuple[tuple[str, str], ...]:
-        """`policy_arg` by name, sorted."""
+        """The arguments in `policy_arg` as pairs of name and value, sorted by name."""
         return split_arguments(self.policy_arg)
 
     @field_validator("workers", "policy_arg", mode="before")

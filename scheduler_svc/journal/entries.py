@@ -1,10 +1,10 @@
 """The format of recordings: the calls of one scheduler core, in order, with their results.
 
-A file begins with `MAGIC`. Frames follow: length and CRC-32 of the payload, both u32 and
-little-endian, then the payload. The first payload is an `Origin`, and each later one is a
-`JournalEntry`, in MessagePack. The core's own classes are encoded directly: an object as a map by
-field, a numpy array as `[dtype, bytes]`. So there is no schema besides the core's methods and
-classes, and a new method of the core is recorded when it is marked `core_input`.
+A file begins with `MAGIC`. Frames follow. A frame has the length and the CRC-32 of its payload,
+both as little-endian u32, and then the payload, in MessagePack. The first payload is an `Origin`,
+and each later one is a `JournalEntry`. The core's own classes are encoded directly: an object becomes a
+map by field, and a numpy array becomes `[dtype, bytes]`. So there is no schema besides the core's
+methods and classes, and a new method of the core is recorded when it is marked `core_input`.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from scheduler_svc.core.interface.inputs import input_names
 from scheduler_svc.core.scheduler import Scheduler
 
 FORMAT_VERSION: Final = 2
-"""Incremented with every change that an older reader would misread."""
+"""The version of this format; incremented with every change that an older reader would misread."""
 MAGIC: Final = b"QUIREREC"
 
 CALLS: Final = input_names(Scheduler)
@@ -53,28 +53,28 @@ class Origin:
     started_at_s: float
     """When the recording began, on the wall clock."""
     config: dict[str, Any]
-    """A `SchedulerConfig`, field by field."""
+    """The fields of the core's `SchedulerConfig`."""
 
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """One call, or the end of the recording."""
+    """One call of the core, or the end of the recording."""
 
     call: str
-    """The method's name; empty: the recording ends here, and `raised` has the reason."""
+    """The name of the called method; empty: the recording ends here, `raised` has the reason."""
     arguments: msgspec.Raw
     """The arguments by name; `decode_arguments` decodes them."""
     at: float
-    """When the call was made, in the seconds of the core's `now`."""
+    """When the call was made, on the clock of the core's `now` arguments."""
     plan: dict[str, Any] | None = None
-    """The plan that `schedule` returned, as made by `describe_plan`."""
+    """The plan that `schedule` returned, as `describe_plan` describes it."""
     raised: str = ""
-    """The class of the exception that the core raised; empty: no exception."""
+    """The class name of the exception that the core raised; empty: no exception."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """The file ends within a frame, because the process was killed while it wrote."""
+    """Marks a file that ends within a frame, because the process was killed while it wrote."""
 
     num_bytes: int
     """Number of bytes of the incomplete frame."""
@@ -82,7 +82,7 @@ class CutOff:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A recording that is being read."""
+    """A recording that is being read; `entries` reads its calls one by one."""
 
     origin: Origin
     config: SchedulerConfig
@@ -111,9 +111,10 @@ def encode_entry(
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """Return the plan's fields as plain values, which can be compared and read by people.
+    """Return the fields of a plan as plain values, which people can read and code can compare.
 
-    A new sequence's tokens are replaced by their number and checksum, as its request has them.
+    The tokens of a new sequence are replaced by their number and checksum, because its request
+    already has them.
     """
     described: dict[str, Any] = {"num_scheduled_tokens": plan.num_scheduled_tokens}
     for each in fields(plan):
@@ -136,7 +137,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _without_defaults(value: object) -> object:
-    """Return the dataclass fields that differ from their defaults."""
+    """Return the fields of a dataclass object that differ from their defaults."""
     if not is_dataclass(value) or isinstance(value, type):
         return value
     return {
@@ -173,8 +174,8 @@ def read_recording(file: BinaryIO) -> Recording:
     """Read the origin of a recording; `Recording.entries` reads the entries one by one.
 
     Raises:
-        RecordingError: The file is not a recording, is damaged, or has another format. The iterator
-            `entries` may raise it, too.
+        RecordingError: The file is not a recording, is damaged, or has another format version. The
+            iterator `entries` may also raise it.
     """
     frames = _read_frames(file)
     first = next(frames, None)
@@ -234,7 +235,7 @@ def _read_frames(file: BinaryIO) -> Iterator[bytes | CutOff]:
 
 
 def _read(file: BinaryIO, length: int) -> bytes:
-    """Read up to `length` bytes in pieces, so that a wrong length cannot exhaust memory."""
+    """Read up to `length` bytes, in pieces, so that a wrong length cannot exhaust the memory."""
     pieces: list[bytes] = []
     while length and (piece := file.read(min(length, _MAX_PIECE_BYTES))):
         pieces.append(piece)
@@ -269,7 +270,7 @@ def _decode_value(kind: type, value: Any) -> object:
 
 
 def _arguments_of(name: str) -> type[msgspec.Struct]:
-    """Make the class that a method's arguments are decoded into."""
+    """Make a struct class into which the arguments of a method are decoded."""
     method = getattr(Scheduler, name)
     hints = get_type_hints(method)
     members: list[Any] = []

@@ -1,9 +1,9 @@
 """Records scheduler cores, in one file for each attachment of a worker.
 
-For each call, the event loop only appends a tuple. A thread encodes and writes the pending calls a
-few times per second, which is safe because plans, results and requests are immutable. A killed
-process loses the calls of the last quarter of a second; a process that fails or ends normally loses
-none.
+For each call of a core, the event loop only appends a tuple. A thread encodes and writes the
+pending calls a few times per second, which is safe because plans, results and requests are
+immutable. A killed process loses the calls of the last quarter of a second; a process that fails or
+ends normally loses no calls.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from scheduler_svc.journal.entries import (
 SUFFIX: Final = ".quirerec"
 _FLUSH_S: Final = 0.25
 _MAX_PENDING_CALLS: Final = 100_000
-"""The limit on pending calls. If the disk is further behind, recording stops, to limit memory."""
+"""The limit on calls that are not written yet. Beyond it recording stops, to bound the memory."""
 _FULL: Final = "--record-max-mb is reached"
 
 _P = ParamSpec("_P")
@@ -57,17 +57,17 @@ class RecordedCall(NamedTuple):
 
 
 class CallRecorder:
-    """Records the calls of a core's inputs, including calls that raise."""
+    """Records the calls of a core's `core_input` methods, including calls that raise."""
 
     def __init__(self, record: Callable[[RecordedCall], None], clock: Callable[[], float]) -> None:
-        """`clock` returns the time in the seconds of the core's `now`."""
+        """`record` receives each call; `clock` must be the clock of the core's `now` arguments."""
         self._record = record
         self._clock = clock
 
     def call(self, method: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         bound = _signature(method).bind(*args, **kwargs)
         for key, value in bound.arguments.items():
-            # An argument may be an iterator, which can be read only once
+            # An argument may be an iterator, which can be read only once.
             if isinstance(value, Iterable) and not isinstance(value, str):
                 bound.arguments[key] = tuple(value)
         name, given = method.__name__, dict(bound.arguments)
@@ -181,19 +181,19 @@ class Recordings:
 
 
 class _Journal:
-    """One file. The event loop calls `add`, the thread calls `write_pending`, both call `end`."""
+    """One file. The event loop calls `add`, the thread `write_pending`, and both call `end`."""
 
     def __init__(self, path: Path, file: BinaryIO, origin: Origin) -> None:
         self.is_closed = False
         self._path = path
         self._file = file
         self._is_over = False
-        """Whether the end is written or pending, so that no call may follow."""
+        """Whether the end is written or pending; no call may follow it."""
         self._pending: deque[RecordedCall] = deque()
         self._begin = encode_origin(origin)
 
     def add(self, call: RecordedCall) -> None:
-        """Append a call to the pending ones."""
+        """Append a call to the calls that wait to be written."""
         if self._is_over:
             return
         self._pending.append(call)
@@ -201,7 +201,7 @@ class _Journal:
             self._give_up(f"the disk is {_MAX_PENDING_CALLS} calls behind")
 
     def end(self, reason: str) -> None:
-        """Append the end to the pending calls, unless the file has ended."""
+        """Append the end of the recording to the pending calls, unless it was appended before."""
         if not self._is_over:
             self._is_over = True
             self._pending.append(RecordedCall("", {}, 0.0, raised=reason))
@@ -239,6 +239,6 @@ class _Journal:
         return num_bytes
 
     def _give_up(self, reason: str) -> None:
-        """Stop recording; serving continues."""
+        """Stop recording to this file; the scheduler continues to serve."""
         log.error("recording has stopped", path=str(self._path), reason=reason)
         self.end(reason)

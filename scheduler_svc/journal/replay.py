@@ -25,11 +25,11 @@ from scheduler_svc.journal.entries import (
 class ReplayedPreemption:
     """A preemption: the sequence, the step, the reason and the cost.
 
-    A beam search counts as one preemption of its leader, with the tokens of the best beam.
+    The preemption of a beam search is described as one of its leader, with the best beam's tokens.
     """
 
     step_id: int
-    """The step that was planned."""
+    """The step during whose planning the sequence was preempted."""
     num_beams: int
     """Number of running beams; 0 if the sequence was not a beam search."""
     seq_id: int
@@ -38,27 +38,27 @@ class ReplayedPreemption:
     arrived: float
     """When the sequence was submitted, on the recorded clock."""
     num_running: int
-    """Running sequences, including this one."""
+    """Number of running sequences, including this one."""
     num_later: int
-    """Running sequences that were submitted after it."""
+    """Number of running sequences that were submitted after this one."""
     num_blocks_due: int
     """Blocks that decoding sequences and beams needed for the step."""
     num_free_blocks: int
     num_held_blocks: int
     """Blocks of ended sequences that steps in flight still held."""
     num_own_blocks: int
-    """Blocks of its table, and the block that a fork would have copied."""
+    """Blocks of the sequence's table, and any block that a fork had not copied yet."""
     num_freed_blocks: int
-    """How many of its own blocks became free; the others are shared."""
+    """How many of the sequence's own blocks became available; the others are shared."""
     num_known_tokens: int
     has_failed_swap_in: bool
     """Whether the reason was a corrupt block from the host."""
     is_for_memory: bool
     """Whether the reason was short memory at the worker."""
     num_host_blocks: int
-    """Host blocks that keep its KV; 0: the KV was dropped."""
+    """Host blocks that keep the sequence's KV; 0: the KV was dropped."""
     resumed_step_id: int | None = None
-    """The step in which it resumed; None: it did not resume in the recording."""
+    """The step in which the sequence resumed; None: it did not resume in the recording."""
     num_recomputed_tokens: int | None = None
     """Known tokens that were recomputed; the other tokens were cached or swapped out."""
 
@@ -97,11 +97,11 @@ class Replay:
     queue_times_s: list[float] = field(default_factory=list)
     preemptions: list[ReplayedPreemption] = field(default_factory=list)
     kept_plan: dict[str, Any] | None = None
-    """The plan of the step to keep; None: it was not replayed."""
+    """The plan of the step `keep_step`; None: no such step was replayed."""
     load: SchedulerLoad | None = None
     """The load of the core after the last call."""
     difference: Difference | None = None
-    """The first difference; later calls were not replayed."""
+    """The first difference, if any; later calls were not replayed."""
     ending: str | CutOff | None = None
     """Why the recording ended; None: the process was killed between two frames."""
 
@@ -111,10 +111,10 @@ def replay(file: BinaryIO, keep_step: int | None = None) -> Replay:
 
     Args:
         file: The recording.
-        keep_step: The step whose plan to keep.
+        keep_step: The step whose plan to return as `kept_plan`; None: keep no plan.
 
     Raises:
-        RecordingError: The file is not a recording, is damaged, or has another format.
+        RecordingError: The file is not a recording, is damaged, or has another format version.
     """
     return _Replayer(read_recording(file), keep_step).run()
 
@@ -129,7 +129,7 @@ class _Replayer:
         self._num_seen = 0  # preemptions that `_count` has processed
 
     def run(self) -> Replay:
-        """Make the calls until they end or a result differs."""
+        """Repeat the recorded calls until they end or a result differs."""
         result = self._result
         for entry in result.recording.entries:
             if isinstance(entry, CutOff) or not entry.call:
@@ -224,7 +224,7 @@ class _PreemptionWatch:
         core.preemption.observer = self._describe
 
     def _describe(self, seq: Sequence, can_swap: bool) -> Callable[[], None]:
-        """Describe the state before a preemption; the returned function adds the result."""
+        """Describe the state before a preemption; the returned function adds the outcome."""
         core = self._core
         assert seq.row is not None
         step = StepId(core.steps.last + 1)

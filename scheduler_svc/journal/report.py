@@ -24,7 +24,7 @@ def describe(replay: Replay) -> Iterator[str]:
 
 
 def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of a plan, field by field, sequences one by one."""
+    """Yield lines that describe a plan: one for each field, and one for each new sequence."""
     for name, value in plan.items():
         if name == "new_sequences":
             yield f"  new_sequences: {len(value)}"
@@ -126,7 +126,7 @@ def _describe_totals(replay: Replay) -> Iterator[str]:
 def _describe_times(times_s: Sequence[float]) -> str:
     if not times_s:
         return "nothing was admitted"
-    # quantiles() wants two values
+    # quantiles() needs at least two values.
     cuts = statistics.quantiles([*times_s, times_s[-1]], n=100, method="inclusive")
     return (
         f"median {cuts[49]:.3f} s, 90 % {cuts[89]:.3f} s, 99 % {cuts[98]:.3f} s, "

@@ -1,8 +1,8 @@
 """The streams of KV events: a snapshot of each worker, then its changes.
 
-A snapshot is made in slices; between two slices the event loop runs, so workers' steps continue and
+A snapshot is made in slices. Between two slices the event loop runs, so workers' steps continue and
 the cache may change. Changes and slices are sent in order: a slice has the state after all changes
-that were sent before it. So at the end the reader knows the exact state.
+that were sent before it. So at the end of a snapshot the reader knows the exact state.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from scheduler_svc.workers.engine import OpenCore
 MAX_UNREAD_CHANGES: Final = 65_536
 """At most this many changes wait for one reader; a slower reader gets a snapshot instead."""
 _MESSAGE_BLOCKS: Final = 256
-"""A message has about this many blocks: to make it and to convert it to vLLM's format takes less
-than a millisecond of the event loop (`bench/kv_events.py`)."""
+"""A message has about this many blocks. To make such a message and to convert it to vLLM's format
+takes less than a millisecond of the event loop (`bench/kv_events.py`)."""
 
 
 class KvEvents:
-    """The feeds of all workers, and their readers."""
+    """The feeds of all workers, and the readers of these feeds."""
 
     def __init__(self, epoch: int, max_unread_changes: int = MAX_UNREAD_CHANGES) -> None:
         self.epoch = epoch
@@ -44,7 +44,7 @@ class KvEvents:
         return self._feeds[worker]
 
     def watched(self, worker: str, open_core: OpenCore) -> OpenCore:
-        """Return an `open_core` whose cores report the blocks of `worker` here."""
+        """Wrap `open_core`, so that its cores report their cached blocks to the worker's feed."""
         feed = self.feed(worker)
 
         @contextmanager
@@ -60,10 +60,10 @@ class KvEvents:
 
     @contextmanager
     def reader(self, worker: str = "") -> Iterator["KvReader"]:
-        """Make a reader of one worker's events, or of all workers'; it reads from now on.
+        """Make a reader of the events of one worker, or of all workers, from now on.
 
         Raises:
-            NotFoundError: There has been no such worker.
+            NotFoundError: No worker of this name has been known.
         """
         if worker and worker not in self._feeds:
             raise NotFoundError(f"worker {worker!r} is not known")
@@ -78,7 +78,7 @@ class KvEvents:
 
 
 class WorkerFeed:
-    """The events of one worker: numbers the batches of changes, and hands them to the readers."""
+    """The events of one worker. Numbers the batches of changes and passes them to the readers."""
 
     def __init__(self, worker: str, epoch: int, readers: "set[KvReader]") -> None:
         self.worker = worker
@@ -89,20 +89,20 @@ class WorkerFeed:
         self._readers = readers
 
     def attach(self, block_size: int) -> KvIndex:
-        """Begin with an empty cache."""
+        """Begin to report an empty cache, and return the index that follows its changes."""
         self.index = KvIndex(block_size, self._flush_soon)
         self._publish([kv_pb2.KvEvent(cleared=kv_pb2.KvCacheCleared())], 1)
         return self.index
 
     def detach(self) -> None:
-        """Report that the worker is lost, and its cache with it."""
+        """Report that the worker and its cache are lost."""
         self.index = None
         self._publish([kv_pb2.KvEvent(cleared=kv_pb2.KvCacheCleared())], 1)
 
     def flush(self) -> None:
         """Pass the changes so far to the readers now, instead of in the event loop's next turn.
 
-        Without this call, the changes of a whole step are one batch, unless they are many.
+        Without this call, all changes of a step become one batch, unless there are very many.
         """
         changes = [] if self.index is None else self.index.take_changes()
         for first in range(0, len(changes), _MESSAGE_BLOCKS):
@@ -110,7 +110,7 @@ class WorkerFeed:
             self._publish(list(changes_to_proto(some)), len(some))
 
     def message(self, events: Sequence[kv_pb2.KvEvent], sequence: int) -> kv_pb2.WatchKvResponse:
-        """Make a message of this worker."""
+        """Make a message about this worker from its events."""
         return kv_pb2.WatchKvResponse(
             worker=self.worker,
             epoch=self._epoch,
@@ -131,7 +131,7 @@ class WorkerFeed:
 
 
 class KvReader:
-    """One reader's messages that are not read yet, up to a limit."""
+    """One reader of events, with its messages that are not read yet, up to a limit."""
 
     def __init__(self, worker: str, max_unread_changes: int) -> None:
         self._worker = worker
@@ -140,18 +140,19 @@ class KvReader:
         self._num_unread = 0
         self._feeds: dict[str, WorkerFeed] = {}
         self._lacks: dict[str, kv_pb2.KvSnapshotReason] = {}
-        """The workers that need a snapshot, with the reason. Their changes are dropped."""
+        """The workers of which the reader needs a snapshot, each with the reason. Changes of these
+        workers are dropped."""
         self._sent: dict[str, int] = {}
-        """By worker: the sequence number of the last batch that was sent."""
+        """The sequence number of the last batch that was sent, by worker."""
         self._wake = asyncio.Event()
 
     @property
     def workers(self) -> Collection[str]:
-        """The workers that it reads."""
+        """The workers whose events this reader gets."""
         return self._feeds.keys()
 
     def on_worker(self, feed: WorkerFeed) -> None:
-        """Begin to read a worker, unless the reader wants another one or reads it already."""
+        """Begin to read a worker's events, unless they are unwanted or already being read."""
         if self._worker in ("", feed.worker) and feed.worker not in self._feeds:
             self._feeds[feed.worker] = feed
             self._lacks[feed.worker] = kv_pb2.KV_SNAPSHOT_REASON_FIRST
@@ -170,7 +171,7 @@ class KvReader:
         self._wake.set()
 
     async def messages(self) -> AsyncIterator[kv_pb2.WatchKvResponse]:
-        """Yield snapshots and changes, for ever."""
+        """Yield snapshots and changes without end."""
         while True:
             for message in self._take_unread():
                 yield message
@@ -207,7 +208,7 @@ class KvReader:
             feed.flush()
             for message in self._take_unread():
                 yield message
-        # The slices may be ahead of the changes that were sent; send these changes now.
+        # The slices may be ahead of the changes that were sent, so send the other changes now.
         feed.flush()
         num_blocks = 0 if feed.index is None else len(feed.index)
         for message in self._take_unread():
@@ -218,7 +219,7 @@ class KvReader:
 
 
 def _slices(index: KvIndex) -> Iterator[list[KvBlock]]:
-    """Yield the blocks in slices that are large enough for a message; see `KvIndex.drawers`."""
+    """Yield the blocks in slices, each large enough for a message; see `KvIndex.drawers`."""
     blocks: list[KvBlock] = []
     for drawer in index.drawers():
         blocks += drawer

@@ -1,8 +1,9 @@
 """Tracks the blocks in one worker's prefix cache, by tier, with their tokens.
 
-`KvIndex` is the `CacheWatch` of one attachment of a worker. It has an entry for each hash that is
-found in some tier. Entries are kept in order of arrival, so parents are before children, and in
-*drawers* of bounded size: a snapshot can be made drawer by drawer while entries come and go.
+`KvIndex` is the `CacheWatch` of one attachment of a worker. It has an entry for each block hash
+that can be found in some tier. The entries are in order of arrival, so parents are before children.
+They are kept in *drawers* of bounded size, so that a snapshot can be made drawer by drawer while
+entries come and go.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,19 +28,18 @@ class KvBlock:
         self.block_hash = block_hash
         self.drawer = drawer
         self.parent = parent
-        """The parent's hash; None: it is unknown, or the block is the first of its prompts."""
+        """The hash of the block before this one; None: unknown, or this is the first block."""
         self.salt = salt
-        """The cache salt of its requests, as in the core."""
+        """The cache salt of the requests that share the block, as in the core."""
         self.token_bytes = tokens
-        """Its tokens, little-endian int32; empty: unknown, because an earlier scheduler published
-        it.
-        """
+        """The block's tokens as little-endian int32; empty: unknown, because an earlier scheduler
+        published the block."""
         self.tiers: tuple[CacheTier, ...] = ()
-        """The tiers that have it; empty: it is gone."""
+        """The tiers that have the block; empty: no tier has it any more."""
 
 
 class Change(NamedTuple):
-    """A tier has gained or lost a block."""
+    """Describes that a tier has gained or lost a block."""
 
     block: KvBlock
     tier: CacheTier
@@ -47,7 +47,7 @@ class Change(NamedTuple):
 
 
 class KvIndex:
-    """The blocks of one attachment of a worker; a `CacheWatch`."""
+    """The blocks in a worker's prefix cache during one attachment; a `CacheWatch`."""
 
     def __init__(self, block_size: int, on_change: Callable[[], None]) -> None:
         """`on_change` is called at the first change after `take_changes`."""
@@ -57,7 +57,7 @@ class KvIndex:
         self._drawers: dict[int, dict[BlockHash, KvBlock]] = {0: {}}
         self._last_drawer = 0
         self._named: dict[BlockHash, tuple[BlockHash | None, str, bytes]] = {}
-        """Parent, salt and tokens of blocks that are being published."""
+        """The parent, salt and tokens of each block that is being published."""
         self._changes: list[Change] = []
 
     def __len__(self) -> int:
@@ -66,13 +66,14 @@ class KvIndex:
     # --- for the core (CacheWatch) --------------------------------------------------------------
 
     def table(self, tier: CacheTier) -> dict[BlockHash, Any]:
-        """Return the table for a pool; the table reports its changes here."""
+        """Return the hash table for the pool of `tier`; the table reports its changes here."""
         return _PoolTable(self, tier)
 
     def on_named(self, seq: Sequence, first: int, end: int, token_ids: Int32Array) -> None:
         """Record the tokens of blocks that are about to be published.
 
-        If an earlier scheduler published the blocks before `first`, report them again, with tokens.
+        If an earlier scheduler published the blocks before `first`, report these blocks again, with
+        their tokens.
         """
         hashes, salt = seq.block_hashes, seq.request.cache_salt
         begin = first
@@ -144,7 +145,7 @@ class KvIndex:
 
 
 class _PoolTable(dict[BlockHash, Any]):
-    """The table of one pool, with the methods that `BlockPool` uses."""
+    """The hash table of one pool; it has the dict methods that `BlockPool` uses."""
 
     def __init__(self, index: KvIndex, tier: CacheTier) -> None:
         super().__init__()

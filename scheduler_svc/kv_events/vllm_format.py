@@ -1,8 +1,8 @@
-"""KV events as vLLM writes them: msgpack, a batch as an array with events as maps.
+"""KV events as vLLM writes them, in MessagePack: a batch is an array, and an event is a map.
 
-Types and fields are as in vLLM's `distributed/kv_events.py`. Subscribers of vLLM's events treat a
-publisher as one engine. So a block counts as stored in a tier while any worker has it there, and
-the blocks of a lost worker are removed one by one.
+The types and fields are those of vLLM's `distributed/kv_events.py`. Subscribers of vLLM's events
+treat a publisher as one engine. So a block counts as stored in a tier while any worker has it
+there, and the blocks of a lost worker are removed one by one.
 """
 
 import time
@@ -24,12 +24,12 @@ _MEDIA: Final[dict[int, str]] = {
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
-    """Blocks of one prompt, each after its parent."""
+    """Tells that a tier has stored blocks of one prompt; each block follows its parent."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
-    """Empty: unknown."""
+    """The tokens of all these blocks; empty: unknown."""
     block_size: int
     lora_id: int | None
     medium: str
@@ -39,14 +39,14 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
-    """Blocks that a tier no longer has."""
+    """Tells which blocks a tier no longer has."""
 
     block_hashes: list[int]
     medium: str
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
-    """No tier has any block."""
+    """Tells that no tier has any block any more."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -62,12 +62,12 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def encode(events: list[Event]) -> bytes:
-    """Return the message of a batch, with the current time."""
+    """Return the bytes of a batch of events, with the current time."""
     return msgspec.msgpack.encode(KVEventBatch(time.time(), events, 0))
 
 
 class AsOneEngine:
-    """Converts the workers' events to events of one engine."""
+    """Converts the events of all workers to events of a single engine, as vLLM has it."""
 
     def __init__(self) -> None:
         self._tier_to_holders = {tier: BlockHolders[str]() for tier in _MEDIA}
@@ -75,7 +75,7 @@ class AsOneEngine:
     def apply(self, message: kv_pb2.WatchKvResponse) -> Iterator[list[Event]]:
         """Apply the events of one worker; yield the changes of the engine, in parts.
 
-        A part may be empty. Forgetting a million blocks of a lost worker takes a second, so the
+        A part may be empty. To forget a million blocks of a lost worker takes a second, so the
         caller should let other tasks run between two parts.
         """
         worker = message.worker

@@ -1,4 +1,4 @@
-"""Converts changes and blocks of the prefix cache to protobuf events."""
+"""Converts changes of the prefix cache, and its blocks, to protobuf events."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -30,7 +30,10 @@ def _kind(change: Change) -> tuple[CacheTier, bool, str, bool]:
 
 
 def blocks_to_proto(blocks: Iterable[KvBlock]) -> Iterator[kv_pb2.KvEvent]:
-    """Make `stored` events; one has blocks of a tier and a salt, all with tokens or all without."""
+    """Make `stored` events. The blocks of an event are in one tier and have the same salt.
+
+    Either the tokens of all blocks of an event are known, or of none.
+    """
     alike: dict[tuple[CacheTier, str, bool], list[KvBlock]] = {}
     for block in blocks:
         for tier in block.tiers:
@@ -42,7 +45,7 @@ def blocks_to_proto(blocks: Iterable[KvBlock]) -> Iterator[kv_pb2.KvEvent]:
 def stored_to_proto(
     tier: CacheTier, salt: str, blocks: list[KvBlock], *, is_known: bool
 ) -> kv_pb2.KvEvent:
-    """Make an event of blocks with one salt whose tokens are all known, or all unknown."""
+    """Make a `stored` event of blocks with one salt; `is_known`: their tokens are known."""
     stored = kv_pb2.KvBlocksStored(
         tier=f"KV_TIER_{tier.name}", block_hashes=b"".join([block.block_hash for block in blocks])
     )

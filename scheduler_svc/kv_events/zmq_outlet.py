@@ -1,8 +1,8 @@
-"""Publishes KV events over ZeroMQ as vLLM does: a PUB socket, and a ROUTER socket that replays.
+"""Publishes KV events over ZeroMQ as vLLM does: on a PUB socket, and a ROUTER socket for replays.
 
 A message has a topic, a number and a batch. ZeroMQ drops messages for a slow subscriber. The
-subscriber notices the missing number and asks the other socket to replay from it. Batches that are
-no longer kept are replaced by a snapshot, which begins with `AllBlocksCleared`.
+subscriber notices the missing number, and asks the ROUTER socket for all batches from that number
+on. If these batches are no longer kept, it gets a snapshot, which begins with `AllBlocksCleared`.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 class ZmqOutlet:
-    """The two sockets. `run` serves them."""
+    """Owns the two sockets, which `run` serves."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ZmqOutlet:
         topic: str,
         num_kept: int = _NUM_KEPT,
     ) -> None:
-        """Listen at two endpoints, such as tcp://*:5557; the second may be empty.
+        """Listen at two endpoints, such as tcp://*:5557; `replay_endpoint` may be empty.
 
         Raises:
             CannotListenError: An endpoint is not available.
@@ -49,9 +49,9 @@ class ZmqOutlet:
         self._topic = topic.encode()
         self._context = zmq.asyncio.Context()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=num_kept)
-        # The numbers are above those of an earlier scheduler, so that its subscribers notice a gap:
-        # without --epoch, an epoch is at least the time of the start in nanoseconds, and a batch
-        # takes more than a microsecond.
+        # The numbers are above those of an earlier scheduler, so that its subscribers notice a gap.
+        # This holds because without --epoch, an epoch is at least the time of the start in
+        # nanoseconds, and a batch takes more than a microsecond.
         self._first = self._next = events.epoch // 1000
         try:
             self._publisher = self._context.socket(zmq.PUB)

@@ -10,8 +10,8 @@ from scheduler_svc.core.compact.fragmentation import Fragmentation, Fragmentatio
 from scheduler_svc.core.interface.config import SchedulerLoad
 
 MAX_TENANTS = 20
-"""At most this many tenants have a metric series of their own: clients choose the names, so there
-may be many."""
+"""At most this many tenants have a metric series of their own, because clients choose the names of
+tenants, and there may be many."""
 OTHER_TENANTS = "other"
 _LEVELS = tuple(FragmentationLevel)
 
@@ -27,8 +27,8 @@ class LoadCollector(Collector):
         """Make a collector that calls the functions at each scrape.
 
         Args:
-            loads: Returns the load of each worker; None: not attached.
-            unloaded: Returns the workers whose model is unloaded.
+            loads: Returns the load of each worker, or None for a worker that is not attached.
+            unloaded: Returns the names of the workers whose model is unloaded.
         """
         self._loads = loads
         self._unloaded = unloaded
@@ -57,7 +57,7 @@ class LoadCollector(Collector):
 
 
 class SpaceCollector(Collector):
-    """Collects how well each attached worker uses its blocks; the time grows with the blocks."""
+    """Collects how well each attached worker uses its blocks, in time proportional to them."""
 
     def __init__(self, spaces: Callable[[], Mapping[str, SpaceReport]]) -> None:
         """`spaces` returns a report for each attached worker."""
@@ -94,7 +94,8 @@ class QueueCollector(Collector):
 
         Args:
             queued_by_tenant: Returns how many sequences of each tenant wait, at all workers.
-            oldest_step_ages_s: Returns the age of each attached worker's oldest step in flight.
+            oldest_step_ages_s: Returns, for each attached worker, the age of its oldest step in
+                flight.
             num_unplaced: Returns how many sequences wait for a worker.
         """
         self._queued_by_tenant = queued_by_tenant

@@ -1,4 +1,4 @@
-"""Prometheus metrics that are updated at each event: a few histograms per step.
+"""Prometheus metrics that are updated at each event; a step updates a few histograms.
 
 Counters that a core already keeps are read at each scrape instead (`collectors.py`).
 """
@@ -26,9 +26,9 @@ class EngineMetrics:
     step_tokens: Histogram
     queue_time: Histogram
     expired: Counter
-    """Sequences whose deadline passed while they waited."""
+    """Counts sequences whose deadline passed while they waited."""
     refused_late: Counter
-    """Requests refused because they could not meet their deadline."""
+    """Counts requests refused because they could not meet their deadline."""
 
     def on_sent(self, step: SentStep) -> None:
         self.schedule.observe(step.took_s)
@@ -41,7 +41,7 @@ class EngineMetrics:
 
 
 class SchedulerMetrics:
-    """All workers' histograms and counters."""
+    """The histograms and counters of all workers."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._histograms: list[Histogram] = []

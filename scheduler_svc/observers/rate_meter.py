@@ -1,4 +1,4 @@
-"""Measures the best speed of a worker, to refuse requests that cannot meet their deadline."""
+"""Measures the best speed of a worker, which shows whether a request can meet its deadline."""
 
 import math
 from collections import deque
@@ -7,26 +7,26 @@ from contract.step import Plan
 from scheduler_svc.core.limits.acceptance import WorkerRates
 
 _FORGETTING = 0.99
-"""Factor by which an old best value decays with each new observation. Chosen, not measured."""
+"""The factor by which the best value decays with each new observation. Chosen, not measured."""
 
 
 class RateMeter:
     """Keeps the best rates of the last few hundred steps, so that no request is refused wrongly.
 
-    Only full steps show how fast prompts are computed: steps that keep the device at least half
-    busy, or that have as many tokens as the pacer allows. A smaller step takes about the same time
-    with any number of tokens.
+    Only full steps show how fast prompts are computed. A step is full if it keeps the device at
+    least half busy, or has as many tokens as the pacer allows. A smaller step takes about the same
+    time with any number of tokens.
     """
 
     def __init__(self, busy_step_tokens: int) -> None:
-        """`busy_step_tokens` is the number of tokens that keep the device busy in a step."""
+        """`busy_step_tokens` is the number of tokens in a step that keep the device busy."""
         self.rates = WorkerRates()
         self._full_enough = busy_step_tokens / 2
         self._in_flight: deque[tuple[Plan, float]] = deque()
-        """Each plan, with the number of tokens from which it counts as full."""
+        """The plan of each step in flight, with the number of tokens from which it is full."""
 
     def on_sent(self, plan: Plan, max_prompt_tokens: int | None = None) -> None:
-        """Record a plan; `max_prompt_tokens` was the pacer's limit, None: no limit."""
+        """Record a plan that was sent; `max_prompt_tokens` was the pacer's limit, if any."""
         most = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._in_flight.append((plan, min(self._full_enough, most)))
 

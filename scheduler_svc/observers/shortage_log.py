@@ -31,7 +31,7 @@ def log_memory_level(
 
 
 class SpaceWatch:
-    """Logs one core's defragmentation reports, and answers operators who wait for them."""
+    """Logs the defragmentation reports of one core, and answers operators who wait for them."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
@@ -39,11 +39,11 @@ class SpaceWatch:
         self._waiting: list[Future[DefragmentationReport]] = []
 
     def answer_next(self, done: Future[DefragmentationReport]) -> None:
-        """Set `done` when the next pass of defragmentation ends."""
+        """Set the result of `done` when the next pass of defragmentation ends."""
         self._waiting.append(done)
 
     def on_reports(self, reports: Iterable[DefragmentationReport]) -> None:
-        """Log completed passes, and high fragmentation when it begins."""
+        """Log each completed pass, and the moment when fragmentation becomes high."""
         for report in reports:
             if report.has_moved:
                 log.info(
@@ -67,7 +67,7 @@ class SpaceWatch:
                 )
 
     def on_lost(self, error: QuireError) -> None:
-        """Fail the calls that still wait for a pass."""
+        """Fail the calls of operators that still wait for a pass."""
         for done in self._take_waiting():
             done.set_exception(error)
 

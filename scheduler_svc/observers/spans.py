@@ -1,13 +1,14 @@
-"""Records spans of traced sequences at the scheduler, in the traces of their requests.
+"""Records the scheduler's spans of traced sequences, in the traces of their requests.
 
 A sequence has these spans:
 
-    queue        from its arrival until it first leaves the queue
-    admission    planning, encoding and sending the step that announces it to a worker
-    preempted    from losing its device blocks until it gets blocks again, or ends
-    kv_transfer  its blocks move between tiers: out, until the result of the step that copies them;
-                 in, from getting its device blocks until the step in which it computes again
-    finish       applying the result that ends it, and sending the end to its router
+    queue        lasts from its arrival until it first leaves the queue
+    admission    covers planning, encoding and sending the step that announces it to a worker
+    preempted    lasts from the loss of its device blocks until it gets blocks again, or ends
+    kv_transfer  covers a move of its blocks between tiers. Out: it lasts until the result of the
+                 step that copies them. In: it lasts from when the sequence gets device blocks until
+                 the step in which it computes again
+    finish       covers applying the result that ends it, and sending the end to its router
 
 The worker adds spans of the steps that it computes (`gpu_worker/step/spans.py`). The attribute
 `quire.step_id` joins the spans of scheduler and worker.
@@ -29,7 +30,8 @@ from scheduler_svc.observers.steps import AnsweredStep, SentStep
 Attributes = Mapping[str, AttributeValue]
 
 _NAMES = {"preempted": "preempted", "swap_in": "kv_transfer", "swap_out": "kv_transfer"}
-"""Names of spans that last for several steps; a sequence has at most one open span of a kind."""
+"""Maps the kinds of spans that may last for several steps to the names of the spans. A sequence has
+at most one open span of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class TracedSequence:
         self._context = context
         self._names = {
             "gen_ai.request.id": request_id,
-            # Text, because a uint64 does not fit an attribute's int64
+            # The key is text, because a uint64 does not fit an attribute's int64.
             "quire.seq_key": str(seq_key),
         }
         self._open: dict[str, _Open] = {}
@@ -56,12 +58,12 @@ class TracedSequence:
         telemetry.record_span(name, self._context, start_s, end_s, attributes)
 
     def begin(self, what: str, start_s: float, attributes: Attributes) -> None:
-        """Begin a span that lasts for several steps; an open one of its kind ends."""
+        """Begin a span that may last for several steps; an open span of the same kind ends."""
         self.end(what, start_s)
         self._open[what] = _Open(start_s, attributes)
 
     def end(self, what: str, end_s: float) -> None:
-        """End and record an open span."""
+        """End and record the open span of a kind, if there is one."""
         if (span := self._open.pop(what, None)) is not None:
             self.record(_NAMES[what], span.start_s, end_s, span.attributes)
 
@@ -72,13 +74,13 @@ class TracedSequence:
 
 
 class SequenceSpans:
-    """The live traced sequences of all workers; other sequences cost nothing."""
+    """The live traced sequences of all workers; sequences without a trace cost nothing."""
 
     def __init__(self) -> None:
         self._traced: dict[SourceId, dict[SeqKey, TracedSequence]] = {}
 
     def find(self, owner: tuple[SourceId, SeqKey] | None) -> TracedSequence | None:
-        """Return a live sequence if it is traced."""
+        """Return the traced sequence with this source and key; None if it is not live or traced."""
         if owner is None or not self._traced:
             return None
         source, seq_key = owner
@@ -91,19 +93,19 @@ class SequenceSpans:
         now_s = time.time()
         of_source = self._traced.setdefault(request.source, {})
         for key in live_seq_keys(request):
-            if (before := of_source.get(key)) is not None:  # its earlier worker was lost
+            if (before := of_source.get(key)) is not None:  # the sequence's earlier worker was lost
                 before.end_all(now_s)
             of_source[key] = TracedSequence(request.request_id, key, context, now_s)
 
     def on_admitted(self, admitted: Admitted) -> None:
-        """Called when a sequence has left the queue, one step ago."""
+        """Called one step after a sequence has left the queue."""
         if (traced := self.find((admitted.source, admitted.seq_key))) is not None:
             attributes = {"quire.num_cached_tokens": admitted.num_cached_tokens}
             end_s = traced.arrived_s + admitted.queue_s
             traced.record("queue", traced.arrived_s, end_s, attributes)
 
     def on_finished(self, finished: Finished, took_s: float = 0.0) -> None:
-        """Called when a sequence has ended; applying the result took `took_s`."""
+        """Called when a sequence has ended; applying the step's result took `took_s`."""
         if not self._traced:
             return
         traced = self._traced.get(finished.source, {}).pop(finished.seq_key, None)
@@ -129,7 +131,7 @@ class WorkerSpans:
         block_bytes: int,
         owner: Callable[[int], tuple[SourceId, SeqKey] | None],
     ) -> None:
-        """`owner` names the sequence in a row, as of the latest plan."""
+        """`owner` returns the sequence that has a row in the latest plan."""
         self._sequences = sequences
         self._worker = worker
         self._block_bytes = block_bytes

@@ -1,4 +1,4 @@
-"""The latest steps of a worker, and totals over all of them; `DescribeActivity` reads them."""
+"""Keeps the latest steps of a worker, and totals over all steps, for `DescribeActivity`."""
 
 import time
 from collections import deque
@@ -11,20 +11,20 @@ from contract.step import StepId
 from scheduler_svc.observers.steps import AnsweredStep, SentStep
 
 MAX_STEPS: Final = 1024
-"""Number of steps to keep: some seconds of a busy worker."""
+"""The number of steps to keep, which are some seconds of a busy worker's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step with its result."""
+    """What is kept of a step after its result."""
 
     step_id: StepId
     answered_at_s: float
-    """Wall clock, in seconds since 1970."""
+    """When the result had been applied, in seconds since 1970."""
     execute_s: float
     rpc_s: float
     num_prefill_tokens: int
-    """Tokens computed for sequences that did not decode."""
+    """Number of tokens computed for sequences that did not decode."""
     num_decode_tokens: int
     num_running: int
     num_waiting: int
@@ -35,7 +35,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class StepTotals:
-    """Sums over all steps with a result."""
+    """Sums over all steps that have a result."""
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
@@ -44,13 +44,13 @@ class StepTotals:
 
 
 class StepLog:
-    """The steps of one attachment; a `StepObserver`."""
+    """The steps of one attachment of a worker; a `StepObserver`."""
 
     def __init__(self) -> None:
         self.attached_at_s = time.time()
         self.totals = StepTotals()
         self._in_flight: deque[tuple[SentStep, int]] = deque()
-        """The steps in flight, each with the number of preemptions that planning it made."""
+        """The steps in flight, each with the number of preemptions made in planning it."""
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._num_preemptions = 0
 
@@ -84,7 +84,7 @@ class StepLog:
         )
 
     def latest(self, max_steps: int, after: int) -> tuple[StepRecord, ...]:
-        """Return the last `max_steps` of the steps after step `after`, oldest first."""
+        """Return the steps after step `after`, at most the last `max_steps`, oldest first."""
         return tuple(islice(self._newest_first(after), max_steps))[::-1]
 
     def _newest_first(self, after: int) -> Iterator[StepRecord]:

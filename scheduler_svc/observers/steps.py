@@ -1,7 +1,7 @@
-"""The two events of a worker's step, and the interface of their observers.
+"""The two events in the life of a worker's step, and the interface of their observers.
 
 A session calls each of its observers, in order, when it has sent a step and when it has applied the
-result. Results come in the order of the steps.
+step's result. Results come in the order of the steps.
 """
 
 import time
@@ -30,14 +30,14 @@ class SentStep:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredStep:
-    """The oldest step in flight, whose result was just applied."""
+    """A step whose result was just applied; it was the oldest step in flight."""
 
     step_id: int
     """The step's id on the wire."""
     execute_s: float
-    """The time of the step as the worker measured it."""
+    """How long the step took, as the worker measured it."""
     rpc_s: float
-    """The time from sending the step to receiving its result."""
+    """How long it took from sending the step to receiving its result."""
     update_s: float
     """How long applying the result and writing the routers' messages took."""
     at_s: float
@@ -45,7 +45,7 @@ class AnsweredStep:
 
 
 class StepObserver(Protocol):
-    """Observes the steps of one attachment of a worker; does constant work per step."""
+    """Observes the steps of one attachment of a worker, at a constant cost per step."""
 
     def on_sent(self, step: SentStep) -> None:
         """Called when a step was sent."""
@@ -62,7 +62,7 @@ class PacingObserver:
         self.pacer = StepPacer(pace, config)
 
     def on_sent(self, step: SentStep) -> None:
-        # Before the pacer has seen prompts, its bound is a guess that is too low.
+        # Until the pacer has seen prompts, its bound is a guess, and too low.
         bound = self.pacer.max_prompt_tokens if self.pacer.knows_prompts else None
         self.meter.on_sent(step.plan, bound)
         self.pacer.on_sent(step.plan, time.monotonic())

@@ -1,1 +1,1 @@
-"""Calls of operators: adapters, models, moves, pool sizes and drains."""
+"""What operators can do: load adapters and models, move requests, resize pools, drain workers."""

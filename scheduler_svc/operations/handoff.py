@@ -1,10 +1,10 @@
 """Moves requests from prefill workers to decode workers.
 
 While a prompt is computed, its full blocks are copied to the decode worker. Once the request has
-its first tokens and the blocks have arrived, it moves in one turn of the event loop; the decode
-worker recomputes only the tokens of the last, partial block. Until a decode worker has room, the
-request decodes at its prefill worker, if necessary to its end. So a missing worker costs speed but
-no request.
+its first tokens and the blocks have arrived, the request moves in one turn of the event loop; the
+decode worker recomputes only the tokens of the last, partial block. Until a decode worker has room,
+the request decodes at its prefill worker, if necessary to its end. So a missing decode worker costs
+speed but no request.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ from scheduler_svc.workers.session import Session
 _LOOK_S: Final = 0.25
 """How often to look for prefill workers that have been attached."""
 _PAUSE_S: Final = 5.0
-"""How long two attached workers exchange no KV after a failure."""
+"""How long a pair of attached workers exchanges no KV after a failure."""
 _MAX_FOLLOWED: Final = 64
-"""The blocks of at most this many requests of one worker are copied at a time."""
+"""The limit on requests of one worker whose blocks are copied at the same time."""
 _MAX_LEFT_BLOCKS: Final = 2
-"""A request moves once at most this many of its full blocks are missing at the other worker.
-Recomputing them takes less time than another copy, which waits for a step of the prefill worker."""
+"""A request moves as soon as the decode worker lacks at most this many of its full blocks. To
+recompute them takes less time than another copy, which waits for a step of the prefill worker."""
 
 log = structlog.get_logger()
 
@@ -88,7 +88,7 @@ class Handoff:
         self._tasks.stop()
 
     async def _watch(self, source: Engine, giving: Session) -> None:
-        """Follow the requests that run at a prefill worker, until it is lost."""
+        """Follow the requests that run at a prefill worker, until the worker is lost."""
         followed: dict[_Name, asyncio.Task[None]] = {}
         with contextlib.suppress(UnavailableError):
             while True:
@@ -101,9 +101,9 @@ class Handoff:
                 await giving.wait_until(partial(_has_answered_after, last))
 
     async def _follow(self, name: _Name, source: Engine, giving: Session) -> None:
-        """Copy a request's blocks as they are computed, and move it, or see it end."""
+        """Copy a request's blocks while they are computed, until the request moves or ends."""
         ahead: _Ahead | None = None
-        # `giving` is lost; the fleet places the request again
+        # If `giving` is lost, the fleet places the request again.
         with contextlib.suppress(UnavailableError):
             try:
                 while (progress := giving.call(partial(_progress, name))) is not None:
@@ -129,7 +129,7 @@ class Handoff:
     def _choose_again(
         self, ahead: _Ahead | None, source: Engine, giving: Session, progress: CopyProgress
     ) -> _Ahead | None:
-        """Choose a worker with room; if there is none, return `ahead` to wait for its worker."""
+        """Choose a worker with room; if no worker has room, return `ahead` unchanged."""
         if (found := self._find_target(giving, progress)) is None:
             return ahead
         if ahead is not None:
@@ -139,12 +139,12 @@ class Handoff:
         return ahead
 
     def _give_up(self, ahead: _Ahead) -> None:
-        """Free the blocks reserved for a request that will not move, or that has moved."""
+        """Free the blocks that are still reserved for a request, which has moved or will not."""
         ahead.copy.give_up()
         self._ahead.discard(ahead)
 
     async def _advance(self, progress: CopyProgress, source: Engine, ahead: _Ahead) -> bool:
-        """Copy new blocks, or move the request; return whether to call this again at once.
+        """Copy new blocks or move the request; return whether this should be called again at once.
 
         Raises:
             QuireError: A worker is lost, or the copy or move has failed.
@@ -165,7 +165,7 @@ class Handoff:
         return may_move
 
     def _find_target(self, giving: Session, progress: CopyProgress) -> Engine | None:
-        """Find the decode worker with the fewest sequences among those with room for a request."""
+        """Among the decode workers with room for a request, find that with the fewest sequences."""
         now = time.monotonic()
         found: list[tuple[int, Engine]] = []
         for engine in self._roster.engines:
@@ -194,7 +194,8 @@ class Handoff:
 def _keeps_states(session: Session) -> bool:
     """Whether the worker's model has recurrent states.
 
-    Only checkpoints can be copied, so a move would compute up to a block of tokens again.
+    Such a worker takes no part in handoffs: only checkpoints can be copied, so a move would compute
+    up to a block of tokens again.
     """
     return STATE_WINDOW in session.info.limits.kv_windows
 
@@ -216,10 +217,10 @@ def _has_answered_after(step: StepId, core: Scheduler) -> bool:
 
 
 def _has_room(load: SchedulerLoad, live: MovableRequest, num_reserved: int = 0) -> bool:
-    """Whether a request can run at once, besides the requests that are arriving.
+    """Whether a request can run at once, in addition to the requests that are arriving.
 
-    Arriving requests have their KV in host blocks until they start; `num_reserved` of these blocks
-    belong to this request. Each running sequence may need one more block.
+    Arriving requests have their KV in host blocks until they start; `num_reserved` of the host
+    blocks belong to this request. Each running sequence may need one more block.
     """
     num_available = load.num_free_blocks + load.num_cached_blocks
     num_host_available = load.num_free_host_blocks + load.num_cached_host_blocks

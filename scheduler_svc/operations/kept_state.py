@@ -1,7 +1,7 @@
 """The scheduler's state file, from which the next start continues.
 
-The file is a small JSON document with the loaded LoRA adapters, the sizes of resized pools, and the
-accounts of the fair policy.
+The file is a small JSON document. It has the loaded LoRA adapters, the sizes of resized pools, and
+the accounts of the fair policy.
 """
 
 import asyncio
@@ -31,24 +31,24 @@ _RETRY_S: Final = 5.0
 _POLL_S: Final = 1.0
 _ACCOUNTS_S: Final = 5.0
 _MAX_ACCOUNTS: Final = 10_000
-"""At most this many accounts of a worker are kept; other tenants start like new ones."""
+"""The limit on accounts that are kept of one worker; other tenants start like new ones."""
 _START: Final = re.compile(rb'\{"version": \d+, "start": (\d+)')
 _HEAD_BYTES: Final = 256
 _MAX_LEFT_WORKERS: Final = 64
-"""The accounts of at most this many unattached workers stay in the file."""
+"""The limit on unattached workers whose accounts stay in the file."""
 
 log = structlog.get_logger()
 
 
 class StateFileError(Exception):
-    """The file cannot be read."""
+    """The state file cannot be read."""
 
 
 class StateFile:
-    """The file's contents, and the task that writes them. Without a path it stores nothing."""
+    """The contents of the state file, and the task that writes it; without a path, no file."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read the file, if there is one; raises StateFileError."""
+        """Read the file if there is one; raise StateFileError if this fails."""
         self._path = path
         self._changed = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
@@ -57,11 +57,12 @@ class StateFile:
         # A thread reads these while it writes the file, so they are replaced, never modified.
         self.adapters: tuple[LoraAdapter, ...] = ()
         self._pools: Mapping[str, Mapping[str, Any]] = {}
-        """By worker: its model, the bytes of a block, and the number of blocks."""
+        """For each worker, its model, the size of a block in bytes, and the number of blocks."""
         self._accounts: Mapping[str, Mapping[str, float]] = {}
-        """By worker: the accounts of its policy."""
+        """For each worker, the accounts of its policy."""
         self._start = 1
-        """The number of schedulers that have used the file; only the newest may write it."""
+        """How many schedulers have used the file, including this one. Only the newest of them may
+        write it."""
         if path is None or not path.exists():
             return
         try:
@@ -100,25 +101,25 @@ class StateFile:
             await waiter
 
     def keep_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
-        """Store the adapters that operators have loaded."""
+        """Keep the list of adapters that operators have loaded; the file is written later."""
         self.adapters = tuple(adapters)
         self._changed.set()
 
     async def keep_pool(self, info: WorkerInfo, num_blocks: int) -> None:
-        """Keep the new size of a worker's pool; return when `written` returns."""
+        """Keep the new size of a worker's pool, and wait until the file has it (`written`)."""
         pool = {**_pool_of(info), "num_blocks": num_blocks}
         self._pools = {**self._pools, info.worker_id: pool}
         await self.written()
 
     def num_blocks(self, info: WorkerInfo) -> int | None:
-        """Return the size to which a worker's pool was resized for its model; None: it was not."""
+        """Return the kept size of a worker's pool; None if it was not resized for this model."""
         pool = self._pools.get(info.worker_id, {})
         if {**pool, **_pool_of(info)} != pool:
             return None
         return int(pool["num_blocks"])
 
     def keep_accounts(self, accounts: Mapping[str, Mapping[str, float]]) -> None:
-        """Keep the accounts of the workers that are attached, and of some that are not."""
+        """Keep the accounts of the attached workers, and of some that are not attached."""
         self._set_accounts(_kept_accounts(accounts, self._accounts))
 
     def _set_accounts(self, after: Mapping[str, Mapping[str, float]] | None) -> None:
@@ -133,10 +134,10 @@ class StateFile:
     async def run(
         self, accounts_now: Callable[[], Mapping[str, Callable[[], Mapping[str, float]]]]
     ) -> None:
-        """Write changes until cancelled; a full disk delays them.
+        """Write changes to the file until cancelled; if the disk is full, try again later.
 
         The accounts change all the time, so `accounts_now` is called every few seconds. It returns,
-        by worker, a function that reads the accounts. With 10,000 tenants this read takes a
+        for each worker, a function that reads the accounts. With 10,000 tenants such a read takes a
         millisecond, so the event loop runs between two workers. A thread does the other work.
         """
         try:
@@ -173,7 +174,7 @@ class StateFile:
             _answer(self._waiting)
 
     def _contents(self) -> Iterator[str]:
-        """Yield the file in parts, because the event loop stands still while JSON is encoded."""
+        """Yield the file's text in parts: the event loop stands still while a part is encoded."""
         adapters = [
             {"name": each.name, "digest": each.digest.hex(), "directory": each.directory}
             for each in self.adapters
@@ -194,7 +195,7 @@ class StateFile:
             if self._path is None or _start_of(self._path) > self._start:
                 return  # a newer scheduler owns the file; this one was only suspended
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # A separate temporary file: a suspended scheduler may also be writing.
+            # Each scheduler has its own temporary file: a suspended one may be writing, too.
             new = self._path.with_name(f"{self._path.name}.{self._start}.new")
             new.touch(mode=0o600)  # names of tenants are private
             with new.open("w", encoding="utf-8") as file:
@@ -205,7 +206,7 @@ class StateFile:
 
 
 def _start_of(path: Path) -> int:
-    """Return how many schedulers had used a file, by its first bytes; 0: unknown."""
+    """Read from the first bytes of a file how many schedulers have used it; 0: unknown."""
     try:
         with path.open("rb") as file:
             found = _START.match(file.read(_HEAD_BYTES))
@@ -237,7 +238,7 @@ def _answer(waiting: Sequence[asyncio.Future[None]]) -> None:
 
 
 def accounts_of(roster: Roster) -> Mapping[str, Callable[[], Mapping[str, float]]]:
-    """Return, by worker id, a function that reads the accounts of its policy."""
+    """Return, for each worker id, a function that reads the accounts of the worker's policy."""
     return {each.info.worker_id: each.accounts for each in roster.sessions.values()}
 
 
@@ -246,7 +247,7 @@ def _pool_of(info: WorkerInfo) -> dict[str, Any]:
 
 
 async def restore_pools(state: StateFile, roster: Roster, resizer: Resizer) -> None:
-    """Resize the pools of newly attached workers to their stored sizes."""
+    """Resize the pool of each newly attached worker to its stored size, until cancelled."""
     seen: dict[str, Session] = {}
     while True:
         sessions = roster.sessions

@@ -1,8 +1,9 @@
-"""Operators' calls that the scheduler forwards to workers: unload, load, drain.
+"""Operators' calls that the scheduler forwards to workers: unload, load and drain.
 
-Before a worker unloads its model, the scheduler empties the worker so that no request is lost: it
-gets no new requests, live requests move with their KV if they can, and no more steps are sent. The
-remaining requests continue as after the loss of a worker, or wait until a worker is attached.
+Before a worker unloads its model, the scheduler empties the worker so that no request is lost: the
+worker gets no new requests, its live requests move with their KV if they can, and no more steps are
+sent. The remaining requests continue as after the loss of a worker, or wait until a worker is
+attached.
 """
 
 import asyncio
@@ -25,19 +26,19 @@ from scheduler_svc.workers.roster import Roster, ask_all, said_by
 from scheduler_svc.workers.session import Session
 
 _UNLOAD_TIMEOUT_S = ADAPTER_TIMEOUT_S + 60.0
-"""Longer than the worker waits for an adapter that it is loading. A shorter timeout could report a
-failure although the model is unloaded afterwards."""
+"""Longer than the worker waits for an adapter that it is loading. With a shorter timeout, the call
+could fail although the worker unloads its model afterwards."""
 _NOTICE_S = 15.0
-"""How long an engine may take to notice a change of its worker, not counting `settle`."""
+"""How long an engine may take to notice a change of its worker, without the time of `settle`."""
 
 log = structlog.get_logger()
 
 
 class WorkerCalls:
-    """Calls the operators' services of workers with this scheduler's epoch.
+    """Calls the services that workers have for operators, with this scheduler's epoch.
 
-    Calls raise the QuireErrors of the workers. Each call opens a separate channel, because the
-    link's channel is closed when the model is unloaded.
+    A call raises the QuireError of the worker, if any. Each call opens a channel of its own,
+    because the link's channel is closed when the model is unloaded.
     """
 
     def __init__(self, epoch: int, tls: ClientTls | None) -> None:
@@ -45,7 +46,7 @@ class WorkerCalls:
         self._tls = tls
 
     async def unload(self, target: str) -> bool:
-        """Unload a worker's model and wait for the end; return whether it was unloaded before."""
+        """Unload a worker's model and wait until it is; return whether it was unloaded before."""
         request = loading_pb2.UnloadRequest(epoch=self._epoch)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -75,12 +76,12 @@ class WorkerCalls:
                         has_begun = True
                         yield answer.num_live
             except UnavailableError:
-                if not has_begun:  # otherwise the worker has drained and ended
+                if not has_begun:  # if it has begun, the worker has drained and ended
                     raise
 
 
 class Loading:
-    """Loads and unloads the models of one or all workers; one call at a time per worker."""
+    """Loads and unloads the models of workers, with one call at a time for each worker."""
 
     def __init__(
         self,
@@ -98,18 +99,20 @@ class Loading:
         self._unloads: dict[str, asyncio.Task[bool]] = {}
 
     async def unload(self, worker: str) -> Mapping[str, bool]:
-        """Unload the model of one worker or of all. Continues if the caller is cancelled.
+        """Unload the model of `worker`, or of all workers if `worker` is empty.
+
+        This continues even if the caller is cancelled.
 
         Returns:
             For each worker, whether its model was unloaded before.
 
         Raises:
             NotFoundError: There is no such worker.
-            UnimplementedError: A worker cannot unload its model; then no worker does.
+            UnimplementedError: A worker cannot unload its model; no model was unloaded.
             FailedPreconditionError: A worker is loading its model.
             UnavailableError: A worker cannot be reached, or is lost before the end.
-            QuireError: A worker reported another error. After any of the last three errors, other
-                workers may be unloaded.
+            QuireError: A worker reported another error. After any of the last three errors, the
+                models of other workers may be unloaded.
         """
         engines = self._roster.chosen(worker)
         sessions = {
@@ -117,7 +120,7 @@ class Loading:
         }
         for session in sessions.values():
             if session is not None:
-                # before any unload, so that no request moves to a worker that will be unloaded
+                # First for all workers, so that no request moves to one that will be unloaded.
                 session.leave()
         for engine, session in sessions.items():
             task = asyncio.create_task(self._unload(engine, session), name="unloading a worker")
@@ -130,16 +133,16 @@ class Loading:
         return was_unloaded
 
     async def load(self, worker: str, directory: str) -> AsyncGenerator[loading_pb2.LoadResponse]:
-        """Load the model of one worker or of all; yield their progress.
+        """Load the model of `worker`, or of all workers if `worker` is empty; yield the progress.
 
-        The workers continue if the caller is cancelled. The last message of a worker has `is_done`
-        set; by then the worker is attached. A worker that is unloading its model loads it
+        The workers continue even if the caller is cancelled. The last message of a worker has
+        `is_done` set; by then the worker is attached. A worker that is unloading its model loads it
         afterwards.
 
         Raises:
             NotFoundError: There is no such worker.
             UnavailableError: A worker is not attached, or is lost before the end.
-            QuireError: A worker's error, after all others have ended.
+            QuireError: A worker has failed. The error is raised when all other workers have ended.
         """
         engines = self._roster.chosen(worker)
         for engine in engines:
@@ -152,7 +155,7 @@ class Loading:
                 yield progress
 
     def drain_worker(self, worker: str) -> AsyncIterator[int]:
-        """Drain a worker as its own `AdminService.Drain` does; yield how many sequences are live.
+        """Drain a worker by its own `AdminService.Drain`; yield how many sequences are live.
 
         Raises:
             NotFoundError: There is no such worker.
@@ -214,7 +217,7 @@ class Loading:
 
 
 def _session_of(engine: Engine) -> Session | None:
-    """Return the session of a worker that can unload its model; None: it is not attached."""
+    """Return the session of a worker, which must be able to unload; None if it is not attached."""
     if engine.session is None:
         return None
     if not engine.session.info.can_unload:
@@ -236,5 +239,5 @@ async def _wait_noticed(engine: Engine, condition: Callable[[], bool], what: str
         except TimeoutError:
             raise UnavailableError(f"it {what}: {engine.loss}") from None
         left_s -= time.monotonic() - started
-        # Settling has no limit here, because each adapter that it loads has a timeout of its own.
+        # Settling has no limit here, because each adapter that is loaded has its own timeout.
         await engine.wait_until(lambda: condition() or not engine.is_settling)

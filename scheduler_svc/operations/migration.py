@@ -1,9 +1,9 @@
-"""Moves live requests with their KV between workers, for operators, balance and drains.
+"""Moves live requests with their KV between workers: for operators, for balance, and to drain.
 
 A request is always live at exactly one core: when its KV has been copied, it leaves one core and
-joins the other in a single turn of the event loop. If anything fails before that, the request
-continues at its worker; if that worker is lost, it continues elsewhere, like all requests of the
-worker.
+joins the other in a single turn of the event loop. If anything fails before this turn, the request
+continues at its worker; if this worker is lost, the request continues elsewhere, like all requests
+of the worker.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ _REBALANCE_S: Final = 0.25
 _PAUSE_S: Final = 5.0
 """How long rebalancing pauses after a failed move."""
 _MAX_MOVES: Final = 4
-"""Number of concurrent moves from a draining worker; each copies over the network and needs room in
-two host tiers."""
+"""The limit on concurrent moves from a draining worker. Each move copies over the network and needs
+room in two host tiers."""
 
 log = structlog.get_logger()
 
@@ -50,24 +50,24 @@ class Migration:
 
     from_worker: str
     num_seqs: int
-    """Sequences that arrived; the others ended during the move."""
+    """Number of sequences that arrived; the others ended during the move."""
     num_blocks: int
-    """Blocks whose contents were copied."""
+    """Number of blocks whose contents were copied."""
     was_there: bool = False
-    """Whether the request already was at the target."""
+    """Whether the request was at the target already, so that nothing moved."""
 
 
 class Migrator:
-    """Moves requests from one session to another."""
+    """Moves live requests from one worker to another."""
 
     def __init__(self, roster: Roster, migrations: Counter) -> None:
-        """`migrations` counts moves by source, target and end."""
+        """`migrations` counts moves by source, target and outcome."""
         self._roster = roster
         self._migrations = migrations
         self._moves = BackgroundTasks()
 
     async def migrate(self, request_id: str, worker: str) -> Migration:
-        """Move a live request to a worker. Continues if the caller is cancelled.
+        """Move a live request to a worker. The move continues if the caller is cancelled.
 
         Raises:
             NotFoundError: There is no such request, or no such worker.
@@ -94,7 +94,7 @@ class Migrator:
         return await self.move(live, source, target)
 
     async def move(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
-        """Move a live request of `source`; raises the same errors as `migrate`."""
+        """Move a live request from `source` to `target`; raise the same errors as `migrate`."""
         return await self._moves.run(self.run(live, source, target))
 
     async def rebalance(self) -> None:
@@ -114,7 +114,7 @@ class Migrator:
     # --- one move -------------------------------------------------------------------------------
 
     async def run(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
-        """As `move`, but cancelled with its caller. Reserves the room before its first `await`."""
+        """Do as `move`, but end if the caller is cancelled; reserve room before any `await`."""
         who = {"request_id": live.request_id, "source": source.target, "target": target.target}
         started = time.perf_counter()
         try:
@@ -154,9 +154,9 @@ class Migrator:
     def switch(
         self, live: MovableRequest, source: Engine, target: Engine, receive: Callable[[], None]
     ) -> None:
-        """Move a request at once, without its KV, after its blocks were copied.
+        """Move a request whose blocks have been copied already, at once and without its KV.
 
-        `receive` lets the target core find these blocks.
+        `receive` is called to let the target core find the copied blocks.
 
         Raises:
             FailedPreconditionError: The request cannot be moved.
@@ -213,9 +213,9 @@ class Migrator:
 class Drainer:
     """Empties workers that are about to end or to unload their model.
 
-    Requests move with their KV. Some requests cannot move, because a worker has too little host
-    memory for KV, or none. They stay until the others have moved. Then other workers compute their
-    tokens again, as after the loss of a worker.
+    Requests move with their KV. Requests that cannot move, because a worker has too little host
+    memory for KV or none, stay until the others have moved. Then other workers compute the tokens
+    of these requests again, as after the loss of a worker.
     """
 
     def __init__(self, fleet: Fleet, migrator: Migrator) -> None:
@@ -237,7 +237,7 @@ class Drainer:
             log.info("a draining worker was released", worker=engine.target)
 
     async def move_away(self, engine: Engine, session: Session) -> None:
-        """Move all requests that can move to other workers; this worker gets no new requests.
+        """Move all requests that can move to other workers; return when all moves have ended.
 
         Raises:
             UnavailableError: The worker is lost.
@@ -266,7 +266,7 @@ class Drainer:
             return True
 
     def _find_target(self, source: Engine) -> Engine | None:
-        """Find a worker for the source's KV: of the same role if possible, with the most room."""
+        """Find the worker with the most room for KV, if possible one with the source's role."""
         giving = source.session
         if giving is None or not keeps_kv(giving):
             return None
@@ -283,7 +283,7 @@ class Drainer:
 
 
 def _has_same_part(session: Session, other: Engine) -> bool:
-    """Whether `other` decodes, if the session's worker does; if not, whether it prefills."""
+    """Whether `other` decodes if the session's worker decodes, or else whether it prefills."""
     if other.session is None:
         return False
     role = other.session.role
@@ -295,7 +295,7 @@ def _num_free_blocks(load: SchedulerLoad) -> int:
 
 
 def _has_room(load: SchedulerLoad, live: MovableRequest) -> bool:
-    """Whether a request can run at once and to its end, with a spare block per running sequence."""
+    """Whether a request can run at once and to its end, besides a block per running sequence."""
     num_host_blocks = load.num_free_host_blocks + load.num_cached_host_blocks
     return (
         load.num_running + live.num_seqs <= load.max_num_seqs
@@ -307,7 +307,7 @@ def _has_room(load: SchedulerLoad, live: MovableRequest) -> bool:
 def _hand_over(giving: Session, export: Export, taking: Session, room: Import) -> int:
     """Move a request from one core to the other; return how many sequences arrived.
 
-    Never awaits, so that the request is always live at exactly one of the two cores.
+    This function never awaits, so the request is always live at exactly one of the two cores.
     """
     num_crashes = giving.crashes.take(export.moved.request)
     indices = giving.call(lambda core: core.end_export(export.export_id, leaves=True))
@@ -328,7 +328,7 @@ def _refusals(live: MovableRequest) -> Iterator[None]:
 
 
 def _go_back(giving: Session, export: Export, taking: Session, room: Import | None) -> None:
-    """Continue a request at its source, unless that worker is lost; the fleet handles losses."""
+    """Give up a move: the request continues at its source, unless the source worker is lost."""
     with contextlib.suppress(UnavailableError):
         giving.call(lambda core: core.end_export(export.export_id, leaves=False))
     if room is not None:

@@ -1,8 +1,8 @@
-"""Resizes the KV pools of workers, one resize at a time per worker.
+"""Resizes the KV pools of workers, with one resize at a time for each worker.
 
-To grow a pool, the worker first maps memory; to shrink it, the core first empties the blocks beyond
-the new end. If the worker refuses, the pool keeps its size. A worker that is lost during a resize
-reports its size when it is attached again.
+To grow a pool, the worker first maps memory; to shrink a pool, the core first empties the blocks
+beyond the new end. If the worker refuses, the pool keeps its size. A worker that is lost during a
+resize reports its pool's size when it is attached again.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 class OngoingResize:
-    """The resize of one pool; it continues even if the caller stops waiting."""
+    """The resize of one pool; it continues even if the caller stops waiting for it."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class OngoingResize:
         """Start a resize; call `on_resized` when it has succeeded.
 
         Raises:
-            FailedPreconditionError: The pool cannot have this size.
+            FailedPreconditionError: The core refuses the size.
         """
         self._worker = worker
         self._session = session
@@ -104,9 +104,9 @@ class Resizer:
         Raises:
             NotFoundError: There is no such worker.
             UnavailableError: The worker is not attached.
-            InvalidArgumentError: The worker or the size is missing, or a size in bytes is given and
-                the block size is unknown.
-            FailedPreconditionError: The pool cannot have this size, or is being resized.
+            InvalidArgumentError: The worker or the size is missing, or the size is in bytes and the
+                size of a block is unknown.
+            FailedPreconditionError: The core refuses the size, or the pool is being resized.
         """
         if request.WhichOneof("size") is None:
             raise InvalidArgumentError("size", "is not set; it must be num_blocks or num_bytes")

@@ -18,7 +18,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
     """Answers the calls of `quire.v1.AdapterService`."""
 
     def __init__(self, adapters: Adapters, written: Callable[[], Awaitable[None]]) -> None:
-        """`written` returns when all changes are in the state file."""
+        """`written` waits until all changes are in the state file."""
         self._adapters = adapters
         self._written = written
 
@@ -27,7 +27,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         request: adapters_pb2.LoadAdapterRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.LoadAdapterResponse:
-        """Load an adapter at every worker."""
+        """Load a LoRA adapter at every worker."""
         refuse_epoch(request.epoch)
         for field in ("name", "directory"):
             if not getattr(request, field):
@@ -43,7 +43,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         request: adapters_pb2.UnloadAdapterRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.UnloadAdapterResponse:
-        """Unload an adapter at every worker once no request uses it."""
+        """Unload a LoRA adapter at every worker as soon as no request uses it."""
         refuse_epoch(request.epoch)
         await self._adapters.unload(request.name, request.digest)
         await self._written()
@@ -54,7 +54,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         request: adapters_pb2.ListAdaptersRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.ListAdaptersResponse:
-        """List the adapters that the workers hold."""
+        """List the LoRA adapters that the workers hold."""
         return adapters_pb2.ListAdaptersResponse(
             adapters=[
                 adapters_pb2.LoadedAdapter(
@@ -82,7 +82,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         request: loading_pb2.UnloadRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> loading_pb2.UnloadResponse:
-        """Unload workers' models."""
+        """Unload the model of one worker or of all workers."""
         refuse_epoch(request.epoch)
         unloaded = await self._loading.unload(request.worker)
         return loading_pb2.UnloadResponse(
@@ -97,7 +97,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         request: loading_pb2.LoadRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> None:
-        """Load workers' models, and stream the progress."""
+        """Load the model of one worker or of all workers, and stream the progress."""
         refuse_epoch(request.epoch)
         loading = self._loading.load(request.worker, request.directory)
         async with contextlib.aclosing(loading):

@@ -1,1 +1,1 @@
-"""Streams to routers, and requests that clients may resume."""
+"""The streams to routers, and the requests that clients may resume."""

@@ -1,4 +1,4 @@
-"""Sends each sequence's outputs to its router's stream, and service changes to every router."""
+"""Sends each sequence's outputs to its router, and changes of the service to every router."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +19,14 @@ from scheduler_svc.wire.router import adapters_to_proto, refused_to_proto
 log = structlog.get_logger()
 
 _ROOM_INTERVAL_S: Final = 0.02
-"""How often the room in the queues is reported: about once per step."""
+"""Seconds between two reports of the room in the queues, about as long as a step."""
 
 
 class RouterStreams:
-    """The routers' open streams, by source; and the requests that another stream may resume."""
+    """The open streams of routers, by source, and the requests that another stream may resume."""
 
     def __init__(self, max_backlog_bytes: int, resumables: ResumableRequests | None = None) -> None:
-        """Without `resumables`, no request outlives its stream."""
+        """Begin without streams. Without `resumables`, no request outlives its stream."""
         none = ResumableRequests(grace_s=0, max_bytes=0)
         self.resumables = none if resumables is None else resumables
         self._max_backlog_bytes = max_backlog_bytes
@@ -37,9 +37,9 @@ class RouterStreams:
         return len(self._streams)
 
     def open(self, router_id: str, max_model_len: int | None = None) -> RouterStream:
-        """Open a stream under a new source id; the id is never used again.
+        """Open a stream under a new source id, which no other stream will have.
 
-        `max_model_len` is the value in the router's welcome.
+        `max_model_len` is the limit that the router's welcome message has.
         """
         self._num_opened += 1
         source = SourceId(self._num_opened)
@@ -52,9 +52,9 @@ class RouterStreams:
         del self._streams[stream.source]
 
     def deliver(self, outputs: Mapping[SourceId, scheduler_pb2.StepOutput]) -> None:
-        """Send each source its outputs; outputs of resumed requests go to the resuming stream.
+        """Send outputs to the streams; outputs of a resumed request go to the resuming stream.
 
-        Outputs of a source that is gone only update its resumable requests.
+        Outputs for a stream that is gone only update its resumable requests.
         """
         for source, output in outputs.items():
             if (stream := self._streams.get(source)) is not None:
@@ -77,14 +77,14 @@ class RouterStreams:
     def are_silent(self) -> bool:
         """Whether there are routers, but all of them seem to hang or to be cut off.
 
-        Then a scheduler that they can reach should take over, because their clients wait. Routers
-        of earlier versions send no heartbeats and count as healthy.
+        In that case a scheduler that the routers can reach should take over, because their clients
+        wait. Routers of earlier versions send no heartbeats and count as healthy.
         """
         heartbeats = [stream.heartbeat for stream in self._streams.values()]
         return bool(heartbeats) and all(each is not None and each.is_hanging for each in heartbeats)
 
     async def watch(self) -> None:
-        """Measure how long routers are silent, until cancelled."""
+        """Measure how long each router has been silent, until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             was_silent = self.are_silent
@@ -95,38 +95,38 @@ class RouterStreams:
                 log.warning("all routers are silent", num_routers=len(self))
 
     def publish_room(self, num_seqs: int | None) -> None:
-        """Send each router how many sequences may be submitted; None: no limit."""
+        """Tell each router how many sequences may be submitted; None: there is no limit now."""
         room = scheduler_pb2.QueueRoom(num_sequences=num_seqs)
         for stream in self._streams.values():
             stream.deliver(scheduler_pb2.StepOutput(room=room))
 
     def publish_max_model_len(self, max_model_len: int) -> None:
-        """Send each router the limit on the tokens of a request, if that has changed."""
+        """Tell each router the limit on the tokens of a request, if the limit has changed."""
         for stream in self._streams.values():
             stream.publish_max_model_len(max_model_len)
 
     def publish_unloaded(self, *, is_unloaded: bool) -> None:
-        """Send each router whether the model is unloaded at all workers, if that has changed."""
+        """Tell each router whether all workers are without a model, if this has changed."""
         for stream in self._streams.values():
             stream.publish_unloaded(is_unloaded=is_unloaded)
 
     def publish_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
-        """Send each router the LoRA adapters that requests may use from now on."""
+        """Tell each router which LoRA adapters requests may use from now on."""
         for stream in self._streams.values():
             stream.deliver(adapters_to_proto(adapters))
 
     def end_all(self, error: QuireError) -> None:
-        """End all streams after their pending messages."""
+        """End each stream with `error` after its pending messages."""
         for stream in self._streams.values():
             stream.end(error)
 
 
 class QueueRoomReporter:
-    """While queues are nearly full, reports remaining capacity to routers.
+    """Tells routers how many more sequences the queues can take, while they are nearly full.
 
-    So routers can refuse requests early, before tokenizing them. Their information is slightly old;
-    this scheduler makes the final decision. Reports begin after a refusal, and end when the
-    queue of some worker is half free.
+    With these reports, routers can refuse requests early, before they tokenize them. A report is
+    always slightly old, so the scheduler makes the final decision. Reports begin after a refusal,
+    and end when the queue of some worker is half free.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class QueueRoomReporter:
 
         Args:
             room: Returns how many sequences may be submitted, at most `max_waiting`.
-            publish: Receives this number, or None when routers may stop counting.
+            publish: Receives the result of `room`, or None when routers may stop counting.
             max_waiting: The limit on waiting sequences at a worker.
         """
         self._room = room
@@ -145,7 +145,7 @@ class QueueRoomReporter:
         self._refused = asyncio.Event()
 
     def on_refusal(self) -> None:
-        """Start to report, because a request was refused for a full queue."""
+        """Start to report, because a request was refused due to a full queue."""
         self._refused.set()
 
     async def run(self) -> None:
@@ -154,7 +154,7 @@ class QueueRoomReporter:
             await self._refused.wait()
             last: int | None = None
             while (room := self._room()) < self._enough:
-                # Repeat an unchanged number, because routers subtract what they submit.
+                # Repeat an unchanged number, because routers subtract the sequences they submit.
                 if room or last != room:
                     self._publish(room)
                 last = room

@@ -1,7 +1,8 @@
-"""Resumable requests: their outputs so far, the stream that owns each, and when each expires.
+"""Resumable requests: the outputs so far, the owning stream and the expiry time of each.
 
 In the core a sequence always belongs to the stream on which it was submitted. When another stream
-resumes a request, only its outputs are redirected: it is not recomputed and does not pause.
+resumes a request, only the outputs are redirected; the request is not recomputed and does not
+pause.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,8 +27,8 @@ from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.router import merge_step_outputs, refused_to_proto, renamed_part
 
 _MAX_UNREAD = 16
-"""The outputs of at most this many steps are sorted together, because sorting many costs little
-more than sorting one."""
+"""The outputs of up to this many steps are sorted together, because to sort many costs little more
+than to sort one."""
 _MAX_UNREAD_BYTES = 1 << 20
 _MAX_FIRST_SEQ_KEY = 2**64 - 64
 
@@ -36,38 +37,38 @@ class _Output:
     """The tokens, log-probabilities and end of one sequence so far."""
 
     def __init__(self, so_far: scheduler_pb2.OutputSoFar | None) -> None:
-        """`so_far` has the output of a resubmitted sequence."""
+        """Begin with `so_far`, the earlier output of a resubmitted sequence, or with nothing."""
         self.token_ids = bytearray(b"" if so_far is None else so_far.token_ids)
-        """int32, little-endian, as in `quire.v1.StepOutput`."""
+        """The tokens as little-endian int32, as in `quire.v1.StepOutput`."""
         self.end: scheduler_pb2.SequenceFinished | None = None
         self.logprobs: list[common_pb2.TokenLogprob] = []
-        """One entry for each token from `first_logprob` on, if log-probabilities are requested."""
+        """One entry for each token from `first_logprob` on; empty if the request asks for none."""
         self.first_logprob = len(self.token_ids) // 4
         if so_far is not None and so_far.finished:
             self.end = so_far.end
 
 
 class ResumableRequest:
-    """One request: how it was submitted, and its outputs. Only `ResumableRequests` changes it."""
+    """A resumable request and its outputs so far. Only `ResumableRequests` changes it."""
 
     def __init__(self, request: Request, submit: scheduler_pb2.Submit, owner: RouterStream) -> None:
         self.source = request.source
-        """Its source in the core, which does not change with the owner."""
+        """The request's source in the core, which stays the same when the owner changes."""
         self.first_seq_key = request.first_seq_key
         self.deadline = request.deadline
         self.router_id = owner.router_id
         """The router of the last owner."""
         self.owner: RouterStream | None = owner
-        """The stream that receives its outputs; None until a stream resumes it."""
+        """The stream that receives the outputs; None: the owner has left, no stream has resumed."""
         self.owner_seq_key = int(request.first_seq_key)
         """The key of output 0 at the owner."""
         self.until: float | None = None
-        """When it expires; None: it has an owner and has not ended."""
+        """When the request expires; None: it has an owner and has not ended."""
         so_fars = submit.outputs or [None] * submit.n
         self.outputs = tuple(_Output(so_far) for so_far in so_fars)
         self.prompt_logprobs: list[scheduler_pb2.SequencePromptLogprobs] = []
         self.admitted: scheduler_pb2.SequenceAdmitted | None = None
-        """The first admission of output 0."""
+        """The message about the first admission of output 0, if it was admitted."""
         self.num_pinned_tokens = 0
         self._submit = scheduler_pb2.Submit()
         self._submit.CopyFrom(submit)
@@ -76,17 +77,17 @@ class ResumableRequest:
 
     @property
     def name(self) -> tuple[str, str]:
-        """Tenant and request id."""
+        """The request's tenant and id."""
         return self._submit.tenant, self._submit.request_id
 
     @property
     def has_ended(self) -> bool:
-        """Whether all its outputs have ended."""
+        """Whether all outputs of the request have ended."""
         return all(output.end is not None for output in self.outputs)
 
     @property
     def live_seq_keys(self) -> list[SeqKey]:
-        """The keys of the unfinished sequences at its source."""
+        """The keys of the unfinished sequences, as the request's source in the core has them."""
         return [
             SeqKey(self.first_seq_key + index)
             for index, output in enumerate(self.outputs)
@@ -95,7 +96,7 @@ class ResumableRequest:
 
     @property
     def num_bytes(self) -> int:
-        """Estimate of the memory that it uses."""
+        """An estimate of the memory that this object uses."""
         return self._num_other_bytes + sum(len(output.token_ids) for output in self.outputs)
 
     def add_logprob(self, index: int, logprob: common_pb2.TokenLogprob) -> None:
@@ -109,7 +110,7 @@ class ResumableRequest:
         self._num_other_bytes += part.ByteSize()
 
     def to_proto(self, first_seq_key: int) -> scheduler_pb2.Resumed:
-        """Return the request and all outputs, for a router that calls output 0 `first_seq_key`."""
+        """Return the request and all outputs; the router's key for output 0 is `first_seq_key`."""
         so_far = scheduler_pb2.StepOutput(
             seq_keys=b"".join(
                 pack_uint64([first_seq_key + index]) * (len(output.token_ids) // 4)
@@ -140,40 +141,42 @@ class ResumableRequest:
 
 @dataclass(slots=True)
 class _Source:
-    """An open or closed stream on which resumable requests were submitted."""
+    """A stream, open or closed, on which resumable requests were submitted."""
 
     key_to_output: dict[int, tuple[ResumableRequest, int]] = field(default_factory=dict)
     """Maps a sequence key to the request and the output index."""
     unread: list[scheduler_pb2.StepOutput] = field(default_factory=list)
-    """Outputs that are not sorted by sequence yet."""
+    """Outputs that have not been sorted by sequence yet."""
     num_unread_bytes: int = 0
     redirects: dict[RouterStream, dict[int, int]] = field(default_factory=dict)
-    """For each stream that has resumed sequences: maps their keys here to their keys there."""
+    """For each other stream that has resumed sequences, maps their keys on this stream to their
+    keys on the other stream."""
 
 
 class ResumableRequests:
     """The requests submitted with a `resume_record`, until their grace periods end.
 
-    The owner of a request is the stream that submitted or last resumed it, if that is still open.
-    A request expires `grace_s` after it has lost its owner or has ended. `now` is always on the
-    clock of the deadlines.
+    The owner of a request is the stream that submitted or last resumed it, while the stream is
+    open. A request expires `grace_s` after it has lost its owner or has ended. The arguments `now`
+    are on the clock of the deadlines.
     """
 
     def __init__(self, *, grace_s: float, max_bytes: int) -> None:
-        """Make an empty collection; with a grace period of 0 no request is resumable.
+        """Make an empty collection; if `grace_s` is 0, no request is resumable.
 
-        Beyond `max_bytes`, ended requests and then requests without an owner expire early, oldest
-        first. If the other requests still use more, new requests are refused.
+        If the requests use more than `max_bytes`, ended requests and then requests without an owner
+        expire early, oldest first. If the other requests alone use more, new ones are refused.
         """
         self.grace_s = grace_s
         self._max_bytes = max_bytes
         self._requests: dict[tuple[str, str], ResumableRequest] = {}
-        """By tenant and id, oldest first."""
+        """The requests by tenant and id, oldest first."""
         self._num_bytes = 0
-        """The requests' size at the last `expire`, plus the size of requests added since."""
+        """The size of all requests at the last `expire`, plus the size of requests added since."""
         self._sources: dict[SourceId, _Source] = {}
         self._resumed: dict[RouterStream, dict[int, tuple[SourceId, SeqKey]]] = {}
-        """For each stream that has resumed requests: maps its keys to the core's source and key."""
+        """For each stream that has resumed requests, maps its keys to sources and keys in the core.
+        """
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -186,8 +189,8 @@ class ResumableRequests:
         """Add a request that is about to be submitted.
 
         Returns:
-            The sequences to cancel, because this request replaces them: the router submitted it
-            before on a stream that was lost.
+            The sequences to cancel, if any: the router submitted this request before, on a stream
+            that was lost.
 
         Raises:
             AlreadyExistsError: The request is live at another router.
@@ -219,11 +222,11 @@ class ResumableRequests:
         return stale
 
     def resume(self, message: scheduler_pb2.Resume, stream: RouterStream, now: float) -> None:
-        """Make `stream` a request's owner and send it all outputs; send the old owner an error.
+        """Make `stream` a request's owner, send it all outputs, and send the old owner an error.
 
         Raises:
             NotFoundError: The tenant has no such request, or it has expired.
-            InvalidArgumentError: The keys are in use.
+            InvalidArgumentError: Live sequences of the stream have the keys.
         """
         kept = self._requests.get((message.tenant, message.request_id))
         if kept is None:
@@ -255,13 +258,13 @@ class ResumableRequests:
         stream.send_resumed(kept.to_proto(message.first_seq_key))
 
     def leave(self, stream: RouterStream, seq_key: int, now: float) -> bool:
-        """Remove the owner of a request whose client has left; return False if not resumable.
+        """Remove the owner of a request whose client has left; return whether it is resumable.
 
-        If another call has resumed the request by now, the state stays as it is.
+        If another call has resumed the request by now, nothing changes, and the result is true.
 
         Args:
             stream: The owner.
-            seq_key: The key of one of its sequences at the owner.
+            seq_key: The key that one of the request's sequences has at the owner.
             now: The time.
         """
         if (name := self._in_core(stream, seq_key)) is None:
@@ -277,7 +280,7 @@ class ResumableRequests:
         """Remove a stream that has ended as the owner of its requests.
 
         Returns:
-            The keys to cancel at the stream's own source; None: cancel the whole source.
+            The keys of the sequences to cancel; None: cancel all sequences of the stream.
         """
         for kept in list(self._requests.values()):
             if kept.owner is stream:
@@ -291,7 +294,7 @@ class ResumableRequests:
     def by_source(
         self, stream: RouterStream, seq_keys: Iterable[int]
     ) -> Mapping[SourceId, list[SeqKey]]:
-        """Return sources and keys of a stream's sequences in the core, if it still owns them."""
+        """Return the core's sources and keys of those sequences that the stream still owns."""
         named: dict[SourceId, list[SeqKey]] = {}
         for seq_key in seq_keys:
             if (name := self._in_core(stream, seq_key)) is not None:
@@ -301,7 +304,7 @@ class ResumableRequests:
     # --- outputs and ends -----------------------------------------------------------------------
 
     def on_output(self, source_id: SourceId, output: scheduler_pb2.StepOutput) -> None:
-        """Store the outputs of a source; forward those of requests resumed on other streams."""
+        """Store the outputs of a source; forward the parts that other streams have resumed."""
         source = self._sources.get(source_id)
         if source is None:
             return
@@ -314,7 +317,7 @@ class ResumableRequests:
             self._read(source_id)
 
     def refuse(self, request: Request, error: QuireError) -> None:
-        """Forget a refused request; send the refusal to a stream that has resumed it."""
+        """Forget a request that was refused; if a stream has resumed it, send the refusal there."""
         kept = self._find(request.source, request.first_seq_key)
         if kept is None:
             return
@@ -325,9 +328,9 @@ class ResumableRequests:
             owner.refuse(refused_to_proto(seq_key, error))
 
     def expire(self, now: float) -> Iterator[tuple[SourceId, list[SeqKey]]]:
-        """Remove expired requests; yield the sequences that must be cancelled.
+        """Remove expired requests; yield the sequences that the caller must cancel.
 
-        Call this about every second, because only this call notices that a request has ended.
+        Call this about every second, because only this method notices that a request has ended.
         """
         for source_id in list(self._sources):
             self._read(source_id)
@@ -358,7 +361,7 @@ class ResumableRequests:
         source = self._sources[source_id]
         if not source.unread:
             return
-        # Copy parts of messages, because a part keeps the memory of its whole message alive.
+        # Copy the parts of messages, because a part keeps the memory of its whole message alive.
         merged = merge_step_outputs(source.unread)
         source.unread, source.num_unread_bytes = [], 0
         find = source.key_to_output.get
@@ -388,9 +391,10 @@ class ResumableRequests:
                 found[0].outputs[found[1]].end = deepcopy(finished)
 
     def _in_core(self, stream: RouterStream, seq_key: int) -> tuple[SourceId, SeqKey] | None:
-        """Return source and key of a stream's sequence in the core; None: another call resumed it.
+        """Return the core's source and key of a sequence; None: another stream has resumed it.
 
-        The former owner may not know that yet; its messages must not end the request.
+        The former owner may not know yet that it has lost the request, and its messages must not
+        end the request.
         """
         if (name := self._resumed.get(stream, {}).get(seq_key)) is not None:
             return name
@@ -405,7 +409,7 @@ class ResumableRequests:
         return None if found is None else found[0]
 
     def _keys_from(self, kept: ResumableRequest, first_seq_key: int) -> list[SeqKey]:
-        """Return the keys of the live sequences at a stream that calls output 0 `first_seq_key`."""
+        """Return the live sequences' keys at a stream whose key for output 0 is `first_seq_key`."""
         return [SeqKey(key - kept.first_seq_key + first_seq_key) for key in kept.live_seq_keys]
 
     def _orphan(self, kept: ResumableRequest, now: float) -> None:

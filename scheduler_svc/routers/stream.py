@@ -1,4 +1,4 @@
-"""One router's stream: its pending messages, in bounded memory."""
+"""The stream to one router, with its pending messages in bounded memory."""
 
 import asyncio
 from collections import deque
@@ -17,8 +17,9 @@ _MESSAGE_OVERHEAD_BYTES = 256
 class RouterStream:
     """The pending messages to one router, and the keys of its live sequences.
 
-    A router that reads as fast as steps end gets one message per step. For a slower one the outputs
-    of several steps are merged. If the backlog exceeds `max_backlog_bytes`, the stream ends.
+    A router that reads as fast as steps end gets one message per step. For a slower router the
+    outputs of several steps are merged. If the pending messages exceed `max_backlog_bytes`, the
+    stream ends.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class RouterStream:
         self.source = source
         self.router_id = router_id
         self.heartbeat: Heartbeat | None = None
-        """Measures the router's silence; None: it has sent no heartbeat yet."""
+        """Measures the router's silence; None: the router has sent no heartbeat yet."""
         self._max_backlog_bytes = max_backlog_bytes
         self._max_model_len = max_model_len
         self._is_unloaded = False
@@ -44,23 +45,23 @@ class RouterStream:
         self._wake = asyncio.Event()
 
     def on_heartbeat(self) -> None:
-        """Measure the router's silence from its first heartbeat on."""
+        """Begin to measure the router's silence at its first heartbeat."""
         if self.heartbeat is None:
             self.heartbeat = Heartbeat()
 
     def on_message(self) -> None:
-        """Count any message as a heartbeat: heartbeats may wait behind many other messages."""
+        """Count any message as a heartbeat, as a heartbeat may wait behind many other messages."""
         if self.heartbeat is not None:
             self.heartbeat.on_message()
 
     @property
     def has_ended(self) -> bool:
-        """Whether no more messages will be sent."""
+        """Whether the stream accepts no more messages."""
         return self._ended
 
     @property
     def live_seq_keys(self) -> frozenset[SeqKey]:
-        """The keys in use."""
+        """The keys of the router's live sequences."""
         return frozenset(self._live_seq_keys)
 
     def claim(self, seq_keys: Iterable[SeqKey]) -> None:
@@ -82,19 +83,19 @@ class RouterStream:
         self._live_seq_keys.difference_update(seq_keys)
 
     def deliver(self, output: scheduler_pb2.StepOutput) -> None:
-        """Send the outputs of one step, or a change of the service."""
+        """Send the router outputs of one step, or a change of the service."""
         self._live_seq_keys.difference_update(SeqKey(end.seq_key) for end in output.finished)
         if self._has_room(output):
             self._outputs.append(output)
 
     def publish_max_model_len(self, max_model_len: int) -> None:
-        """Send the limit on the tokens of a request, if that has changed."""
+        """Send the limit on the tokens of a request, if the limit has changed."""
         if max_model_len != self._max_model_len:
             self._max_model_len = max_model_len
             self.deliver(scheduler_pb2.StepOutput(max_model_len=max_model_len))
 
     def publish_unloaded(self, *, is_unloaded: bool) -> None:
-        """Send whether the model is unloaded at all workers, if that has changed."""
+        """Send whether all workers are without a model, if this has changed."""
         if is_unloaded != self._is_unloaded:
             self._is_unloaded = is_unloaded
             self.deliver(scheduler_pb2.StepOutput(is_unloaded=is_unloaded))
@@ -108,7 +109,7 @@ class RouterStream:
         self._reply(scheduler_pb2.ConnectResponse(refused=refused))
 
     def send_resumed(self, resumed: scheduler_pb2.Resumed) -> None:
-        """Send a request that the router owns from now on, ahead of its later outputs."""
+        """Send a request that the router owns from now on, before the request's later outputs."""
         self._reply(scheduler_pb2.ConnectResponse(resumed=resumed))
 
     def end(self, error: Exception | None = None) -> None:
@@ -118,7 +119,7 @@ class RouterStream:
             self._wake.set()
 
     async def next_message(self) -> scheduler_pb2.ConnectResponse | None:
-        """Wait for the next message to send; None: the stream ends normally.
+        """Wait for the next message to send, and return it; None: the stream ends normally.
 
         Raises:
             Exception: The stream ends with this error. An error other than QuireError is a bug.

@@ -1,1 +1,1 @@
-"""Converts messages of `quire.v1` to the scheduler's types and back."""
+"""Converts protobuf messages of `quire.v1` to the scheduler's types and back."""

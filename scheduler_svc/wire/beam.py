@@ -18,10 +18,10 @@ _NO_LOGPROB = common_pb2.TokenLogprob()
 
 
 def beam_params_from_proto(message: scheduler_pb2.Submit, model: ModelInfo) -> BeamParams:
-    """Parse the search parameters of a request.
+    """Parse the beam search parameters of a request.
 
     Raises:
-        InvalidArgumentError: A field is invalid; the message names value and limit.
+        InvalidArgumentError: A field is invalid; the message names the value and the limit.
     """
     beam, sampling = beam_from_proto(message.beam), message.sampling
     beam.check(message.n)
@@ -48,7 +48,7 @@ def beam_params_from_proto(message: scheduler_pb2.Submit, model: ModelInfo) -> B
 def beam_sampling(
     params: BeamParams, sampling: common_pb2.SamplingParams
 ) -> common_pb2.SamplingParams:
-    """Make the parameters with which a worker reports candidates and ends no sequences."""
+    """Make parameters with which a worker only reports candidates, and ends no sequence."""
     num_excluded = len(params.end_token_ids) if sampling.min_tokens else 0
     return common_pb2.SamplingParams(
         temperature=0,
@@ -62,7 +62,7 @@ def beam_sampling(
 def with_candidates(
     result: Result, logprobs: Iterable[worker_pb2.SampledLogprob], beam_rows: Collection[int]
 ) -> Result:
-    """Add the candidates of rows that are beams to a result.
+    """Add the candidates of the beams in `beam_rows` to a result; `logprobs` has them.
 
     A beam that sampled without log-probabilities gets no candidates.
     """

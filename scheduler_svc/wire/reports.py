@@ -1,6 +1,6 @@
-"""Converts reports about workers: load, activity, and which sequence holds which blocks.
+"""Converts reports about workers: their load and activity, and which sequence holds which blocks.
 
-Fields with the same name are copied by name.
+Fields that have the same name in both forms are copied by name.
 """
 
 from collections.abc import Collection, Sequence
@@ -36,7 +36,7 @@ _SUMMED: Final = {
     for field in common_pb2.Load.DESCRIPTOR.fields
     if field.name in SchedulerLoad.__slots__ and field.name != "block_size"
 }
-"""Maps a field of `Load` to the field of `SchedulerLoad` that it sums."""
+"""Maps each field of `Load` that is a sum over workers to the field of `SchedulerLoad` to add."""
 _STEP_FIELDS: Final = [field.name for field in fields(StepRecord)]
 _SEQUENCE_FIELDS: Final = [
     field.name
@@ -54,10 +54,10 @@ def load_to_proto(
     """Sum the loads of the workers.
 
     Args:
-        loads: One for each attached worker.
-        num_unplaced_seqs: Sequences that are at no worker yet.
-        spaces: One for each attached worker.
-        num_unloaded_workers: Workers that have no model.
+        loads: The load of each attached worker.
+        num_unplaced_seqs: Number of sequences that have not been sent to a worker.
+        spaces: The space report of each attached worker.
+        num_unloaded_workers: Number of workers without a model.
     """
     message = common_pb2.Load(
         block_size=max((load.block_size for load in loads), default=0),
@@ -135,7 +135,7 @@ def kv_query_from_proto(message: kv_pb2.KvQuery) -> Query:
 
 
 def kv_to_proto(worker: str, it: Description) -> kv_pb2.WorkerKv:
-    """Describe the blocks of a worker."""
+    """Convert the description of a worker's blocks and sequences."""
     return kv_pb2.WorkerKv(
         worker=worker,
         block_size=it.block_size,

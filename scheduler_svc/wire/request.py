@@ -27,7 +27,7 @@ _MAX_SEQ_KEY = 2**64 - 1
 _MAX_TENANT_BYTES = 128
 _MAX_TRACEPARENT_CHARS = 128
 _MAX_MODEL_LEN = 2**31 - 1
-"""Limit for all models, because token counts are int32."""
+"""The limit for every model, because token counts are int32."""
 
 
 def request_from_proto(
@@ -36,8 +36,8 @@ def request_from_proto(
     """Parse a router's request, received at `now` on the core's clock.
 
     Raises:
-        InvalidArgumentError: A field is invalid; the message names value and limit.
-        NotFoundError: The workers have no such adapter.
+        InvalidArgumentError: A field is invalid; the message names the value and the limit.
+        NotFoundError: The workers do not have the request's adapter.
     """
     _check(message)
     _check_sampling(message.sampling, model)
@@ -100,7 +100,7 @@ def _prefix_salt(message: scheduler_pb2.Submit, model: ModelInfo) -> str:
 
 
 def check_keys(first_seq_key: int, n: int) -> None:
-    """Check that `n` keys from `first_seq_key` on fit 64 bits; raises InvalidArgumentError."""
+    """Raise InvalidArgumentError unless `n` keys from `first_seq_key` on fit into 64 bits."""
     if first_seq_key + n - 1 > _MAX_SEQ_KEY:
         raise InvalidArgumentError(
             "first_seq_key",
@@ -109,9 +109,9 @@ def check_keys(first_seq_key: int, n: int) -> None:
 
 
 def _check_sampling(message: common_pb2.SamplingParams, model: ModelInfo) -> None:
-    """Check everything that a worker checks: a worker's refusal would end all its requests.
+    """Check all parameters that a worker checks, because its refusal would end all its requests.
 
-    The core checks lengths later, against its number of blocks.
+    The core checks the lengths later, against the number of blocks.
     """
     if not message.HasField("seed"):
         raise InvalidArgumentError("sampling.seed", "is not set; the router must choose one")
@@ -147,7 +147,7 @@ def _check_pooling(message: scheduler_pb2.Submit, model: ModelInfo) -> Pooling |
 
 
 def _check(message: scheduler_pb2.Submit) -> None:
-    """Check the fields that need no parsing."""
+    """Check the fields of a request that need no parsing."""
     check_chars("request_id", message.request_id, MAX_REQUEST_ID_CHARS)
     check_chars("cache_salt", message.cache_salt, MAX_CACHE_SALT_CHARS)
     check_chars("traceparent", message.traceparent, _MAX_TRACEPARENT_CHARS)

@@ -1,7 +1,7 @@
 """Makes the messages to routers: the welcome, changes of the service, and the core's events.
 
-A step's tokens are converted as whole arrays. Only log-probabilities, vectors, admissions, pins and
-ends are converted one by one.
+The tokens of a step are converted as whole arrays. Only log-probabilities, vectors, admissions,
+pins and ends of sequences are converted one by one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from scheduler_svc.core.interface.events import Finished, StepEvents
 from scheduler_svc.core.interface.request import SeqKey, SourceId
 
 OwnedVector: TypeAlias = tuple[SourceId, SeqKey, bytes]
-"""A sequence's vector, which is an embedding or a score: float32, little-endian."""
+"""A sequence's source and key, and its embedding or score as little-endian float32."""
 
 
 def welcome_to_proto(
@@ -33,7 +33,7 @@ def welcome_to_proto(
     superseded_epochs: Iterable[int],
     max_waiting: int,
 ) -> scheduler_pb2.ConnectResponse:
-    """Make the answer to a router's hello."""
+    """Make the welcome message, which answers a router's hello."""
     return scheduler_pb2.ConnectResponse(
         welcome=scheduler_pb2.SchedulerWelcome(
             epoch=epoch,
@@ -47,14 +47,14 @@ def welcome_to_proto(
 
 
 def adapters_to_proto(adapters: Iterable[LoraAdapter]) -> scheduler_pb2.StepOutput:
-    """Make the message that lists the adapters that requests may use from now on."""
+    """Make the message with the list of adapters that requests may use from now on."""
     return scheduler_pb2.StepOutput(
         adapters=scheduler_pb2.ServedAdapters(adapters=map(adapter_to_proto, adapters))
     )
 
 
 def refused_to_proto(first_seq_key: int, error: QuireError) -> scheduler_pb2.Refused:
-    """Make the refusal of the request with the key `first_seq_key`."""
+    """Make the message that refuses the request with the key `first_seq_key`."""
     refused = scheduler_pb2.Refused(
         first_seq_key=first_seq_key, code=error.code.value[0], message=str(error)
     )
@@ -66,7 +66,7 @@ def refused_to_proto(first_seq_key: int, error: QuireError) -> scheduler_pb2.Ref
 def vectors_of(
     pooled: Iterable[worker_pb2.PooledRow], owner: Callable[[int], tuple[SourceId, SeqKey] | None]
 ) -> list[OwnedVector]:
-    """Return a step's vectors with their sequences, which `owner` names by row."""
+    """Return a step's embeddings and scores with their sequences, which `owner` finds by row."""
     owned = ((owner(each.row), each.vector) for each in pooled)
     return [(*found, vector) for found, vector in owned if found is not None]
 
@@ -77,7 +77,7 @@ def events_to_proto(
     logprobs: Sequence[worker_pb2.SampledLogprob],
     vectors: Iterable[OwnedVector] = (),
 ) -> dict[SourceId, scheduler_pb2.StepOutput]:
-    """Make one message for each source that has events."""
+    """Make one message for each source (router's stream) that has events."""
     outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
     for source, where in _by_source(events.sources):
         output = scheduler_pb2.StepOutput(
@@ -114,7 +114,7 @@ def prompt_logprobs_to_proto(
     prompt_logprobs: Sequence[worker_pb2.PromptLogprobs],
     owner: Callable[[int], tuple[SourceId, SeqKey] | None],
 ) -> dict[SourceId, scheduler_pb2.StepOutput]:
-    """Make the messages with prompt log-probabilities; `owner` names the sequence of a row."""
+    """Make the messages with prompt log-probabilities; `owner` maps rows to sequences."""
     outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
     for scores in prompt_logprobs:
         if (found := owner(scores.row)) is not None:
@@ -126,7 +126,7 @@ def prompt_logprobs_to_proto(
 
 
 def finished_to_proto(finished: Iterable[Finished]) -> dict[SourceId, scheduler_pb2.StepOutput]:
-    """Make messages for ends outside of a step, such as cancellations."""
+    """Make messages about sequences that ended outside of a step, such as by cancellation."""
     outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
     for item in finished:
         _output_of(outputs, item.source, 0).finished.append(_finished_to_proto(item))
@@ -166,9 +166,10 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
 def renamed_part(
     output: scheduler_pb2.StepOutput, names: Mapping[int, int]
 ) -> scheduler_pb2.StepOutput | None:
-    """Copy the parts of `output` about some sequences, under other keys; None: no such part.
+    """Copy the parts of `output` that are about some sequences, and change the sequences' keys.
 
-    `names` maps a sequence's key in `output` to its key in the result.
+    `names` maps a sequence's key in `output` to its key in the copy. The result is None if no part
+    is about these sequences.
     """
     seq_keys = unpack_uint64(output.seq_keys, "seq_keys").tolist()
     places = [place for place, key in enumerate(seq_keys) if key in names]
@@ -215,7 +216,7 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
 
 
 def held_logprobs_to_proto(events: StepEvents) -> list[worker_pb2.SampledLogprob]:
-    """Convert log-probabilities that a worker has kept to the form of a step's result."""
+    """Convert log-probabilities that a worker has kept into the form of a step's result."""
     return [
         worker_pb2.SampledLogprob(index=index, logprob=token_logprob_to_proto(logprob))
         for index, logprob in events.logprobs
@@ -225,7 +226,7 @@ def held_logprobs_to_proto(events: StepEvents) -> list[worker_pb2.SampledLogprob
 def _logprobs_to_proto(
     logprobs: Iterable[worker_pb2.SampledLogprob], result_index: Int32Array
 ) -> Iterator[scheduler_pb2.IndexedLogprob]:
-    """Convert indexes into `sampled_rows` to indexes into the message's `token_ids`.
+    """Replace indexes into `sampled_rows` by indexes into the message's `token_ids`.
 
     Log-probabilities of tokens without a live sequence are left out.
     """
@@ -239,7 +240,7 @@ def _logprobs_to_proto(
 def _by_source(
     sources: npt.NDArray[np.int32],
 ) -> Iterator[tuple[SourceId, slice | npt.NDArray[np.intp]]]:
-    """Yield each source and the indexes of its entries, in order."""
+    """Yield each source with the indexes of its entries in `sources`, in order."""
     if not sources.size:
         return
     if (sources == sources[0]).all():  # the events of a single router need no sorting

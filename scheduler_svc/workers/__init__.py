@@ -1,1 +1,1 @@
-"""The workers: attaches them, runs a session of steps with each, and places requests."""
+"""Attaches the workers, runs a session of steps with each worker, and places requests."""

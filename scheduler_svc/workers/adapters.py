@@ -1,11 +1,11 @@
-"""The LoRA adapters of the service: all workers hold the same ones, and routers offer them.
+"""The LoRA adapters of the service: all workers hold the same adapters, and routers offer them.
 
 An adapter is *held* once every attached worker has it, and *offered* to new requests until an
-operator unloads it. Then it is *leaving* until no live request uses it: a request that is
-preempted, moved, or submitted again after a loss must find the adapter at any worker.
+operator unloads it. Then the adapter is *leaving* until no live request uses it, because a request
+that is preempted, moved, or submitted again after a loss must find the adapter at any worker.
 
-The service holds the adapters that operators loaded. It also holds adapters that a worker brought
-along, if the other workers could load them and no operator has unloaded them here.
+The service holds the adapters that operators loaded. It also holds adapters that a worker had when
+it was attached, if the other workers could load them and no operator has unloaded them here.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ class AdapterHolder(Protocol):
     """A worker that can load adapters: a `WorkerLink` that is being attached, or a `Session`."""
 
     async def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
-        """Load an adapter; raises QuireError."""
+        """Load an adapter; raise QuireError if the worker cannot."""
 
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
-        """Unload this adapter, and no other of its name; raises QuireError."""
+        """Unload exactly this adapter; raise QuireError if the worker cannot."""
 
 
 class AdapterUse:
-    """Determines whether requests use an adapter, including those that may soon be resubmitted."""
+    """Tells whether requests use an adapter, including requests that may soon be resubmitted."""
 
     def __init__(self, roster: Roster, unplaced: UnplacedRequests) -> None:
         self._roster = roster
@@ -55,14 +55,14 @@ class AdapterUse:
         self._expected_since: float | None = None
 
     def expect(self) -> None:
-        """Expect that unknown requests are submitted again, because a router was lost or is new."""
+        """Expect that requests unknown here will be resubmitted: a router was lost or is new."""
         self._expected_since = asyncio.get_running_loop().time()
 
     def is_used(self, adapter: LoraAdapter) -> bool:
         """Return whether a request uses an adapter, or may use it.
 
-        Expected requests may use any adapter, and so may unclaimed requests of an earlier scheduler
-        that a worker still holds.
+        Requests that are expected may use any adapter. So may requests of an earlier scheduler that
+        a worker still holds and no router has submitted again.
         """
         now, since = asyncio.get_running_loop().time(), self._expected_since
         if since is not None and now < since + REUNION_S:
@@ -75,10 +75,10 @@ class AdapterUse:
 
 
 def check_adapter(request: Request, held: Iterable[LoraAdapter]) -> None:
-    """Check that a request's adapter, if it has one, is held.
+    """Check that the service holds a request's adapter, if the request has one.
 
     Raises:
-        NotFoundError: The adapter was lost with all workers.
+        NotFoundError: The adapter is not held; it was lost with all workers.
     """
     if request.cache_salt.startswith(ADAPTERS_SALT) and not any(
         request.cache_salt.startswith(adapter_salt(each)) for each in held
@@ -87,7 +87,7 @@ def check_adapter(request: Request, held: Iterable[LoraAdapter]) -> None:
 
 
 class Adapters:
-    """The adapters of one scheduler's workers; changes happen one after another."""
+    """The LoRA adapters of one scheduler's workers; changes happen one after another."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class Adapters:
     ) -> None:
         """`is_used` tells whether requests use an adapter; `on_change` gets the offered adapters.
 
-        `kept` are adapters that operators loaded before; `keep` stores the adapters for the next
-        start.
+        `kept` are the adapters that operators loaded at an earlier scheduler; `keep` stores the
+        adapters for the next start.
         """
         self._roster = roster
         self._is_used = is_used
@@ -115,11 +115,11 @@ class Adapters:
         self._lock = asyncio.Lock()
         self._background = BackgroundTasks()
         self.offered: tuple[LoraAdapter, ...] = ()
-        """The adapters that new requests may have, by name."""
+        """The adapters that new requests may have, sorted by name."""
 
     @property
     def held(self) -> tuple[LoraAdapter, ...]:
-        """The adapters that live requests may have, by name."""
+        """The adapters that live requests may have, sorted by name."""
         return tuple(self._held[name] for name in sorted(self._held))
 
     def is_leaving(self, adapter: LoraAdapter) -> bool:
@@ -127,26 +127,26 @@ class Adapters:
         return self._held.get(adapter.name) == adapter and adapter.name in self._leaving
 
     async def load(self, name: str, directory: str) -> LoadedAdapter:
-        """Load an adapter at every worker, then offer it. Continues if the caller is cancelled.
+        """Load an adapter at every worker and offer it, even if the caller is cancelled meanwhile.
 
         Raises:
             UnavailableError: No worker is attached, or a worker is lost.
             FailedPreconditionError: An adapter of this name is leaving, or the workers found
-                different contents.
-            QuireError: A worker's error. Workers that did not have the adapter before have unloaded
-            it again.
+                different contents in the directory.
+            QuireError: A worker cannot load the adapter. Workers that did not have the adapter
+                before have unloaded it again.
         """
         return await self._background.run(self._load(name, directory))
 
     async def unload(self, name: str, digest: bytes = b"") -> None:
-        """Stop offering an adapter; unload it at every worker once no request uses it.
+        """Stop offering an adapter; unload it at every worker as soon as no request uses it.
 
-        Continues if the caller is cancelled.
+        This continues even if the caller is cancelled.
 
         Raises:
             NotFoundError: No adapter has this name and, unless `digest` is empty, this digest.
             FailedPreconditionError: The adapter is leaving already.
-            QuireError: A worker's error.
+            QuireError: A worker cannot unload the adapter.
         """
         adapter = self._held.get(name)
         if adapter is None or digest not in (b"", adapter.digest):
@@ -158,16 +158,16 @@ class Adapters:
         await self._background.run(self._unload(adapter))
 
     async def settle(self, target: str, worker: AdapterHolder, has: Iterable[LoraAdapter]) -> None:
-        """Make a worker that is being attached and the attached ones hold the same adapters.
+        """Let a worker that is being attached hold the same adapters as the attached workers.
 
         Args:
-            target: The worker's address.
-            worker: The worker.
-            has: The adapters that it holds.
+            target: The new worker's address.
+            worker: The new worker.
+            has: The adapters that the new worker holds.
 
         Raises:
-            UnavailableError: The workers cannot hold the same adapters, so the new one cannot be
-            used.
+            UnavailableError: The workers cannot hold the same adapters, so the new worker cannot be
+                used.
         """
         try:
             async with self._lock:
@@ -223,7 +223,7 @@ class Adapters:
             self._publish()
             _, errors = await ask_all(self._staying, lambda each: each.unload_adapter(adapter))
         for error in errors.values():
-            # A lost worker unloads it when it is attached again.
+            # A lost worker unloads the adapter when it is attached again.
             if not isinstance(error, UnavailableError | NotFoundError):
                 raise error
         log.info("adapter unloaded", name=adapter.name)
@@ -240,7 +240,7 @@ class Adapters:
                 continue
             kept[adapter.name] = adapter
             own = held.get(adapter.name, adapter)
-            if own != adapter and is_alone:  # the worker's flags name a newer version
+            if own != adapter and is_alone:  # the flags of the worker name a newer version
                 self._replace(own, adapter)
             elif own != adapter:
                 raise FailedPreconditionError(f"it holds {adapter}; this scheduler serves {own}")
@@ -255,13 +255,13 @@ class Adapters:
                 log.error("adapter lost", name=name, reason=str(error))  # noqa: TRY400
                 self._drop(held[name])
             self._check_same(held)
-        # Last, when this worker can no longer be refused, so that the others are asked only once.
+        # Comes last, when this worker can no longer be refused, so that the others load only once.
         for name in sorted(kept.keys() - held.keys()):
             await self._share(target, worker, kept[name])
             self._check_same(held)
 
     async def _share(self, target: str, worker: AdapterHolder, adapter: LoraAdapter) -> None:
-        """Load a worker's adapter at all others; if one refuses, unload it at this worker."""
+        """Load a worker's adapter at all other workers; if one refuses, unload it at `worker`."""
         held = self._held
         try:
             loaded = await self._load_at_all(adapter.name, adapter.directory)
@@ -281,7 +281,7 @@ class Adapters:
             )
             await worker.unload_adapter(adapter)
         else:
-            held[adapter.name] = adapter  # has no effect if the adapters were forgotten by now
+            held[adapter.name] = adapter  # changes nothing if all adapters were forgotten by now
 
     async def _load_same(self, worker: AdapterHolder, adapter: LoraAdapter) -> None:
         loaded = await worker.load_adapter(adapter.name, adapter.directory)
@@ -293,7 +293,7 @@ class Adapters:
             )
 
     async def _load_at_all(self, name: str, directory: str) -> LoadedAdapter | None:
-        """Load at all attached workers that stay, or at none; None if there are no workers."""
+        """Load an adapter at all attached workers that stay, or at none; None: no worker stays."""
         sessions = self._staying
         loaded, errors = await ask_all(sessions, lambda each: each.load_adapter(name, directory))
         error = next(iter(errors.values()), None)
@@ -314,7 +314,7 @@ class Adapters:
     def _staying(self) -> dict[str, Session]:
         """The sessions of the workers that are not about to end.
 
-        A worker whose model is being unloaded is included, because the model may stay after all.
+        Workers whose model is being unloaded are included, because the model may stay after all.
         """
         sessions = self._roster.sessions.items()
         return {worker: session for worker, session in sessions if not session.is_ending}
@@ -324,7 +324,7 @@ class Adapters:
             raise FailedPreconditionError(f"LoRA adapter {name!r} is being unloaded")
 
     def _check_same(self, held: Mapping[str, LoraAdapter]) -> None:
-        """Check, after an await, that the adapters were not forgotten."""
+        """Check, after an await, that the service has not forgotten its adapters."""
         if held is not self._held:
             raise UnavailableError("another model is served now")
 
@@ -354,7 +354,7 @@ class Adapters:
 
 
 async def _unload_at(holdings: Iterable[tuple[AdapterHolder, LoraAdapter]]) -> None:
-    """Unload adapters at workers that can be reached; a lost worker settles again anyway."""
+    """Unload adapters at the workers that can be reached; the others settle when they return."""
     await asyncio.gather(
         *(worker.unload_adapter(adapter) for worker, adapter in holdings), return_exceptions=True
     )

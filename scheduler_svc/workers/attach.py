@@ -1,4 +1,7 @@
-"""Attaches a worker, which obeys only the newest epoch that it has seen."""
+"""Attaches a worker: claims it with the scheduler's epoch, and opens its stream of steps.
+
+A worker obeys only the newest epoch that it has seen.
+"""
 
 import asyncio
 import contextlib
@@ -41,21 +44,21 @@ async def newest_epoch(workers: Discovery, tls: ClientTls | None = None) -> int:
 
 
 class WorkerUnloadedError(UnavailableError):
-    """The worker now belongs to this scheduler, but has no model."""
+    """The worker was claimed and belongs to this scheduler, but has no model."""
 
 
 async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: int) -> WorkerLink:
     """Claim the worker and open its Execute stream.
 
     Args:
-        config: The worker and our epoch.
+        config: The worker's address, this scheduler's epoch, and other parameters.
         wake: Set whenever the link has news; see `WorkerLink`.
-        step_id_base: Added to the plans' step ids. These restart with each attachment, but on the
+        step_id_base: Added to the plans' step ids. The ids restart with each attachment, but on the
             wire they must grow for as long as the epoch lasts.
 
     Raises:
         StaleEpochError: A newer scheduler has the worker.
-        WorkerUnloadedError: The worker has no model; it is claimed nevertheless.
+        WorkerUnloadedError: The worker has no model, but now belongs to this scheduler.
         UnavailableError: The worker cannot be reached, is not ready, or sends invalid data.
     """
     channel = open_channel(config.target, config.max_message_mb, config.tls)
@@ -71,7 +74,7 @@ async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: 
 
 @contextlib.asynccontextmanager
 async def _send_heartbeats(channel: grpc.aio.Channel, epoch: int) -> AsyncIterator[None]:
-    """Send heartbeats within the block: the worker may have to finish long steps first."""
+    """Send heartbeats within the block, because the worker may have to finish long steps first."""
 
     async def send_heartbeats() -> None:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -89,7 +92,10 @@ async def _send_heartbeats(channel: grpc.aio.Channel, epoch: int) -> AsyncIterat
 
 
 async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> tuple[WorkerInfo, int]:
-    """Return the worker, and the epoch of its previous scheduler, which may be this one's."""
+    """Claim the worker; return its description, and the epoch of its former scheduler.
+
+    The former scheduler may be this one.
+    """
     try:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         response = await stub.Attach(

@@ -27,7 +27,7 @@ from scheduler_svc.workers.request_events import RequestEvents
 
 
 class PostedCommands:
-    """The commands of one session, in the order of posting."""
+    """The posted commands of one session, in the order of posting."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class PostedCommands:
         metrics: EngineMetrics,
     ) -> None:
         self.num_seqs = 0
-        """Number of sequences of requests that are not applied yet."""
+        """Number of sequences in requests that have not been submitted to the core."""
         self.num_tokens = 0
         """Estimated number of tokens to compute for these sequences."""
         self._core = core
@@ -49,14 +49,14 @@ class PostedCommands:
         self._commands: deque[Command] = deque()
 
     def post(self, command: Command, num_tokens: int) -> None:
-        """Queue a command; `num_tokens` counts only for a `SubmitRequest`."""
+        """Queue a command; for a `SubmitRequest`, `num_tokens` estimates the tokens to compute."""
         if isinstance(command, SubmitRequest):
             self.num_seqs += num_live_seqs(command.request)
             self.num_tokens += num_tokens
         self._commands.append(command)
 
     def apply(self) -> None:
-        """Apply all commands and publish the resulting events."""
+        """Apply all queued commands to the core, and publish the resulting events."""
         self.num_seqs = self.num_tokens = 0
         while self._commands:
             match self._commands.popleft():
@@ -84,7 +84,7 @@ class PostedCommands:
         except RequestRefusedError as error:
             if isinstance(error, DeadlineError):
                 self._metrics.refused_late.inc()
-            if command.was_accepted:  # its former worker was lost, and this one is smaller
+            if command.was_accepted:  # the former worker was lost, and this one is smaller
                 self._events.on_ended(end_with_error(request, str(error)))
             else:
                 self._events.on_refused(request, _refusal_from_core(error))
@@ -95,7 +95,7 @@ class PostedCommands:
 
 
 def _refusal_from_core(error: RequestRefusedError) -> QuireError:
-    """Convert a core's refusal to an error with the right status."""
+    """Convert a core's refusal to an error with the matching gRPC status."""
     match error:
         case QueueFullError():
             return TooBusyError(str(error))

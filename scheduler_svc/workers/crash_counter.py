@@ -1,7 +1,7 @@
-"""Counts, per live request, consecutive worker losses without progress.
+"""Counts, for each live request, how often in a row its worker was lost without progress.
 
-A request that ran at several lost workers in a row, and gained no token at any of them, may be the
-cause of the crashes.
+A request that ran at several workers in a row that were lost, and gained no token at any of them,
+may be the cause of the crashes.
 """
 
 from scheduler_svc.core.interface.events import Finished
@@ -11,11 +11,11 @@ from scheduler_svc.domain import live_seq_keys
 
 
 class CrashCounter:
-    """The counts of the requests at one worker."""
+    """The crash counts of the requests at one worker."""
 
     def __init__(self) -> None:
         self._key_to_count: dict[tuple[SourceId, SeqKey], int] = {}
-        """Holds only live sequences with a count above 0."""
+        """Has only live sequences whose count is above 0."""
 
     def set(self, request: Request, num_crashes: int) -> None:
         """Set the count of a request that comes from another worker."""
@@ -28,7 +28,7 @@ class CrashCounter:
         return max(self._key_to_count.pop((request.source, key), 0) for key in keys)
 
     def take_after_loss(self, request: Request, progress: Progress) -> int:
-        """Remove a request's count and return the new one, after this worker was lost."""
+        """Remove a request's count; return its new count, after this worker was lost."""
         num_crashes = self.take(request)
         match progress:
             case Progress.SOME:
@@ -39,7 +39,7 @@ class CrashCounter:
                 return num_crashes
 
     def on_finished(self, finished: tuple[Finished, ...]) -> None:
-        """Forget the finished sequences."""
+        """Forget the counts of finished sequences."""
         for item in finished:
             self._key_to_count.pop((item.source, item.seq_key), None)
 

@@ -1,4 +1,4 @@
-"""The engine of one worker: attaches it, runs a session, and attaches it again after a loss."""
+"""The engine of one worker: attaches the worker, runs a session, and reattaches it after a loss."""
 
 import asyncio
 import time
@@ -22,29 +22,29 @@ _MAX_BACKOFF_S = 0.5
 log = structlog.get_logger()
 
 Attach = Callable[[asyncio.Event, int], Awaitable[WorkerLink]]
-"""Attaches the engine's worker; takes `wake` and `step_id_base` as `attach.attach` does."""
+"""Attaches the engine's worker; the arguments are `wake` and `step_id_base` of `attach.attach`."""
 
 MakeSession = Callable[[WorkerLink, Scheduler, asyncio.Event], Session]
-"""Creates a session; takes `wake` as `Session` does."""
+"""Creates a session; the last argument is `wake` of `Session`."""
 
 OpenCore = Callable[[WorkerInfo], AbstractContextManager[Scheduler]]
-"""Creates a worker's core, which plans its steps until the `with` ends."""
+"""Creates a worker's core, which plans the worker's steps until the `with` block ends."""
 
 
 class EngineOwner(Protocol):
-    """Callbacks of an engine, called from its task; only `settle` may wait."""
+    """Callbacks that an engine calls from its task; only `settle` may wait."""
 
     def accept(self, engine: "Engine", info: WorkerInfo) -> None:
         """Check a worker before it is used.
 
         Raises:
-            UnavailableError: The worker's model differs from that of the others.
+            UnavailableError: The worker's model differs from that of the other workers.
         """
 
     async def settle(self, engine: "Engine", link: WorkerLink) -> None:
-        """Make the worker hold the same adapters as the others, before it is used.
+        """Make the worker hold the same adapters as the other workers, before it is used.
 
-        When it returns, the engine starts a session before any other task runs.
+        When this returns, the engine starts a session before any other task runs.
 
         Raises:
             UnavailableError: The worker cannot hold these adapters.
@@ -54,17 +54,17 @@ class EngineOwner(Protocol):
         """Called when the engine has a session and accepts commands."""
 
     def on_draining(self, engine: "Engine") -> None:
-        """Called when the engine's worker is about to end; it waits for `Session.let_go`."""
+        """Called when the engine's worker is about to end and waits for `Session.let_go`."""
 
     def on_unavailable(self, engine: "Engine") -> None:
         """Called when `engine.loss` has changed."""
 
     def on_lost(self, engine: "Engine", commands: tuple[SubmitRequest, ...]) -> None:
-        """Called when a session has ended; `commands` continue its live requests elsewhere."""
+        """Called when a session has ended; `commands` can continue its live requests elsewhere."""
 
 
 class Engine:
-    """Keeps one worker attached and busy; while it is lost, tries to attach it."""
+    """Keeps one worker attached and busy; while the worker is lost, tries to attach it again."""
 
     def __init__(
         self,
@@ -77,19 +77,19 @@ class Engine:
     ) -> None:
         self.target = target
         self.session: Session | None = None
-        """The session, which accepts commands; None: the worker is not attached."""
+        """The session with the worker, which accepts commands; None: the worker is not attached."""
         self.loss: str | None = "not attached yet"
         """Why the worker is not attached; None: it is attached."""
         self.is_unloaded = False
         """Whether the worker is not attached because its model is unloaded or being loaded."""
         self.was_unloaded = False
-        """Whether `is_unloaded` was ever true since the worker was last attached. Then the worker
+        """Whether `is_unloaded` has been true since the worker was last attached. If so, the worker
         may return with another model."""
         self.is_settling = False
         """Whether the worker is loading the adapters of the others, which may take long."""
         self.lost_at_s: float | None = None
-        """When its last session ended, on the monotonic clock; None: it is attached, or never was.
-        """
+        """When the last session ended, on the monotonic clock; None: the worker is attached, or
+        never was."""
         self._changed = asyncio.Event()
         self._attach = attach
         self._open_core = open_core
@@ -118,7 +118,7 @@ class Engine:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds; it is checked at each stage of attaching."""
+        """Wait until a condition holds; it is checked whenever a stage of attaching ends."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()

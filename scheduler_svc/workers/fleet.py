@@ -1,4 +1,4 @@
-"""All workers together: places requests, and places them again when a worker is lost."""
+"""All workers as one service: places requests, and places them again when a worker is lost."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,12 +39,12 @@ from scheduler_svc.workers.session import Session
 
 _STALL_MARGIN_S = 5.0
 _HAND_OVER_S = 2.0
-"""Longest wait for the steps in flight at shutdown; live requests pause during this time."""
+"""The longest wait for the steps in flight at shutdown; live requests pause during this time."""
 _REUNION_S = 2.0
-"""How long requests of an earlier scheduler wait until all workers are attached, because one of the
+"""How long requests of an earlier scheduler wait for all workers to be attached, because one of the
 workers has their KV."""
 _MAX_CRASHES = 3
-"""After this many consecutive crashes, the request counts as their cause."""
+"""After this many consecutive worker losses, a request counts as their cause."""
 
 log = structlog.get_logger()
 
@@ -66,7 +66,7 @@ class Fleet:
         kept_adapters: Iterable[LoraAdapter] = (),
         keep_adapters: Callable[[Sequence[LoraAdapter]], None] = lambda _: None,
     ) -> None:
-        """See `Adapters` for `kept_adapters` and `keep_adapters`."""
+        """`kept_adapters` and `keep_adapters` are `kept` and `keep` of `Adapters`."""
         self.roster = Roster()
         """The workers."""
         self._streams = streams
@@ -87,13 +87,13 @@ class Fleet:
         )
         """The LoRA adapters that the workers hold."""
         self.superseded_epochs: set[int] = set()
-        """Epochs of the schedulers from which this one has taken workers over; may include its own
-        epoch."""
+        """The epochs of the schedulers from which this one has taken over workers; they may include
+        its own epoch."""
         self._served = RequiredModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
         self._awaited: set[Engine] = set()
-        """Engines that have not been attached since the start, during the reunion."""
+        """Until the reunion ends, the engines whose workers have not been attached yet."""
         self._draining_engines: asyncio.Queue[Engine] = asyncio.Queue()
         self._is_draining = False
         self._has_failed = False
@@ -104,7 +104,7 @@ class Fleet:
         """Wait until a worker is attached; return the model, with the smallest length limit.
 
         Raises:
-            UnavailableError: The scheduler ends first.
+            UnavailableError: The scheduler ends before a worker is attached.
         """
         while (model := self.model_now()) is None:
             if self._is_draining:
@@ -114,7 +114,7 @@ class Fleet:
         return model
 
     def model_now(self) -> ModelInfo | None:
-        """Return the model without waiting; None: no worker is attached."""
+        """Return the model as `model` does, without waiting; None: no worker is attached."""
         models = [session.model() for session in self._sessions()]
         model = min(models, key=lambda model: model.max_model_len, default=None)
         return None if model is None else replace(model, adapters=self.adapters.offered)
@@ -123,8 +123,8 @@ class Fleet:
         """Place a request; if the worker's core refuses it, the source gets a refusal.
 
         Raises:
-            InvalidArgumentError: The request has more sequences than may ever wait.
-            TooBusyError: The queues are full.
+            InvalidArgumentError: The request has more sequences than an empty queue can hold.
+            TooBusyError: The queues of all workers are full.
         """
         if not request.outputs and request.n > self.max_waiting:
             raise InvalidArgumentError(
@@ -133,7 +133,7 @@ class Fleet:
         self._place(SubmitRequest(request))
 
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> None:
-        """Cancel sequences at any worker, or without a worker."""
+        """Cancel sequences, wherever they are: at a worker, or waiting for one."""
         self._post_to_all(CancelSequences(source, seq_keys))
         finished = self._unplaced.cancel(source, seq_keys)
         self._streams.deliver(finished_to_proto(finished))
@@ -149,7 +149,7 @@ class Fleet:
         self._post_to_all(UnpinPrompt(tenant, request_id))
 
     def on_router_left(self) -> None:
-        """Called when a router's stream has ended; the router may submit its requests again."""
+        """Called when a router's stream has ended; the router may resubmit its requests later."""
         self._adapter_use.expect()
 
     async def defragment(self) -> Mapping[str, DefragmentationReport]:
@@ -180,7 +180,7 @@ class Fleet:
 
     @property
     def queue_room(self) -> int:
-        """Room for waiting sequences, at the worker with the most room or without a worker."""
+        """How many more sequences can wait: at the worker with the most room, or for a worker."""
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
             return max(0, self.max_waiting - self._unplaced.num_seqs)
@@ -194,9 +194,9 @@ class Fleet:
         return self._unplaced.num_seqs + sum(load.num_running + load.num_waiting for load in loads)
 
     def describe_stall(self) -> str | None:
-        """Describe a step in flight that exceeds the timeout; None if there is none."""
+        """Describe a step in flight that has exceeded its timeout, if there is one."""
         for worker, age_s in self.roster.oldest_step_ages_s().items():
-            # The link drops a worker before this age, unless its engine has stopped running.
+            # The link gives a worker up before this age, unless its engine has stopped running.
             if age_s > self._step_timeout_s + _STALL_MARGIN_S:
                 return f"worker {worker}: a step has been in flight for {age_s:.0f} s"
         return None
@@ -212,7 +212,7 @@ class Fleet:
         """Run an engine for each worker until cancelled.
 
         A worker is gone when it is neither discovered nor attached any more. A worker that DNS no
-        longer lists keeps working while it is attached; a listed worker that died is awaited.
+        longer lists keeps working while it is attached; a listed worker that was lost is awaited.
 
         Args:
             discovery: Finds the workers.
@@ -236,7 +236,7 @@ class Fleet:
             self.roster.remove(engine)
             self._awaited.discard(engine)
             self._update_health()
-            self.place_unplaced()  # some requests waited only for this worker
+            self.place_unplaced()  # some requests may have waited only for this worker
             on_gone(engine.target)
 
         asyncio.get_running_loop().call_later(_REUNION_S, self._end_reunion)
@@ -264,10 +264,10 @@ class Fleet:
                 self._update_health()
 
     async def drain(self) -> None:
-        """Plan no more steps, wait for those in flight, and end the routers' streams.
+        """Plan no more steps, wait for the steps in flight, and end the routers' streams.
 
-        The routers submit their live requests to the next scheduler. If this scheduler finished
-        them, the workers and the next scheduler would wait for the longest one.
+        The routers submit their live requests to the next scheduler. If this scheduler finished the
+        requests, the workers and the next scheduler would wait for the longest of them.
         """
         self._is_draining = True
         self._attached.set()  # end the calls that wait for a worker
@@ -293,7 +293,7 @@ class Fleet:
     # --- for the engines (EngineOwner) ----------------------------------------------------------
 
     def accept(self, engine: Engine, info: WorkerInfo) -> None:
-        """See `EngineOwner`. Switches the served model if no worker has the old one."""
+        """Check a worker's model (`EngineOwner`); switch models if no worker has the old one."""
         if self._served.accept(engine, info):
             self._switch_model(f"the service now has another model, {info.model.id!r}")
 
@@ -317,12 +317,10 @@ class Fleet:
         self._update_health()
 
     def on_lost(self, engine: Engine, commands: tuple[SubmitRequest, ...]) -> None:
-        """See `EngineOwner`.
+        """Place the requests of a lost worker elsewhere, or keep them until a worker is attached.
 
-        Places the requests at other workers, or keeps them until one is attached.
-
-        A request with too many crashes ends with an error: it may be their cause, and would harm
-        other requests again.
+        A request with too many crashes ends with an error, because it may be their cause and would
+        harm other requests again.
         """
         for command in commands:
             if command.num_crashes < _MAX_CRASHES:
@@ -338,9 +336,9 @@ class Fleet:
         self.place_unplaced()
 
     def _place_late(self, command: SubmitRequest, chosen: Session | None = None) -> None:
-        """Place a request that had to wait; a refusal is sent as an event to its source.
+        """Place a request that had to wait; if that fails, send its source a refusal.
 
-        `chosen` is the worker to which its prefix was to be copied, if it waited for a copy.
+        `chosen` is the worker to which the prefix was to be copied, if the request waited for that.
         """
         try:
             check_adapter(command.request, self.adapters.held)
@@ -349,9 +347,9 @@ class Fleet:
             self._streams.refuse(command.request, error)
 
     def _pull_prefix(self, command: SubmitRequest, session: Session, num_tokens: int) -> bool:
-        """Keep a request while its prefix is copied, if that is faster; return whether it is kept.
+        """Keep a request while its prefix is copied, if copying is faster; return whether it is.
 
-        `num_tokens`: tokens that the worker would have to compute.
+        `num_tokens` is the number of tokens that the worker would have to compute otherwise.
         """
         sessions = self.roster.sessions
         is_shared = self._far is not None and session.info.has_far_kv
@@ -378,8 +376,8 @@ class Fleet:
     def _place(self, command: SubmitRequest, chosen: Session | None = None) -> None:
         """Post a request to the best worker, or keep it if no worker is attached.
 
-        A request that has waited for a copy of its prefix goes to `chosen`, the worker that the
-        copy was for, unless that worker is lost, leaves, hangs or has a full queue.
+        A request that has waited for a copy of its prefix goes to `chosen`, the worker that got the
+        copy, unless this worker is lost, leaves, hangs or has a full queue.
 
         Raises:
             TooBusyError: The queues are full; never raised for a request that was accepted before.
@@ -399,7 +397,7 @@ class Fleet:
             sessions[num_held_tokens.index(most)].post(command)
             return
         if self._awaited and command.request.outputs:
-            # A worker that is not attached yet may have the request's KV
+            # A worker that is not attached yet may have the request's KV.
             self._unplaced.add(command)
             return
         sessions = [each for each in sessions if each.trouble() is None] or sessions

@@ -1,8 +1,8 @@
 """Checks a worker's results against the plans sent to it.
 
 The core trusts results: an unexpected or repeated row would corrupt its state. The plans determine
-which rows sample and which blocks move, so these are checked here. Only the worker knows which
-tokens a row samples and, with drafts, how many tokens a decoding row gains.
+which rows sample and which blocks move, so rows and blocks are checked here. Only the worker knows
+which tokens a row samples and, with draft tokens, how many tokens a decoding row gains.
 """
 
 import numpy as np
@@ -23,19 +23,19 @@ class WorkerLedger:
     def __init__(self, info: WorkerInfo) -> None:
         self._vocab_size = info.limits.vocab_size
         self._num_draft_tokens = info.num_draft_tokens
-        # A row samples in the steps [first, last]; with drafts it may end earlier.
+        # A row samples in the steps [first, last]; with draft tokens it may end earlier.
         self._first = np.full(info.limits.max_num_seqs, _NEVER, np.int64)
         self._last = np.zeros(info.limits.max_num_seqs, np.int64)
         self._num_left = np.zeros(info.limits.max_num_seqs, np.int32)
-        """Known tokens that a row must compute before it samples."""
+        """How many known tokens each row must compute before it samples."""
         self._num_samples = np.zeros(info.limits.max_num_seqs, np.int32)
-        """Tokens that a row samples in all; with drafts, the tokens left to sample."""
+        """How many tokens each row samples in all; with draft tokens, how many are left."""
         self._swap_ins: dict[StepId, set[int]] = {}
-        """Device blocks by the step that swaps them in."""
+        """For each step, the device blocks that it swaps in."""
         self._stores: set[int] = set()
-        """Disk blocks being written."""
+        """The disk blocks that are being written."""
         self._loads: set[int] = set()
-        """Host blocks being loaded from the disk."""
+        """The host blocks that are being loaded from the disk."""
 
     def on_sent(self, plan: Plan) -> None:
         """Record a plan; plans come in the order of their steps."""
@@ -61,7 +61,8 @@ class WorkerLedger:
         """Check the result of the oldest unanswered plan.
 
         Raises:
-            InvalidArgumentError: The result contradicts the plan. Stop using the worker.
+            InvalidArgumentError: The result contradicts the plans; the worker must not be used any
+                more.
         """
         check_values("sampled_token_ids", result.sampled_token_ids, 0, self._vocab_size - 1)
         ended = (result.failed_rows, result.stuck_rows)
@@ -133,7 +134,7 @@ def _is_part(rows: Int32Array, of_rows: Int32Array) -> bool:
 
 
 def _remove(expected: set[int], block_ids: Int32Array, field: str) -> None:
-    """Remove blocks from `expected`; raises InvalidArgumentError if one is missing."""
+    """Remove blocks from `expected`; raise InvalidArgumentError if one is not in there."""
     for block in block_ids.tolist():
         if block not in expected:
             raise InvalidArgumentError(field, f"has block {block}; no such move is in progress")

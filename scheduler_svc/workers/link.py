@@ -25,7 +25,7 @@ from rpc.status import calling
 from scheduler_svc.workers.ledger import WorkerLedger
 
 ADAPTER_TIMEOUT_S = 300.0
-"""Timeout of loading an adapter, which may come from a slow disk."""
+"""The timeout of loading an adapter, which may come from a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class WorkerClientConfig:
     max_message_mb: int
     tls: ClientTls | None = None
     lost_after_s: float | None = None
-    """How long the worker may be silent before it counts as lost; None: the default for peers."""
+    """How long the worker may be silent before it counts as lost; None: `LOST_AFTER_S`."""
     is_cut_off: Callable[[], bool] = lambda: False
-    """Returns whether all routers are silent; then a standby should take over."""
+    """Returns whether all routers are silent; if so, a standby should take over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class TimedResult:
     """The step's id on the wire."""
     result: Result
     message: worker_pb2.StepResult
-    """The result as received; its log-probabilities pass through to the routers."""
+    """The result as received; the log-probabilities in it are passed on to the routers."""
     rpc_s: float
     """How long the step was in flight."""
 
@@ -85,9 +85,9 @@ class WorkerLink:
         """Open the Execute stream on `channel`, which the link then owns; see `attach`."""
         self.info = info
         self.holdings = holdings
-        """The worker's rows and blocks at the time of the attachment."""
+        """The rows and blocks that the worker held when it was attached."""
         self.former_epoch = former_epoch
-        """Epoch of the worker's former scheduler, which may be this one; 0: it had none."""
+        """The epoch of the worker's former scheduler, which may be this one; 0: it had none."""
         self.lost: UnavailableError | None = None
         """Why the worker is lost; None: it is not lost."""
         self.heartbeat = Heartbeat(config.lost_after_s)
@@ -95,7 +95,7 @@ class WorkerLink:
         self.memory_level = MemoryLevel.OK
         """The worker's memory level, as of its last heartbeat."""
         self.draining = asyncio.create_task(self._await_drain(), name=f"drain of {config.target}")
-        """Done when the worker is about to end; its sequences should move elsewhere."""
+        """Done as soon as the worker is about to end and its sequences should move elsewhere."""
         self._config = config
         self._channel = channel
         self._wake = wake
@@ -110,7 +110,7 @@ class WorkerLink:
         self._adapters = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
         self._call = self._stub.Execute(self._sent_batches())
         self._since_result = Heartbeat()
-        """Measures the time since the oldest step in flight could begin."""
+        """Measures the time since the oldest step in flight could begin to compute."""
         self._tasks = [
             asyncio.create_task(work, name=f"{name} {config.target}")
             for work, name in (
@@ -121,7 +121,7 @@ class WorkerLink:
         ]
 
     def send(self, plan: Plan) -> int:
-        """Send the batch for `plan`; at most two steps are in flight, so the queue is short.
+        """Queue the batch for `plan`; the queue is short, since at most two steps are in flight.
 
         Returns:
             The step's id on the wire.
@@ -149,7 +149,7 @@ class WorkerLink:
     def oldest_step_runs_s(self) -> float:
         """Return how long the oldest step may have been computing.
 
-        Counts from the previous result, and excludes time in which this process was stopped.
+        The time counts from the previous result, without time in which this process was stopped.
         """
         return self._since_result.silent_s if self._in_flight else 0.0
 
@@ -160,18 +160,18 @@ class WorkerLink:
         sources: Sequence[int],
         targets: Sequence[int],
     ) -> None:
-        """Make the worker copy host blocks of another worker to its own; wait for the end.
+        """Make the worker copy host blocks of another worker to its own; wait until it has.
 
         Args:
             source_target: The other worker's address, as this scheduler knows it.
-            source_instance_id: The expected instance, because from this worker the same address
-                may lead to another worker.
+            source_instance_id: The instance that is expected at the address, because the address
+                may lead to another worker when it is used from this worker.
             sources: Host blocks of the other worker.
             targets: As many host blocks of this worker.
 
         Raises:
-            QuireError: The copy failed. After that nothing writes the blocks any more, or the
-            worker is lost. To guarantee this, the only deadline is the worker's.
+            QuireError: The copy failed. Nothing writes to the blocks any more, or the worker is
+                lost. To guarantee this, the call has no deadline besides the worker's.
         """
         request = worker_pb2.PullKvRequest(
             epoch=self._config.epoch,
@@ -208,7 +208,8 @@ class WorkerLink:
             How many blocks, from the first one on, have arrived.
 
         Raises:
-            QuireError: As in `pull_kv`.
+            QuireError: The fetch failed. Nothing writes to the blocks any more, or the worker is
+                lost.
         """
         request = worker_pb2.FetchKvRequest(
             epoch=self._config.epoch,
@@ -223,7 +224,7 @@ class WorkerLink:
         """Resize the worker's device pool; see `WorkerService.ResizePool`.
 
         Raises:
-            QuireError: The resize failed: the pool keeps its size, or the worker is lost.
+            QuireError: The resize failed. The pool keeps its size, or the worker is lost.
         """
         request = worker_pb2.ResizePoolRequest(epoch=self._config.epoch, num_blocks=num_blocks)
         with calling():
@@ -282,7 +283,7 @@ class WorkerLink:
         await asyncio.Event().wait()  # wait for ever, because the failed call cannot report a drain
 
     async def _poll(self) -> None:
-        """Poll the worker's state; polls and answers serve as heartbeats."""
+        """Poll the worker's state; the polls and the answers are heartbeats for both sides."""
         while True:
             request = worker_pb2.DescribeDeviceRequest(
                 epoch=self._config.epoch, is_cut_off=self._config.is_cut_off()
@@ -319,8 +320,8 @@ class WorkerLink:
         except InvalidArgumentError as error:
             self._lose(UnavailableError(f"it sent a wrong result: {error}"))
         except grpc.aio.AioRpcError as error:
-            # This includes "stale epoch", which a restarted worker may report, too. The
-            # next attempt to attach shows whether the epoch is really stale.
+            # The error may be "stale epoch", which a restarted worker may report, too. The next
+            # attempt to attach shows whether the epoch is really stale.
             self._lose(unavailable(error))
         finally:
             self._lose(UnavailableError("it ended the Execute stream"))
@@ -357,7 +358,7 @@ class WorkerLink:
     def _arm_watchdog(self) -> None:
         """Arm the watchdog for the oldest step in flight, if there is one.
 
-        Results do not re-arm it. When it fires, it checks the steps in flight at that time.
+        Results do not re-arm the watchdog. When it fires, it checks the steps then in flight.
         """
         self._watchdog = None
         if not self._in_flight or self.lost is not None:
@@ -382,5 +383,5 @@ class WorkerLink:
 
 
 def unavailable(error: grpc.aio.AioRpcError) -> UnavailableError:
-    """Convert the failure of a call to a worker."""
+    """Convert the failure of a call to a worker to an UnavailableError."""
     return UnavailableError(f"{error.code().name}: {explain(error.details() or '')}")

@@ -1,4 +1,4 @@
-"""Chooses the worker for a request, and keeps requests while no worker is attached.
+"""Chooses the worker for a request, and keeps the requests that wait for a worker.
 
 By default ("prefix") a request goes to the worker with the lowest cost, in tokens to compute::
 
@@ -7,16 +7,16 @@ By default ("prefix") a request goes to the worker with the lowest cost, in toke
                    + SEQUENCE_TOKENS * sequences at the worker
 
 The first two terms delay the request's first token. They are the time that Mooncake's Conductor
-estimates (queue + prefill; Qin et al., FAST 2025), in tokens because the workers are alike. The
-third term is what decoding sequences cost each other. Without this term, all requests that
-share a prefix would crowd one worker as long as its queue is short (the load term of Preble,
-Srivatsa et al., ICLR 2025). If no worker has cached a part or queued a request, the least loaded
-one is chosen.
+estimates (queue + prefill; Qin et al., FAST 2025), expressed in tokens because the workers are
+alike. The third term is the cost of decoding sequences to each other. Without this term, all
+requests that share a prefix would crowd one worker as long as its queue is short (the load term of
+Preble, Srivatsa et al., ICLR 2025). If no worker has cached a part of the prompt or queued a
+request, the least loaded worker is chosen.
 
 With every method, workers with short memory come last, and prompts go to workers that prefill
 (`WorkerInfo.role`), if there are any. A decode worker takes a prompt if it has cached all but a few
-of its tokens, and more than any prefill worker has; for example, in the next turn of a conversation
-that it decoded. Beam searches cannot move, so they go to workers that decode.
+of the prompt's tokens, and more of them than any prefill worker; for example, in the next turn of a
+conversation that it decoded. Beam searches cannot move, so they go to workers that decode.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,8 +39,9 @@ from scheduler_svc.core.interface.request import (
 from scheduler_svc.domain import SubmitRequest, live_outputs, num_live_seqs
 
 SEQUENCE_TOKENS: Final = 64
-"""Prompt tokens that weigh as much as one sequence: a cached prefix of 2,048 tokens outweighs 32
-sequences. `bench/placement.py --sweep` shows that values from 16 to 256 do about as well."""
+"""The number of prompt tokens that weigh as much as one sequence: a cached prefix of 2,048 tokens
+weighs as much as 32 sequences. `bench/placement.py --sweep` shows that values from 16 to 256 do
+about as well."""
 MAX_BESIDE_DECODES: Final = 256
 """A decode worker computes at most this many prompt tokens of a request whose prefix it has cached:
 about as many as a GPU computes while it reads the weights of an 8B model."""
@@ -51,11 +52,11 @@ class PlacementMethod(StrEnum):
     """The method of choosing a worker."""
 
     PREFIX = "prefix"
-    """The worker with the lowest cost, as above."""
+    """Choose the worker with the lowest cost (see the module's docstring)."""
     LEAST_LOADED = "least-loaded"
-    """The worker with the fewest sequences."""
+    """Choose the worker with the fewest sequences."""
     ROUND_ROBIN = "round-robin"
-    """Each worker in turn."""
+    """Choose each worker in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class WorkerLoad:
     num_queued_tokens: int = 0
     """Known tokens to compute, including those in commands that are not applied yet."""
     is_memory_short: bool = False
-    """Whether short memory limits how many sequences it runs."""
+    """Whether short memory limits how many sequences the worker runs."""
 
     @property
     def num_seqs(self) -> int:
@@ -87,7 +88,7 @@ class HasRole(Protocol):
 
     @property
     def role(self) -> Role:
-        """The part of requests that the worker computes."""
+        """The part of requests that the worker computes: prompts, decodes or both."""
 
 
 _WorkerT = TypeVar("_WorkerT", bound=HasRole)
@@ -98,25 +99,25 @@ class Worker(HasRole, Protocol):
 
     @property
     def block_size(self) -> int:
-        """Token slots of a block."""
+        """Number of token slots in a block."""
 
     def placement_load(self) -> WorkerLoad:
         """Return how busy the worker is."""
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many of the first blocks of `hashes` its prefix cache has."""
+        """Return how many blocks, from the first of `hashes` on, the prefix cache has."""
 
     def expect(self, num_seqs: int, num_tokens: int) -> None:
-        """Add waiting sequences, and the tokens to compute for them."""
+        """Count sequences that will come, and their tokens to compute, as part of the load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A worker for a request."""
+    """The worker chosen for a request."""
 
     index: int
     num_tokens: int
-    """Upper bound on the known tokens that the worker must compute for the request."""
+    """An upper bound on the known tokens that the worker must compute for the request."""
 
 
 class Placer:
@@ -137,13 +138,13 @@ class Placer:
         """Choose the worker for a request.
 
         Args:
-            request: The request. If it is too long for every worker, it goes to one with the
+            request: The request. If it is too long for every worker, it goes to a worker with the
                 largest limit, which will refuse it and name the limit.
             workers: At least one worker.
             can_refuse: Whether workers without room in their queues are excluded.
 
         Returns:
-            The best worker, the first among equals; None: no worker has room.
+            The best worker, or the first of several equal ones; None: no worker has room.
         """
         loads = [worker.placement_load() for worker in workers]
         roles = [worker.role for worker in workers]
@@ -178,20 +179,20 @@ class Placer:
 class _Unplaced:
     command: SubmitRequest
     worker: Worker | None
-    """The worker to which the request's prefix is on its way; None: it waits for any worker."""
+    """The worker to which the request's prefix is being copied; None: it waits for any worker."""
     num_tokens: int
-    """Upper bound on the known tokens that `worker` has to compute for it."""
+    """An upper bound on the known tokens that `worker` has to compute for the request."""
 
     def count(self, sign: int) -> None:
-        """Add it to the load that its worker expects (1), or subtract it (-1)."""
+        """Add the request to the load that its worker expects (1), or subtract it (-1)."""
         if self.worker is not None:
             self.worker.expect(sign * num_live_seqs(self.command.request), sign * self.num_tokens)
 
 
 class UnplacedRequests:
-    """Requests, new or from a lost worker, that wait for a worker; oldest first.
+    """Requests that wait for a worker, oldest first; they are new, or their worker was lost.
 
-    This includes requests that wait for a copy of their prefix; each counts at its chosen worker.
+    Requests that wait for a copy of their prefix are included; each counts at its chosen worker.
     """
 
     def __init__(self) -> None:
@@ -199,17 +200,17 @@ class UnplacedRequests:
 
     @property
     def num_seqs(self) -> int:
-        """Number of live sequences of these requests."""
+        """Number of live sequences of the waiting requests."""
         return sum(num_live_seqs(each.command.request) for each in self._waiting)
 
     def has_with(self, salt: str) -> bool:
-        """Return whether a request has a cache salt that begins with `salt`."""
+        """Return whether a waiting request has a cache salt that begins with `salt`."""
         return any(each.command.request.cache_salt.startswith(salt) for each in self._waiting)
 
     def add(
         self, command: SubmitRequest, worker: Worker | None = None, num_tokens: int = 0
     ) -> None:
-        """Record a request; `worker`, if given, has `num_tokens` to compute for it."""
+        """Add a request; if its prefix is being copied, `worker` gets it and computes the rest."""
         self._keep(_Unplaced(command, worker, num_tokens))
 
     def take_all(self) -> list[SubmitRequest]:
@@ -221,7 +222,7 @@ class UnplacedRequests:
         return [each.command for each in self._take(lambda each: each.worker is None)]
 
     def take(self, source: SourceId, first_seq_key: SeqKey) -> SubmitRequest | None:
-        """Remove and return the command of a request; None: it is no longer here."""
+        """Remove and return the command of a request; None: the request does not wait here."""
         name = source, first_seq_key
 
         def is_it(each: _Unplaced) -> bool:
@@ -231,7 +232,7 @@ class UnplacedRequests:
         return next((each.command for each in self._take(is_it)), None)
 
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> tuple[Finished, ...]:
-        """Cancel the sequences that wait here; other keys are ignored."""
+        """Cancel sequences that wait here; ignore all other keys."""
         keys = frozenset(seq_keys)
         finished: list[Finished] = []
         for each in self._take(lambda _: True):
@@ -287,7 +288,7 @@ def num_known_tokens(request: Request) -> int:
 
 
 def prompt_hashes(request: Request, block_size: int) -> list[BlockHash]:
-    """Hash the part of the prompt that admission looks up, which excludes its last token."""
+    """Hash the full blocks that admission looks up: those of the prompt without its last token."""
     hashes: list[BlockHash] = []
     if not request.reads_prefix_cache:
         return hashes
@@ -297,12 +298,12 @@ def prompt_hashes(request: Request, block_size: int) -> list[BlockHash]:
 
 
 def for_prompts(workers: Sequence[_WorkerT]) -> Sequence[_WorkerT]:
-    """Return the workers that prefill, or all if none does."""
+    """Return the workers that prefill, or all workers if none does."""
     return [worker for worker in workers if worker.role.prefills] or workers
 
 
 def _of_role(request: Request, roles: Sequence[Role]) -> list[int]:
-    """Return the workers whose role fits an uncached request, or all workers if none fits."""
+    """Return the indexes of the workers whose role fits the request, or of all if none fits."""
     is_search = request.beam is not None
     own = [i for i, role in enumerate(roles) if (role.decodes if is_search else role.prefills)]
     return own or [*range(len(roles))]
@@ -311,7 +312,7 @@ def _of_role(request: Request, roles: Sequence[Role]) -> list[int]:
 def _candidates(
     request: Request, loads: Sequence[WorkerLoad], own: Sequence[int], *, can_refuse: bool
 ) -> list[int]:
-    """Return the workers in `own` that may take a request."""
+    """Return the indexes in `own` of the workers that may take a request."""
     n = num_live_seqs(request)
     num_tokens = len(request.prompt_token_ids) + request.max_tokens
     num_tokens = min(num_tokens, max((loads[i].max_request_len for i in own), default=0))
@@ -322,7 +323,7 @@ def _candidates(
     ]
     short = {i for i in found if loads[i].is_memory_short}
     if all(loads[i].num_waiting for i in found if i not in short):
-        # An idle worker helps even if its memory is short
+        # An idle worker helps even if its memory is short.
         short = {i for i in short if loads[i].num_waiting}
     return [i for i in found if i not in short] or found
 

@@ -20,7 +20,7 @@ from scheduler_svc.workers.crash_counter import CrashCounter
 
 
 class RequestEvents:
-    """The request events of one session."""
+    """Distributes the request events of one session."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class RequestEvents:
         self._streams.refuse(request, error)
 
     def on_ended(self, finished: tuple[Finished, ...]) -> None:
-        """Called when sequences have ended without a step, such as by cancellation."""
+        """Called when sequences have ended outside of a step, such as by cancellation."""
         self._streams.deliver(finished_to_proto(finished))
         self._record_ends(finished)
 
     def on_adopted(self, events: StepEvents) -> None:
-        """Called when a request has tokens that the worker sampled for an earlier scheduler."""
+        """Called when a request gets tokens that the worker sampled for an earlier scheduler."""
         self._streams.deliver(events_to_proto(0, events, held_logprobs_to_proto(events)))
         for admitted in events.admitted:
             self._spans.on_admitted(admitted)
@@ -61,7 +61,7 @@ class RequestEvents:
         scores: Sequence[worker_pb2.PromptLogprobs],
         owner: Callable[[int], tuple[SourceId, SeqKey] | None],
     ) -> None:
-        """Send a step's prompt log-probabilities to routers; `owner` names a row's sequence."""
+        """Send a step's prompt log-probabilities to routers; `owner` maps rows to sequences."""
         self._streams.deliver(prompt_logprobs_to_proto(step_id, scores, owner))
 
     def publish(

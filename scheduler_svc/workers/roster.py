@@ -1,4 +1,4 @@
-"""The engines of all workers: finds them, asks all of them, and checks that models agree."""
+"""The engines of all workers; finds engines, asks all workers, and checks that models agree."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Roster:
-    """Engines in the order in which they were added. Only the fleet changes it."""
+    """The engines, in the order in which they were added. Only `Fleet` changes the roster."""
 
     def __init__(self) -> None:
         self.engines: tuple[Engine, ...] = ()
@@ -93,14 +93,14 @@ class Roster:
         return {worker: self.engine(worker).attached_session()} if worker else self.sessions
 
     def loads(self) -> Mapping[str, SchedulerLoad | None]:
-        """Snapshot each worker's core; None: not attached."""
+        """Return the load of each worker, or None for a worker that is not attached."""
         return {
             engine.target: engine.session.load() if engine.session is not None else None
             for engine in self.engines
         }
 
     def spaces(self) -> Mapping[str, SpaceReport]:
-        """Inspect the blocks of each attached worker."""
+        """Measure how well each attached worker uses its blocks."""
         return {worker: session.space() for worker, session in self.sessions.items()}
 
     def queued_by_tenant(self) -> Counter[str]:
@@ -127,7 +127,7 @@ async def ask_all(
     """Ask all workers at once, and wait for all of them.
 
     Returns:
-        Answers and errors by worker, in the order of `workers`. Errors name their worker.
+        The answers and the errors by worker, in the order of `workers`. An error names its worker.
     """
     ends = await asyncio.gather(*map(ask, workers.values()), return_exceptions=True)
     answers: dict[str, _Answer] = {}
@@ -141,14 +141,14 @@ async def ask_all(
 
 
 def said_by(worker: str, error: BaseException) -> BaseException:
-    """Return a worker's error with the worker's name in it, if it is a QuireError."""
+    """Add the worker's name to its error if it is a QuireError; return other errors unchanged."""
     if isinstance(error, InvalidArgumentError):
         return InvalidArgumentError(error.field, f"{error.problem} (says worker {worker})")
     return type(error)(f"worker {worker}: {error}") if isinstance(error, QuireError) else error
 
 
 class RequiredModel:
-    """The model that all workers must have: the first worker's, as long as any worker has it."""
+    """The model that all workers must have: that of the first one, while any worker has it."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -157,8 +157,8 @@ class RequiredModel:
     def accept(self, engine: Engine, info: WorkerInfo) -> bool:
         """Accept a worker; return whether the service has switched to another model.
 
-        A worker may return with another model, after an operator has unloaded and loaded it. It is
-        accepted unless a worker with the old model is attached, or was lost a moment ago.
+        After an operator has unloaded a worker's model, the worker may return with another one. It
+        is accepted unless a worker with the old model is attached, or was lost a moment ago.
 
         Raises:
             UnavailableError: The worker's model differs from the served one.

@@ -1,4 +1,4 @@
-"""One attachment of a worker: plans its steps with a core.
+"""A session: one attachment of a worker, which plans the worker's steps with a core.
 
 Other modules `post` commands, which the session applies to the core between two steps. The session
 sleeps until there is a command, a result or a loss, or until a step is due; an idle session costs
@@ -50,12 +50,12 @@ from scheduler_svc.workers.placement import WorkerLoad
 from scheduler_svc.workers.request_events import RequestEvents
 
 _TICK_S = 0.001
-"""Resolution of the event loop's clock: a shorter wait is not worth a timer."""
+"""The resolution of the event loop's clock; a shorter wait is not worth a timer."""
 
 _T = TypeVar("_T")
 
 Condition: TypeAlias = Callable[[Scheduler], bool]
-"""A condition on a core; it changes nothing."""
+"""A condition on a core; the function must change nothing."""
 
 
 class Session:
@@ -73,13 +73,13 @@ class Session:
         pace: Pace,
         on_admitted: Callable[["Session", Admitted], None] = lambda *_: None,
     ) -> None:
-        """`wake` is the event that `link` sets; `on_admitted` may not call the session."""
+        """`wake` must be the event that `link` sets; `on_admitted` must not call the session."""
         self.link = link
         self.step_log = StepLog()
         self.crashes = CrashCounter()
         self.paces_prompts = True
-        """Whether `pace` limits how much prompts delay decodes; not needed if decodes move to
-        other workers."""
+        """Whether `pace` limits how much prompts delay decodes. The limit is not needed if decodes
+        move to other workers."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
         self._core = core
@@ -101,17 +101,17 @@ class Session:
             core, self._pacing.meter, self._events, self._space_watch, metrics
         )
         self._placement_load: WorkerLoad | None = None
-        """The last computed load; None: it may have changed."""
+        """The last computed result of `placement_load`; None: the load may have changed since."""
         self._num_expected_seqs = self._num_expected_tokens = 0
         self._is_leaving = self._is_handing_over = self._has_ended = False
         self._settled = asyncio.Event()
-        """Set when a hand-over has no more steps in flight."""
+        """Set when the session hands over and no step is in flight any more."""
         self._bug: BrokenInvariantError | None = None
         """A bug that `call` found outside the engine's task; `work` raises it."""
         self._waits: list[tuple[Condition, asyncio.Future[None]]] = []
         self._alarm: asyncio.TimerHandle | None = None
         """Wakes the session when the next step is due."""
-        # Wakes up to free unclaimed blocks even if nothing else happens
+        # Wake up to free unclaimed blocks even if nothing else happens.
         if core.takeover.unclaimed:
             for after_s in (REUNION_S, core.config.claim_s):
                 # Slightly later, because timers count from the beginning of the event loop's turn.
@@ -120,9 +120,9 @@ class Session:
     # --- commands and calls ---------------------------------------------------------------------
 
     def post(self, command: Command, num_tokens: int = 0) -> None:
-        """Apply a command before the next step; commands apply in the order posted.
+        """Have a command applied before the next step; commands are applied in order of posting.
 
-        `num_tokens` is an estimate of the tokens to compute for it.
+        `num_tokens` is an estimate of the tokens to compute for a submitted request.
         """
         if isinstance(command, SubmitRequest):
             self._placement_load = None
@@ -130,13 +130,13 @@ class Session:
         self._wake.set()
 
     def expect(self, num_seqs: int, num_tokens: int) -> None:
-        """Add sequences that will be posted when their prefix has arrived here."""
+        """Count sequences in the load that will be posted when their prefix has arrived here."""
         self._num_expected_seqs += num_seqs
         self._num_expected_tokens += num_tokens
         self._placement_load = None
 
     def call(self, function: Callable[[Scheduler], _T]) -> _T:
-        """Call the core between two steps, after the commands posted before.
+        """Call `function` with the core, between two steps and after all posted commands.
 
         Raises:
             UnavailableError: The worker is lost.
@@ -173,13 +173,13 @@ class Session:
             await holds
 
     async def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
-        """See `WorkerLink`."""
+        """Load a LoRA adapter at the worker; see `WorkerLink.load_adapter`."""
         return await self.link.load_adapter(name, directory)
 
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
-        """See `WorkerLink`. Waits for the steps sent so far, which may use the adapter.
+        """Unload a LoRA adapter at the worker, after the steps sent so far, which may use it.
 
-        Steps and calls use different streams, so a call may overtake a step.
+        Steps and calls use different streams, so without waiting the call could overtake a step.
         """
         num_sent = num_steps_sent(self._core)
         await self.wait_until(lambda core: num_steps_answered(core) >= num_sent)
@@ -189,12 +189,12 @@ class Session:
 
     @property
     def info(self) -> WorkerInfo:
-        """The worker's description of itself."""
+        """The worker's description of itself, received when it was attached."""
         return self.link.info
 
     @property
     def role(self) -> Role:
-        """The part of requests that the worker computes."""
+        """The part of requests that the worker computes: prompts, decodes or both."""
         return self.link.info.role
 
     def load(self) -> SchedulerLoad:
@@ -214,7 +214,7 @@ class Session:
         return self._core.policy.accounts()
 
     def placement_load(self) -> WorkerLoad:
-        """Return how busy the worker is, with requests that are posted or wait for their prefix."""
+        """Return how busy the worker is; requests that wait for their prefix to arrive count."""
         if self._placement_load is None:  # cached, because every request asks every worker
             load = self._core.load()
             self._placement_load = WorkerLoad(
@@ -231,19 +231,19 @@ class Session:
 
     @property
     def block_size(self) -> int:
-        """Token slots of a block."""
+        """Number of token slots in a block."""
         return self._core.config.block_size
 
     def num_held_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request have KV from an earlier scheduler at the worker."""
+        """Return how many tokens of a request have KV that the worker holds for this request."""
         return self._core.takeover.num_held_tokens(request)
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many leading blocks of `hashes` the prefix cache has."""
+        """Return how many blocks, from the first of `hashes` on, the prefix cache has."""
         return self._core.lookup.num_cached_blocks(hashes)
 
     def model(self) -> ModelInfo:
-        """Return the worker's model, with the length that the block pool allows."""
+        """Return the worker's model, with the length limit that the block pool allows."""
         return replace(self.link.info.model, max_model_len=self._core.max_request_len)
 
     def oldest_step_age_s(self) -> float:
@@ -251,7 +251,7 @@ class Session:
         return self.link.oldest_step_age_s()
 
     def trouble(self) -> str | None:
-        """Describe why the worker seems to hang; None: it does not. Such a worker may recover."""
+        """Describe why the worker seems to hang, if it does. A hanging worker may still recover."""
         heartbeat = self.link.heartbeat
         if heartbeat.is_hanging:
             return f"it has been silent for {heartbeat.silent_s:g} s"
@@ -265,14 +265,14 @@ class Session:
     # --- leaving --------------------------------------------------------------------------------
 
     async def hand_over(self) -> None:
-        """Send no more steps; return after the results of those in flight, or a loss."""
+        """Send no more steps; return after the results of the steps in flight, or after a loss."""
         self._is_handing_over = True
         self._wake.set()
         await self._settled.wait()
 
     @property
     def is_draining(self) -> bool:
-        """Whether the worker or its model is about to leave, so that it gets no new requests."""
+        """Whether the worker gets no new requests, because it or its model is about to leave."""
         return self._is_leaving or self.is_ending
 
     @property
@@ -285,7 +285,7 @@ class Session:
         self._is_leaving = True
 
     def stay(self) -> None:
-        """Undo `leave` and `hand_over`, because the model stays."""
+        """Undo `leave` and `hand_over`, because the model stays after all."""
         self._is_leaving = self._is_handing_over = False
         self._settled.clear()
         self._wake.set()
@@ -295,7 +295,7 @@ class Session:
         await asyncio.shield(self.link.draining)
 
     async def let_go(self) -> None:
-        """Release the worker after the results of the steps in flight."""
+        """Release the worker once all steps in flight have results."""
         await self.hand_over()
         self.link.let_go()
 
@@ -330,7 +330,10 @@ class Session:
             self._wake.clear()
 
     def end(self) -> tuple[SubmitRequest, ...]:
-        """Return every live request, including posted ones; nothing may be posted afterwards."""
+        """Return commands that continue all live requests, including posted ones, elsewhere.
+
+        Nothing may be posted afterwards.
+        """
         self._settled.set()
         if self._alarm is not None:
             self._alarm.cancel()
@@ -415,7 +418,7 @@ class Session:
                 self._waits.append((condition, holds))
 
     def _resubmit(self, request: Request) -> SubmitRequest:
-        """Make the command that continues a request elsewhere, and count the crash."""
+        """Make the command that continues a request elsewhere; count the loss as a crash."""
         if self.is_draining:  # the end of a draining worker does not count as a crash
             num_crashes = self.crashes.take(request)
         else:

@@ -1,7 +1,7 @@
-"""Watches the workers, for a standby, until none of them has a live scheduler.
+"""Watches the workers for a standby scheduler, until no worker has a live scheduler.
 
 Workers obey only the newest epoch. So a standby that takes over too early does no harm: the workers
-refuse the plans of the former scheduler, which then ends.
+refuse the plans of the former scheduler, and the former scheduler ends.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _POLL_INTERVAL_S: Final = 0.1
 _POLL_TIMEOUT_S: Final = 0.5
 _CUT_OFF_S: Final = 1.0
-"""How long to wait after a scheduler has reported that all its routers are silent, which it does
-after `SILENT_AFTER_S`. So routers that are less than two seconds late change nothing."""
+"""How long to wait after a scheduler has reported that all its routers are silent. It reports this
+after `SILENT_AFTER_S`, so routers that are less than two seconds late change nothing."""
 _SILENCE_WITH_FREE_LEASE_S: Final = 1.0
 """How long a scheduler may be silent while the Lease is free."""
 _NEW_WORKER_S: Final = 2.0
-"""How long to leave a new worker to the serving scheduler, which tries twice a second to attach it.
+"""How long to leave a new worker to the serving scheduler, which tries to attach it twice a second.
 """
 
 log = structlog.get_logger()
@@ -42,15 +42,15 @@ async def wait_for_vacancy(
 ) -> int:
     """Wait until some workers answer, and none of them has a live scheduler.
 
-    Without a Lease several standbys may return at once. Then the workers obey the standby
-    with the newest epoch and refuse the others.
+    Without a Lease, several standbys may return at once. Then the workers obey the standby with the
+    newest epoch, and refuse the other standbys.
 
     Args:
         workers: Finds the workers.
         absence_s: How long a worker must have had no stream to a scheduler.
         silence_s: How long a scheduler with a stream to a worker must have been silent.
-        tls: For calls to workers; None: plaintext.
-        lease: Claimed before this call returns; None: there is no Lease.
+        tls: The TLS settings for calls to workers; None: plaintext.
+        lease: The Lease to claim before this call returns; None: there is no Lease.
 
     Returns:
         The newest epoch that a worker has seen.
@@ -104,8 +104,8 @@ async def wait_for_vacancy(
 class _Watch:
     """Polls one worker, and measures how long its scheduler has been silent.
 
-    It counts answered polls instead of reading the clock. So time in which the standby itself was
-    suspended, or in which the worker was too busy to answer, does not count as silence.
+    Silence is measured by counting answered polls, not by the clock. So time in which the standby
+    itself was suspended, or the worker was too busy to answer, does not count as silence.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class _Watch:
         self._lease = lease
         self._on_poll = on_poll
         self._heartbeats: tuple[int, int] | None = None
-        """Epoch and number of heartbeats in the last answer."""
+        """The epoch and the number of heartbeats in the last answer."""
         self._unanswered_s = 0.0
 
     async def run(self) -> None:

@@ -13,22 +13,22 @@ from scheduler_svc.workers.session import Condition, Session
 
 
 class KvCopy:
-    """Copies blocks to one worker for one request, which can find them after `receive`."""
+    """Copies the blocks of one request to a worker; they can be found there after `receive`."""
 
     def __init__(self, source_target: str, giving: Session, taking: Session) -> None:
         self.giving, self.taking = giving, taking
         self.num_reserved = 0
-        """Host blocks that are held at `taking`."""
+        """Number of host blocks that are reserved at `taking`."""
         self._source_target = source_target
         self._rooms: dict[RoomId, int] = {}  # with the number of blocks that have arrived
         self._there: set[BlockHash] = set()
 
     def num_missing(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many of the blocks `taking` still lacks."""
+        """Return how many of the blocks `taking` does not have yet."""
         return sum(each not in self._there for each in hashes)
 
     async def extend(self, hashes: Sequence[BlockHash]) -> bool:
-        """Copy missing blocks; return whether `taking` has more of the blocks than before.
+        """Copy some missing blocks; return whether `taking` has more of the blocks than before.
 
         Raises:
             UnavailableError: A worker is lost, or the copy has failed.
@@ -42,7 +42,7 @@ class KvCopy:
         return bool(there)
 
     async def _copy(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
-        """Copy the first of these blocks, as many as fit at both workers; return those copied."""
+        """Copy as many of the first blocks as both workers have room for; return their hashes."""
         most = self.taking.call(lambda core: core.copies.num_expectable)
         loan = self.giving.call(lambda core: core.lend(hashes[:most]))
         try:
@@ -67,17 +67,17 @@ class KvCopy:
                 self.giving.call(lambda core: core.end_loan(loan.loan_id))
 
     def receive(self) -> None:
-        """Publish the blocks that have arrived.
+        """Publish the blocks that have arrived at `taking`.
 
         Raises:
-            UnavailableError: The worker is lost.
+            UnavailableError: The worker `taking` is lost.
         """
         for room_id, num_arrived in self._rooms.items():
             self.taking.call(partial(_receive, room_id, num_arrived))
         self._rooms.clear()
 
     def give_up(self) -> None:
-        """Free the reserved blocks; does nothing after `receive`."""
+        """Free the reserved blocks; do nothing after `receive`."""
         with contextlib.suppress(UnavailableError):
             for room_id in self._rooms:
                 self.taking.call(partial(_receive, room_id, 0))
@@ -89,12 +89,12 @@ def _receive(room_id: RoomId, num_arrived: int, core: Scheduler) -> None:
 
 
 def has_answered(step: StepId) -> Condition:
-    """Return the condition that a core has the result of a step."""
+    """Return the condition that a core has applied the result of `step`."""
     return lambda core: core.steps.last_answered >= step
 
 
 def check_exchange(giving: Session, taking: Session) -> None:
-    """Check properties of the workers that their cores do not know.
+    """Check that two workers can exchange KV, by properties that their cores do not know.
 
     Raises:
         FailedPreconditionError: The workers cannot exchange KV.
@@ -113,5 +113,5 @@ def check_exchange(giving: Session, taking: Session) -> None:
 
 
 def keeps_kv(session: Session) -> bool:
-    """Whether a worker can exchange KV with others."""
+    """Whether a worker can exchange KV with other workers."""
     return session.info.takes_kv and session.info.limits.num_host_blocks > 0

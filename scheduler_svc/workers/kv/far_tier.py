@@ -1,8 +1,9 @@
-"""Shares prefixes with other services through the far tier: stores prompts' KV, and fetches it.
+"""Shares prefixes with other services through the far tier: stores and fetches the KV of prompts.
 
-A worker reads and writes the store; this module decides which blocks, and when. The full blocks of
-a prompt are stored when they are computed. A request waits for blocks from the store as for blocks
-of another worker (`PrefixPulls`): never longer than computing them would take.
+A worker reads and writes the store; this module decides which blocks are stored or fetched, and
+when. The full blocks of a prompt are stored when they are computed. A request waits for blocks from
+the store as it does for blocks of another worker (`PrefixPulls`): at most as long as computing the
+blocks would take.
 """
 
 import asyncio
@@ -27,34 +28,35 @@ from scheduler_svc.workers.placement import prompt_hashes
 from scheduler_svc.workers.session import Session
 
 _COMPUTED_S: Final = 60.0
-"""Longest time from a prompt's admission until it is stored; a prompt that takes longer is not."""
+"""The longest time from a prompt's admission until it is stored. After that it is not stored."""
 _MAX_STORING: Final = 64
-"""At most this many prompts are followed until they are computed and stored."""
+"""The limit on prompts that are followed until they are computed and stored."""
 _MAX_QUEUED_TOKENS: Final = 2**23
-"""The limit on tokens of prompts that wait for admission; beyond it, the oldest are not stored."""
+"""The limit on tokens of prompts to store that wait for admission. Beyond it, the oldest prompts
+are not stored."""
 _MAX_LENDING_TRIES: Final = 16
 """After a core has lent no block this many times in a row, the rest of a prompt is not stored."""
 _MAX_FETCHES: Final = 8
 """The limit on concurrent fetches for one worker."""
 _FETCH_BLOCKS: Final = 64
-"""How many blocks are fetched together; the worker's host blocks are reserved for them."""
+"""How many blocks are fetched together, to reserved host blocks of the worker."""
 _FETCH_S: Final = 10.0
-"""After this time no more blocks are fetched for a prompt."""
+"""For how many seconds blocks of one prompt are fetched."""
 _MAX_KNOWN: Final = 2**17
-"""At most this many blocks are remembered as stored, so as not to store them again."""
+"""The limit on blocks that are remembered as stored, so that they are not stored again."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetch:
-    """A prefix to fetch."""
+    """A prefix to fetch from the far tier."""
 
     taking: Session
     hashes: Sequence[BlockHash]
     num_bytes: int
     compute_s: float
-    """How long the prefix would take to compute."""
+    """How long computing the prefix would take."""
 
 
 class FarTier:
@@ -72,7 +74,7 @@ class FarTier:
         self._known: OrderedDict[BlockHash, None] = OrderedDict()
 
     def find(self, hashes: Sequence[BlockHash], taking: Session) -> Fetch | None:
-        """Decide whether to fetch a prompt's full blocks from the store."""
+        """Return what to fetch for a prompt, given the hashes of its full blocks; None: nothing."""
         info = taking.info
         if not (_has_far(taking) and hashes and info.prefill_tokens_per_s):
             return None
@@ -99,9 +101,10 @@ class FarTier:
         self._tasks.start(ends_in_time(fetching, fetch.compute_s, then))
 
     def store_later(self, request: Request) -> None:
-        """Store the full blocks of a request's prompt when they are computed.
+        """Store the full blocks of a request's prompt later, when they have been computed.
 
-        Only admitted requests count towards `_MAX_STORING`, so a long queue blocks no prompt.
+        Only admitted requests count towards `_MAX_STORING`, so a long queue does not keep other
+        prompts from being stored.
         """
         name = request.source, live_seq_keys(request)[0]
         self._forget(name)
@@ -135,7 +138,7 @@ class FarTier:
     async def _fetch(self, fetch: Fetch) -> None:
         taking, loop = fetch.taking, asyncio.get_running_loop()
         started_s = loop.time()
-        # The store lacks most prompts; the first block shows whether it has this prompt
+        # The store lacks most prompts; the first block shows whether it has this one.
         num_done, count = 0, 1
         try:
             most = taking.call(lambda core: core.copies.num_expectable)
@@ -146,7 +149,7 @@ class FarTier:
                 num_done += num_arrived
                 if num_arrived < len(wanted):
                     for each in fetch.hashes[num_done:]:
-                        # forget the failed blocks, so that they are stored again
+                        # Forget the blocks that failed, so that they are stored again.
                         self._known.pop(each, None)
                     break
                 count = _FETCH_BLOCKS
@@ -158,7 +161,7 @@ class FarTier:
             self._times.measure(num_bytes, loop.time() - started_s)
 
     async def _fetch_some(self, hashes: Sequence[BlockHash], taking: Session) -> int:
-        """Fetch the first blocks that the store has and the host has room for."""
+        """Fetch the first blocks, as many as the store has and the host has room for."""
         room = taking.call(lambda core: core.expect(hashes))
         num_arrived = 0
         try:
@@ -202,8 +205,8 @@ class FarTier:
     async def _store_some(self, hashes: Sequence[BlockHash], giving: Session) -> int | None:
         """Store as many of the first blocks as the host has room for; return their number.
 
-        Returns None if the core lends no blocks now, because swap-ins wait or the host is full. It
-        may lend some after the steps in flight, for which this method has waited.
+        The result is None if the core lends no blocks now, because swap-ins wait or the host is
+        full. It may lend some after the steps in flight, for which this method has waited.
         """
         loan = giving.call(lambda core: core.lend(hashes))
         try:

@@ -1,6 +1,6 @@
 """Copies prefixes between workers, so that a request need not compute its prefix again.
 
-Placement may choose a worker because it is less busy than the one that has a request's prefix. If
+Placement may choose a worker that is less busy than the worker with the request's prefix. If
 copying the missing blocks is faster than computing them, the request waits for the copy, at most as
 long as computing would take. Each copy improves the estimate of how long copies take.
 """
@@ -22,27 +22,27 @@ from scheduler_svc.workers.kv.copy import KvCopy, check_exchange, keeps_kv
 from scheduler_svc.workers.session import Session
 
 _FIRST_FIXED_S: Final = 0.01
-"""The assumed fixed time of a copy before a measurement. Chosen: about a decode step and two calls.
-Too low is better than too high, because only a copy can correct it. A small copy took 0.22 s on two
-busy cores."""
+"""The fixed time of a copy that is assumed before any measurement. Chosen: about a decode step and
+two calls. A value that is too low is better than one that is too high, because only a copy can
+correct it. A small copy took 0.22 s on two busy cores."""
 _FIRST_BYTES_PER_S: Final = 1e9
-"""The assumed rate before a measurement."""
+"""The rate that is assumed before any measurement."""
 _WEIGHT: Final = 1 / 4
-"""Least weight of a new measurement in the moving averages."""
+"""The least weight of a new measurement in the moving averages."""
 _MAX_JUMP: Final = 8.0
 """A copy counts as at most this many times the expected time, because one copy may have stalled."""
 _FORGET_S: Final = 60.0
 """When the last measurement is this old, the initial values are used again, because a slow link may
 have recovered."""
 LEAST_TOKENS: Final = 256
-"""Fewer tokens are computed, not copied, because a copy waits for the steps of both workers."""
+"""Fewer tokens than this are computed, not copied: a copy waits for the steps of both workers."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pull:
-    """A prefix to copy."""
+    """A prefix to copy from the worker `giving` to the worker `taking`."""
 
     source_target: str
     giving: Session
@@ -50,15 +50,15 @@ class Pull:
     hashes: Sequence[BlockHash]
     num_bytes: int
     compute_s: float
-    """How long the prefix would take to compute."""
+    """How long computing the prefix would take."""
 
 
 class CopyTimes:
     """The expected time of a copy: a fixed part, and a part for each byte.
 
-    If a copy takes another time than expected, each part changes in proportion to its share of the
-    expected time. So small copies mostly adjust the fixed part, and large ones the rate (a
-    normalized LMS filter).
+    If a copy takes more or less time than expected, each part changes in proportion to its share of
+    the expected time. So small copies mostly adjust the fixed part, and large copies the rate. This
+    is a normalized LMS filter.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class CopyTimes:
         self._forget()
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the expected seconds of a copy."""
+        """Return how many seconds a copy of this size is expected to take."""
         if time.monotonic() - self._measured_s > _FORGET_S:
             self._forget()
         return self._fixed_s + num_bytes * self._byte_s
@@ -95,18 +95,18 @@ class PrefixPulls:
     def __init__(self) -> None:
         self._tasks = BackgroundTasks()
         self._copies: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
-        """Copies in progress, by taking worker and first block."""
+        """Copies in progress, by the worker that takes the blocks and the first block's hash."""
         self._times = CopyTimes()
 
     def find(
         self, hashes: Sequence[BlockHash], taking: Session, others: dict[str, Session]
     ) -> Pull | None:
-        """Find the worker of `others` with the longest prefix of a prompt, if copying is faster.
+        """Find the worker that has the longest prefix of a prompt, if a copy of it is faster.
 
         Args:
             hashes: The hashes of the prompt's full blocks.
             taking: The worker that will compute the prompt.
-            others: All workers; `taking` may be one of them.
+            others: The workers to look at, by address; `taking` may be among them.
         """
         info = taking.info
         if not (hashes and keeps_kv(taking) and info.prefill_tokens_per_s):
@@ -130,7 +130,7 @@ class PrefixPulls:
         return Pull(found[0], found[1], taking, hashes[num_there:most], num_bytes, compute_s)
 
     def start(self, pull: Pull, then: Callable[[], None]) -> None:
-        """Copy a prefix; call `then` when the copy has succeeded, failed, or taken too long.
+        """Copy a prefix; call `then` when the copy has succeeded, has failed or takes too long.
 
         Requests with the same prefix that arrive together share one copy.
         """
@@ -157,14 +157,14 @@ class PrefixPulls:
             self._times.measure(pull.num_bytes, math.inf)
         else:
             share = 1 - copy.num_missing(pull.hashes) / len(pull.hashes)
-            if share:  # else the source had the blocks only on disk, or evicted them
+            if share:  # if 0, the source had the blocks only on disk, or had evicted them
                 self._times.measure(share * pull.num_bytes, time.monotonic() - started_s)
 
 
 async def ends_in_time(
     copying: asyncio.Task[None], within_s: float, then: Callable[[], None]
 ) -> None:
-    """Call `then` when a task has ended, or after a timeout."""
+    """Call `then` when the task `copying` has ended, or after `within_s`."""
     await asyncio.wait((copying,), timeout=within_s)
     then()
 
