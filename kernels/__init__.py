@@ -1,22 +1,22 @@
-"""Device code: Triton kernels, C for CPUs, and a plain-torch twin of each in `kernels.reference`.
+"""Device code: Triton kernels for GPUs, C for CPUs, and plain-torch twins in `kernels.reference`.
 
 Call kernels through `kernels.ops`, which runs the Triton launcher for CUDA tensors, C
-(`kernels.cpu`) for CPU tensors, and the twin in all other cases. A kernel is four things: the math
-in its docstring, a launcher that checks, allocates and launches, a twin with the same signature,
-and a test that compares the two (docs/write-a-kernel.md).
+(`kernels.cpu`) for CPU tensors, and the twin in all other cases. A kernel consists of four things:
+the math in its docstring, a launcher that checks, allocates and launches, a twin with the same
+signature, and a test that compares kernel and twin (docs/write-a-kernel.md).
 
 The KV pool is block-major: a layer's key or value cache is a view [num_blocks, block_size,
-num_kv_heads, head_dim] whose blocks lie far apart. So kernels take strides and compute offsets
-in int64. A slot is `block * block_size + offset`; `PAD_SLOT` marks a token that is not stored.
-No launcher waits for the device, or reads a value from it to size its grid, so all launches can be
-captured in a CUDA graph.
+num_kv_heads, head_dim] whose blocks lie far apart. So kernels take strides, and compute offsets
+in int64. A slot is `block * block_size + offset`; `PAD_SLOT` marks a token whose KV is not stored.
+No launcher waits for the device, and none reads a value from the device to size its grid. So all
+launches can be captured in a CUDA graph.
 
 Results do not depend on the batch. Tile sizes and splits do not depend on how many sequences or
 tokens a launch has, but only on a sequence's own length, the dtype, the model's shape and the
 device's configuration (`kernels.triton.configs`). There are two exceptions, which change the last
-bits: prefill attention splits positions if the launch has too few tokens to fill a GPU, and decodes
-may attend together to a shared prefix (`Sequences.shared`). Also, torch's matrix products on a GPU
-add in an order that depends on the number of rows.
+bits of results: prefill attention splits positions if the launch has too few tokens to fill a GPU,
+and decodes may attend together to a shared prefix (`Sequences.shared`). In addition, torch's matrix
+products on a GPU add in an order that depends on the number of rows.
 
 On a machine without a GPU, the tests run the kernels in Triton's interpreter, which needs
 `TRITON_INTERPRET=1` before the first import of Triton; they also compile the kernels for GPUs. The

@@ -1,4 +1,4 @@
-"""Attention in which no bit of a row depends on the other rows of a step.
+"""Batch-invariant attention: no bit of a row depends on the other rows of a step.
 
 Symbols: `S` sequences.
 """
@@ -15,15 +15,15 @@ from kernels.sequences import Sequences
 class BatchInvariantAttention:
     """Prepares attention as `kernels.ops` does, but with the same order of sums in every step.
 
-    Decodes are chunks of one token, and positions are never split. So a token has the same bits
-    when it is computed again as part of a prompt, after a preemption or to verify a guess. The
-    price is that a few sequences with long contexts do not fill a GPU.
+    Decodes are computed as chunks of one token, and positions are never split. So a token gets the
+    same bits when it is computed again as part of a prompt, after a preemption, or to verify a
+    draft token. The price is that a few sequences with long contexts do not fill a GPU.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._latest: tuple[Sequences, Sequences] | None = None
-        """The decodes of the latest step, and these decodes as chunks, made once for all layers."""
+        """The decodes of the latest step, and the same decodes as chunks, made for all layers."""
 
     def prepare_decode(
         self,
@@ -33,7 +33,7 @@ class BatchInvariantAttention:
         scale: float,
         **options: Any,
     ) -> Callable[[Sequences], object]:
-        """See `ops.prepare_decode`. Rows of sequences of length 0 are not written."""
+        """Do as `ops.prepare_decode`, but do not write rows of sequences of length 0."""
         attend = self.prepare_prefill(query, key_cache, value_cache, scale, **options)
         return lambda sequences: attend(self._as_chunks(sequences))
 
@@ -45,7 +45,7 @@ class BatchInvariantAttention:
         scale: float,
         **options: Any,
     ) -> Callable[[Sequences], object]:
-        """See `ops.prepare_prefill`."""
+        """Do as `ops.prepare_prefill`, with `is_whole` set."""
         return ops.prepare_prefill(query, key_cache, value_cache, scale, is_whole=True, **options)
 
     def _as_chunks(self, decodes: Sequences) -> Sequences:

@@ -1,4 +1,4 @@
-"""Checks tensors before a launch, because a kernel would misread a wrong tensor."""
+"""Checks tensors before a launch, because a kernel would misread a tensor that does not fit."""
 
 import torch
 
@@ -12,7 +12,7 @@ def check_tensor(
 ) -> None:
     """Require `tensor` to have this shape and dtype, the device of `like`, and dense rows.
 
-    Rows are dense if the last dimension has stride 1; the other strides are free.
+    Rows are dense if the last dimension has stride 1; the other strides may be any.
 
     Raises:
         ValueError: naming the tensor, its value and the required value.
@@ -28,7 +28,7 @@ def check_tensor(
 
 
 def check_float(name: str, tensor: torch.Tensor, num_dims: int) -> None:
-    """Require `tensor` to be fp32, fp16 or bf16, of `num_dims` dimensions, with dense rows.
+    """Require `tensor` to be fp32, fp16 or bf16, with `num_dims` dimensions and dense rows.
 
     Raises:
         ValueError: naming the tensor, its value and the required value.
@@ -68,8 +68,8 @@ def check_caches(
 ) -> None:
     """Require both caches to have `shape` [B, P, HKV, D], and either scales or the dtype of `like`.
 
-    `value_dim` is the head dim of values if it differs from D. `value_cache` is None if values are
-    a part of the keys and are not stored separately.
+    `value_dim` is the head dim of values if it differs from D. `value_cache` is None if the values
+    are a part of the keys, and so are not stored separately.
 
     Raises:
         ValueError: naming the tensor, its value and the required value.
@@ -140,7 +140,7 @@ def check_attended(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> None:
-    """Make the checks of `check_paged` that do not concern the sequences."""
+    """Make those checks of `check_paged` that do not concern the sequences."""
     check_float("query", query, 3)
     _, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
@@ -171,7 +171,7 @@ def check_options(
 
 
 def check_rows(num_seqs: int, num_tokens: int, out: torch.Tensor | None) -> None:
-    """Require a row of the query per row of the block tables; with `out`, there may be more.
+    """Require a query row per row of the block tables; with `out`, there may be more query rows.
 
     Raises:
         ValueError: naming both numbers.

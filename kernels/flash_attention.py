@@ -1,8 +1,9 @@
 """Attention by FlashAttention-3, if an operator asks for it and it supports the shapes.
 
-Its paged KV cache has Quire's layout: `[B, P, HKV, D]` of any block size, with any strides except
-the last, and a table int32[S, M]. Only the names of arguments differ. This module has not run on a
-GPU yet: the tests use a fake that follows FlashAttention's documentation and checks its arguments.
+FlashAttention's paged KV cache has Quire's layout: `[B, P, HKV, D]` of any block size, with any
+strides except the last, and a table int32[S, M]. Only the names of arguments differ. This module
+has not run on a GPU yet: the tests use a fake that follows FlashAttention's documentation and
+checks its arguments.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P`
 block size, `M` max blocks per sequence.
@@ -21,7 +22,7 @@ _DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
 class FlashAttention:
-    """Prepares attention like `kernels.ops`, and leaves unsupported cases to it."""
+    """Prepares attention like `kernels.ops`, and leaves unsupported cases to `kernels.ops`."""
 
     def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
         """`attend` is `flash_attn_interface.flash_attn_with_kvcache` (version 3)."""
@@ -35,7 +36,7 @@ class FlashAttention:
         scale: float,
         **options: Any,
     ) -> Callable[[Sequences], object]:
-        """See `ops.prepare_decode`."""
+        """Do as `ops.prepare_decode`, with FlashAttention-3 if it supports the case."""
         if not supports(query, key_cache, value_cache, **options):
             return ops.prepare_decode(query, key_cache, value_cache, scale, **options)
         fixed = _fixed(key_cache, value_cache, scale, **options)
@@ -61,7 +62,10 @@ class FlashAttention:
         scale: float,
         **options: Any,
     ) -> Callable[[Sequences], object]:
-        """See `ops.prepare_prefill`. Rows that belong to no sequence are overwritten, too."""
+        """Do as `ops.prepare_prefill`, with FlashAttention-3 if it supports the case.
+
+        Rows that belong to no sequence are overwritten, too.
+        """
         if not supports(query, key_cache, value_cache, **options):
             return ops.prepare_prefill(query, key_cache, value_cache, scale, **options)
         fixed = _fixed(key_cache, value_cache, scale, **options)
@@ -90,7 +94,7 @@ def supports(
     key_scales: torch.Tensor | None = None,
     **_: Any,
 ) -> bool:
-    """Whether FlashAttention-3 can compute this: there are no sinks, slot scales or latents."""
+    """Whether FlashAttention-3 supports the case: no sinks, no slot scales, no latents."""
     head_dim = query.shape[2]
     return (
         sinks is None
@@ -112,13 +116,13 @@ def _fixed(
     softcap: float | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """Return the arguments that are the same in each step, by FlashAttention's names."""
+    """Return the arguments that are the same in each step, under FlashAttention's names."""
     return {
         "k_cache": key_cache,
         "v_cache": value_cache,
         "softmax_scale": scale,
         "causal": True,
-        # How many tokens a token sees before it, and after it; -1: no limit
+        # How many tokens before and after itself a token attends to; -1: no limit.
         "window_size": (-1, -1) if window is None else (window - 1, 0),
         "softcap": softcap or 0.0,
     }

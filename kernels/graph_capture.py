@@ -1,7 +1,7 @@
-"""Begins captures of CUDA graphs, and leaves torch as it was if one fails.
+"""Begins captures of CUDA graphs, and restores torch's state if a capture fails.
 
-`torch.cuda.graph` does not restore torch: if a capture cannot be ended, its stream stays current,
-and up to torch 2.13 the allocator behaves as if the capture were still running.
+`torch.cuda.graph` does not restore torch's state: if a capture cannot be ended, its stream stays
+current, and up to torch 2.13 the allocator behaves as if the capture were still running.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ def begin_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 def abandon_capture(graph: torch.cuda.CUDAGraph, pool: Any, device_index: int) -> None:
-    """Restore torch's state after a capture that has failed at any point."""
+    """Restore torch's state after a failed capture, wherever it failed."""
     with contextlib.suppress(RuntimeError):  # there is no capture to end, or it has failed
         graph.capture_end()
     with contextlib.suppress(RuntimeError):  # the allocator has already ended its part

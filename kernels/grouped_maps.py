@@ -7,15 +7,15 @@ from typing import Final
 import torch
 
 ALIGNMENT: Final = 16
-"""Weights begin at addresses that are multiples of this, in bytes."""
+"""The addresses of weights are multiples of this number of bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedMaps:
     """The weights of X maps from K to N features, which a kernel finds by their addresses.
 
-    A weight is `[N, K]`, or `[K, N]` if `is_by_input`. It may have fewer rows: then the map writes
-    only its first outputs, or reads only its first inputs. Rows are dense.
+    A weight is `[N, K]`, or `[K, N]` if `is_by_input`. A weight may have fewer rows: then its map
+    writes only the first outputs, or reads only the first inputs. Rows are dense.
     """
 
     num_in: int
@@ -23,20 +23,21 @@ class GroupedMaps:
     num_out: int
     """N."""
     weights: list[torch.Tensor | None]
-    """By map; None: the rows of this map are left out. The caller owns the list and the tensors."""
+    """The weight of each map; None: the rows of this map are left out. The caller owns the list and
+    the tensors."""
     addresses: torch.Tensor
-    """int64[X] on the device: the address of each weight, or 0 for None."""
+    """int64[X] on the device, the address of each weight, or 0 for None."""
     sizes: torch.Tensor
-    """int32[X] on the device: the number of rows of each weight."""
+    """int32[X] on the device, the number of rows of each weight."""
     is_by_input: bool = False
     biases: torch.Tensor | None = None
-    """`[X, N]` of whole weights, contiguous; None: zeros."""
+    """`[X, N]`, contiguous; given only if all weights are whole. None: zeros."""
 
     @classmethod
     def of(
         cls, weights: Sequence[torch.Tensor], biases: torch.Tensor | None = None
     ) -> "GroupedMaps":
-        """Make maps of whole weights `[N, K]` on one device, which stay where they are.
+        """Make maps from whole weights `[N, K]` on one device; the weights are not copied.
 
         Raises:
             ValueError: A weight begins at an address that the kernel would misread.

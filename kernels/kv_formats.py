@@ -1,15 +1,15 @@
 """The quantized formats of a KV cache: int8 and fp8 (e4m3), with scales.
 
 A quantized cache has one scale for each row of `head_dim` numbers, that is, for each slot and kv
-head. A number of the model is the stored number times its scale. For a row x,
+head. The number that the model uses is the stored number times its scale. For a row x,
 
     scale = max |x| / LARGEST[dtype], rounded up to SCALE_DTYPE
     stored = x / scale, rounded to nearest, ties to even
 
-The scale is rounded up so that no stored number exceeds the format's largest. Then the error is at
-most half a step. For int8, that is 1/253 of the row's largest number. For fp8, it is 1/16 of the
-number itself or, if the number is small, 1/457,000 of the row's largest. A row with an infinity or
-NaN gets an infinite scale, so that it has no finite numbers when it is read.
+The scale is rounded up so that no stored number exceeds the format's largest. So the error is at
+most half a step. For int8, half a step is 1/253 of the row's largest number. For fp8, it is 1/16 of
+the number itself or, if the number is small, 1/457,000 of the row's largest number. A row with an
+infinity or NaN gets an infinite scale, so that the row has no finite numbers when it is read.
 """
 
 from typing import Final
@@ -19,4 +19,4 @@ import torch
 LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The quantized dtypes, each with the largest number that is stored."""
 SCALE_DTYPE: Final = torch.bfloat16
-"""bfloat16 has the range of float32, so no row is too large or too small for a scale."""
+"""The dtype of scales. bfloat16 has the range of float32, so every row can have a scale."""

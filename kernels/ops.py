@@ -2,11 +2,11 @@
 
 Every op has a twin in `kernels.reference`, in plain torch, which defines its result. On a GPU an op
 runs its Triton launcher, which has the same name as the twin, in a module of the same name in
-`kernels.triton`. On a CPU it runs in C, if the table names a function of `kernels.cpu.ops`, the
-library is compiled, and C supports the dtype of the first tensor. In all other cases it runs the
-twin.
+`kernels.triton`. On a CPU the op runs in C, if the table names a function of `kernels.cpu.ops`, the
+library is compiled, and C supports the dtype of the first tensor. In all other cases the op runs
+the twin.
 
-An op is a plain function, not an op of `torch.library`, because calls of those take longer
+An op is a plain function, not an op of `torch.library`, because calling the latter takes longer
 (docs/write-a-kernel.md).
 """
 
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 class AttentionBackend(Protocol):
-    """Prepares attention to paged caches: this module, or a class of another module."""
+    """Something that prepares attention to paged caches: this module, or an object of a class."""
 
     def prepare_decode(
         self,
@@ -54,7 +54,7 @@ class AttentionBackend(Protocol):
 def _op(
     twin: Callable[P, R], in_c: Callable[Concatenate[Library, P], R] | None = None
 ) -> Callable[P, R]:
-    """Return the op that chooses among the launcher, `in_c` and `twin` by its first argument."""
+    """Return an op that runs the launcher, `in_c` or `twin`, depending on its first argument."""
 
     @functools.wraps(twin)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -71,7 +71,7 @@ def _op(
 
 
 def launcher(twin: Callable[P, R]) -> Callable[P, R]:
-    """Return the Triton launcher of a twin; imports Triton."""
+    """Return the Triton launcher of a twin; the first call imports Triton."""
     found: Callable[P, R] = getattr(_triton_module(twin.__module__), twin.__name__)
     return found
 
@@ -89,10 +89,10 @@ def prepare_decode(
     scale: float,
     **options: Any,
 ) -> Callable[[Sequences], object]:
-    """Return `paged_attention_decode` of these tensors, to be called with many steps' sequences.
+    """Return `paged_attention_decode` for fixed tensors, to call with the sequences of many steps.
 
-    `options` are the op's keyword arguments, including `out`. On a GPU the arguments are checked
-    and prepared only once.
+    `options` are the op's keyword arguments, including `out`. On a GPU, the arguments are checked
+    and prepared only once, in this call.
     """
     if query.is_cuda:
         module = _triton_module(reference.paged_attention_decode.__module__)
@@ -120,7 +120,7 @@ def prepare_prefill(
     is_whole: bool = False,
     **options: Any,
 ) -> Callable[[Sequences], object]:
-    """Like `prepare_decode`, for `paged_attention_prefill`.
+    """Do as `prepare_decode` for `paged_attention_prefill`.
 
     If `is_whole`, no bit of a row depends on the other rows of the step, as on a CPU.
     """

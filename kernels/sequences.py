@@ -1,4 +1,4 @@
-"""The sequences of a launch of attention."""
+"""The sequences to which a launch of attention attends."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -8,27 +8,27 @@ import torch
 from kernels.checks import check_tensor
 
 MAX_SHARED: Final = 8
-"""The largest number of groups in `SharedPrefixes`."""
+"""The limit on groups in `SharedPrefixes`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefixes:
-    """Groups of sequences that begin with the same blocks; decodes read these once per group.
+    """Groups of sequences that begin with the same blocks, which decodes read once per group.
 
-    `gpu_worker.step.shared_prefixes` finds them.
+    `gpu_worker.step.shared_prefixes` finds the groups.
     """
 
     seqs: torch.Tensor
-    """int32[S]: the sequences of the first group, then of the second, and so on; the rest is not
-    read."""
+    """int32[S]: the sequences of the first group, then those of the second, and so on; the elements
+    after the last group are not read."""
     starts: torch.Tensor
     """int32[MAX_SHARED + 1]: where each group's sequences start in `seqs`."""
     lens: torch.Tensor
-    """int32[MAX_SHARED]: how many positions each group shares, in whole blocks; 0: no such group.
-    """
+    """int32[MAX_SHARED]: how many positions the sequences of each group share, in whole blocks; 0:
+    there is no such group."""
     len_of_seq: torch.Tensor
-    """int32[S]: how many positions each sequence shares with its group, fewer than its length; 0:
-    the sequence has no group."""
+    """int32[S]: how many positions each sequence shares with its group, always fewer than the
+    sequence's length; 0: the sequence has no group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,16 +40,17 @@ class Sequences:
     seq_lens: torch.Tensor
     """int32[S]."""
     query_start_loc: torch.Tensor | None = None
-    """int32[S + 1]; None: one token each."""
+    """int32[S + 1]; None: each sequence has one query token."""
     max_query_len: int = 1
     shared: SharedPrefixes | None = None
-    """None: each sequence attends to all of its blocks by itself."""
+    """The prefixes that sequences share; None: each sequence attends to all its blocks alone."""
     scratch: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
-    """Scratch memory for partial results, by shape; launches use it one after another. For a CUDA
-    graph, it must be allocated within the capture, so that the graph keeps the memory."""
+    """Scratch memory for partial results, by shape; launches use the same memory one after another.
+    For a CUDA graph, the memory must be allocated within the capture, so that the graph keeps it.
+    """
 
     def room(self, *shape: int) -> torch.Tensor:
-        """Return scratch memory, float32 of this shape: the same for all calls with this shape."""
+        """Return float32 scratch memory of this shape, the same for all calls with this shape."""
         if shape not in self.scratch:
             device = self.seq_lens.device
             self.scratch[shape] = torch.empty(shape, dtype=torch.float32, device=device)

@@ -1,7 +1,8 @@
 """Compiles the C kernels ahead of time into the package, for an image or a wheel.
 
-It makes a library for each kind of CPU of this architecture (`kernels.cpu.targets`). A worker uses
-one of them if it cannot compile the kernels for its own CPU. Needs gcc 11 or later.
+The command makes a library for each kind of CPU of this architecture (`kernels.cpu.targets`). A
+worker uses one of these libraries if it cannot compile the kernels for its own CPU. The command
+needs gcc 11 or later.
 """
 
 import platform
@@ -12,7 +13,7 @@ from kernels.cpu.targets import targets_of
 
 
 def main() -> None:
-    """Compile, and print the libraries' paths."""
+    """Compile the libraries, and print their paths."""
     machine = platform.machine()
     targets = targets_of(machine)
     if not targets:

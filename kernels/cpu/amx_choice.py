@@ -1,9 +1,9 @@
-"""Decides by a check and by timing, once per machine, what uses Intel's AMX.
+"""Decides which kernels use Intel's AMX, by a check and by timing, once per machine.
 
-A CPU with AMX is not enough, because Quire's code for AMX was written without such a CPU. There is
-one decision for each format of weights, and one for attention. A decision applies to any number of
-rows, because AMX and AVX-512 add in different orders. A file beside the compiled library keeps the
-findings, so that all workers of a machine decide alike.
+That the CPU has AMX is not enough, because Quire's code for AMX was written without such a CPU.
+There is one decision for each format of weights, and one for attention. A decision applies to any
+number of rows, because AMX and AVX-512 add in different orders. A file beside the compiled library
+keeps the findings, so that all workers of a machine decide alike.
 """
 
 import fcntl
@@ -27,22 +27,22 @@ from kernels.cpu.library import Library, native
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 USES: Final = {"bfloat16": 1 << 1, "int8": 1 << 2, "int4": 1 << 3, "attention": 1 << 4}
-"""What may use AMX: linear maps, by the format of their weights, and attention. Each has its bit in
-C (`quire_amx_uses` in `amx.h`)."""
+"""What may use AMX: linear maps, by the format of their weights, and attention. Each use has a bit
+in C (`quire_amx_uses` in `amx.h`)."""
 _ALL: Final = sum(USES.values())
 _NUM_OUTPUT_TOKENS: Final = 64
-"""AMX counts as faster for a use if it saves time in a single request with this many output
-tokens."""
+"""AMX counts as faster for a use if it saves time in a single request that has a prompt of 512
+tokens and this many output tokens."""
 _TIMING_S: Final = 0.5
-"""How long to measure each use."""
+"""For how many seconds each use is measured."""
 _MIN_ROUNDS: Final = 2
 _ROUNDS_OF_ONE_ROW: Final = 4
 _CHECKED_TOGETHER: Final = (1, 5, 16, 17, 32, 33)
-"""Numbers of rows to compute together, because results must not depend on this number."""
+"""The numbers of rows that the check computes together; results must not depend on this number."""
 _RELATIVE_ERROR: Final = 2.0**-7
-"""The allowed relative error of a result: bfloat16's last place."""
+"""The allowed relative error of a result, which is bfloat16's last place."""
 _MAX_BEGUN: Final = 2
-"""AMX stays off after this many checks that began and did not end."""
+"""After this many checks that began and did not end, AMX stays off."""
 _LOCK_S: Final = 20.0
 _LOCK_POLL_S: Final = 0.05
 _CPU_INFO: Final = Path("/proc/cpuinfo")
@@ -51,7 +51,7 @@ _CPU_FIELDS: Final = ("model name", "cpu family", "model", "stepping", "microcod
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long one of the `USES` takes: for a prompt of 512 tokens, and for one token."""
+    """How long one of the `USES` takes for a prompt of 512 tokens, and for a single token."""
 
     avx512_prompt_ms: float
     amx_prompt_ms: float
@@ -60,7 +60,7 @@ class Times:
 
     @property
     def is_faster(self) -> bool:
-        """Whether a request takes less time with AMX."""
+        """Whether the request of `_NUM_OUTPUT_TOKENS` takes less time with AMX."""
         with_amx = self.amx_prompt_ms + _NUM_OUTPUT_TOKENS * self.amx_row_ms
         return with_amx < self.avx512_prompt_ms + _NUM_OUTPUT_TOKENS * self.avx512_row_ms
 
@@ -75,19 +75,19 @@ class AmxFindings:
     num_begun: int
     """The number of checks that have begun, including the last one."""
     failure: str | None = None
-    """Why AMX cannot be used; None: its results are right, or the check has not ended."""
+    """Why AMX cannot be used; None: AMX's results are right, or the check has not ended."""
     times: dict[str, Times] = field(default_factory=dict)
-    """The times of each use."""
+    """The times of each use; empty unless the check has succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class AmxChoice:
-    """What uses AMX in bfloat16 from now on."""
+    """The decision which computations in bfloat16 use AMX from now on."""
 
     uses: tuple[str, ...]
-    """The names of these uses, as in `USES`."""
+    """The names of the computations that use AMX, as in `USES`."""
     findings: AmxFindings | None
-    """None: nothing was checked, because AMX is not wanted."""
+    """The findings behind the decision; None: AMX is not wanted, so nothing was checked."""
 
 
 def choose_amx(wanted: str) -> AmxChoice | None:
@@ -96,8 +96,8 @@ def choose_amx(wanted: str) -> AmxChoice | None:
     No kernel may run during the call.
 
     Args:
-        wanted: "auto" chooses, for each use, what is faster; "on" chooses AMX if its results are
-            right; "off" never chooses AMX.
+        wanted: "auto" chooses the faster of AMX and AVX-512 for each use; "on" chooses AMX if its
+            results are right; "off" never chooses AMX.
 
     Returns:
         The decision; None if the CPU, the system or the compiler does not support AMX.
@@ -115,7 +115,7 @@ def choose_amx(wanted: str) -> AmxChoice | None:
 
 
 def _find(library: Library) -> AmxFindings:
-    """Return the findings in the file; if it has none, check and time AMX, and write the file."""
+    """Return the findings in the file. If there are none, check and time AMX, and write them."""
     machine = _machine()
     try:
         with _locked(f"{library.build.path.stem}.amx.json") as file:
@@ -150,7 +150,7 @@ def _examine(library: Library, machine: dict[str, str], num_begun: int) -> AmxFi
 
 
 def find_failure(library: Library) -> str | None:
-    """Return the fault in AMX's results; None if they are right. Leaves AMX on or off."""
+    """Return the fault in AMX's results, or None if they are right; AMX may be left on or off."""
     for use in make_checked(library):
         library.use_amx(_ALL)
         together = use.compute(0, NUM_CHECKED_ROWS)
@@ -167,14 +167,14 @@ def find_failure(library: Library) -> str | None:
 
 
 def time_all(library: Library) -> dict[str, Times]:
-    """Return the times of each use, with AMX and without."""
+    """Return how long each use takes, with AMX and without."""
     return {name: time_both(library, use) for name, use in make_timed(library).items()}
 
 
 def time_both(
     library: Library, use: TimedUse, clock: Callable[[], float] = time.perf_counter
 ) -> Times:
-    """Return the times of a use: the least of several rounds, with and without AMX in turn."""
+    """Return the least times of a use in several rounds; a round runs without and with AMX."""
     least = [float("inf")] * 4
 
     def measure(place: int, compute: Callable[[], object]) -> None:
@@ -198,7 +198,7 @@ def time_both(
 
 @contextmanager
 def _locked(name: str) -> Iterator[TextIO]:
-    """Open and lock a file; raises OSError if another process holds the lock."""
+    """Open and lock a file; raise OSError if another process holds the lock for too long."""
     with _opened(name) as file:
         end = time.monotonic() + _LOCK_S
         while True:
@@ -250,7 +250,7 @@ def _today() -> str:
 
 
 def _machine() -> dict[str, str]:
-    """Return the CPU and the versions for which findings hold, without the library's version."""
+    """Return the CPU and the versions for which findings hold; the library is not among them."""
     facts = {"system": platform.release(), "torch": torch.__version__}
     if _CPU_INFO.is_file():
         first = _CPU_INFO.read_text().split("\n\n", 1)[0]

@@ -18,19 +18,19 @@ NUM_CHECKED_ROWS: Final = 100
 NUM_PROMPT_TOKENS: Final = 512
 _MAP_ERROR: Final = 1e-4
 _ATTENTION_ERROR: Final = 2.0**-10
-"""Attention rounds its weights to bfloat16. With these inputs, AVX-512, and AMX in emulation, err
-by 4e-4 more than a result's last place."""
+"""The allowed absolute error of attention, which rounds its weights to bfloat16. With these inputs,
+AVX-512, and AMX in emulation, err by 4e-4 more than a result's last place."""
 _CHECKED_HEADS: Final = ((9, 3, 64), (4, 1, 96), (20, 1, 128))
 """The shapes that are checked: (query heads, kv heads, head dim)."""
 _NUM_CHECKED_POSITIONS: Final = 570
-"""How many positions are checked: more than a split has, and no multiple of a tile."""
+"""How many positions are checked: more than a split has, and not a multiple of a tile."""
 _TIMED_MAP: Final = (4096, 2048)
-"""Output and input features: 16 MiB of weights in bfloat16."""
+"""Output and input features of the maps to time, which have 16 MiB of weights in bfloat16."""
 _TIMED_GROUP: Final = 32
-"""Input features of a group of 4-bit weights."""
+"""Input features of a group of 4-bit weights in the maps to time."""
 _TIMED_HEADS: Final = (32, 8, 128)
 _NUM_TIMED_SEQS: Final = 8
-"""Each call attends to the KV of the next of these sequences: 16 MiB in all."""
+"""The number of sequences for timing, with 16 MiB of KV in all. Each call attends to the next."""
 _BLOCK_SIZE: Final = 16
 
 
@@ -49,14 +49,14 @@ class CheckedUse:
 
 @dataclass(frozen=True, slots=True)
 class TimedUse:
-    """The computations to time: what a request's prompt needs, and what each output token needs."""
+    """The computations to time: one for a request's prompt, and one for an output token."""
 
     compute_prompt: Callable[[], object]
     compute_token: Callable[[], object]
 
 
 def make_checked(library: Library) -> Iterator[CheckedUse]:
-    """Make a computation of each kind, with random numbers that are always the same."""
+    """Yield computations of each kind to check, with random numbers that are always the same."""
     generator = torch.Generator().manual_seed(0)
     for name, apply, weight, bias in _maps(generator):
         x = torch.randn(NUM_CHECKED_ROWS, apply.num_in, generator=generator).bfloat16()
@@ -72,7 +72,7 @@ def make_checked(library: Library) -> Iterator[CheckedUse]:
 
 
 def make_timed(library: Library) -> dict[str, TimedUse]:
-    """Make a computation for each of `kernels.cpu.amx_choice.USES`."""
+    """Make the computations to time for each of `kernels.cpu.amx_choice.USES`."""
     num_out, num_in = _TIMED_MAP
     ones = torch.ones(_TIMED_MAP, dtype=torch.int8)
     by_row = torch.ones(num_out, 1)
@@ -121,7 +121,7 @@ def _maps(
         scales = torch.rand(shape, generator=generator).div_(most * num_in**0.5).half().double()
         offsets = None
         weight = values * scales.repeat_interleave(group, 1)
-        if bits == 4:  # noqa: PLR2004  they have offsets, which C takes for values that begin at 0
+        if bits == 4:  # noqa: PLR2004  4-bit weights have offsets, for values that begin at 0 in C
             offsets = torch.randn(shape, generator=generator).div_(num_in**0.5).half() + 8 * scales
             weight += offsets.repeat_interleave(group, 1)
         bias = torch.randn(num_out, generator=generator).bfloat16()
@@ -131,7 +131,7 @@ def _maps(
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """Attention of the last tokens of a sequence; all sequences have the same queries."""
+    """Attention by the last tokens of a sequence; all sequences have the same queries."""
 
     library: Library
     query: torch.Tensor
@@ -139,7 +139,7 @@ class _Attention:
     caches: tuple[torch.Tensor, torch.Tensor]
     """Keys and values, each [blocks, _BLOCK_SIZE, HKV, D], sequence after sequence."""
     num_positions: int
-    """N, of each sequence."""
+    """N, the number of positions of each sequence."""
 
     @classmethod
     def random(

@@ -1,4 +1,4 @@
-"""Compiles the C sources once for each kind of CPU, and keeps the result in a cache."""
+"""Compiles the C sources once for each kind of CPU, and keeps the library in a cache."""
 
 import hashlib
 import platform
@@ -16,15 +16,16 @@ SHIPPED: Final = Path(__file__).parent / "compiled"
 """The directory for libraries that ship with the package; `python -m kernels.cpu` fills it."""
 
 _COMPILERS: Final = ("gcc", "cc")
-"""Clang cannot be used, because its code calls libomp for OpenMP, and torch brings only libgomp."""
+"""The compilers to try. Clang cannot be used: its OpenMP code calls libomp, and torch brings only
+libgomp."""
 _FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-Wno-psabi", "-fopenmp")
 _LINK_FLAGS: Final = ("-shared", "-lm")
-"""OpenMP is not linked, because its symbols come from the library that torch has loaded."""
+"""The linker's flags. OpenMP is not linked: its symbols come from the library that torch loads."""
 _TIMEOUT_S: Final = 300
 
 
 class BuildError(Exception):
-    """There is no compiled library, and no library can be compiled; the message says why."""
+    """There is no compiled library, and none can be compiled; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Build:
 
 
 def cache_directory() -> Path:
-    """Return the directory of a user's compiled libraries.
+    """Return the directory for the user's compiled libraries.
 
     Raises:
         BuildError: The user has no home directory.
@@ -50,14 +51,14 @@ def cache_directory() -> Path:
 
 
 def find_or_build(directory: Path | None = None) -> Build:
-    """Return the library for this very CPU, from `directory` or compiled into it.
+    """Return the library for this very CPU from `directory`; if it is missing, compile it there.
 
     If it cannot be compiled, return the library shipped for a kind of CPU that includes this CPU.
-    Several processes may compile at once: each compiles to a file with a unique name, and renames
-    the file.
+    Several processes may compile at once: each compiles to a file with a unique name, and then
+    renames the file.
 
     Args:
-        directory: By default `cache_directory()`.
+        directory: The directory for the library; None: `cache_directory()`.
 
     Raises:
         BuildError: The library cannot be compiled, and no shipped library runs on this CPU.
@@ -75,7 +76,7 @@ def find_or_build(directory: Path | None = None) -> Build:
 
 
 def build(directory: Path, target: Target) -> Path:
-    """Compile into `directory`, even if the library is there; return its path.
+    """Compile the library into `directory`, even if it is there already; return its path.
 
     Raises:
         BuildError: there is no compiler, the compiler fails, or `directory` cannot be written.
@@ -96,7 +97,7 @@ def build(directory: Path, target: Target) -> Path:
 
 
 def flags_for(target: Target) -> tuple[str, ...]:
-    """Return the compiler's flags."""
+    """Return the compiler's flags for a target."""
     return *_FLAGS, *target.flags
 
 
@@ -132,9 +133,9 @@ def _run_all(commands: list[list[str]]) -> None:
 
 
 def _file_name(target: Target) -> str:
-    """Return a name with a hash of the library's sources, its flags and, for `THIS_CPU`, the CPU.
+    """Return a file name with a hash of sources and flags and, for `THIS_CPU`, CPU features.
 
-    The hash does not include the compiler, so a library is found even without one.
+    The hash does not cover the compiler, so a library is found on a machine without a compiler.
     """
     digest = hashlib.sha256("\0".join((*flags_for(target), *_LINK_FLAGS)).encode())
     if target is THIS_CPU:

@@ -1,7 +1,7 @@
-"""Computes the fields of C's `attention` and `store_kv` from tensors.
+"""Computes the fields of the C structures `attention` and `store_kv` from tensors.
 
-An op passes numbers, and calls C immediately. A program (`kernels.cpu.library.Program`) passes
-names, and gets the numbers for them in each run.
+An op passes numbers as fields, and calls C immediately. A program (`kernels.cpu.library.Program`)
+passes names for some fields, and gets the numbers for the names in each run.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim of queries and keys, `DV` that of
 values, `B` blocks, `P` block size.
@@ -14,12 +14,12 @@ import torch
 from kernels.cpu.library import DTYPES, KV_FORMATS, Field
 
 _SPLIT: Final = 512
-"""Positions per split when a sequence has a single query token; `SPLIT` in C."""
+"""The positions per split when a sequence has a single query token; `SPLIT` in C."""
 _LANES: Final = 16
 
 
 class LayerCaches(NamedTuple):
-    """The keys and values of one layer; scales as `kernels.kv_formats` says."""
+    """The keys and values of one layer, with the scales of `kernels.kv_formats` if quantized."""
 
     keys: torch.Tensor
     """[B, P, HKV, D]: int8 or float8_e4m3fn if there are scales, else of the model's dtype."""
@@ -28,7 +28,7 @@ class LayerCaches(NamedTuple):
     key_scales: torch.Tensor | None = None
     """bfloat16[B, P, HKV]; None: not quantized."""
     value_scales: torch.Tensor | None = None
-    """Like `key_scales`."""
+    """bfloat16[B, P, HKV]; None: not quantized."""
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -55,9 +55,9 @@ def attention_fields(
 ) -> tuple[Field, ...]:
     """Return the fields of C's `attention`, and of `merge_splits`.
 
-    The arguments are those of `kernels.ops.paged_attention_prefill`; fields stand for the addresses
-    of some tensors. A `query_start_loc` of 0 means one token for each sequence. `partials` is the
-    address of memory for `num_partials` float32.
+    The arguments are those of `kernels.ops.paged_attention_prefill`, but addresses or their names
+    stand for the tensors that change from step to step. A `query_start_loc` of 0 means one token
+    for each sequence. `partials` is the address of memory for `num_partials` float32.
     """
     keys, values, key_scales, value_scales = caches
     assert values is not None, "attention reads values"
@@ -79,8 +79,8 @@ def attention_fields(
 def num_partials(num_heads: int, value_dim: int, num_seqs: int, max_len: int) -> int:
     """Return how many float32 numbers attention needs for partial results; it may be 0.
 
-    A single query token of a long sequence is computed in splits, by several threads. `max_len`
-    bounds the length of the sequences.
+    If a sequence has a single query token, its positions are computed in splits, by several
+    threads. `max_len` is the limit on the length of the sequences.
     """
     num_splits = -(-max_len // _SPLIT)
     if num_splits == 1:

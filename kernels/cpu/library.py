@@ -1,4 +1,4 @@
-"""Loads the compiled kernels, once per process; they run in torch's thread pool."""
+"""Loads the compiled C kernels, once per process; the kernels run in torch's thread pool."""
 
 import ctypes
 import functools
@@ -17,14 +17,14 @@ import torch
 from kernels.cpu.build import Build, BuildError, find_or_build
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-"""C's numbers for the dtypes that it supports; the twins compute with all others."""
+"""C's numbers for the dtypes that it supports. For all other dtypes the twins are used."""
 KV_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """C's numbers for the dtypes of a quantized cache; 0 is the dtype of the model."""
 
 Field: TypeAlias = "float | str | KernelCall"
-"""A field of a kernel's structure. Outside a program it is a number. In a program it may also be a
-name, for which each run gives a number, or another call of the program, which stands for the
-address of that call's structure."""
+"""A field of a kernel's structure. Outside a program, a field is a number. In a program, it may
+also be a name, for which each run gives a number; or another call of the program, which stands for
+the address of that call's structure."""
 
 _FIELD_BYTES: Final = 8
 _MAPS: Final = Path("/proc/self/maps")
@@ -40,7 +40,7 @@ class Kernel:
     def __init__(self, library: ctypes.CDLL, name: str, fields: str) -> None:
         """`fields` lists the structure's fields in C's order; `*` marks a pointer, `.` a double.
 
-        All other fields are int64. The fields of nested structures are listed one by one.
+        All other fields are int64. The fields of a nested structure are listed one by one.
         """
         function = getattr(library, f"quire_{name}")
         function.argtypes = (ctypes.c_char_p,)
@@ -51,7 +51,7 @@ class Kernel:
         self.count_address = _address(library, f"quire_{name}_count")
         letters = "".join({"*": "P", ".": "d"}.get(field[0], "q") for field in self.fields)
         self.pack = struct.Struct(f"@{letters}").pack
-        """Returns the structure as bytes, given the fields in order; NULL is 0."""
+        """Returns the structure as bytes; takes the fields in order, with 0 for NULL."""
 
     def __call__(self, *fields: Field) -> None:
         """Call the function now, with a number for each field."""
@@ -69,8 +69,8 @@ class Library:
         library = ctypes.CDLL(str(build.path))
         self.build = build
         self.digest = hashlib.sha256(build.path.read_bytes()).hexdigest()[:24]
-        """A hash of the machine code. Code of another compiler or for other CPUs may add in another
-        order."""
+        """A hash of the machine code, since code by another compiler or for another CPU may add
+        numbers in another order."""
         kernel = functools.partial(Kernel, library)
         self.rms_norm = kernel(
             "rms_norm",
@@ -128,7 +128,7 @@ class Library:
         )
         self.attention = kernel("attention", attention)
         self.merge_splits = kernel("merge_splits", attention)
-        """The second half of `attention`, with the same fields; needed if there are partial
+        """The second half of `attention`, with the same fields. It is needed if there are partial
         results."""
         linear = (
             "num_rows num_in num_out x_type kept out_type *x *weight *scales *offsets *bias *out"
@@ -148,15 +148,15 @@ class Library:
             "*rows map num_out *alone *ranks *out alone_stride ranks_stride out_stride is_gated",
         )
         self.first_touch = kernel("first_touch", "*memory num_panels panel_bytes")
-        """If threads are pinned, clears unused memory for a map's panels: the thread that will read
+        """Clears unused memory for a map's panels, if threads are pinned. The thread that will read
         a panel clears it, so that the panel's pages are near that thread."""
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
         self.use_amx: Callable[[int], bool] = library.quire_use_amx
         """Turns Intel's AMX on for the uses in a set of bits (`kernels.cpu.amx_choice.USES`), and
-        off for all others; returns whether any is on, which is possible only on a CPU with AMX. No
-        kernel may run meanwhile."""
+        off for all other uses. Returns whether AMX is on for any use, which is possible only on a
+        CPU with AMX. No kernel may run meanwhile."""
         library.quire_use_amx.argtypes = (ctypes.c_int64,)
         library.quire_use_amx.restype = ctypes.c_bool
         self._pin_threads: Callable[[bytes, int], bool] = library.quire_pin_threads
@@ -167,8 +167,8 @@ class Library:
         """Run the i-th thread of a kernel on the i-th CPU from now on; no kernel may run meanwhile.
 
         The first thread is the calling thread, which is pinned only while a kernel runs. A kernel
-        with more threads than `cpus` pins none; threads already pinned stay pinned. Returns whether
-        the system can pin this many threads.
+        that has more threads than there are `cpus` pins none; threads already pinned stay pinned.
+        Returns whether the system can pin this many threads.
         """
         return self._pin_threads(struct.pack(f"@{len(cpus)}q", *cpus), len(cpus))
 
@@ -178,24 +178,25 @@ class KernelCall(NamedTuple):
 
     kernel: Kernel
     fields: tuple[Field, ...]
-    """The fields, as `kernel.pack` takes them. The memory behind pointers must live as long as the
-    program."""
+    """The fields in the order of `kernel.fields`. The memory behind pointers must live as long as
+    the program."""
     joins: bool = False
-    """Whether each share needs only the same share of the previous call, not the whole call."""
+    """Whether each share needs only the same share of the previous call, not all its shares."""
 
 
 class Program:
-    """Calls that run one after another; the threads do not sleep in between."""
+    """A sequence of calls that run one after another; the threads do not sleep in between."""
 
     def __init__(self, library: Library, calls: Sequence[KernelCall], num_apart: int) -> None:
         """Prepare the calls, which must not disturb a thread that is late.
 
-        A call may change memory that another call uses only if that other call is at least
+        A call may change memory that another call uses only if the other call is at least
         `num_apart` calls earlier. No call may change its own inputs, because a late thread may
-        repeat the work of others.
+        repeat the work of other threads.
 
         Raises:
-            ValueError: more than `num_apart` calls in a row join, and would wait for ever.
+            ValueError: more than `num_apart` calls in a row join one another, and would wait for
+                ever.
             KeyError: a field is a call that is not in `calls`.
         """
         num_joined = 0
@@ -234,22 +235,22 @@ class Program:
         self._head = struct.pack("@Pqq", ctypes.addressof(self._table), len(calls), num_apart)
 
     def __call__(self, numbers: Mapping[str, int] | None = None) -> None:
-        """Run the program, from one thread at a time.
+        """Run the program; only one thread at a time may call this.
 
-        `numbers` has the integer for each named field.
+        `numbers` has an integer for each name that is used as a field.
         """
         for name, before in self._given.items():
             number = (numbers or {})[name]
-            if number != before:  # so unchanged fields stay in the threads' caches
+            if number != before:  # unchanged fields are not written, to stay in the threads' caches
                 self._fields[self._places[name]] = self._given[name] = number
         self._run(self._head)
 
 
 @functools.cache
 def native() -> Library | None:
-    """Return the library; compile it first if necessary, which takes seconds. None: that failed.
+    """Return the library, or None if there is none; the first call may compile it for seconds.
 
-    One warning gives the reason.
+    If there is no library, a warning gives the reason once.
     """
     try:
         build = find_or_build()
@@ -265,7 +266,7 @@ def native() -> Library | None:
 
 
 def _share_openmp() -> None:
-    """Make the library use torch's OpenMP; a second OpenMP would start more threads."""
+    """Make the library use torch's OpenMP, because a second OpenMP would start more threads."""
     if not _MAPS.is_file():
         return
     for line in _MAPS.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Linear maps in C, limited by memory bandwidth for few rows and by arithmetic for many.
+"""Linear maps in C: for few rows memory bandwidth limits their speed, for many rows arithmetic.
 
 Symbols: `T` tokens, `H` heads, `K` input features, `N` output features, `G` groups of input
 features.
@@ -18,11 +18,12 @@ from kernels.cpu.program.kv_ahead import NOTHING_AHEAD, PANEL, KvAhead
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 _KEPT_AS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 3}
-"""C's number for a format of weights, by the dtype of panels; an int16 holds four 4-bit weights."""
+"""C's number for the format of a weight, by the dtype of its panels. An int16 holds four 4-bit
+weights."""
 _KEPT_AS_MXFP4: Final = 4
-"""The same if the scales are uint8."""
+"""C's number for MXFP4, which has int16 panels and uint8 scales."""
 _UNROLL: Final = 8
-"""Number of input features of integer weights that C unpacks together."""
+"""How many input features of integer weights C unpacks together."""
 _GROUP_MULTIPLE: Final = 32
 
 
@@ -31,7 +32,7 @@ def can_pack(weight: torch.Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype in DTYPES
-        # last, because it compiles the library, which a GPU worker does not need
+        # This comes last, because it compiles the library, which a GPU worker does not need.
         and native() is not None
     )
 
@@ -39,10 +40,10 @@ def can_pack(weight: torch.Tensor) -> bool:
 def pack(
     weight: torch.Tensor, bias: torch.Tensor | None, *, is_low_rank: bool = False
 ) -> "PackedLinear":
-    """Lay out `weight` [N, K] for `x @ weight.T + bias`, `bias` [N]; `can_pack` must hold.
+    """Lay out `weight` [N, K] for `x @ weight.T + bias`; `bias` is [N]. `can_pack` must be true.
 
-    If `is_low_rank`, the map's results are, to the last bit, those of the kernels for adapters
-    (`kernels.cpu.program.low_rank`).
+    If `is_low_rank`, the map's results equal those of the kernels for adapters
+    (`kernels.cpu.program.low_rank`) to the last bit.
     """
     if weight.dtype is torch.float32:
         panels = _padded(weight).view(-1, PANEL, weight.shape[1]).transpose(1, 2)
@@ -55,9 +56,9 @@ def pack(
 
 
 def pack_heads(weight: torch.Tensor) -> "PackedHeads":
-    """Lay out a weight for each head, [H, N, K], for `x[:, h] @ weight[h].T`.
+    """Lay out one weight for each head, in all [H, N, K], for `x[:, h] @ weight[h].T`.
 
-    `can_pack` must hold for the weight of each head.
+    `can_pack` must be true for the weight of each head.
     """
     num_heads, num_out, _ = weight.shape
     joined = pack(functional.pad(weight, (0, 0, 0, -num_out % PANEL)).flatten(0, 1), None)
@@ -84,16 +85,16 @@ def pack_integers(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> "PackedLinear":
-    """Lay out a quantized weight for `x @ weight.T + bias`; `can_pack_integers` must hold.
+    """Lay out a quantized weight for `x @ weight.T + bias`; `can_pack_integers` must be true.
 
     Scales and offsets are rounded to float16. At 4 bits, C stores values from 0 to 15, so
-    `offset - 8 * scale` is rounded instead.
+    `offset - 8 * scale` is rounded in place of the offset.
 
     Args:
         bits: 8 or 4.
         values: int8[N, K], signed integers of `bits` bits. The weight is `values * scale + offset`.
         scales: [N, G], each for K / G values; K / G is a multiple of 8.
-        offsets: [N, G]; K / G is then a multiple of 32. At 8 bits None means zeros.
+        offsets: [N, G]; if given, K / G must be a multiple of 32. None, only at 8 bits: zeros.
         bias: [N] of `dtype`, or None.
         dtype: The dtype of the activations, float32 or bfloat16.
     """
@@ -123,14 +124,14 @@ def can_pack_mxfp4(device: torch.device, dtype: torch.dtype) -> bool:
 def pack_mxfp4(
     blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> "PackedLinear":
-    """Lay out a weight of MXFP4 for `x @ weight.T + bias`; `can_pack_mxfp4` must hold.
+    """Lay out a weight in MXFP4 for `x @ weight.T + bias`; `can_pack_mxfp4` must be true.
 
-    Products are those of its exact numbers. It takes as many bytes as before, apart from rows that
-    fill up the last panel.
+    The weight's numbers are used exactly. The packed weight has as many bytes as the given one,
+    apart from rows that fill up the last panel.
 
     Args:
-        blocks: uint8[N, G, 16]: each byte has two numbers, the first in its low bits.
-        scales: uint8[N, G], each the power of two of 32 numbers, plus 127.
+        blocks: uint8[N, G, 16]. Each byte has two numbers, the first in its low bits.
+        scales: uint8[N, G]. Each is the exponent, plus 127, of the scale of 32 numbers.
         bias: [N] of `dtype`, or None.
         dtype: The dtype of the activations, float32 or bfloat16.
     """
@@ -144,7 +145,7 @@ def pack_mxfp4(
 
 
 def _low_nibbles(words: torch.Tensor) -> torch.Tensor:
-    """Join the low nibbles of each byte of `words`, int32, in the low half of a word."""
+    """Join the low nibbles of the bytes of each int32 word in the low half of the word."""
     words = words & 0x0F0F0F0F
     words = (words | words >> 4) & 0x00FF00FF
     return (words | words >> 8) & 0xFFFF
@@ -160,9 +161,9 @@ def _packed(
     *,
     touches: bool = True,
 ) -> "PackedLinear":
-    """Pack panels of a weight `[N, K]`.
+    """Make the map of a weight `[N, K]` that was laid out in panels.
 
-    If `touches`, the threads that will read the memory have touched it first.
+    If `touches`, the threads that will read the memory touch it first.
     """
     library = native()
     assert library is not None, "can_pack was not asked"
@@ -185,7 +186,7 @@ def _packed(
 
 
 def _padded(weight: torch.Tensor) -> torch.Tensor:
-    """Add rows to a multiple of PANEL."""
+    """Add rows of zeros up to a multiple of PANEL."""
     return functional.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
 
 
@@ -201,9 +202,9 @@ def _by_panel(of_groups: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
-    """The map `x @ weight.T + bias` with fp32 sums.
+    """The linear map `x @ weight.T + bias`, with fp32 sums.
 
-    A row's result depends on no other row.
+    The result of a row does not depend on other rows.
     """
 
     _library: Library
@@ -217,14 +218,14 @@ class PackedLinear:
     """The weight as C reads it: float32[ceil(N / 32), K, 32], bfloat16[ceil(N / 32), ceil(K / 2),
     32, 2], int8 of that shape, or for 4 bits and MXFP4 int16[ceil(N / 32), K / 8, 32, 2]."""
     _scales: torch.Tensor | None
-    """float16[ceil(N / 32), G, 32], or uint8 of MXFP4; None if the weight is plain numbers."""
+    """float16[ceil(N / 32), G, 32], or for MXFP4 uint8; None if the weight is not quantized."""
     _offsets: torch.Tensor | None
     _bias: torch.Tensor | None
     _is_low_rank: bool = False
 
     @property
     def can_gate(self) -> bool:
-        """Whether `call` can be gated, because no panel has both gates and gated features."""
+        """Whether `call` can be gated, which needs panels that do not mix gate and up outputs."""
         return self.num_out % (2 * PANEL) == 0
 
     @property
@@ -240,8 +241,8 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Map `[T, K]` to `[T, N]`.
 
-        If x is bfloat16, `dtype` may be float32. The results are rounded to bfloat16 even then, but
-        need no conversion later.
+        If `x` is bfloat16, the result's `dtype` may be float32. The results are still rounded to
+        bfloat16, but need no conversion later.
 
         Raises:
             ValueError: shape, dtype, device or strides do not fit.
@@ -260,12 +261,12 @@ class PackedLinear:
         *,
         is_gated: bool = False,
     ) -> KernelCall:
-        """Return the call that maps the first rows of `x` `[T, K]` to `out` `[T, N]`.
+        """Return the call that maps the first `num_rows` rows of `x` `[T, K]` to `out` `[T, N]`.
 
-        Both have the map's dtype; rows may lie apart. `ahead` is the memory to prefetch for a later
-        call. If `is_gated`, the map's output is `[gate, up]`, and `out` `[T, N / 2]` gets
-        `silu(gate) * up`, rounded wherever the map and `silu_mul` would round. Then `can_gate` must
-        hold.
+        Both tensors have the map's dtype; their rows may lie apart. `ahead` is the memory to
+        prefetch for a later call. If `is_gated`, the map's output is `[gate, up]`, and `out`
+        `[T, N / 2]` gets `silu(gate) * up`, rounded wherever the map and `silu_mul` would round;
+        `can_gate` must be true.
         """
         fields = self._fields(x, out, num_rows, ahead, is_gated=is_gated)
         return KernelCall(self._library.linear, fields)
@@ -287,7 +288,7 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedHeads:
-    """A linear map for each head, with fp32 sums. A row's result depends on no other row."""
+    """A linear map for each head, with fp32 sums. A row's result does not depend on other rows."""
 
     _library: Library
     _first: PackedLinear
@@ -296,7 +297,7 @@ class PackedHeads:
     """H."""
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Map `x` [T, H, K] to `out` [T, H, N], of any strides over tokens and heads.
+        """Map `x` [T, H, K] to `out` [T, H, N]; strides over tokens and heads may be any.
 
         Raises:
             ValueError: shape, dtype, device or strides do not fit.

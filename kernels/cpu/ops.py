@@ -1,9 +1,9 @@
 """The ops in C. Each checks its tensors, allocates its result and calls a kernel of the library.
 
-Most ops take the library, then the arguments of their twin in `kernels.reference`, which defines
-the result. An op raises ValueError if shapes, dtypes, devices or strides do not fit. `kernels.ops`
-calls it if C supports the dtype of the first tensor. The fields of a call are in the order of the
-kernel's structure, which `kernels.cpu.library` lists.
+The arguments of most ops are the library, and then those of the twin in `kernels.reference`, which
+defines the result. An op raises ValueError if shapes, dtypes, devices or strides do not fit.
+`kernels.ops` calls these ops if C supports the dtype of the first tensor. The fields of a call are
+in the order of the kernel's structure, which `kernels.cpu.library` lists.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `N` width of a
 norm, `I` intermediate size, `P` block size, `M` max blocks per sequence, `V` vocabulary.
@@ -33,7 +33,7 @@ _TOKENS_AND_HEADS: Final = 3  # dimensions of [T, H, N]
 
 
 def rms_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise `x`, [T, N] or [T, H, N] of any strides over T and H."""
+    """Normalise `x`, [T, N] or [T, H, N]; strides over T and H may be any."""
     rows = x if x.dim() == _TOKENS_AND_HEADS else x.unsqueeze(1)
     num_tokens, num_heads, width = rows.shape
     check_tensor("x", rows, (num_tokens, num_heads, width), x.dtype, weight)
@@ -50,7 +50,7 @@ def rms_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, eps: float
 def add_rms_norm(
     library: Library, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add and normalise `x` and `residual` [T, N], of any stride over T."""
+    """Add `x` and `residual` [T, N], and normalise the sum; strides over T may be any."""
     num_tokens, width = x.shape
     check_tensor("x", x, (num_tokens, width), x.dtype, weight)
     check_tensor("residual", residual, (num_tokens, width), x.dtype, x)
@@ -102,10 +102,10 @@ def rotary(
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate `query` [T, H, D] and `key` [T, HKV, D], of any strides over tokens and heads.
+    """Rotate `query` [T, H, D] and `key` [T, HKV, D]; strides over tokens and heads may be any.
 
-    `cos_sin` is float32 [max_pos, R]; the dims of a head after R are copied. No position is checked
-    against the length of `cos_sin`.
+    `cos_sin` is float32 [max_pos, R]; the dims of a head after the first R are copied. Positions
+    are not checked against max_pos.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -134,9 +134,9 @@ def store_kv(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> None:
-    """Store `key` and `value` [T, HKV, D], or keys alone, bit for bit as the twin does.
+    """Store `key` and `value` [T, HKV, D], or only keys, bit for bit as the twin does.
 
-    No slot is checked against the number of blocks.
+    Slots are not checked against the number of blocks.
     """
     num_tokens, num_kv_heads, head_dim = key.shape
     num_blocks, block_size = key_cache.shape[:2]
@@ -167,7 +167,7 @@ def rotary_store_kv(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Call `rotary`, then `store_kv` with the rotated keys; return the rotated queries."""
+    """Call `rotary`, and then `store_kv` with the rotated keys; return the rotated queries."""
     query, key = rotary(library, query, key, cos_sin, positions)
     store_kv(
         library, key, value, key_cache, value_cache, slot_mapping,
@@ -192,10 +192,10 @@ def paged_attention_decode(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [S, H, D], one token of each sequence.
+    """Attend with `query` [S, H, D], which has one token of each sequence.
 
-    A row depends on no other row of the batch, to the last bit, and equals the result of
-    `paged_attention_prefill`. No length is checked against M * P.
+    No bit of a row depends on other rows of the batch, and a row equals the result of
+    `paged_attention_prefill`. Lengths are not checked against M * P.
     """
     num_seqs = block_tables.shape[0]
     check_rows(num_seqs, len(query), out)
@@ -226,7 +226,7 @@ def paged_attention_prefill(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [T, H, D], the last tokens of each sequence.
+    """Attend with `query` [T, H, D], which has the last tokens of each sequence.
 
     No bit of a row depends on other sequences, or on how the prompt was cut into chunks.
     """
@@ -289,12 +289,12 @@ def suppress(
 def draw(
     logits: torch.Tensor, places: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Draw a token for some rows of logits; returns int64[N]. On CPUs only, by C or the twin.
+    """Draw a token for some rows of logits, on CPUs only, in C or by the twin; return int64[N].
 
     A token's weight is `exp((logit - max) / temperature)`. The drawn token is the first at which
-    the running sum of weights, in token order, exceeds `uniform` times their total. Each row has
-    its own sums, in float64. A token of weight 0 is drawn only from a row without a finite maximum;
-    then any valid id may be drawn.
+    the running sum of weights, in token order, exceeds `uniform` times the sum of all weights. Each
+    row has its own sums, in float64. Only from a row without a finite maximum can a token of weight
+    0 be drawn; in this case any valid id may be drawn.
 
     Args:
         logits: float32[S, V]; not changed.
@@ -328,9 +328,9 @@ def selective_scan(
     d: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance the states of Mamba layers by `T` tokens. On CPUs only, by C or the twin.
+    """Advance the states of Mamba layers by `T` tokens, on CPUs only, in C or by the twin.
 
-    For each token: `state = state * exp(dt * a) + dt * x * b`, and the output is the sum over `N`
+    For each token, `state = state * exp(dt * a) + dt * x * b`, and the output is the sum over `N`
     of `state * c`, plus `d * x`. Everything is computed in float32, token by token. So no bit of a
     result depends on other sequences, or on how the tokens are divided among calls.
 
@@ -341,12 +341,12 @@ def selective_scan(
         dt: float32[S, T, H].
         a: float32[H, N], negative; or [H, 1] if it is the same for all `N`.
         b: [S, T, G, N], of the dtype of `x`.
-        c: As `b`.
+        c: [S, T, G, N], of the dtype of `x`.
         d: float32[H].
         state: float32[S, H, P, N], not changed; None: zeros.
 
     Returns:
-        The output, as `x`; and the new state.
+        The output, with the shape and dtype of `x`; and the new state.
     """
     x, dt, a, b, c, d = (each.contiguous() for each in (x, dt, a, b, c, d))
     state = None if state is None else state.contiguous()
@@ -382,12 +382,12 @@ def delta_scan(
     beta: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance the states of gated delta nets by `T` tokens. On CPUs only, by C or the twin.
+    """Advance the states of gated delta nets by `T` tokens, on CPUs only, in C or by the twin.
 
-    For each token: `state = state * exp(g)`, `state = state + k (v - k state) * beta`, and the
-    output is `q state`. Before that, queries and keys are scaled to length 1, and queries are
-    divided by the square root of `K`. As in `selective_scan`, results do not depend on how tokens
-    are divided among calls.
+    First, queries and keys are scaled to length 1, and queries are divided by the square root of
+    `K`. Then, for each token, `state = state * exp(g)`, `state = state + k (v - k state) * beta`,
+    and the output is `q state`. As in `selective_scan`, results do not depend on how tokens are
+    divided among calls.
 
     Symbols: `HK` heads of queries and keys, `K` their dim, `P` the dim of values.
 
@@ -400,7 +400,7 @@ def delta_scan(
         state: float32[S, H, K, P], not changed; None: zeros.
 
     Returns:
-        The output, as `v`; and the new state.
+        The output, with the shape and dtype of `v`; and the new state.
     """
     q, k, v, g, beta = (each.contiguous() for each in (q, k, v, g, beta))
     state = None if state is None else state.contiguous()

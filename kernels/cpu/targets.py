@@ -1,7 +1,7 @@
-"""The CPUs for which the C kernels are compiled: this CPU, and kinds with a shipped library.
+"""The CPUs for which the C kernels are compiled: this CPU, and kinds of CPU with a shipped library.
 
-A CPU's instruction sets decide only which libraries it can run. Which of two libraries is faster
-was never measured.
+The instruction sets of a CPU decide only which libraries it can run. It was never measured which of
+two libraries is faster.
 """
 
 import platform
@@ -14,7 +14,7 @@ _CPU_INFO: Final = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A kind of CPU, by the compiler's flags for it."""
+    """A kind of CPU, described by the compiler's flags for it."""
 
     name: str
     flags: tuple[str, ...]
@@ -52,7 +52,8 @@ SHIPPED_TARGETS: Final = (
     ),
     Target("armv8-a", ("-march=armv8-a",), "aarch64", _named("asimd fp")),
 )
-"""Within an architecture, a target comes before those whose instruction sets it includes."""
+"""The kinds of CPU with a shipped library. In an architecture, a target comes before targets whose
+instruction sets it includes."""
 
 
 def cpu_features() -> frozenset[str]:
@@ -70,11 +71,11 @@ def targets_of(machine: str) -> tuple[Target, ...]:
 
 
 def can_run(target: Target, machine: str, features: frozenset[str]) -> bool:
-    """Return whether a CPU with these instruction sets runs a shipped target's code."""
+    """Return whether a CPU with these instruction sets can run a shipped target's code."""
     return target.machine == machine and target.needs <= features
 
 
 def runnable_targets() -> tuple[Target, ...]:
-    """Return the shipped targets whose code this CPU runs, the most specific target first."""
+    """Return the shipped targets whose code this CPU can run, the most specific one first."""
     machine, features = platform.machine(), cpu_features()
     return tuple(target for target in SHIPPED_TARGETS if can_run(target, machine, features))

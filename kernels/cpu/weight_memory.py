@@ -1,8 +1,8 @@
 """Memory for packed weights, on huge pages where the system has them.
 
 A step of few rows reads every weight once, as fast as memory allows. With pages of 4 KiB, a core
-spends a third of that time on looking up the addresses of pages, and does not prefetch past a
-page's end. Weights are often smaller than a huge page, so several weights share a region.
+spends a third of the step's time on looking up the addresses of pages, and does not prefetch past
+the end of a page. Weights are often smaller than a huge page, so several weights share a region.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _ALIGN_BYTES: Final = 64
 
 
 class _Region:
-    """Memory that is given out from its start on, and freed together with the last tensor in it."""
+    """Memory that is given out from its start on, and freed with the last tensor in it."""
 
     def __init__(self, num_bytes: int) -> None:
         num_bytes += _HUGE_PAGE_BYTES  # skip the memory before the first page border
@@ -52,7 +52,7 @@ class WeightMemory:
     ) -> torch.Tensor:
         """Return a contiguous copy of a CPU tensor; its memory is freed with its whole region.
 
-        `touch` gets the memory, of the weight's shape, before anything is written to it.
+        `touch` is called with the memory, in the weight's shape, before anything is written to it.
         """
         num_bytes = weight.numel() * weight.itemsize
         with self._lock:
@@ -67,7 +67,7 @@ class WeightMemory:
         return held.copy_(weight)
 
     def begin_region(self) -> None:
-        """Start a new region for later weights, so that earlier weights can free their region."""
+        """Start a new region for later weights, so that the region of earlier ones can be freed."""
         with self._lock:
             self._region = None
 

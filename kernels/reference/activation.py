@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return `silu(gate) * up` [T, I] for `gate_up` [T, 2 * I], with gate in the first half.
 
-    SiLU is rounded to the dtype before the product, as in a model with a module for each.
+    SiLU is rounded to the dtype before the product, as in a model that computes it by itself.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)
@@ -19,8 +19,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """Return `(up + 1) * gate * sigmoid(alpha * gate)` [T, I] for `gate_up` [T, 2 * I].
 
-    Gate, the first half, is at most `limit`, and up is in [-limit, limit]. The result is computed
-    in fp32 and rounded once.
+    Gate, the first half, is cut off above `limit`, and up is cut to [-limit, limit]. The result is
+    computed in fp32 and rounded once.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -10,8 +10,8 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
     """Copy block `src[i]` of `pool` [B, block_elems] onto block `dst[i]`, for all i at once.
 
     Every read happens before any write, so chains and swaps copy the old contents. `src` and
-    `dst` are int64[N]. Two equal `dst` are a caller's error, and leave the block's contents
-    undefined.
+    `dst` are int64[N]. Two equal numbers in `dst` are an error of the caller, and leave the block's
+    contents undefined.
     """
     pool.index_copy_(0, dst, pool.index_select(0, src))
 
@@ -27,6 +27,6 @@ def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Ten
 def scatter_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
     """Copy row i of `staged` to block `block_ids[i]` of `pool`, for all i; see `gather_blocks`.
 
-    Two equal `block_ids` are a caller's error, and leave the block's contents undefined.
+    Two equal `block_ids` are an error of the caller, and leave the block's contents undefined.
     """
     pool.index_copy_(0, block_ids, staged)

@@ -9,6 +9,7 @@ import torch
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first maximum of each row of `logits` [S, V], and whether the row is finite.
 
-    The results are int64[S] and bool[S]. For a row that is not finite the token is any valid one.
+    The results are int64[S] and bool[S]. For a row that is not finite, the token is an arbitrary
+    valid id.
     """
     return logits.argmax(1), logits.isfinite().all(1)

@@ -1,4 +1,4 @@
-"""RMS normalisation in plain torch, bit-equal to the Llama family of transformers.
+"""RMS normalisation in plain torch, bit-equal to that of Llama models in transformers.
 
 Symbols: `T` tokens, `N` the width that is normalised.
 """
@@ -22,7 +22,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `(rms_norm(x + residual), x + residual)`; the sum is rounded to `x.dtype` first.
 
-    Both inputs are [..., N] and stay as they are.
+    Both inputs are [..., N] and are not changed.
     """
     total = x + residual
     return rms_norm(total, weight, eps), total

@@ -11,10 +11,10 @@ def rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate each head of `query` [T, H, D] and `key` [T, HKV, D] to its token's position.
 
-    With the halves x1, x2 of a head's first R dims:
+    The halves x1, x2 of a head's first R dims become
     `(x1 * cos - x2 * sin, x2 * cos + x1 * sin)`; the other dims are copied. `cos_sin` is
     fp32 [max_pos, R], cos in the first half of a row and sin in the second; both are rounded to
-    the dtype of `query` before use. `positions` is int64[T]. The inputs stay as they are.
+    the dtype of `query` before use. `positions` is int64[T]. The inputs are not changed.
     """
     rows = cos_sin.index_select(0, positions).to(query.dtype).unsqueeze(1)  # [T, 1, R]
     cos, sin = rows.chunk(2, dim=-1)  # [T, 1, R / 2] each

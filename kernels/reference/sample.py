@@ -20,14 +20,14 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw a token from each row of `logits`, fp32[S, V]; returns int64[S].
+    """Draw a token from each row of `logits`, fp32[S, V]; return int64[S].
 
-    Weights are `exp((logits - max) / temperature)`. First top_k keeps the k largest. Of these,
-    top_p keeps as few of the largest as add up to the share p of their sum. Then min_p keeps
-    weights of at least min_p times the largest. Among equal weights the lower token ids are kept.
-    The token is the one at which the running sum of kept weights, in token order, first exceeds u
-    times their sum, where u depends only on seed and position (`uniforms`). Sums are fp64, and each
-    row is computed alone.
+    Weights are `exp((logits - max) / temperature)`. First, top_k keeps the k largest weights. Of
+    these, top_p keeps the fewest largest weights that add up to the share p of their sum. Then
+    min_p keeps weights of at least min_p times the largest. Among equal weights, those of the lower
+    token ids are kept. The drawn token is the first at which the running sum of kept weights, in
+    token order, exceeds u times their sum, where u depends only on seed and position (`uniforms`).
+    Sums are fp64, and a row does not depend on other rows.
 
     `temperature` is fp32[S] above 0, `top_k` int64[S] in [1, V], `top_p` fp64[S] in (0, 1], `min_p`
     fp32[S] in [0, 1], and `positions` int64[S]. `seeds` is int64[S] with the bits of unsigned
@@ -49,15 +49,15 @@ def sample(
     running = weights.cumsum(1, dtype=torch.float64)
     target = uniforms(seeds, positions).unsqueeze(1) * running[:, -1:]
     token = torch.searchsorted(running, target, right=True)
-    # Rounding may raise the target to the sum itself, so the last token with any weight is the
-    # limit.
+    # Rounding may raise the target to the sum of all weights, so the result is at most the last
+    # token with any weight.
     return torch.minimum(token, running.argmax(1, keepdim=True)).squeeze(1)
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return fp64[S] in [0, 1), the (position + 1)-th output of each seed's SplitMix64 generator.
 
-    A number is the upper 53 bits of the output times 2^-53. Source: Steele, Lea, Flood: Fast
+    A number is the upper 53 bits of the output, times 2^-53. The source is Steele, Lea, Flood: Fast
     splittable pseudorandom number generators, OOPSLA 2014.
     """
     x = seeds + (positions + 1) * _GAMMA  # int64 wraps as unsigned numbers do
@@ -67,5 +67,5 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift right and fill with zeros, because int64's own shift repeats the sign."""
+    """Shift right and fill with zeros; int64's own shift would repeat the sign."""
     return (x >> count) & ((1 << (64 - count)) - 1)

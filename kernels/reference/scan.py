@@ -16,7 +16,7 @@ def selective_scan(
     d: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance states by `T` tokens, as `kernels.cpu.ops.selective_scan` says."""
+    """Advance the states of Mamba layers by `T` tokens; see `kernels.cpu.ops.selective_scan`."""
     num_seqs, num_tokens, num_heads, head_dim = x.shape
     num_groups, width = b.shape[2:]
     b, c = (rows.float().repeat_interleave(num_heads // num_groups, dim=2) for rows in (b, c))
@@ -41,7 +41,7 @@ def delta_scan(
     beta: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance states by `T` tokens, as `kernels.cpu.ops.delta_scan` says."""
+    """Advance the states of gated delta nets by `T` tokens; see `kernels.cpu.ops.delta_scan`."""
     num_seqs, num_tokens, num_key_heads, key_dim = k.shape
     num_heads, head_dim = v.shape[2:]
     q, k = (rows.repeat_interleave(num_heads // num_key_heads, 2).float() for rows in (q, k))

@@ -21,8 +21,9 @@ def store_kv(
     """Write token t's `key` and `value` [T, HKV, D] to slot `slot_mapping[t]` of the caches.
 
     The caches are [B, P, HKV, D] views of any block stride; slot = block * P + offset, int64[T].
-    Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens with one slot are a caller's error.
-    Without `value` and `value_cache` only keys are stored; values are then a part of them.
+    Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens with the same slot are an error of
+    the caller. Without `value` and `value_cache` only keys are stored; then values are a part of
+    the keys.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says: int8 or float8_e4m3fn.
@@ -42,6 +43,6 @@ def store_kv(
             cache[block_ids, offsets] = new
         else:
             numbers, new_scales = quantize(new, cache.dtype)
-            # As bytes, because torch cannot scatter every 8-bit dtype on every device.
+            # The numbers are stored as bytes: torch cannot scatter every 8-bit dtype everywhere.
             cache.view(torch.uint8)[block_ids, offsets] = numbers.view(torch.uint8)
             scales[block_ids, offsets] = new_scales

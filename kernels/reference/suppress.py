@@ -7,12 +7,12 @@ import torch
 
 
 def suppress(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
-    """Set the logits whose bit is 0 to -inf, in place.
+    """Set the logits of tokens whose bit in a mask is 0 to -inf, in place.
 
     Args:
         logits: float32[S, V].
-        places: int64[G]: the row of logits for each mask; all rows differ.
-        admitted: int32[G, W]: bit t % 32 of word t // 32 is for token t.
+        places: int64[G], the row of logits for each mask; all rows are different.
+        admitted: int32[G, W], the masks; bit t % 32 of word t // 32 is for token t.
     """
     bits = torch.arange(32, dtype=torch.int32, device=admitted.device)
     is_suppressed = ((admitted.unsqueeze(2) >> bits) & 1) == 0  # [G, W, 32]

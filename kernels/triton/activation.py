@@ -26,8 +26,8 @@ def _silu_mul_kernel(
 ):
     """`out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i]`, silu(x) = x / (1 + exp(-x)).
 
-    One program for each token and COLUMNS elements. SiLU is computed in fp32 and rounded to the
-    dtype before the product.
+    There is one program for each token and COLUMNS elements. SiLU is computed in fp32 and rounded
+    to the dtype before the product.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -64,9 +64,10 @@ def _clamped_swiglu_kernel(
     LIMIT: tl.constexpr,
     COLUMNS: tl.constexpr,  # elements of a program
 ):
-    """`out[t, i] = (up + 1) * gate * sigmoid(ALPHA * gate)`, with both clamped.
+    """`out[t, i] = (up + 1) * gate * sigmoid(ALPHA * gate)`, with gate and up clamped.
 
-    One program for each token and COLUMNS elements. All is computed in fp32 and rounded once.
+    There is one program for each token and COLUMNS elements. The result is computed in fp32 and
+    rounded once.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -74,7 +75,7 @@ def _clamped_swiglu_kernel(
     row = gate_up + token * gate_up_stride_t
     gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + I + column, mask=inside, other=0.0).to(tl.float32)
-    # Comparisons keep NaN.
+    # Comparisons are used because they keep NaN.
     gate = tl.where(gate > LIMIT, LIMIT, gate)
     up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     glu = gate / (1.0 + tl.exp(-ALPHA * gate))

@@ -1,4 +1,4 @@
-"""Gathers the tokens of each row of logits that top-k or top-p may keep.
+"""Gathers, from each row of logits, the tokens that top-k or top-p may keep.
 
 Symbols: `S` sequences, `V` vocabulary, `C` tiles of a row.
 """
@@ -23,7 +23,7 @@ _NUM_WARPS: Final = 16  # of that program
 def keys_of(logits, maxima, temperature, seq, token, logits_stride, V):
     """Return the key of each token: the bits of `(max - logits[s, v]) / temperature`.
 
-    The likeliest token has the key 0. Bits of floats that are not negative are in the order of the
+    The likeliest token has the key 0. The bits of floats that are not negative are ordered like the
     floats, so keys can be compared. Past V, keys are the largest int32.
     """
     logit = tl.load(logits + seq * logits_stride + token, mask=token < V, other=0.0)
@@ -35,7 +35,7 @@ def keys_of(logits, maxima, temperature, seq, token, logits_stride, V):
 
 @triton.jit
 def weight_of(key):
-    """Return fp32 exp(-gap); 0 for logits of minus infinity and past the vocabulary."""
+    """Return the fp32 weight exp(-gap), which is 0 for logits of -inf and past the vocabulary."""
     finite = key < 0x7F800000
     weight = tl.exp(-tl.where(finite, key, 0).to(tl.float32, bitcast=True))
     return tl.where(finite, weight, 0.0)
@@ -68,10 +68,10 @@ def _count_kernel(
     TOKENS: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Sum the weights of each tile; count its tokens by bin, in rows with top_k or top_p.
+    """Sum the weights of each tile; in rows with top_k or top_p, count the tile's tokens by bin.
 
-    In other rows, weights that min_p drops do not count. Tokens past V are in the last bin. One
-    program for each row and TOKENS tokens.
+    In other rows, the sums leave out weights that min_p drops. Tokens past V are in the last bin.
+    There is one program for each row and TOKENS tokens.
     """
     seq = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -103,10 +103,11 @@ def _choose_kernel(
     CHUNK: tl.constexpr,  # tiles whose counts are read at once
     TILES: tl.constexpr,  # a power of two, at least C
 ):
-    """Choose the last bin of each row's candidates, and count these up to the end of each tile.
+    """Choose the last bin of each row's candidates; count candidates up to the end of each tile.
 
-    Candidates are all tokens that top_k keeps; without top_k, all that top_p keeps: the bins after
-    the last one surely weigh no more than the share that top_p drops. One program for each row.
+    Candidates include all tokens that top_k keeps; without top_k, all that top_p keeps, because the
+    bins after the last one surely weigh no more than the share that top_p drops. There is one
+    program for each row.
     """
     seq = tl.program_id(0).to(tl.int64)
     k = tl.load(top_k + seq)
@@ -122,7 +123,7 @@ def _choose_kernel(
         total = tl.sum(tl.load(sums + seq * num_tiles + tile, mask=is_tile, other=0.0), axis=0)
         most = in_bin.to(tl.float64) * tl.exp(nth.to(tl.float32) * -0.125).to(tl.float64)
         rest = tl.sum(most, axis=0) - tl.cumsum(most, axis=0)
-        # Rounding is far below these margins.
+        # Rounding errors are far below these margins.
         is_enough = rest * 1.0001 + total * 1e-12 <= (1 - p) * total
         if k < V:
             is_enough = tl.cumsum(in_bin, axis=0) >= k
@@ -165,7 +166,7 @@ def _gather_kernel(
     TOKENS: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Store the keys of each row's candidates, in the order of tokens. One program per tile."""
+    """Store the keys of each row's candidates, in the order of tokens, with a program per tile."""
     seq = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     if (tl.load(top_k + seq) < V) | (tl.load(top_p + seq) < 1):
@@ -181,11 +182,11 @@ class Candidates(NamedTuple):
     """The candidates of each row, in the order of kernel arguments."""
 
     keys: torch.Tensor
-    """int32 [S, C * TOKENS]: the keys of a row's candidates, in the order of tokens."""
+    """int32 [S, C * TOKENS]: the keys of each row's candidates, in the order of tokens."""
     sums: torch.Tensor
-    """fp64 [S, C]: see `_count_kernel`."""
+    """fp64 [S, C]: the sum of each tile's weights; see `_count_kernel`."""
     lasts: torch.Tensor
-    """int32[S]: the last bin of candidates."""
+    """int32[S]: the last bin of each row's candidates."""
     ends: torch.Tensor
     """int32 [S, C]: the number of candidates up to the end of each tile."""
 
@@ -201,7 +202,7 @@ def gather_candidates(
     """Gather the candidates for `sample`, from its arguments and the `maxima` of the rows.
 
     Tokens are counted by their gap to the likeliest token, and the counts bound what top_k or top_p
-    can keep. A row with neither has only `sums`.
+    can keep. For a row with neither top_k nor top_p, only `sums` is valid.
     """
     num_seqs, num_tokens = logits.shape
     num_tiles = triton.cdiv(num_tokens, TOKENS)

@@ -1,8 +1,8 @@
 """Finds each kernel's configuration on a device: tile sizes, splits and warps.
 
 `configs/` has a JSON file for each device on which `python -m kernels.tuning` was run, named after
-the device. For other devices it has a file for each compute capability, such as `sm_90.json`. The
-field `tuned` describes how a file's numbers were measured; null means that they were chosen, not
+the device. For other devices it has files for compute capabilities, such as `sm_90.json`. The field
+`tuned` describes how a file's numbers were measured; null means that they were chosen, not
 measured. The numbers for Triton's interpreter are small, so that tests cross the borders of tiles
 and splits.
 
@@ -30,34 +30,34 @@ class LaunchShape:
     """The properties of a launch that follow from the model; rules may match these."""
 
     dtype: str
-    """Dtype of the queries: "float32", "float16" or "bfloat16"."""
+    """The dtype of the queries: "float32", "float16" or "bfloat16"."""
     stored: str
-    """Dtype of the caches: the queries' dtype, "int8" or "float8_e4m3fn"."""
+    """The dtype of the caches: that of the queries, "int8" or "float8_e4m3fn"."""
     dims: int
     """The head dim of values, rounded up to a power of two and at least 16."""
     group: int
     """Query heads per kv head."""
     divides_values: bool = True
-    """Whether programs can divide the dims of values among them. The dims must be a power of two,
-    and the attention not latent."""
+    """Whether programs can divide the dims of values among them. This is possible if the head dim
+    is a power of two and the attention is not latent."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How decode attention divides its work; the first four fields affect the last bits."""
+    """How decode attention divides its work; the first four fields affect a result's last bits."""
 
     positions: int
-    """KV positions of a tile: a power of two, at least 16."""
+    """KV positions in a tile: a power of two, at least 16."""
     split: int
-    """KV positions of a split: a multiple of `positions`."""
+    """KV positions in a split: a multiple of `positions`."""
     pieces_per_processor: int
     """The limit on pieces of work (pairs of split and kv head) of one sequence, per processor (SM)
-    of the device. If a sequence would have more, its splits grow."""
+    of the device. If a sequence would have more pieces, its splits grow."""
     num_warps: int
     num_stages: int
-    """Tiles in flight."""
+    """Tiles that are loaded at the same time."""
     programs_per_processor: int
-    """Programs of the grid for each processor of the device."""
+    """Number of programs in the grid for each processor of the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,12 @@ class PrefillConfig:
     """How prefill attention divides its work."""
 
     rows: int
-    """Rows of a tile, each a pair of token and head: a power of two, at least 16."""
+    """Rows in a tile, each a pair of token and head: a power of two, at least 16."""
     positions: int
-    """KV positions of a tile: a power of two, at least 16."""
+    """KV positions in a tile: a power of two, at least 16."""
     num_warps: int
     num_stages: int
-    """Tiles in flight."""
+    """Tiles that are loaded at the same time."""
     value_dims: int = 256
     """If programs can divide the dims of values, the limit on dims of one program: a power of two.
     """
@@ -80,7 +80,7 @@ Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
 
 def config_of(kind: type[Config], device: torch.device, shape: LaunchShape) -> Config:
-    """Return the configuration of a kernel for `shape` on `device`, or the forced one."""
+    """Return a kernel's configuration for `shape` on `device`, or the one set by `forced`."""
     if kind in _forced:
         return cast(Config, _forced[kind])
     index = None
@@ -91,7 +91,10 @@ def config_of(kind: type[Config], device: torch.device, shape: LaunchShape) -> C
 
 @contextmanager
 def forced(config: DecodeConfig | PrefillConfig) -> Iterator[None]:
-    """Make a kernel use `config` in all launches, for measurements and tests; not thread-safe."""
+    """Make a kernel use `config` in all launches, for measurements and tests; not thread-safe.
+
+    Which kernel it is follows from the type of `config`.
+    """
     _forced[type(config)] = config
     try:
         yield
@@ -124,8 +127,8 @@ def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], C
     """Return the rules for `kind` in a file's `text`, each with its match and its configuration.
 
     Raises:
-        ValueError: a rule matches a field that no `LaunchShape` has, or a configuration is not one
-            of `kind`.
+        ValueError: a rule matches a field that `LaunchShape` does not have, or a configuration does not
+            have the fields of `kind`.
     """
     rules = []
     for rule in json.loads(text)["kernels"][NAMES[kind]]:
@@ -137,7 +140,7 @@ def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], C
 
 
 def config_path(device_name: str, capability: tuple[int, int]) -> Path:
-    """Return the device's own file, else the file of the highest capability up to the device's."""
+    """Return the device's own file, or that of the highest capability up to the device's."""
     own = CONFIG_DIR / f"{file_stem(device_name)}.json"
     if own.exists():
         return own
@@ -148,7 +151,7 @@ def config_path(device_name: str, capability: tuple[int, int]) -> Path:
 
 
 def file_stem(device_name: str) -> str:
-    """Return the name of a device's file: "NVIDIA H200" gives "NVIDIA_H200"."""
+    """Return the name of a device's file without ".json": "NVIDIA H200" gives "NVIDIA_H200"."""
     return "".join(each if each.isalnum() or each == "-" else "_" for each in device_name)
 
 
@@ -156,7 +159,7 @@ NAMES: Final[dict[type[DecodeConfig] | type[PrefillConfig], str]] = {
     DecodeConfig: "decode",
     PrefillConfig: "prefill",
 }
-"""The names of the kernels in the files."""
+"""The names that the kernels have in the files."""
 
 
 _forced: Final[dict[type[DecodeConfig] | type[PrefillConfig], DecodeConfig | PrefillConfig]] = {}

@@ -33,7 +33,7 @@ def _copy_blocks_kernel(
 ):
     """`target[target_ids[i], k, e] = source[source_ids[i], k, e]`.
 
-    One program for each copy i, piece k and COLUMNS elements.
+    There is one program for each copy i, piece k and COLUMNS elements.
     """
     copy = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1).to(tl.int64)
@@ -50,9 +50,9 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
     """Copy block `src[i]` of `pool` [B, E] onto block `dst[i]`, for all i at once.
 
     The blocks pass through a buffer of N blocks, so every read happens before any write, and chains
-    and swaps copy the old contents. `src` and `dst` are int64[N]. Two equal `dst` are a caller's
-    error, and leave the block's contents undefined. `pool` may have any dtype, because bits are
-    copied.
+    and swaps copy the old contents. `src` and `dst` are int64[N]. Two equal numbers in `dst` are an
+    error of the caller, and leave the block's contents undefined. `pool` may have any dtype,
+    because bits are copied.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -69,9 +69,9 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
 def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
     """Copy block `block_ids[i]` of `pool` to row i of `staged`, for all i, for a swap-out.
 
-    `pool` is [B, E], or [B, K, E] if a block is K pieces with any stride between them, as in a
-    layer-major pool. `staged` is [N, E] or [N, K, E], with any strides but the last, and
-    `block_ids` int64[N]. One DMA of `staged` then replaces N * K small ones.
+    `pool` is [B, E], or [B, K, E] if a block consists of K pieces with any stride between them, as
+    in a layer-major pool. `staged` is [N, E] or [N, K, E]; all strides except the last may be any.
+    `block_ids` is int64[N]. After the copy, one DMA of `staged` replaces N * K small ones.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -83,7 +83,7 @@ def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Ten
 def scatter_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
     """Copy row i of `staged` to block `block_ids[i]` of `pool`, for all i; see `gather_blocks`.
 
-    Two equal `block_ids` are a caller's error, and leave the block's contents undefined.
+    Two equal `block_ids` are an error of the caller, and leave the block's contents undefined.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

@@ -26,7 +26,10 @@ def _tile_maxima_kernel(
     num_tiles,  # C
     TOKENS: tl.constexpr,
 ):
-    """Find the maximum of each tile of TOKENS logits, and its first token. One program per tile."""
+    """Find the maximum of each tile of TOKENS logits, and the first token that has it.
+
+    There is one program for each tile.
+    """
     seq = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     token = tile * TOKENS + tl.arange(0, TOKENS)
@@ -50,7 +53,7 @@ def _row_maxima_kernel(
     num_tiles,  # C
     TILES: tl.constexpr,  # a power of two, at least C
 ):
-    """`out[s]` is the token of the first tile with the row's maximum. One program for each row."""
+    """Store in `out[s]` the token of the first tile with the row's maximum; a program per row."""
     seq = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     inside = tile < num_tiles
@@ -62,7 +65,7 @@ def _row_maxima_kernel(
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `kernels.reference.greedy` for `logits` of any stride over S.
+    """Compute `kernels.reference.greedy`; the stride of `logits` over S may be any.
 
     Raises:
         ValueError: `logits` is not 2-dimensional, not a float, or has no dense rows.

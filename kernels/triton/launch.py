@@ -1,4 +1,4 @@
-"""Launches a kernel repeatedly with mostly the same arguments."""
+"""Launches a kernel repeatedly, with arguments that are mostly the same."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from collections.abc import Hashable, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Launch:
-    """A kernel with its constant arguments.
+    """A kernel with the arguments that are the same at each launch.
 
     At each launch, Triton inspects all arguments to find the compiled kernel: their types, their
     specialization (such as divisibility by 16), and the values of constants. This class finds the
@@ -14,7 +14,7 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], options: Mapping[str, int]) -> None:
-        """`fixed` has arguments by name, `options` Triton's options, such as `num_warps`."""
+        """`fixed` has arguments by name; `options` has Triton's options, such as `num_warps`."""
         self._kernel = kernel
         self._fixed = fixed
         self._options = options
@@ -27,14 +27,14 @@ class Launch:
     def __call__(self, grid: tuple[int, int, int], variant: Hashable, **changing: Any) -> None:
         """Launch the kernel with its remaining arguments, `changing`.
 
-        Each value of an argument that is a constant to the compiler needs a compiled kernel, so
-        calls with different values must differ in `variant`. All other arguments must be exempt
-        from specialization.
+        If an argument is a constant to the compiler, each of its values needs another compiled
+        kernel, so calls with different values must differ in `variant`. All other arguments must be
+        exempt from specialization.
         """
         compiled = self._compiled.get(variant)
         if compiled is None:
             compiled = self._kernel[grid](**self._fixed, **changing, **self._options)
-            if compiled is not None:  # None from the interpreter
+            if compiled is not None:  # Triton's interpreter returns None
                 self._compiled[variant] = compiled
             return
         arguments = self._arguments.copy()  # the original would keep the step's tensors alive

@@ -14,9 +14,9 @@ from kernels.checks import check_float, check_tensor
 
 @triton.jit
 def _normalise(x, weight, column, eps, N: tl.constexpr):
-    """Normalise one row `x`, zero past N; the quotient is rounded to the dtype of `x`.
+    """Normalise one row `x`, which is zero past N; the quotient is rounded to the dtype of `x`.
 
-    The product is fp32, and the store rounds it once, as if it had been computed in that dtype.
+    The product is fp32, and the store rounds it once, as if it had been computed in the dtype.
     """
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / N + eps)
@@ -73,8 +73,8 @@ def _add_rms_norm_kernel(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension, in the shape of `x`.
 
-    `x` is [T, N], or [T, H, N] to normalise each head, of any strides over T and H. `weight` is [N]
-    of the same dtype. The mean and the quotient are fp32; the quotient is rounded to `x.dtype`
+    `x` is [T, N], or [T, H, N] to normalise each head; strides over T and H may be any. `weight` is
+    [N], of the same dtype. The mean and the quotient are fp32; the quotient is rounded to `x.dtype`
     before the product with `weight`, as in transformers.
 
     Raises:
@@ -103,7 +103,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `(rms_norm(x + residual), x + residual)`; the sum is rounded to `x.dtype` first.
 
-    Both inputs are [T, N], of any stride over T, and stay as they are.
+    Both inputs are [T, N] and are not changed; their strides over T may be any.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

@@ -1,4 +1,4 @@
-"""Converts to and from the formats of a quantized cache (`kernels.kv_formats`), in registers.
+"""Converts numbers in registers to and from the formats of a quantized cache (`kv_formats`).
 
 fp8 (e4m3) is converted with integer operations, in tensors of uint8, because only devices from
 sm_89 on can convert it in hardware. So the numbers are the same on all devices.
@@ -20,14 +20,14 @@ def largest_of(x, axis: tl.constexpr):
 
 @triton.jit
 def scale_of(largest, LARGEST: tl.constexpr):
-    """Return `largest / LARGEST` of rows, rounded up to a bfloat16 number, as fp32."""
+    """Return each row's scale, `largest / LARGEST` rounded up to a bfloat16 number, as fp32."""
     bits = tl.div_rn(largest, LARGEST + tl.zeros_like(largest)).to(tl.int32, bitcast=True)
     return ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def quantize(x, scale, IS_FP8: tl.constexpr):
-    """Return fp32 `x / scale` as int8, or as the bits of e4m3, to nearest, ties to even."""
+    """Return fp32 `x / scale`, rounded to nearest (ties to even), as int8 or the bits of e4m3."""
     divisor = tl.where(scale == 0, 1.0, scale)  # 0 is the scale of a row of zeros
     quotient = tl.div_rn(x, divisor + tl.zeros_like(x))
     return _to_e4m3(quotient) if IS_FP8 else _rounded(quotient).to(tl.int8)
@@ -38,7 +38,7 @@ def plain_numbers(numbers, dtype: tl.constexpr):
     """Return stored `numbers` (int8, the bits of e4m3, or `dtype` itself) as `dtype`, exactly.
 
     The caller must multiply the result by `unit_of(numbers)`, because e4m3 numbers are returned
-    smaller by that factor.
+    divided by this factor.
     """
     if numbers.dtype == tl.uint8:
         # Read as fp16, the number is 2^8 times smaller, because fp16's exponent has a bias of 15,
@@ -59,13 +59,13 @@ def unit_of(numbers):
 
 @triton.jit
 def _rounded(x):
-    """Return x, |x| < 2^22, rounded to an integer: x + 1.5 * 2^23 has no bits for a fraction."""
+    """Round x, |x| < 2^22, to an integer: x + 1.5 * 2^23 has no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _to_e4m3(x):
-    """Return x, |x| <= 448, as e4m3: its bits, uint8."""
+    """Return the bits of x, |x| <= 448, converted to e4m3, as uint8."""
     bits = x.to(tl.int32, bitcast=True)
     size = tl.abs(x)
     # The mantissa is rounded from 23 to 3 bits; the exponent's bias changes from 127 to 7.
@@ -78,5 +78,5 @@ def _to_e4m3(x):
 
 
 def as_bits(cache: torch.Tensor) -> torch.Tensor:
-    """Return `cache` as kernels take it: fp8 viewed as uint8, others as they are."""
+    """Return `cache` in the dtype that kernels take: fp8 viewed as uint8, others unchanged."""
     return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache

@@ -19,7 +19,7 @@ _NUM_WARPS: Final = 16  # many, because one program may read a whole row several
 
 @triton.jit
 def _load_keys(row, first, V, TOKENS: tl.constexpr):
-    """Return the keys of a tile; past the vocabulary they are above any threshold."""
+    """Return the keys of a tile; past the vocabulary, keys are above any threshold."""
     token = first + tl.arange(0, TOKENS)
     return tl.load(row + token, mask=token < V, other=0x7FFFFFFF)
 
@@ -28,10 +28,10 @@ def _load_keys(row, first, V, TOKENS: tl.constexpr):
 def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr):
     """Return the least key such that the keys up to it add up to `goal`, and the sum below it.
 
-    Each key adds its weight, or 1 if not `IS_WEIGHT`. The result is at most `high`, which is
-    returned if no smaller key reaches the goal. Each pass over the row computes the sums up to
-    three pivots and keeps a quarter of the range of keys, cut to keys that occur, until one key is
-    left. Each lane adds up its own tokens, so threads wait for each other once in a pass.
+    A key adds its weight, or 1 if `IS_WEIGHT` is false. If no key below `high` reaches the goal,
+    `high` is returned. Each pass over the row computes the sums up to three pivots, and keeps a
+    quarter of the range of keys, cut to keys that occur, until one key is left. Each lane adds up
+    its own tokens, so threads wait for each other only once in a pass.
     """
     AMOUNT: tl.constexpr = tl.float64 if IS_WEIGHT else tl.int32
     low = tl.full([], -1, tl.int32)  # keys in (low, high] are left; those up to low are `below`
@@ -80,10 +80,10 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
 
 @triton.jit
 def _end_of_equals(row, threshold, num_equal, V, TOKENS: tl.constexpr):
-    """Return the end of the first `num_equal` tokens whose keys equal the threshold.
+    """Return where the first `num_equal` tokens whose keys equal the threshold end.
 
     If no further key equals the threshold, the end is V, and the row is read once, without a wait
-    per tile.
+    for each tile.
     """
     counts = tl.full([TOKENS], 0, tl.int32)
     for first in range(0, V, TOKENS):
@@ -107,7 +107,7 @@ def _end_of_equals(row, threshold, num_equal, V, TOKENS: tl.constexpr):
 
 @triton.jit
 def _kept(row, first, threshold, equals_end, floor, V, TOKENS: tl.constexpr):
-    """Return a tile's fp64 weights; 0 for dropped tokens."""
+    """Return the fp64 weights of a tile's tokens, with 0 for dropped tokens."""
     key = _load_keys(row, first, V, TOKENS)
     token = first + tl.arange(0, TOKENS)
     weight = weight_of(key)
@@ -117,7 +117,7 @@ def _kept(row, first, threshold, equals_end, floor, V, TOKENS: tl.constexpr):
 
 @triton.jit
 def _uniform(seed, position):
-    """Return fp64 in [0, 1): the (position + 1)-th output of SplitMix64 that starts at `seed`."""
+    """Return the (position + 1)-th output of SplitMix64 with this seed, as fp64 in [0, 1)."""
     x = seed.to(tl.uint64, bitcast=True)
     x += (position + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -128,7 +128,7 @@ def _uniform(seed, position):
 
 @triton.jit
 def _draw_cut(row, size, total, k, is_top_k, p, floor, uniform, TOKENS: tl.constexpr):
-    """Draw from a row with top_k or top_p, as `_sample_kernel` says; returns the candidate's place.
+    """Draw from a row with top_k or top_p, as `_sample_kernel` says; return a candidate's place.
 
     `row` has the keys of `size` candidates; `total` is the sum of all weights of the row.
     """
@@ -178,9 +178,10 @@ def _draw_cut(row, size, total, k, is_top_k, p, floor, uniform, TOKENS: tl.const
 
 @triton.jit
 def _first_past(weight, token, before, target):
-    """Return the first token at which the running sum of weights from `before` on exceeds `target`.
+    """Return the first token at which the running sum of weights exceeds `target`.
 
-    If rounding leads past the last token, the result is the last token with any weight.
+    The sum starts from `before`. If rounding leads past the last token, the result is the last
+    token with any weight.
     """
     is_past = (before + tl.cumsum(weight, axis=0) > target) & (weight > 0)
     last = tl.max(tl.where(weight > 0, token, 0), axis=0)
@@ -217,11 +218,11 @@ def _sample_kernel(
     """`out[s]` is the first token at which the running sum of kept weights exceeds u * their sum.
 
     u is the row's uniform number. A row keeps the tokens whose keys are below a threshold, and the
-    tokens before `equals_end` whose keys equal it. The threshold is found for top_k by counting,
-    then for top_p by weight; min_p drops weights below a floor. Only the candidates are read for
-    this, and then one tile, in which the drawn candidate's token is found. For a row with neither
-    top_k nor top_p, one tile is read, which the sums of all tiles determine. One program for each
-    row; sums are fp64, in a fixed order.
+    tokens before `equals_end` whose keys equal the threshold. The threshold is found for top_k by
+    counting, then for top_p by weight; min_p drops weights below a floor. For all this only the
+    candidates are read, and then one tile, to find the token of the drawn candidate. For a row with
+    neither top_k nor top_p only one tile is read, which the sums of all tiles determine. There is
+    one program for each row; sums are fp64, in a fixed order.
     """
     seq = tl.program_id(0).to(tl.int64)
     k = tl.load(top_k + seq)
@@ -264,7 +265,7 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw a token from each row of `logits`, fp32[S, V] of any stride over S; returns int64[S].
+    """Draw a token from each row of `logits`, fp32[S, V] of any stride over S; return int64[S].
 
     Parameters, cuts, ties and the draw are as `kernels.reference.sample` says. But fp64 sums are
     added in another order, and the device's exponential is exact only up to the last bits of fp32.
@@ -272,10 +273,10 @@ def sample(
     border between two tokens.
 
     No row is sorted. The tokens that top_k or top_p may keep are gathered, with one program per
-    tile. Their thresholds are found in about ten passes over these candidates. So a row is read
-    three times, unless it is so flat that most tokens are candidates; a row with neither is read
-    twice. Needs int32 scratch of about S * V * 9 / 8. The host reads nothing from the device, and a
-    row does not depend on other rows.
+    tile. The thresholds are found in about ten passes over these candidates. So a row is read three
+    times, unless it is so flat that most tokens are candidates; a row with neither top_k nor top_p
+    is read twice. The op needs about S * V * 9 / 8 int32 numbers of scratch memory. The host reads
+    nothing from the device, and a row does not depend on other rows.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

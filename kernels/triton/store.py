@@ -41,7 +41,7 @@ def _store_kv_kernel(
 ):
     """`cache[slot // P, slot % P, h, d] = new[t, h, d]` where slot = slot_mapping[t] >= 0.
 
-    One program for each token; a column is a pair (head, dim).
+    There is one program for each token; a column is a pair (head, dim).
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -88,8 +88,8 @@ def _store_quantized_kernel(
 ):
     """`scale = max_d |new[t, h, d]| / LARGEST`, and `cache[.., d] = new[t, h, d] / scale`.
 
-    Both are rounded as `kernels.kv_formats` says; slots are as in `_store_kv_kernel`. One program
-    for each token and kv head.
+    Scales and numbers are rounded as `kernels.kv_formats` says; slots are as in `_store_kv_kernel`.
+    There is one program for each token and kv head.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -121,10 +121,10 @@ def store_kv(
     """Write token t's `key` and `value` [T, HKV, D] to slot `slot_mapping[t]` of the caches.
 
     The caches are [B, P, HKV, D] views of any block stride; slot = block * P + offset, int64[T].
-    Without `value` and `value_cache` only keys are stored; values are then a part of them.
-    Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens with one slot are a caller's error,
-    and so is a slot of a block that does not exist. Neither is checked, because the host does not
-    read slots.
+    Without `value` and `value_cache` only keys are stored; then values are a part of the keys.
+    Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens with the same slot are an error of
+    the caller, and so is a slot of a block that does not exist. These errors are not found, because
+    the host does not read slots.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says: int8 or float8_e4m3fn.

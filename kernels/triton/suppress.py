@@ -30,7 +30,7 @@ def _suppress_kernel(
 ):
     """`logits[places[g], t] = -inf` where bit t % 32 of `admitted[g, t // 32]` is 0.
 
-    One program for each mask and TOKENS tokens.
+    There is one program for each mask and TOKENS tokens.
     """
     g = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -42,12 +42,12 @@ def _suppress_kernel(
 
 
 def suppress(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
-    """Set the logits whose bit is 0 to -inf, in place.
+    """Set the logits of tokens whose bit in a mask is 0 to -inf, in place.
 
     Args:
         logits: float32[S, V].
-        places: int64[G]: the row of logits for each mask; all rows differ.
-        admitted: int32[G, W]: bit t % 32 of word t // 32 is for token t.
+        places: int64[G], the row of logits for each mask; all rows are different.
+        admitted: int32[G, W], the masks; bit t % 32 of word t // 32 is for token t.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

@@ -58,13 +58,13 @@ PREFILL_CHUNKS: Final[tuple[tuple[tuple[int, int], ...], ...]] = (  # (query_len
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The best candidate of a kernel, and its times."""
+    """The best candidate configuration of a kernel, and its times."""
 
     config: DecodeConfig | PrefillConfig
     seconds: tuple[float, ...]
-    """The time of the best candidate for each workload."""
+    """The time that the best candidate takes for each workload."""
     default_seconds: tuple[float, ...]
-    """The time of the configuration used before, for each workload."""
+    """The time that the first candidate, the configuration used before, takes for each workload."""
 
 
 def decode_candidates(default: DecodeConfig, *, is_quick: bool = False) -> list[DecodeConfig]:
@@ -100,7 +100,7 @@ def best_of(
 
     A candidate is dropped if it fails, usually for lack of shared memory, or if after some
     workloads it has taken more than 1.5 times the first candidate's time. If the first candidate
-    fails, the next takes its place.
+    fails, the next one takes its place.
 
     Raises:
         ValueError: all candidates failed.
@@ -181,7 +181,7 @@ def _main() -> None:
 
 
 def _tune(given: argparse.Namespace) -> None:
-    """Tune both kernels, and write the file after each."""
+    """Tune the decode and the prefill kernel, and write the file after each."""
     from kernels.tuning.candidates import decode_seconds, prefill_seconds  # noqa: PLC0415  needs Triton
 
     model = ModelSizes(

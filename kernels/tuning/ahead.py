@@ -1,7 +1,7 @@
 """Compiles candidates in several processes, so that nothing is compiled during measurements.
 
-Compiling takes seconds of one CPU core, measuring takes milliseconds of the GPU. The processes
-share Triton's cache on the disk.
+Compiling a candidate takes seconds of one CPU core; measuring it takes milliseconds of the GPU. The
+processes share Triton's cache on the disk.
 """
 
 import functools
@@ -25,7 +25,7 @@ def compile_ahead(
     device: torch.device,
     num_processes: int,
 ) -> int:
-    """Launch each configuration once; return how many failed. Measurements will report failures."""
+    """Launch each configuration once; return how many failed. Measuring will report the errors."""
     num_failed = 0
     launch = functools.partial(_launch, model, str(device))
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as processes:

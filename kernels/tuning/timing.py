@@ -9,7 +9,7 @@ import torch
 
 from kernels.graph_capture import abandon_capture, begin_capture
 
-# Several times the size of any L2 cache; while it is written, the host can enqueue the launch.
+# Several times the size of any L2 cache. While this much is written, the host can queue the launch.
 _FLUSH_BYTES: Final = 1 << 29
 _WARM_UP: Final = 3
 
@@ -18,9 +18,9 @@ def seconds_of(launch: Callable[[], object], device: torch.device, repeats: int)
     """Return the median of `repeats` runs of `launch`, in seconds.
 
     On a GPU the launch is replayed from a CUDA graph, so that the host's time does not count.
-    Before each run half a GiB is written, so that the inputs come from memory. A launch that cannot
-    be captured is run directly; then the host's time counts if it exceeds the time of the write. On
-    a CPU the result is the wall time, without a warm-up.
+    Before each run, half a GiB is written, so that the inputs are read from memory, not from a
+    cache. A launch that cannot be captured is run directly; then the host's time counts if it is
+    longer than the write. On a CPU the result is the wall time, without a warm-up.
     """
     if device.type != "cuda":
         return statistics.median(_wall_s(launch) for _ in range(repeats))

@@ -1,4 +1,4 @@
-"""Random paged inputs of attention in the worker's layout, for measurements.
+"""Makes random paged inputs for attention in the worker's layout, for measurements.
 
 Symbols: `S` sequences, `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks,
 `P` block size, `M` max blocks per sequence, `L` layers.
@@ -19,7 +19,7 @@ _LARGEST_BYTE: Final = 0x70  # of e4m3: finite
 
 
 class PoolLayout(Enum):
-    """The outermost dimension of the pool."""
+    """Which dimension of the pool is the outermost one: block or layer."""
 
     BLOCK_MAJOR = "block"
     LAYER_MAJOR = "layer"
@@ -27,7 +27,7 @@ class PoolLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The properties of a model that attention depends on."""
+    """The properties of a model on which the speed of attention depends."""
 
     num_heads: int
     num_kv_heads: int
@@ -38,7 +38,7 @@ class ModelSizes:
     """The dtype of a quantized cache; None: not quantized."""
 
     def slot_bytes(self) -> int:
-        """Return the bytes of one token's KV in one layer, scales included."""
+        """Return how many bytes one token's KV has in one layer, scales included."""
         if self.stored is None:
             return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return 2 * self.num_kv_heads * (self.head_dim + SCALE_DTYPE.itemsize)
@@ -46,7 +46,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedInputs:
-    """Arguments of the launchers: one layer of a pool, and the tables of some sequences."""
+    """Arguments of the launchers: one layer of a pool, and the block tables of some sequences."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor
@@ -57,7 +57,7 @@ class PagedInputs:
 
     @property
     def args(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The launchers' arguments after the query."""
+        """The arguments that follow the query in a call of a launcher."""
         return self.key_cache, self.value_cache, self.block_tables, self.seq_lens
 
 
@@ -68,7 +68,7 @@ def paged_inputs(
     layout: PoolLayout = PoolLayout.BLOCK_MAJOR,
     num_layers: int = _NUM_LAYERS,
 ) -> PagedInputs:
-    """Return sequences of these lengths in shuffled blocks, which no two sequences share.
+    """Return inputs for sequences of these lengths, in shuffled blocks that no two share.
 
     The pool has memory for `num_layers` layers; only one of them is written and returned.
     """
@@ -110,7 +110,7 @@ def _pool(
     layout: PoolLayout,
     num_layers: int,
 ) -> torch.Tensor:
-    """Return a view [L, 2, B, ...] of random numbers."""
+    """Return a pool as a view [L, 2, B, ...], with random numbers in one layer."""
     num_blocks, *rest = shape
     if layout is PoolLayout.BLOCK_MAJOR:
         whole = torch.empty(num_blocks, num_layers, 2, *rest, dtype=dtype, device=device)

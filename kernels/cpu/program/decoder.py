@@ -1,8 +1,8 @@
-"""A Llama-shaped decoder's layers as one native program: a whole step in one call.
+"""The layers of a Llama-shaped decoder as one native program, which runs a whole step in one call.
 
 If ops are called one by one, a step of one token spends a third of its time between the ops: in
 Python, and until threads have woken. Making a program takes as long as a small step. So a program
-serves all steps of about its size, and each run passes the counts and addresses of its step.
+serves all steps of about the same size, and each run passes the counts and addresses of its step.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `D` head dim, `E` hidden
 size.
@@ -23,10 +23,10 @@ from kernels.cpu.program.layer_calls import ALL, WANTED, LayerCalls, NativeLayer
 from kernels.cpu.program.workspace import NativeShape, Workspace
 
 _APART_BYTES: Final = 8 << 20
-"""A program has as many workspaces as fit in this size, but at least two, which its layers use in
+"""A program has as many workspaces as fit in this size, but at least two. Its layers use them in
 turn."""
 _LARGE_TOKENS: Final = 512
-"""The size of a program for more tokens is rounded up to a multiple of this number."""
+"""A program for more tokens than this is made for a multiple of this number."""
 _DTYPE: Final = torch.bfloat16
 
 
@@ -35,26 +35,26 @@ class _Size(NamedTuple):
 
     num_tokens: int
     num_wanted: int | None
-    """How many tokens are wanted; None: all are, and need no separate memory."""
+    """The number of wanted tokens; None: all tokens are wanted, and need no separate memory."""
     has_partials: bool
     """Whether attention may split sequences and leave partial results."""
     num_ranks: int
-    """The highest rank of a token's adapter, rounded up; 0: no token has an adapter."""
+    """The highest rank of the tokens' adapters, rounded up; 0: no token has an adapter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StepProgram:
-    """A program and its memory."""
+    """A program for steps of one size, and its memory."""
 
     run: Program
     partials: tuple[str, ...]
-    """Names of the addresses for attention's partial results, which layers use in turn."""
+    """The names of the addresses for attention's partial results; layers use them in turn."""
     memory: tuple[torch.Tensor, ...]
     """Tensors that must live as long as the program."""
 
 
 class NativeDecoder:
-    """The layers and the final norm; only one thread at a time may call a decoder."""
+    """Runs a decoder's layers and final norm; only one thread at a time may call it."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class NativeDecoder:
     ) -> None:
         """Prepare to run the layers.
 
-        `caches` has one entry per layer, quantized or bfloat16. `final_norm` is `[E]`, and
-        `cos_sin` is float32 `[max_model_len, R]`, R the rotated dims of a head.
+        `caches` has one entry per layer, quantized or in bfloat16. `final_norm` is `[E]`, and
+        `cos_sin` is float32 `[max_model_len, R]`, where R is the number of rotated dims of a head.
         """
         library = native()
         assert library is not None, "packed linears exist only where native code does"
@@ -82,10 +82,10 @@ class NativeDecoder:
         self._partials = torch.empty(0, dtype=torch.float32)
 
     def forward(self, inputs: NativeInputs) -> torch.Tensor:
-        """Compute one step's tokens, storing their K and V in the caches.
+        """Compute the tokens of one step, and store their K and V in the caches.
 
         Returns:
-            The final hidden states of the wanted tokens, normalised: bfloat16 `[N, E]`.
+            The normalised final hidden states of the wanted tokens, bfloat16 `[N, E]`.
 
         Raises:
             ValueError: a tensor's shape, dtype or strides do not fit.
@@ -116,10 +116,10 @@ class NativeDecoder:
     def _make(self, size: _Size) -> _StepProgram:
         """Make a program for steps of up to this size.
 
-        Layer i writes to workspace i modulo their number. If some tokens are not wanted, the last
-        layer stores all keys and values, and then continues with the wanted tokens in a separate
-        workspace. The calls of each attention are made first, because the maps of the previous
-        layer prefetch their KV.
+        Layer i writes to workspace i modulo the number of workspaces. If some tokens are not
+        wanted, the last layer stores the keys and values of all tokens, and then continues with the
+        wanted tokens in a separate workspace. The calls of all attentions are made first, because
+        the maps of the previous layer prefetch the KV that an attention reads.
         """
         shape = replace(self._shape, num_ranks=size.num_ranks)
         num_layers = len(self._layers)
@@ -171,7 +171,7 @@ class NativeDecoder:
         return _StepProgram(Program(self._library, calls, num_apart), partials, (memory, total))
 
     def _aheads(self, attentions: Sequence[Sequence[KernelCall]]) -> list[dict[str, KvAhead]]:
-        """Return the prefetches of each layer's maps, given each layer's attention."""
+        """Return what each layer's maps prefetch, given the attention calls of each layer."""
         aheads: list[dict[str, KvAhead]] = [{} for _ in attentions]
         for i, attention in enumerate(attentions):
             if not attention:
@@ -195,8 +195,8 @@ class NativeDecoder:
     def _memory_for(self, num_elements: int) -> torch.Tensor:
         """Return bfloat16[num_elements] or more; programs share it, because no two run at once.
 
-        The memory is kept for later programs. The system clears new pages, which takes a few
-        percent of a step of 2,048 tokens.
+        The memory is kept for later programs, because the system clears new pages, which takes a
+        few percent of a step of 2,048 tokens.
         """
         if self._memory.numel() < num_elements:
             self._steps.clear()  # the old programs would keep the old memory alive
@@ -204,7 +204,7 @@ class NativeDecoder:
         return self._memory
 
     def _partials_for(self, names: Sequence[str], num_floats: int) -> dict[str, int]:
-        """Return addresses of `num_floats` float32 each; the memory is kept for other steps."""
+        """Return an address of `num_floats` float32 for each name; the memory is kept for reuse."""
         if self._partials.numel() < len(names) * num_floats:
             self._partials = torch.empty(len(names) * num_floats, dtype=torch.float32)
         num_bytes = num_floats * self._partials.itemsize

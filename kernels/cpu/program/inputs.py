@@ -14,7 +14,7 @@ from kernels.cpu.program.low_rank import RowAdapters
 
 
 class StepField(StrEnum):
-    """Names, in a program's calls, of the numbers that differ from step to step."""
+    """The names that a program's calls use for numbers that differ from step to step."""
 
     NUM_TOKENS = auto()
     NUM_WANTED = auto()
@@ -28,15 +28,15 @@ class StepField(StrEnum):
     SEQ_LENS = auto()
     QUERY_START_LOC = auto()
     PLACES = auto()
-    """`NativeWanted.places`."""
+    """The address of `NativeWanted.places`."""
     WANTED_START_LOC = auto()
-    """`NativeWanted.query_start_loc`."""
+    """The address of `NativeWanted.query_start_loc`."""
     ADAPTERS = auto()
-    """`RowAdapters` of all tokens."""
+    """The address of the `RowAdapters` of all tokens."""
     WANTED_ADAPTERS = auto()
-    """`RowAdapters` of the wanted tokens."""
+    """The address of the `RowAdapters` of the wanted tokens."""
     OUT = auto()
-    """Where the final hidden states go."""
+    """The address to which the final hidden states are written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,16 +44,16 @@ class NativeWanted:
     """The tokens whose final hidden states are wanted: the last of each sequence, or none."""
 
     places: torch.Tensor
-    """int64[N]: their indices among the step's tokens, ascending."""
+    """int64[N]: the indices of the wanted tokens among the step's tokens, ascending."""
     query_start_loc: torch.Tensor
     """int32[S + 1]: where each sequence's tokens start among the wanted ones."""
     adapters: RowAdapters | None = None
-    """The adapters of these tokens; None if the step has no adapters."""
+    """The adapters of the wanted tokens; None if the step has no adapters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeInputs:
-    """One step's batch, in contiguous tensors on the CPU."""
+    """The batch of one step, in contiguous tensors on the CPU."""
 
     hidden: torch.Tensor
     """bfloat16[T, E]: the tokens' embeddings."""
@@ -68,23 +68,23 @@ class NativeInputs:
     query_start_loc: torch.Tensor
     """int32[S + 1]."""
     wanted: NativeWanted | None = None
-    """None: all tokens are wanted."""
+    """The tokens whose final hidden states are wanted; None: all tokens."""
     adapters: RowAdapters | None = None
-    """None: no token has an adapter."""
+    """The adapters of the step's tokens; None: no token has an adapter."""
 
     @property
     def num_wanted(self) -> int | None:
-        """N; None: all tokens are wanted."""
+        """N, the number of wanted tokens; None: all tokens are wanted."""
         return None if self.wanted is None else len(self.wanted.places)
 
     @property
     def max_ranks(self) -> int:
-        """The highest rank of the step's adapters; 0: there are none."""
+        """The highest rank of the step's adapters; 0: the step has no adapters."""
         return 0 if self.adapters is None else self.adapters.max_ranks
 
     @property
     def numbers(self) -> dict[str, int]:
-        """This step's number for each `StepField` except OUT."""
+        """The number of this step for each `StepField` except OUT."""
         numbers: dict[str, int] = {
             StepField.NUM_TOKENS: len(self.hidden),
             StepField.NUM_SEQS: len(self.seq_lens),

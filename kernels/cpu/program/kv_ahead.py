@@ -1,10 +1,10 @@
 """Plans which keys and values each linear map of a native program prefetches.
 
 A linear map of many rows hardly uses the memory's bandwidth, while attention of many short
-sequences mostly waits for memory. So the maps between two attentions fetch KV that the second one
-will read. A map computes its rows in tiles. Each product of a tile, except those of the first tile,
-fetches some *runs*, which are parts of a block's keys or values (`src/kv_ahead.h`). No result
-depends on what is prefetched.
+sequences mostly waits for memory. So the maps between two attention calls prefetch KV that the
+second call will read. A map computes its rows in tiles. Each product of a tile, except those of the
+first tile, prefetches some *runs*, which are parts of a block's keys or values (`src/kv_ahead.h`).
+No result depends on what is prefetched.
 """
 
 from collections.abc import Hashable, Mapping
@@ -15,25 +15,25 @@ from kernels.cpu.library import KernelCall
 _Place = TypeVar("_Place", bound=Hashable)
 
 RUN_STEPS: Final = 128
-"""A product fetches one run for every 128 pairs of input features, rounded down. C uses the same
+"""A product prefetches one run for every 128 pairs of input features, rounded down. C uses the same
 number."""
 MAX_RUNS: Final = 256
-"""A product that would fetch more runs than this fetches none. C uses the same number."""
+"""A product that would prefetch more runs than this prefetches none. C uses the same number."""
 PANEL: Final = 32
-"""Output features that a product computes, and that lie together in a packed weight. C uses the
-same number."""
+"""The number of output features that a product computes, which lie together in a packed weight. C
+uses the same number."""
 
 
 class KvAhead(NamedTuple):
-    """What one linear map prefetches of an attention call's memory: C's `struct kv_part`."""
+    """The part of an attention call's memory that one map prefetches: C's `struct kv_part`."""
 
     attention: KernelCall | int
     """The attention call; 0: the map prefetches nothing."""
     num_runs: int
-    """At most this many runs are prefetched with each tile of rows after the first."""
+    """The limit on runs that are prefetched with each tile of rows after the first."""
     num_runs_after: int
-    """How many runs per tile are prefetched by the maps between this map and the attention. This
-    map leaves these runs out."""
+    """How many runs per tile the maps between this map and the attention prefetch. This map leaves
+    those runs out."""
 
 
 NOTHING_AHEAD: Final = KvAhead(0, 0, 0)
@@ -44,9 +44,9 @@ def share_out(
 ) -> dict[_Place, KvAhead]:
     """Divide the memory that `attention` reads among the maps before it.
 
-    `maps` are in the order in which they run, each with its number of input and output features.
-    The last maps prefetch as much as they can, because memory that is fetched late is likelier to
-    be still in a cache.
+    `maps` has the numbers of input and output features of each map, in the order in which the maps
+    run. The last maps prefetch as much as they can, because memory that is fetched late is likelier
+    to be still in a cache.
     """
     aheads: dict[_Place, KvAhead] = {}
     num_after = 0

@@ -1,4 +1,4 @@
-"""The native calls of one decoder layer, for any step that fits the calls' memory.
+"""Makes the native calls of one decoder layer, for any step that fits the calls' memory.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
 heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size.
@@ -22,7 +22,7 @@ _DTYPE: Final = DTYPES[torch.bfloat16]
 
 
 class RowFields(NamedTuple):
-    """Names of the numbers that describe some rows: count, start of each sequence, adapters."""
+    """The names of the numbers that describe some rows: their count, starts and adapters."""
 
     num: Field
     starts: Field
@@ -37,24 +37,24 @@ WANTED: Final = RowFields(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeLayer:
-    """The weights of one layer, bfloat16."""
+    """The weights of one layer, in bfloat16."""
 
     input_norm: torch.Tensor
-    """`[E]`, before attention."""
+    """`[E]`, the norm before attention."""
     qkv: PackedLinear
-    """E to (H + 2 * HKV) * D: queries, keys, values."""
+    """From E to (H + 2 * HKV) * D: queries, keys and values."""
     qk_norm: tuple[torch.Tensor, torch.Tensor] | None
-    """`[D]` each: norms of each head of queries and keys before rotation."""
+    """`[D]` each, the norms of each head of queries and keys before rotation."""
     window: int | None
-    """How many tokens a token sees, itself included; None: all tokens before it."""
+    """How many tokens a token attends to, itself included; None: all tokens up to itself."""
     attention_output: PackedLinear
-    """H * D to E."""
+    """From H * D to E."""
     mlp_norm: torch.Tensor
-    """`[E]`, before the feed-forward part."""
+    """`[E]`, the norm before the feed-forward part."""
     gate_up: PackedLinear
-    """E to 2 * I: gate, then up."""
+    """From E to 2 * I: gate, then up."""
     down: PackedLinear
-    """I to E."""
+    """From I to E."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ class LayerCalls:
     _library: Library
     _shape: NativeShape
     _cos_sin: torch.Tensor
-    """float32[max_model_len, R], R the rotated dims of a head."""
+    """float32[max_model_len, R], where R is the number of rotated dims of a head."""
 
     def of(
         self,
@@ -80,16 +80,16 @@ class LayerCalls:
         """Yield the calls of layer `index`, which read the previous layer's output in `before`.
 
         Args:
-            index: of the layer.
-            layer: its weights.
-            caches: its keys and values.
-            before: the workspace of the previous layer; None for the first layer.
-            work: where its calls write.
-            attention: the calls that `attend` gave for this layer.
-            ahead: the prefetches of its maps, by their names in MAPS.
-            wanted: for the last layer, if some tokens are not wanted: where the calls for the
-                wanted tokens write. Keys and values are stored for all tokens; the rest is computed
-                for the wanted tokens only.
+            index: The index of the layer.
+            layer: The weights of the layer.
+            caches: The layer's keys and values.
+            before: The workspace of the previous layer; None for the first layer.
+            work: The workspace to which the layer's calls write.
+            attention: The calls that `attend` returned for this layer.
+            ahead: What the layer's maps prefetch, by the maps' names in MAPS.
+            wanted: The workspace for the wanted tokens, given only for the last layer if some
+                tokens are not wanted. Keys and values are stored for all tokens; the rest is
+                computed for the wanted tokens only.
         """
         residual: Field
         if before is None:
@@ -139,9 +139,9 @@ class LayerCalls:
         rows: RowFields,
         partials: str | None,
     ) -> tuple[KernelCall, ...]:
-        """Return the calls from `work.query` to `work.attended`.
+        """Return the attention calls that read `work.query` and write `work.attended`.
 
-        `partials` names the address where partial results go; None: there are none.
+        `partials` is the name of the address for partial results; None: there are none.
         """
         if not len(work.query):
             return ()
@@ -161,10 +161,10 @@ class LayerCalls:
     def add_norm(
         self, before: Workspace, total: int, weight: torch.Tensor, out: Field, num_rows: Field
     ) -> KernelCall:
-        """Return the call that adds the last layer's output, in `before`, and normalises the sum.
+        """Return the call that adds output and residual of the layer `before`, and normalises.
 
-        The sum goes to `total` and the normalised sum to `out`; both are addresses of bfloat16
-        `[num_rows, E]`. `weight` is `[E]`.
+        The sum is written to `total` and the normalised sum to `out`; both are addresses of
+        bfloat16 `[num_rows, E]`. `weight` is `[E]`.
         """
         output, residual = before.output.data_ptr(), before.mlp_residual.data_ptr()
         return self._norm(output, residual, total, weight, out, num_rows)
@@ -172,7 +172,7 @@ class LayerCalls:
     def _norm(
         self,
         x: Field,
-        residual: Field,  # 0: none; else it is added to x, and the sum goes to `total`
+        residual: Field,  # it is added to x, and the sum goes to `total`; 0: none
         total: Field,
         weight: torch.Tensor,
         out: Field,
@@ -191,7 +191,7 @@ class LayerCalls:
         *,
         joins: bool = False,
     ) -> KernelCall:
-        """Copy the rows of the wanted tokens."""
+        """Return the call that copies the rows of the wanted tokens."""
         row_bytes = out.shape[1] * out.element_size()
         return KernelCall(self._library.gather, (
             StepField.NUM_WANTED, row_bytes, row_bytes, x, StepField.PLACES, out.data_ptr(),
@@ -200,7 +200,7 @@ class LayerCalls:
     def _store(
         self, layer: NativeLayer, caches: LayerCaches, work: Workspace
     ) -> Iterator[KernelCall]:
-        """Yield the calls that rotate queries into `work.query` and store keys and values."""
+        """Yield the calls that rotate queries and keys, and store keys and values."""
         library, shape = self._library, self._shape
         num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         query, key, value = torch.split(work.qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -247,9 +247,9 @@ class _Maps(NamedTuple):
         *,
         is_gated: bool = False,
     ) -> Iterator[KernelCall]:
-        """Yield the calls from `x` to `out`, with those of adapters if there are any.
+        """Yield the calls that map `x` to `out`, including the calls of adapters if there are any.
 
-        If `is_gated`, the map computes `[gate, up]`, and `silu(gate) * up` goes to `out`.
+        If `is_gated`, the map computes `[gate, up]`, and `silu(gate) * up` is written to `out`.
         """
         adapted = self.work.adapted.get(name)
         alone = out if adapted is None else adapted.alone

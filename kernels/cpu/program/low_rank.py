@@ -1,4 +1,4 @@
-"""LoRA adapters of a native decoder: their additions to linear maps, in C.
+"""LoRA adapters of a native decoder: adds their products to the results of linear maps, in C.
 
 Symbols: `T` tokens, `K` input features of a map, `N` its output features, `R` rank of an adapter's
 pair of maps, `G` groups of tokens, each with one adapter.
@@ -18,15 +18,15 @@ MAPS: Final = ("qkv", "attention_output", "gate_up", "down")
 """The maps of a layer to which adapters may add, in the order in which C numbers them."""
 
 PackedPair: TypeAlias = tuple[PackedLinear, PackedLinear]
-"""An adapter's two maps for one map of the model: A from K to R, and B, already scaled, from R to
-N. R is even."""
+"""The two maps that an adapter adds to one map of the model: A, from K to R, and B, from R to N,
+already scaled. R is even."""
 
 
 class NativeAdapter:
-    """An adapter as C reads it: the addresses of its weights. It never changes."""
+    """An adapter in the form that C reads: the addresses of its weights. It never changes."""
 
     def __init__(self, layers: Sequence[Mapping[str, PackedPair]]) -> None:
-        """`layers` has, for each layer, the adapter's pairs by the names in `MAPS`."""
+        """`layers` has the adapter's pairs for each layer, by the names in `MAPS`."""
         self._layers = tuple(layers)  # C reads them
         self._spans: list[torch.Tensor] = []
         self._table = np.zeros((len(layers) * len(MAPS), 4), np.int64)  # C's `low_rank`
@@ -40,20 +40,20 @@ class NativeAdapter:
 
     @property
     def max_ranks(self) -> int:
-        """The largest R of its pairs."""
+        """The largest rank R of the adapter's pairs."""
         return int(self._table[:, 3].max())
 
     @property
     def address(self) -> int:
-        """The address of its table of C's `low_rank`, which begins with the first layer's maps."""
+        """The address of a table of C's `low_rank`, which begins with the first layer's maps."""
         return self._table.ctypes.data
 
 
 def _spans(panels: torch.Tensor) -> torch.Tensor:
-    """Return where each panel of B is not zero: int32[ceil(N / 32), 2], intervals [first, end).
+    """Return where each panel of B is not zero, as intervals [first, end): int32[ceil(N / 32), 2].
 
-    An interval's ends are indices of pairs of ranks, of which there are R / 2. If several maps are
-    fused into one, the outputs of each depend only on its own ranks.
+    The ends of an interval are indices of pairs of ranks; there are R / 2 pairs. Panels have zeros
+    because, if several maps are fused into one, the outputs of each depend only on its own ranks.
     """
     is_used = panels.ne(0).flatten(2).any(2)  # [ceil(N / 32), R / 2]
     num_steps = is_used.shape[1]
@@ -69,7 +69,7 @@ class RowAdapters:
     def __init__(
         self, numbers: npt.NDArray[np.int64], adapters: Mapping[int, NativeAdapter]
     ) -> None:
-        """Group tokens by their adapters' `numbers`, int64[T], which are not negative.
+        """Group the tokens by `numbers`, int64[T], the number of each token's adapter, from 0 on.
 
         A number that is not in `adapters` means that the token has no adapter.
         """
@@ -89,7 +89,7 @@ class RowAdapters:
 
     @property
     def max_ranks(self) -> int:
-        """The largest R of the step's adapters."""
+        """The largest rank R of the step's adapters."""
         return max((adapter.max_ranks for adapter in self._adapters), default=0)
 
     @property
@@ -109,21 +109,21 @@ def low_rank_calls(
     *,
     is_gated: bool = False,
 ) -> Iterator[KernelCall]:
-    """Yield the calls that write `alone` plus the adapters' additions for `x` to `out`.
+    """Yield the calls that write `alone` plus the adapters' products for `x` to `out`.
 
-    They follow the call of the map from `x` to `alone`. All tensors are bfloat16; rows may lie
-    apart.
+    These calls follow the call of the map from `x` to `alone`. All tensors are bfloat16; their rows
+    may lie apart.
 
     Args:
-        library: the native code.
-        rows: the address of the step's `RowAdapters`.
-        place: the map's index among an adapter's maps: `layer * len(MAPS) + MAPS.index(name)`.
-        x: [T, K].
-        alone: [T, N]: the results of the model's map.
-        ranks: [T, R], R the step's largest: memory for A x.
+        library: The native code.
+        rows: The address of the step's `RowAdapters`.
+        place: The map's index among an adapter's maps: `layer * len(MAPS) + MAPS.index(name)`.
+        x: [T, K], the input of the map.
+        alone: [T, N], the results of the model's map without adapters.
+        ranks: [T, R], memory for A x, where R is the largest rank of the step.
         out: [T, N], in other memory than `alone`.
-        is_gated: whether the map computes `[gate, up]`, and `silu(gate) * up` [T, N / 2] goes to
-            `out`; its `can_gate` must hold.
+        is_gated: Whether the map computes `[gate, up]`, and `silu(gate) * up` [T, N / 2] is written
+            to `out`; the map's `can_gate` must be true.
     """
     yield KernelCall(library.low_rank_down, (
         rows, place, x.shape[1], x.data_ptr(), ranks.data_ptr(), x.stride(0), ranks.stride(0),

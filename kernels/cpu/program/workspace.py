@@ -31,12 +31,12 @@ class NativeShape:
     intermediate_size: int
     rms_norm_eps: float
     has_qk_norm: bool
-    """Whether heads of queries and keys are normalised."""
+    """Whether each head of queries and keys is normalised."""
     is_gated: bool
     """Whether the call of the map `gate_up`, or of its adapters, also computes the gated
     product."""
     num_ranks: int = 0
-    """The largest R; 0: there are no adapters."""
+    """The largest rank R of adapters; 0: there are no adapters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,14 +44,14 @@ class AdaptedWork:
     """The intermediate results of a map with adapters, in bfloat16."""
 
     alone: torch.Tensor
-    """[T, N]: results of the model's map."""
+    """[T, N], the results of the model's map without adapters."""
     ranks: torch.Tensor
-    """[T, R]: results of the adapters' A, sorted by adapter."""
+    """[T, R], the results of the adapters' maps A, sorted by adapter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
-    """The outputs of one layer's calls, in order, all in bfloat16."""
+    """The outputs of one layer's calls, in the order of the calls, all in bfloat16."""
 
     residual: torch.Tensor  # [T, E]: the sum of all layers before; unused in the first layer
     normed: torch.Tensor  # [T, E]
@@ -72,7 +72,7 @@ class Workspace:
 
     @staticmethod
     def num_elements(shape: NativeShape, num_tokens: int) -> int:
-        """Return how many elements `of` needs."""
+        """Return how many bfloat16 elements a workspace for `num_tokens` tokens needs."""
         sizes = (_rounded_up(num_tokens * math.prod(size)) for size in _sizes(shape).values())
         return sum(sizes)
 
@@ -93,7 +93,7 @@ class Workspace:
 
 
 def _sizes(shape: NativeShape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each part for one token."""
+    """Return the shape that each part of a workspace has for one token."""
     hidden, size, dim = (shape.hidden_size,), shape.head_dim, shape.intermediate_size
     query, key = (shape.num_heads, size), (shape.num_kv_heads, size)
     num_heads = shape.num_heads + 2 * shape.num_kv_heads
@@ -115,7 +115,7 @@ def _sizes(shape: NativeShape) -> dict[str, tuple[int, ...]]:
         "mlp_residual": hidden,
         "mlp_normed": hidden,
         "gate_up": (0 if shape.is_gated else 2 * dim,),
-        # Rows have an odd number of cache lines, so that they fall into different sets of the
+        # Each row has an odd number of cache lines, so that rows fall into different sets of the
         # cache.
         "gated": (dim + _LINE * (dim // _LINE % 2 == 0) if shape.is_gated else dim,),
         "output": hidden,

@@ -25,15 +25,16 @@ def paged_attention_decode(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; returns [S, H, DV].
+    """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; return [S, H, DV].
 
     The caches are [B, P, HKV, D] and [B, P, HKV, DV] views, `block_tables` int32[S, M], `seq_lens`
     int32[S]. A sequence of length 0 is a padding row and gives zeros. Softmax and sums are fp32.
     The values may be a view of the keys' first DV numbers, as in multi-head latent attention.
 
-    SDPA is called once for each sequence, with its exact length, so no bit of a row depends on
-    other rows of the batch. A single padded call for all sequences would take three quarters of the
-    time for 8 sequences of equal length, but twice the time for sequences of different lengths.
+    SDPA is called once for each sequence, with the sequence's exact length, so no bit of a row
+    depends on other rows of the batch. A single padded call for all sequences would take three
+    quarters of the time for 8 sequences of equal length, but twice the time for sequences of
+    different lengths.
 
     With `window` only the last `window` slots are read and attended to. With `softcap` each score s
     becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], are one more score of each head in the
@@ -43,8 +44,8 @@ def paged_attention_decode(
     `kernels.kv_formats` says; K and V are the stored numbers times their scales, rounded to the
     dtype of `query`.
 
-    With `out`, contiguous [T, H, DV], it writes the first S rows of `out` and returns it; `query`
-    is then [T, H, D].
+    If `out` is given, contiguous [T, H, DV], its first S rows are written and it is returned;
+    `query` is then [T, H, D].
     """
     num_seqs = len(seq_lens)
     if out is None:

@@ -18,11 +18,11 @@ def attend_dense(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [Q, H, D], the last tokens of `key` [1, HKV, K, D].
+    """Attend with `query` [Q, H, D], the last tokens of `key` [1, HKV, K, D]; return [Q, H, DV].
 
-    `value` is [1, HKV, K, DV]. Each token sees the keys up to its own, or with `window` the last
-    `window` of these. `softcap` and `sinks` are as in `paged_attention_decode`. Softmax and sums
-    are fp32. Returns [Q, H, DV].
+    `value` is [1, HKV, K, DV]. Each token attends to the keys up to its own, or with `window` to
+    the last `window` of these keys. `softcap` and `sinks` are as in `paged_attention_decode`.
+    Softmax and sums are fp32.
     """
     num_queries, num_keys = query.shape[0], key.shape[2]
     has_edge = window is not None and num_keys > window
@@ -53,7 +53,7 @@ def attend_dense(
 def _mask(
     num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """Return bool[Q, K]: the keys that each token sees."""
+    """Return bool[Q, K]: whether each query token attends to each key."""
     shift = num_keys - num_queries
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(shift)
     return mask if window is None else mask.triu(shift - window + 1)

@@ -11,9 +11,9 @@ import torch
 from kernels.reference.attention.dense import attend_dense
 from kernels.reference.attention.gather import KvGather
 
-# Query tokens are cut at multiples of this number, and SDPA is called for each piece. So keys after
-# a piece are left out, which saves 0.3 of the time for a prompt of 512 tokens, and masks stay
-# small.
+# Query tokens are cut into pieces at multiples of this number, and SDPA is called for each piece.
+# So the keys after a piece are left out, which saves 0.3 of the time for a prompt of 512 tokens,
+# and masks stay small.
 _PIECE: Final = 64
 
 
@@ -34,23 +34,23 @@ def paged_attention_prefill(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with each query token to its sequence's slots up to its position; returns [T, H, DV].
+    """Attend with each query token to its sequence's slots up to its position; return [T, H, DV].
 
     The rows [query_start_loc[s], query_start_loc[s + 1]) of `query` [T, H, D] are the last
     query_len tokens of sequence s: row i has position seq_len - query_len + i. The keys and values
     of these tokens are already in the caches, [B, P, HKV, D] and [B, P, HKV, DV] views.
     `block_tables` is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1]; no query_len
-    is above `max_query_len`. The first of `query_start_loc` may be above 0. Rows of no sequence
-    give zeros. Softmax and sums are fp32.
+    is above `max_query_len`. The first number of `query_start_loc` may be above 0. Rows of no
+    sequence give zeros. Softmax and sums are fp32.
 
-    No bit of a row depends on another sequence, or on the chunks of its prompt if these are cut at
-    multiples of 64; with other cuts results agree up to rounding. A chunk of one token gives the
-    same result as `paged_attention_decode`.
+    No bit of a row depends on another sequence, or on how its prompt was cut into chunks, if the
+    cuts are at multiples of 64; with other cuts, results agree up to rounding. A chunk of one token
+    gives the same result as `paged_attention_decode`.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`.
 
-    With `out`, contiguous [T, H, DV], it writes the result there and returns `out`; then rows of no
-    sequence are undefined.
+    If `out` is given, contiguous [T, H, DV], the result is written to it and it is returned; then
+    rows of no sequence are undefined.
     """
     if out is None:
         out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
@@ -64,7 +64,7 @@ def paged_attention_prefill(
             continue
         low = _first_visible(first, window)
         key, value = kv.read(block_tables[seq], low, seq_len)
-        # One piece at a time, with positions [begin, stop).
+        # Attend with one piece at a time, which has the positions [begin, stop).
         for edge in range(first - first % _PIECE, seq_len, _PIECE):
             begin, stop = max(edge, first), min(edge + _PIECE, seq_len)
             visible = slice(_first_visible(begin, window) - low, stop - low)

@@ -17,15 +17,15 @@ def grouped_linear(
     num_rows: int,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `out[places[i]] += x[sources[i]] @ w.T`, with the weight w of the map of i.
+    """Compute `out[places[i]] += x[sources[i]] @ w.T`, where w is the weight of the map of row i.
 
     i is in [0, R), and R is `num_rows`. Map m has the rows [ends[m - 1], ends[m]); rows after the
     last end have no map. `sources` and `places` are int64[R], and no place occurs twice; None
-    means i itself. `ends` is int32[X], ascending. `x` is `[*, K]`.
+    stands for i itself. `ends` is int32[X], ascending. `x` is `[*, K]`.
 
-    The bias of the map of i is added, too, if `maps.biases` is given. If `out` is None, the
-    products are returned in a new tensor `[R, N]`, in which elements that no map writes are
-    undefined. Sums are fp32, and a result is rounded once.
+    If `maps.biases` is given, the bias of row i's map is added, too. If `out` is None, the products
+    are returned in a new tensor `[R, N]`, in which elements that no map writes are undefined. Sums
+    are fp32, and a result is rounded once.
     """
     if out is None:
         out = x.new_zeros(num_rows, maps.num_out)

@@ -21,7 +21,7 @@ def grouped_quantized_linear(
     *,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `out[places[i]] = x[sources[i]] @ w + b`, with the map of row i.
+    """Compute `out[places[i]] = x[sources[i]] @ w + b`, where w and b are of the map of row i.
 
     `ends`, `sources`, `places` and `num_rows` are those of `grouped_linear`. `values`, `scales` and
     `offsets` are X weights of `quantized_linear`, one after another: int8 or float8_e4m3fn

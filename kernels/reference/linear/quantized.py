@@ -7,9 +7,10 @@ import torch
 from torch.nn import functional
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers of 4 bits of MXFP4 (OCP Microscaling Formats, version 1.0), by their bits."""
+"""The 16 numbers of MXFP4, indexed by their 4 bits (OCP Microscaling Formats, version 1.0)."""
 HALF_RUN = 16
-"""Of 32 consecutive 4-bit values of an output, the first 16 are the low nibbles of 16 bytes."""
+"""Of 32 consecutive 4-bit values of an output, the first 16 are the low nibbles of 16 bytes, and
+the others are the high nibbles."""
 
 
 def quantized_linear(
@@ -28,13 +29,13 @@ def quantized_linear(
     values of a column. `offsets` are like the scales, or None for zeros. K / G is a multiple of 32,
     or G is 1.
 
-    If the scales are uint8, the weight is MXFP4: the numbers of `values` stand for those of `E2M1`,
-    and scales for `powers_of_two`. K / G is 32, and there are no offsets.
+    If the scales are uint8, the weight is MXFP4: the numbers in `values` are indices into `E2M1`,
+    and scales stand for `powers_of_two(scales)`. K / G is 32, and there are no offsets.
 
     `bias` is [N], of the dtype of `x`.
 
-    Each weight is computed in fp32 and rounded to the dtype of `x`; sums are fp32. If
-    `has_one_tile`, a kernel adds in the same order for any T.
+    Each weight is computed in fp32 and rounded to the dtype of `x`; sums are fp32. `has_one_tile`
+    is for the kernel, which then adds in the same order for any T.
     """
     del has_one_tile
     numbers = unpack_nibbles(values) if values.dtype is torch.uint8 else values
@@ -50,7 +51,7 @@ def quantized_linear(
 
 
 def powers_of_two(stored: torch.Tensor) -> torch.Tensor:
-    """Return `2 ** (stored - 127)`, in fp32, for uint8s below 255: the format e8m0."""
+    """Return `2 ** (stored - 127)` in fp32, for uint8 numbers below 255; the format is e8m0."""
     bits = stored.int() << 23
     return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)  # 2^-127 has no leading one
 

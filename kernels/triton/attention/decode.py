@@ -28,7 +28,7 @@ from kernels.triton.configs import DecodeConfig, config_of, num_processors, shap
 from kernels.triton.launch import Launch
 
 _MIN_SEQS: Final = 256
-"""S is rounded up to a power of two of at least this, so that few variants are compiled."""
+"""S is rounded up to a power of two of at least this number, so that few variants are compiled."""
 _MOST_ROWS: Final = 16
 """With latent attention, a program has at most this many query heads. The number was not
 measured."""
@@ -40,9 +40,9 @@ def _splits_of(
 ):
     """Return where a sequence's splits begin, their size, and their number, which is at least 1.
 
-    The first split begins after the `shared` positions, or with the tile in which the newest
-    token's window begins. Without shared positions all three numbers depend only on the sequence's
-    own length, so results do not depend on the batch.
+    The first split begins after the `shared` positions, or at the tile in which the newest token's
+    window begins. Without shared positions, all three numbers depend only on the sequence's own
+    length, so results do not depend on the batch.
     """
     begin = shared
     if window is not None:
@@ -109,8 +109,8 @@ def _attend_splits_kernel(
     lengths. So the grid is fixed, and no program starts for a split that does not exist: of n
     programs, program i takes pieces i, i + n, i + 2n and so on. The G query heads of a piece are
     the rows of one product. The result of a sequence with one split is written to `out`; other
-    sequences leave partial results for `_reduce_splits_kernel`. So does each sequence with shared
-    positions, because `prefill.py` attends to these.
+    sequences leave partial results for `_reduce_splits_kernel`. A sequence with shared positions
+    also leaves partial results, because `prefill.py` attends to the shared positions.
     """
     G: tl.constexpr = H // HKV
     each = tl.arange(0, SEQS)
@@ -160,7 +160,7 @@ def _attend_splits_kernel(
         begin = start
         if window is not None:  # the first split's first tile may begin before the window
             begin = tl.maximum(start, seq_len - window)
-        else:  # after the tiles that are whole
+        else:  # masks are needed only after the tiles that are whole
             masked_from = start + (end - start) // POSITIONS * POSITIONS
         acc, row_max, row_sum = attend_positions(
             q,
@@ -247,13 +247,13 @@ def _reduce_splits_kernel(
     MAX_SPLITS: tl.constexpr,
     SHARED_PARTS: tl.constexpr,
 ):
-    """Merge the partial results of each sequence; one program for each sequence and head.
+    """Merge the partial results of each sequence, with one program for each sequence and head.
 
-    Sequences whose result is in `out` already are skipped. The host leaves out the launch if no
-    table is longer than a split. In a CUDA graph, tables have the maximum length, so the launch
-    stays, and its programs end immediately; that takes about 2 us per layer, by estimate. To save
-    this time in steps whose sequences are all shorter than one split (128 to 512 tokens), a second
-    set of graphs would have to be captured and kept in memory.
+    Sequences whose result is already in `out` are skipped. The host leaves the launch out if no
+    table is longer than a split. In a CUDA graph, tables have the maximum length, so the launch is
+    always there; its programs then end immediately, which takes an estimated 2 us per layer. To
+    save this time in steps whose sequences are all shorter than one split (128 to 512 tokens), a
+    second set of graphs would have to be captured and kept in memory.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -307,11 +307,11 @@ def paged_attention_decode(
 
     Returns [S, H, D]. The caches are views, [B, P, HKV, D + REST] and [B, P, HKV, D]; if REST is
     not 0, the second is a part of the first. `block_tables` is int32[S, M]. `seq_lens` is int32[S],
-    each at most M * P; the host never reads lengths, so it cannot check them. A sequence of length
-    0 is a padding row and gives zeros. No bit of a row depends on other rows of the batch, or on S
-    or M: splits have a fixed size, which grows only for a sequence that would need too many of
-    them. Needs fp32 scratch of S * N * H * (D + 1), where N is the number of splits of a sequence
-    of M * P tokens.
+    each at most M * P; the host never reads the lengths, so it cannot check them. A sequence of
+    length 0 is a padding row and gives zeros. No bit of a row depends on other rows of the batch,
+    or on S or M: splits have a fixed size, which grows only for a sequence that would have too many
+    splits. The op needs S * N * H * (D + 1) fp32 numbers of scratch memory, where N is the number
+    of splits of a sequence of M * P tokens.
 
     With `window` only the last `window` slots are read and attended to. With `softcap` each score s
     becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], are one more score of each head in the
@@ -321,8 +321,8 @@ def paged_attention_decode(
     `kernels.kv_formats` says. The scales multiply scores and weights in fp32, so stored numbers are
     not rounded again.
 
-    With `out`, contiguous [T, H, D], it writes the first S rows of `out` and returns it; `query` is
-    then [T, H, D + REST].
+    If `out` is given, contiguous [T, H, D], its first S rows are written and it is returned;
+    `query` is then [T, H, D + REST].
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or an option is not positive.
@@ -364,7 +364,7 @@ def prepare_decode(
     A launch with S sequences overwrites the first S rows of `out`.
 
     Raises:
-        ValueError: as `paged_attention_decode`.
+        ValueError: an argument does not fit, as in `paged_attention_decode`.
     """
     check_attended(query, key_cache, value_cache, key_scales, value_scales)
     check_options(query, window, softcap, sinks)

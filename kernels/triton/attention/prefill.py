@@ -35,9 +35,9 @@ _LEAST_POSITIONS: Final = 512
 def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
     """Return the sequence that owns `tile`: the last s with start(s) // TOKENS + s <= tile.
 
-    So each sequence has at least ceil(query_len / TOKENS) tiles, and all together have
-    T // TOKENS + S, which the host knows without reading the device. Tiles before the first
-    sequence's own also belong to it.
+    So each sequence has at least ceil(query_len / TOKENS) tiles, and all sequences together have
+    T // TOKENS + S tiles, a number that the host knows without reading the device. Tiles before the
+    first sequence's own tiles also belong to it.
     """
     low = 0
     high = num_seqs
@@ -106,14 +106,14 @@ def _attend_chunks_kernel(
 
     A token sees all positions up to its own, or with a window the last `window` of them. There is
     one program for each pair of a kv head and a tile of TOKENS query tokens of one sequence; if
-    values are wide, one for each part of them. The G heads of each token are rows of the same
-    product, so K and V are read once for all of them. The last tiles start first, because the last
-    tile of a chunk sees the most positions, and should not be the last to end.
+    values are wide, there is one for each part of the values. The G heads of each token are rows of
+    the same product, so K and V are read once for all G heads. The last tiles start first, because
+    the last tile of a chunk sees the most positions, and should not be the last to end.
 
-    With `partial_out` each split of a tile's positions has its own program, which leaves a partial
+    With `partial_out`, each split of a tile's positions has its own program, which leaves a partial
     result for `_merge_chunks_kernel`.
 
-    With `sharing`, the S sequences are prefixes that several tokens share. A prefix is in the
+    With `sharing`, the S sequences are prefixes, each shared by several tokens. A prefix is in the
     blocks of the first of its tokens, and its tokens see all its positions.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -129,8 +129,8 @@ def _attend_chunks_kernel(
     if partial_out is None and seq_len == 0:  # partial results are written even without positions
         return
 
-    # These are the positions that the tile's rows see: from the first row's window, rounded down to
-    # a tile of positions.
+    # The tile's rows see the positions [begin, tile_end). `start` is `begin` rounded down to a tile
+    # of positions.
     tile_end = seq_len
     if sharing is None:
         tile_end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)
@@ -169,7 +169,8 @@ def _attend_chunks_kernel(
     row_position = tl.minimum(seq_len - query_len + index, tile_end - 1)
     if sharing is not None:
         row_position = tl.zeros([ROWS], tl.int32) + (tile_end - 1)
-    # Finite, but below any score, because a row may see no position of its first tile or split.
+    # The maximum is finite, but below any score: a row may see no position of its first tile or
+    # split.
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     if sinks is not None and partial_out is None:
@@ -178,7 +179,7 @@ def _attend_chunks_kernel(
         row_sum = tl.full([ROWS], 1.0, tl.float32)
     block_table = block_tables + table * table_stride
     masked_from = start
-    if window is None:  # after the tiles that all rows see
+    if window is None:  # masks are needed only after the tiles that all rows see
         masked_from = (seq_len - query_len + first + 1) // POSITIONS * POSITIONS
         if sharing is not None:
             masked_from = seq_len
@@ -260,7 +261,7 @@ def _merge_chunks_kernel(
     PARTS: tl.constexpr,  # power of two, at least N
     PART_TILE: tl.constexpr,  # splits that are added at once
 ):
-    """Merge the splits of each token's positions; one program for each token and head."""
+    """Merge the splits of each token's positions, with one program for each token and head."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     if token < tl.load(query_start_loc) or token >= tl.load(query_start_loc + num_seqs):
@@ -292,22 +293,23 @@ def paged_attention_prefill(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with each query token to its sequence's slots up to its position; gives [T, H, D].
+    """Attend with each query token to its sequence's slots up to its position; return [T, H, D].
 
     The rows [query_start_loc[s], query_start_loc[s + 1]) of `query`, [T, H, D + REST], are the last
     query_len tokens of sequence s: row i has position seq_len - query_len + i. The keys and values
     of these tokens are already in the caches, which are as in `paged_attention_decode`.
     `block_tables` is int32[S, M], `seq_lens` int32[S], and `query_start_loc` int32[S + 1], whose
-    first number may be above 0; the host does not read them. Rows that belong to no sequence, or to
-    one of length 0, give zeros. A row does not depend on other sequences of the batch, but its last
-    bits depend on T: if T tokens are too few to fill the device, the positions that a tile sees are
-    split. This needs fp32 scratch of T * N * H * (D + 1), where N falls as T grows.
+    first number may be above 0; the host does not read these tensors. Rows that belong to no
+    sequence, or to a sequence of length 0, give zeros. A row does not depend on other sequences of
+    the batch, but its last bits depend on T: if T tokens are too few to fill the device, the
+    positions that a tile sees are split. Splitting needs T * N * H * (D + 1) fp32 numbers of
+    scratch memory, where N falls as T grows.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`. Tiles outside
     the windows of all query tokens of a program are not read.
 
-    With `out`, contiguous [T, H, D], it writes the result there and returns `out`; then rows of no
-    sequence are undefined.
+    If `out` is given, contiguous [T, H, D], the result is written to it and it is returned; then
+    rows of no sequence are undefined.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, `max_query_len` exceeds T, or an
@@ -353,11 +355,12 @@ def prepare_prefill(
 
     Each launch overwrites the rows of `out` that belong to its sequences, unless their length is 0.
     If `is_whole`, positions are never split, so no bit of a row depends on T. No bit depends on how
-    the row's sequence was cut into chunks either, because each product and each sum is rounded.
-    Whether the compiler could fuse them would depend on whether a tile of positions has a mask.
+    the row's sequence was cut into chunks either, because each product and each sum is rounded by
+    itself. If the compiler could fuse products and sums, it would do so or not depending on whether
+    a tile of positions has a mask.
 
     Raises:
-        ValueError: as `paged_attention_prefill`.
+        ValueError: an argument does not fit, as in `paged_attention_prefill`.
     """
     tiles = _prepare_tiles(
         query, key_cache, value_cache, scale, window, softcap, sinks, key_scales, value_scales, out,
@@ -399,15 +402,15 @@ def prepare_prefill(
 
 
 class SharedLaunch(Protocol):
-    """Attends to the positions that sequences share."""
+    """A launch that attends to the positions that sequences share."""
 
     def __call__(
         self, sequences: Sequences, partial_out: torch.Tensor, partial_lse: torch.Tensor
     ) -> None:
         """Write the first of the N partial results of each sequence that shares positions.
 
-        Both tensors are fp32 and contiguous: `partial_out` [S, N, H, D], and `partial_lse`
-        [S, N, H] to base 2.
+        `partial_out` is fp32 [S, N, H, D], and `partial_lse`, to base 2, is fp32 [S, N, H]; both
+        are contiguous.
         """
 
 
@@ -422,9 +425,9 @@ def prepare_shared(
     value_scales: torch.Tensor | None,
     out: torch.Tensor,
 ) -> tuple[int, SharedLaunch]:
-    """Prepare the part of decode attention that sequences share (`SharedPrefixes`).
+    """Prepare decode attention to the positions that sequences share (`SharedPrefixes`).
 
-    Returns how many partial results the launch writes for each sequence, and the launch.
+    Returns the number of partial results that the launch writes for each sequence, and the launch.
     """
     tiles = _prepare_tiles(
         query, key_cache, value_cache, scale, None, softcap, None, key_scales, value_scales, out
@@ -454,7 +457,7 @@ def prepare_shared(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tiles:
-    """`_attend_chunks_kernel` with its fixed arguments, and the numbers that grids depend on."""
+    """`_attend_chunks_kernel` with its fixed arguments, and the numbers that size its grid."""
 
     attend: Launch
     arguments: dict[str, Any]
@@ -470,7 +473,10 @@ class _Tiles:
     """The least number of positions of a split."""
 
     def num_splits(self, most_visible: int | None) -> int:
-        """Return the splits of a tile that sees at most `most_visible` positions; None: unknown."""
+        """Return how many splits a tile has if it sees at most `most_visible` positions.
+
+        None means that this limit is not known.
+        """
         if most_visible is None:
             return max(1, self.most_splits)
         return max(1, min(self.most_splits, most_visible // self.least))
@@ -505,7 +511,7 @@ def _prepare_tiles(
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if is_whole:
         options["enable_fp_fusion"] = False
-    # The sums of wider values do not fit a program's registers; those of latents barely fit.
+    # The sums of wider values do not fit into a program's registers; those of latents barely fit.
     is_wide = shape.divides_values and shape.dims > config.value_dims
     sizes["VALUE_PARTS"] = shape.dims // config.value_dims if is_wide else 1
     num_kv_heads *= sizes["VALUE_PARTS"]

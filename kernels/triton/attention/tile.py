@@ -3,8 +3,8 @@
 Symbols: `R` query rows of a tile, `C` kv positions of a tile, `D` head dim of values, `P` block
 size.
 
-Keys are as wide as values. In multi-head latent attention they are wider by `REST` numbers, and
-their first D numbers are the values.
+Usually keys are as wide as values. In multi-head latent attention, keys are wider by `REST`
+numbers, and their first D numbers are the values.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
@@ -68,9 +68,9 @@ def attend_positions(
 ):
     """Return `acc` fp32 [R, VALUE_DIMS], `row_max` and `row_sum` after the positions up to `end`.
 
-    The softmax starts from the given `row_max` and `row_sum`, as if they came from earlier
-    positions whose value vectors are zero. Masks cost time, so there are none for the tiles that
-    every row sees as a whole, [start, masked_from). `_attend_range` computes a range of tiles.
+    The softmax starts from the given `row_max` and `row_sum`, as if these came from earlier
+    positions whose values are zero. Masks cost time, so the tiles that every row sees as a whole,
+    [start, masked_from), have none. `_attend_range` computes a range of tiles.
     """
     acc = tl.zeros([ROWS, VALUE_DIMS], tl.float32)
     key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
@@ -199,11 +199,11 @@ def _attend_range(
 ):
     """Return `acc`, `row_max` and `row_sum` after the positions [low, high), in tiles of C.
 
-    `m' = max(m, max_c s)`, `l' = l * 2^(m - m') + sum_c 2^(s - m')`, and `acc` likewise with V,
-    where `s = scale_log2 * q . k`, or with a cap `c` then `c * tanh(s / c)` (Milakov and Gimelshein
-    2018; FlashAttention). Scores and sums are fp32; products take the dtype of q, without TF32. The
-    numbers of a quantized cache are not dequantized one by one: the scale of a position multiplies
-    its scores, and the weight of its values.
+    `m' = max(m, max_c s)`, `l' = l * 2^(m - m') + sum_c 2^(s - m')`, and `acc` likewise with V.
+    Here `s = scale_log2 * q . k`, and with a cap `c` it becomes `c * tanh(s / c)` (Milakov and
+    Gimelshein 2018; FlashAttention). Scores and sums are fp32; products have operands of the dtype
+    of q, without TF32. The numbers of a quantized cache are not dequantized one by one: a
+    position's scale multiplies its scores, or the weight of its values.
     """
     dim = tl.arange(0, DIMS)
     dim_mask = dim < D
@@ -237,7 +237,7 @@ def _attend_range(
             key_scale = tl.load(key_scale_ptr, mask=inside, other=0.0).to(tl.float32)
             scores *= (key_scale * unit_of(k))[None, :]
         if softcap_log2 is not None:
-            # tanh(x) = 1 - 2 / (e^2x + 1), which is 1 if e^2x overflows
+            # tanh(x) = 1 - 2 / (e^2x + 1), which is 1 if e^2x overflows.
             scores = softcap_log2 * (1 - 2 / (tl.exp(2 * scores / softcap_log2) + 1))
         if IS_MASKED:
             visible = inside[None, :] & (position[None, :] <= row_position[:, None])
@@ -282,10 +282,10 @@ def merge_parts(
     PARTS: tl.constexpr,  # power of two, at least num_parts
     PART_TILE: tl.constexpr,  # parts that are added at once
 ):
-    """Return `sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`, fp32 [DIMS].
+    """Merge partial results: `sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`, fp32 [DIMS].
 
     The partial results of one row are H places apart. If no part has positions, the result is zero.
-    The largest exponent is subtracted from all exponents first.
+    First, the largest exponent is subtracted from all exponents.
     """
     dim = tl.arange(0, DIMS)
     part = tl.arange(0, PARTS)
@@ -308,7 +308,7 @@ def merge_parts(
 
 @triton.jit
 def _load(pointer, inside, dim_mask, IS_MASKED: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Load a tile with only the masks that it needs; each mask costs an instruction per number."""
+    """Load a tile with only the masks that it needs, as a mask costs an instruction per number."""
     if IS_MASKED and IS_WHOLE:
         tile = tl.load(pointer, mask=inside, other=0)
     elif IS_MASKED:
@@ -325,13 +325,13 @@ class Heads:
     """How query heads are grouped into programs, and the caches as the programs see them."""
 
     group: int
-    """Query heads per kv head."""
+    """Number of query heads per kv head."""
     key_cache: torch.Tensor
-    """[B, P, HKV, D + REST]"""
+    """[B, P, HKV, D + REST]."""
     value_cache: torch.Tensor | None
     """[B, P, HKV, D]; None: values are the keys' first numbers."""
     key_scales: torch.Tensor | None
-    """[B, P, HKV]"""
+    """[B, P, HKV]; None: not quantized."""
     value_scales: torch.Tensor | None
 
 
@@ -345,8 +345,9 @@ def group_heads(
 ) -> Heads:
     """Group query heads; with latent attention, repeat the kv head as the kernel needs it.
 
-    The sums of all query heads over a wide latent do not fit a program's registers. So the only kv
-    head is repeated, without a copy, until each repetition has at most `most` query heads.
+    The sums of all query heads over a wide latent do not fit into a program's registers. So with
+    latents, the only kv head is repeated, without a copy, until each repetition has at most `most`
+    query heads.
 
     Raises:
         ValueError: values are narrower than keys, and not a part of them.
@@ -377,7 +378,7 @@ def attend_arguments(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Return the arguments that decode and prefill kernels have in common, by name."""
+    """Return the arguments that the decode and prefill kernels have in common, by name."""
     values = heads.key_cache if heads.value_cache is None else heads.value_cache
     _, num_heads, query_dim = query.shape
     head_dim = out.shape[2]
@@ -414,5 +415,5 @@ def _strides(name: str, dims: str, values: Sequence[int]) -> dict[str, int]:
 
 
 def scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
-    """Return the strides of [B, P, HKV]; zeros without scales."""
+    """Return the strides of scales [B, P, HKV], or zeros if there are none."""
     return (0, 0, 0) if scales is None else scales.stride()

@@ -1,1 +1,1 @@
-"""Linear maps."""
+"""Triton kernels for linear maps."""

@@ -1,4 +1,4 @@
-"""Linear maps for groups of rows: each row uses one map, an expert's or a LoRA adapter's.
+"""Linear maps for groups of rows: each row uses the map of an expert or of a LoRA adapter.
 
 Symbols: `R` rows that are mapped, `X` maps, `K` input features, `N` output features.
 """
@@ -16,10 +16,10 @@ from kernels.triton.linear.tile_sizes import BY_ROWS, FLOAT32_BY_ROWS, choose
 
 @triton.jit
 def rows_of_tile(ends, num_maps, nth, MAPS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the map of the n-th tile, and its rows [first, last of the map).
+    """Return the map of the n-th tile, the tile's first row, and the end of the map's rows.
 
-    The tiles of all maps are numbered, map by map. Each has up to ROWS rows. After the last tile,
-    there are no rows.
+    The tiles of all maps are numbered, map by map. Each tile has up to ROWS rows. Tiles after the
+    last one have no rows.
     """
     each = tl.arange(0, MAPS)
     is_map = each < num_maps
@@ -36,7 +36,7 @@ def rows_of_tile(ends, num_maps, nth, MAPS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def sources_and_places(sources, places, row, is_row):
-    """Return where in `x` each row is read, and where in `out` it is written, as int64."""
+    """Return, as int64, from which row of `x` each row is read, and to which of `out` it goes."""
     source = row.to(tl.int64)
     place = row.to(tl.int64)
     if sources is not None:
@@ -72,10 +72,10 @@ def _grouped_linear_kernel(
     ADDS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """`out[places[i]] += x[sources[i]] @ w.T + b`, with fp32 sums, by the map of i.
+    """`out[places[i]] += x[sources[i]] @ w.T + b`, with w and b of row i's map, and fp32 sums.
 
-    Each program computes COLUMNS outputs for up to ROWS rows of one map. There are more programs
-    than tiles; the rest end at once.
+    Each program computes COLUMNS outputs for up to ROWS rows of one map. There may be more programs
+    than tiles; programs without a tile end at once.
     """
     own, first, last = rows_of_tile(ends, num_maps, tl.program_id(1), MAPS, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -126,8 +126,8 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Compute `kernels.reference.grouped_linear`: return the result, or add it to `out`.
 
-    The host reads nothing from the device, so one captured graph works however the rows are divided
-    among the maps. Other rows affect a row's result only through R, which decides the tile.
+    The host reads nothing from the device, so a captured graph works for any division of the rows
+    among the maps. Other rows affect a row's result only through R, which decides the tile size.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

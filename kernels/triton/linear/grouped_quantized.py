@@ -44,7 +44,7 @@ def _grouped_quantized_linear_kernel(
     RUNS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """`out[places[i]] = x[sources[i]] @ (values * scale + offset) + bias`, by the map of i.
+    """`out[places[i]] = x[sources[i]] @ (values * scale + offset) + bias`, by the map of row i.
 
     Tiles are those of `_grouped_linear_kernel`, and products those of `_quantized_linear_kernel`.
     """
@@ -99,8 +99,8 @@ def grouped_quantized_linear(
 ) -> torch.Tensor:
     """Compute `kernels.reference.grouped_quantized_linear`; weights are contiguous.
 
-    The host reads nothing from the device, so one captured graph works however the rows are divided
-    among the maps. Other rows affect a row's result only through R, which decides the tile.
+    The host reads nothing from the device, so a captured graph works for any division of the rows
+    among the maps. Other rows affect a row's result only through R, which decides the tile size.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

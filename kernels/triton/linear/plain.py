@@ -30,9 +30,9 @@ def _linear_kernel(
 ):
     """`out = x @ weight.T + bias`, with fp32 sums.
 
-    One program for each tile of `out`. Each adds its products in the same order, from the first to
-    the last of K. Programs with the same columns run one after another, so weights are read from
-    memory once.
+    There is one program for each tile of `out`. All programs add their products in the same order,
+    from the first to the last of K. Programs with the same columns run one after another, so the
+    weights are read from memory only once.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -20,8 +20,8 @@ from kernels.triton.quantized_kv import as_bits, plain_numbers
 RUN: Final = 32
 _ONE_TILE: Final = BY_ROWS[1]
 _MAX_SPLITS: Final = 16
-"""The limit on splits of the input features. Only the smallest tile has splits, which let a few
-tiles occupy the whole device. Not measured."""
+"""The limit on splits of the input features. Only maps with the smallest tile have splits, by which
+a few tiles occupy the whole device. Not measured."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -48,7 +48,7 @@ def _quantized_linear_kernel(
 ):
     """`out = x @ (values * scale + offset) + bias`, with weights and sums computed in fp32.
 
-    One program for each pair of a tile of `out` and a split of K.
+    There is one program for each pair of a tile of `out` and a split of K.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -105,10 +105,10 @@ def dequantized_product(
 ):
     """Return the sums of `x @ (values * scale + offset)`, fp32 [ROWS, COLUMNS].
 
-    They are sums over tiles [`first`, `last`) of RUNS * 32 input features. A weight is computed in
+    The sums are over tiles [`first`, `last`) of RUNS * 32 input features. A weight is computed in
     fp32, and rounded to the dtype of `x` before its product. Each byte of a 4-bit tile holds two
-    features that are 16 apart. So the low nibbles are the weights of one product and the high
-    nibbles those of another, and need no interleaving.
+    features that are 16 apart. So the low nibbles are the weights of one product, the high nibbles
+    are those of another, and no interleaving is needed.
     """
     dtype: tl.constexpr = x_row.dtype.element_ty
     is_mxfp4: tl.constexpr = scales.dtype.element_ty == tl.uint8
@@ -155,9 +155,9 @@ def dequantized_product(
 
 @triton.jit
 def _number(nibbles, is_mxfp4: tl.constexpr):
-    """Return integers of 4 bits; or numbers of MXFP4, but smaller by a factor of 2^14."""
+    """Return 4-bit integers, or MXFP4 numbers divided by 2^14, as fp32."""
     if is_mxfp4:
-        # Read as fp16, the number is that much smaller, because fp16's exponent has a bias of 15,
+        # Read as fp16, the number is 2^14 times smaller, because fp16's exponent has a bias of 15,
         # not 1.
         bits = nibbles.to(tl.uint16)
         bits = ((bits & 8) << 12) | ((bits & 7) << 9)
@@ -200,7 +200,7 @@ def _sum_splits_kernel(
     N,
     COLUMNS: tl.constexpr,
 ):
-    """`out = sum of partial + bias`, in the order of the splits."""
+    """Compute `out = sum of partial + bias`; the partial results are added in order of splits."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < N
@@ -223,8 +223,9 @@ def quantized_linear(
     """Return `x @ w + bias` [T, N], as `kernels.reference.quantized_linear` says.
 
     `values`, `scales` and `offsets` are contiguous. Other rows affect a row's result only through
-    their number, which decides the tile and the splits of K. If `has_one_tile`, they do not affect
-    it at all. Needs fp32 scratch of up to 16 * T * N if T is at most 16.
+    their number, which decides the tile size and the splits of K. If `has_one_tile`, other rows do
+    not affect a row's result at all. If T is at most 16, the op needs up to 16 * T * N fp32 numbers
+    of scratch memory.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -283,7 +284,7 @@ def quantized_linear(
 def check_weight(
     x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None
 ) -> int:
-    """Require a weight, or a stack of weights, that the kernels take for `x` [*, K].
+    """Require a weight, or a stack of weights, that the kernels can multiply with `x` [*, K].
 
     Returns:
         The number of input features of a group.

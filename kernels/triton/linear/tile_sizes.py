@@ -1,7 +1,7 @@
 """The tile sizes of the products, and the choice among them by the number of rows.
 
-The choice depends only on that number, so a replayed graph uses the same tile. None of the sizes
-was measured. The module does not import Triton.
+The choice depends only on the number of rows, so a replayed graph uses the same tile. None of the
+sizes was measured. This module does not import Triton.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ class TileSizes:
     rows: int
     columns: int
     inputs: int
-    """Input features that are multiplied at once."""
+    """How many input features are multiplied at once."""
     num_warps: int
     num_stages: int
 
 
 ANY_ROWS: Final = TileSizes(64, 64, 64, 4, 3)
-"""For maps that use one tile for any number of rows. Its columns are few, so that the tiles of a
-single row occupy many processors."""
+"""The tile size for maps that use one size for any number of rows. A tile has few columns, so that
+the tiles of a single row occupy many processors."""
 BY_ROWS: Final = (
     TileSizes(16, 64, 128, 4, 4),
     TileSizes(64, 128, 64, 8, 3),
@@ -32,14 +32,15 @@ FLOAT32_BY_ROWS: Final = (
     TileSizes(64, 128, 64, 8, 3),
     TileSizes(128, 128, 32, 8, 3),
 )
-"""For weights in fp32: fewer input features, to fit 99 KiB of shared memory without spills."""
+"""Tile sizes for fp32 weights. They have fewer input features, to fit into 99 KiB of shared memory
+without spills."""
 
 
 def choose(choices: Sequence[TileSizes], num_rows: int, num_maps: int = 1) -> TileSizes:
-    """Return the first with room for the rows of an average map, else the last."""
+    """Return the first tile size with room for the rows of an average map, or else the last."""
     return next((each for each in choices if num_rows <= each.rows * num_maps), choices[-1])
 
 
 def fewest_rows(num_maps: int = 1) -> tuple[int, ...]:
-    """Return for each tile the least number of rows that chooses it."""
+    """Return, for each tile size in `BY_ROWS`, the least number of rows that chooses it."""
     return (1, *(each.rows * num_maps + 1 for each in BY_ROWS[:-1]))
