@@ -1,4 +1,4 @@
-/* Turns the matrix registers of Intel's AMX on and off, for all kernels and threads of the process. */
+/* Turns Intel's AMX on and off, for all kernels and threads of the process. */
 #include "amx.h"
 
 #ifdef __linux__
@@ -8,7 +8,7 @@
 
 int64_t quire_amx_uses = 0;
 
-/* Asks the system for the registers' memory, which it gives only to a process that asks. */
+/* Asks the system for the memory of the registers, which only a process that asks for it gets. */
 static bool is_permitted(void)
 {
 #if defined(AMX_EMULATION)
@@ -21,8 +21,8 @@ static bool is_permitted(void)
 #endif
 }
 
-/* Has the uses in this set of bits use them from now on; returns whether any does: not if the library,
- * or this system, has no such instructions. No kernel may run meanwhile. */
+/* Turns AMX on for the uses in this set of bits, and off for all others. Returns whether it is on for any
+ * use; it never is if the library or the system does not support AMX. No kernel may run meanwhile. */
 bool quire_use_amx(int64_t uses)
 {
     quire_amx_uses = uses && is_permitted() ? uses : 0;

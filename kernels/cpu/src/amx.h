@@ -1,9 +1,9 @@
-/* Products with the matrix registers of Intel's AMX: eight of them, of 16 rows of 64 bytes.
+/* Products with Intel's AMX, which has eight matrix registers of 16 rows of 64 bytes.
  *
  * An instruction adds to 16 x 16 sums the product of up to 16 rows of x with 16 columns of a panel, over
- * up to 32 k. It sums the products of even k, and those of odd k, each in ascending order, adds both, and
- * adds that to the sum. So an element depends on no other row, nor on how many there are: a lone row is
- * computed as one of many, with registers of fewer rows.
+ * up to 32 k. It adds up the products of even k and those of odd k, each in ascending order, adds these
+ * two, and adds the result to the sum. So an element does not depend on other rows, nor on their number:
+ * a lone row is computed as one of many, with registers of fewer rows.
  *
  * These instructions have never run on a CPU: tests run them in an emulation in plain C, and a worker
  * checks and times them at its first start (kernels/cpu/amx_choice.py) before it uses them. */
@@ -21,26 +21,27 @@
 
 enum { AMX_ROWS = 32 /* of two registers */, AMX_ATTENTION = 4 };
 
-/* What is multiplied so, in bf16: maps of a format of weights, whose number (`kept_as` in linear.c) is
- * its bit, and with bit AMX_ATTENTION attention. Never changed while a kernel runs. */
+/* A set of bits: what uses AMX, in bf16. The bit of a format of weights is its number (`kept_as` in
+ * linear.c); AMX_ATTENTION is the bit of attention. The set never changes while a kernel runs. */
 extern int64_t quire_amx_uses;
 
 #ifdef HAS_AMX
 
 enum { AMX_TILE_ROWS = 16, AMX_TILE_BYTES = 64, AMX_STEPS = 16 /* pairs of k */ };
 
-/* What the registers hold: 0 to 3 sums [2][2], 4 and 5 rows of x, 6 and 7 columns of the panel. */
+/* Registers 0 to 3 hold sums [2][2], 4 and 5 hold rows of x, and 6 and 7 hold columns of the panel. */
 struct amx_shape {
     int64_t rows, steps; /* of x; pairs of k that an instruction takes */
 };
 
 static _Thread_local struct amx_shape amx_configured;
 
-/* Has the compiler write to memory, before the instructions below, what the code above stores: gcc's
- * functions do not tell it what they read. */
+/* Makes the compiler write to memory what the code before a call of this function stores. This is needed
+ * because gcc's AMX functions do not tell the compiler what they read. */
 INLINE void amx_sync(const void *read) { __asm__ volatile("" ::"r"(read) : "memory"); }
 
-/* Sets up the registers for up to AMX_ROWS rows and the pairs of k that divide a sum of `steps`. */
+/* Sets up the registers for up to AMX_ROWS rows, and for so many pairs of k at once that they divide
+ * `steps`. */
 static inline void amx_configure(int64_t rows, int64_t steps)
 {
     steps = min64(AMX_STEPS, steps & -steps);
@@ -62,13 +63,13 @@ static inline void amx_configure(int64_t rows, int64_t steps)
     _tile_loadconfig(&shape);
 }
 
-/* Begins a share: something else may have set up this thread's registers since its last one. */
+/* Begins a share: other code may have set up this thread's registers since its last share. */
 INLINE void amx_begin(void) { amx_configured = (struct amx_shape){0}; }
 
 /* Ends a share: the system need not keep the registers when the thread loses its core. */
 INLINE void amx_end(void) { _tile_release(); }
 
-/* Adds the product of `steps` pairs of k to the sums. */
+/* Adds the product over `steps` pairs of k to the sums in the registers. */
 INLINE void amx_multiply(bool has_second, const struct product *p, const char *a, const char *b,
                          int64_t steps)
 {
@@ -120,7 +121,8 @@ INLINE void amx_store(bool has_second, float *c, int64_t ldc)
     amx_sync(c);
 }
 
-/* Up to AMX_ROWS rows with a panel of pairs, [steps][PANEL] of [steps][ldb]; as `pairs_product`. */
+/* Multiplies up to AMX_ROWS rows with a panel of pairs, [steps][PANEL] of [steps][ldb]. It takes the
+ * place of `pairs_product`. */
 static inline void amx_product(int rows, const struct product *p)
 {
     const bool has_second = rows > AMX_TILE_ROWS;
@@ -132,8 +134,8 @@ static inline void amx_product(int rows, const struct product *p)
     amx_store(has_second, p->c, p->ldc);
 }
 
-/* As `product` (tile.h), but up to AMX_ROWS rows, and a multiple of PANEL columns. The steps are a
- * multiple of AMX_STEPS. */
+/* Does as `product` (tile.h), but for up to AMX_ROWS rows and a multiple of PANEL columns. The number of
+ * steps is a multiple of AMX_STEPS. */
 static inline void amx_columns(int rows, int64_t columns, struct product p)
 {
     p.group_steps = AMX_STEPS;
@@ -141,7 +143,8 @@ static inline void amx_columns(int rows, int64_t columns, struct product p)
         amx_product(rows, &p);
 }
 
-/* As `scaled_pairs_product`: each group of steps has sums of its own, which go through memory. */
+/* Takes the place of `scaled_pairs_product`: each group of steps has its own sums, which go through
+ * memory. */
 static inline void scaled_amx_product(int rows, const struct product *p)
 {
     float sums[AMX_ROWS * PANEL] __attribute__((aligned(64)));

@@ -1,20 +1,20 @@
 /* Causal attention over the paged cache, read in place, for decodes and chunks of prompts.
  *
- * A row is one head of one token. It attends to its keys in tiles of COLUMNS positions, at multiples of
- * COLUMNS, in ascending order, and in splits of SPLIT positions, which are merged in ascending order. So
- * its result depends on its own sequence only: not on the batch, on how the prompt was cut into chunks,
- * or on the number of threads. Sums are fp32; products take the dtype of the queries: with bf16 the
- * weights are rounded to it, but not in their sum.
+ * A row is one head of one token. A row attends to its keys in tiles of COLUMNS positions, at multiples
+ * of COLUMNS, in ascending order, and in splits of SPLIT positions, which are merged in ascending order.
+ * So its result depends only on its own sequence: not on the batch, not on how the prompt was cut into
+ * chunks, and not on the number of threads. Sums are fp32; the operands of products have the dtype of the
+ * queries. With bf16, the weights are rounded for the product, but not in the sum of weights.
  *
- * With AMX all rows of bf16 take its products (amx.h), those of a decode, too: registers of few rows give
- * the sums that registers of many give, and positions that a row does not see add zeros. The weights are
- * the numbers that AVX-512 multiplies, with the same error; so there is no second product of what rounding
- * took from them.
+ * With AMX, all rows in bf16 use its products (amx.h), also the rows of a decode: registers of few rows
+ * give the same sums as registers of many, and positions that a row does not see add zeros. The rounded
+ * weights are the same as with AVX-512, with the same error; so no second product is needed for what
+ * rounding took from them.
  *
- * Work is divided into items (attention_walk.h): some query tokens of one sequence, for one kv head,
- * and, if a lone token attends to more than one split, for one split. A share is the items that start
- * within its part of the total cost. Splits leave partial results, maximum, sum and accumulator, which a
- * second kernel, merge_splits, merges and writes to `out`. */
+ * Work is divided into items (attention_walk.h). An item is some query tokens of one sequence, for one kv
+ * head and, if a lone token attends to more than one split, for one split. A share has the items that
+ * start within its part of the total cost. Splits leave partial results: maximum, sum and accumulator. A
+ * second kernel, merge_splits, merges them and writes the result to `out`. */
 #include "attention_few.h"
 #include "attention_walk.h"
 #include "thread_memory.h"
@@ -71,8 +71,8 @@ INLINE vf softcapped(vf x, float cap)
     return cap - 2.0f * cap / (vf_exp2(power) + 1.0f);
 }
 
-/* Turns one row's scores into weights; it sees columns [from, to) of this tile. Updates the row's
- * maximum and sum, and rescales what it has accumulated. */
+/* Turns the scores of one row into weights; the row sees columns [from, to) of this tile. Updates the
+ * row's maximum and sum, and rescales its accumulator. */
 INLINE void weigh_row(dtype type, const struct attention *a, const struct scratch *s, int64_t row,
                       const float *scores, char *weights, int64_t from, int64_t to)
 {
@@ -108,8 +108,8 @@ INLINE void weigh_row(dtype type, const struct attention *a, const struct scratc
     s->sum[row] += vf_reduce_add(sum);
 }
 
-/* Weighs some rows of an item over one tile, whose first position is `start` and which has `seen`
- * positions. */
+/* Turns the scores of some rows of an item into weights, for one tile with the positions
+ * [start, start + seen). */
 INLINE void weigh_tile(dtype type, const struct attention *a, const struct scratch *s,
                        const struct item *item, int64_t start, int64_t seen, int64_t first_row,
                        int rows)
@@ -135,7 +135,7 @@ INLINE void multiply(const struct attention *a, step_kind kind, int rows, int64_
 #define multiply(a, ...) product(__VA_ARGS__)
 #endif
 
-/* Attends with all rows of an item to one tile, laid out for the product. */
+/* Attends with all rows of an item to one tile, which it lays out for the product. */
 INLINE void attend_many(dtype type, const struct attention *a, const struct scratch *s,
                         const struct item *item, const struct kv_tile *tile, int64_t start,
                         int64_t seen)
@@ -164,7 +164,8 @@ INLINE void attend_many(dtype type, const struct attention *a, const struct scra
     }
 }
 
-/* Attends with all rows of an item to the positions [start, end) of one split, from empty sums. */
+/* Attends with all rows of an item to the positions [start, end) of one split, starting from empty
+ * sums. */
 INLINE void attend_split(dtype type, const struct attention *a,
                          const struct scratch *s, const struct item *item, int64_t start,
                          int64_t end)
@@ -187,7 +188,7 @@ INLINE void attend_split(dtype type, const struct attention *a,
     }
 }
 
-/* Merges one row's result over a split into that over the splits before it. */
+/* Merges a row's result over one split into its result over the splits before. */
 INLINE void merge_row(int64_t width, float *all_max, float *all_sum, float *all_acc, float max,
                       float sum, const float *acc)
 {
@@ -273,7 +274,7 @@ INLINE void attend_item(dtype type, const struct attention *a, const struct scra
 }
 
 /* Merges the splits of a lone token in order, for the heads of one kv head, and writes the result.
- * `partials` are theirs; `all` is memory for one row. */
+ * `partials` has the results of these splits; `all` is memory for one row. */
 INLINE void merge_splits(dtype type, const struct attention *a, int64_t width, int64_t token,
                          int64_t kv_head, const float *partials, int64_t num_splits, float *all)
 {
@@ -329,7 +330,7 @@ INLINE void merge_share(dtype type, const struct attention *a, int64_t share, in
     }
 }
 
-/* Writes zeros for tokens that belong to no sequence, or to one of length 0. */
+/* Writes zeros for tokens that belong to no sequence, or to a sequence of length 0. */
 static void clear_unowned(const struct attention *a)
 {
     int64_t token_bytes = a->num_heads * a->value_dim * size_of((dtype)a->type), done = 0;

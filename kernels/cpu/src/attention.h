@@ -1,4 +1,4 @@
-/* Attention's arguments, its units of work, and where a sequence's keys and values lie.
+/* The arguments of attention, its units of work, and where the keys and values of a sequence lie.
  *
  * Symbols: T tokens, S sequences, H query heads, HKV kv heads, D head dim of queries and keys, DV that
  * of values, B blocks, P block size, M max blocks per sequence. Strides are in elements. */
@@ -42,7 +42,7 @@ struct attention {
     double scale, softcap; /* softcap 0: none */
 };
 
-/* A unit of work: some tokens of a sequence, the query heads of one kv head. Its rows are pairs of
+/* A unit of work: some tokens of a sequence, with the query heads of one kv head. Its rows are pairs of
  * token and head. */
 struct item {
     int64_t seq, kv_head;
@@ -52,7 +52,7 @@ struct item {
     float *partial;                   /* where the result goes if it is a split's; else NULL */
 };
 
-/* A thread's working memory, in thread_memory; rows are padded to whole vectors. */
+/* The working memory of a thread, in thread_memory; rows are padded to whole vectors. */
 struct scratch {
     int64_t width; /* DV in whole vectors */
     int64_t steps; /* D in steps of the product with keys */
@@ -68,8 +68,8 @@ struct scratch {
     float *all_sum, *all_max, *all_acc; /* the same over all splits so far */
 };
 
-/* Where the keys and values of a tile's positions are. Those behind the window, and past the end up
- * to a multiple of what the product takes, point at zeros. */
+/* Where the keys and values of a tile's positions are. Positions behind the window point at zeros; so do
+ * the positions that fill the tile up to what the product takes. */
 struct kv_tile {
     const char *keys[COLUMNS], *values[COLUMNS]; /* [D] and [DV] each */
     int64_t columns; /* a multiple of LANES, or with AMX's product of PANEL */
@@ -80,8 +80,8 @@ INLINE bool has_values_in_keys(const struct attention *a) { return a->value_cach
 
 INLINE int64_t group_of(const struct attention *a) { return a->num_heads / a->num_kv_heads; }
 
-/* Whether the products are AMX's: of all rows, as they add in another order than AVX-512. Not with
- * quantized KV, whose attention was not timed when AMX was chosen. */
+/* Whether attention uses AMX's products; then it does so for all rows, as AMX adds in another order than
+ * AVX-512. With quantized KV it does not, because that was not timed when AMX was chosen. */
 #ifdef HAS_AMX
 INLINE bool attends_with_amx(const struct attention *a)
 {
@@ -93,7 +93,7 @@ INLINE bool attends_with_amx(const struct attention *a)
 #define attends_with_amx(a) false
 #endif
 
-/* The first token of a sequence in the batch. */
+/* The index in the batch of a sequence's first token. */
 INLINE int64_t query_start(const struct attention *a, int64_t seq)
 {
     return a->query_start_loc ? a->query_start_loc[seq] : seq;
@@ -131,7 +131,7 @@ INLINE void enter_block(dtype type, struct slots *s, int64_t offset)
                      offset * a->value_scale_stride_p + s->kv_head * a->value_scale_stride_h;
 }
 
-/* Starts at a position, which the sequence must have. */
+/* Begins the iteration at a position, which the sequence must have. */
 INLINE struct slots slots_from(dtype type, const struct attention *a, const struct item *item,
                                int64_t position)
 {
@@ -159,8 +159,9 @@ INLINE void next_slot(dtype type, struct slots *s)
     s->value.scale += s->a->value_scale_stride_p;
 }
 
-/* Finds the keys and values of positions [start, end), at most COLUMNS, in the model's format. What
- * no token of the item sees is not read: behind a window a block may be another sequence's. */
+/* Finds the keys and values of positions [start, end), at most COLUMNS, in the model's format. Positions
+ * that no token of the item sees are not read: behind a window, a block may belong to another
+ * sequence. */
 INLINE void find_tile(dtype type, const struct attention *a, const struct scratch *s,
                       const struct item *item, int64_t start, int64_t end, struct kv_tile *tile)
 {
@@ -169,8 +170,8 @@ INLINE void find_tile(dtype type, const struct attention *a, const struct scratc
     int64_t seen = end - start;
     int64_t behind = a->window ? item->position - a->window + 1 - start : 0;
     char *room = s->dequantized;
-    /* AMX adds up 32 positions at once. Fewer at the end would be added in another order, and where the
-     * end is depends on the chunk. */
+    /* AMX adds up 32 positions at once. Fewer positions at the end would be added in another order, and
+     * where the end is depends on the chunk. */
     const int64_t whole = attends_with_amx(a) ? PANEL : LANES;
     tile->columns = ceil_div(seen, whole) * whole;
     for (int64_t c = 0; c < seen; c++) {
@@ -190,7 +191,7 @@ INLINE void find_tile(dtype type, const struct attention *a, const struct scratc
     for (int64_t c = seen; c < tile->columns; c++) tile->keys[c] = tile->values[c] = s->zeros;
 }
 
-/* Prefetches a tile that is needed soon: rows lie too far apart for the CPU to predict them. */
+/* Prefetches a tile that is needed soon, because rows lie too far apart for the CPU to predict them. */
 INLINE void prefetch(dtype type, const struct attention *a, const struct item *item, int64_t start,
                      int64_t end)
 {

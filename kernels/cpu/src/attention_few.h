@@ -1,9 +1,9 @@
 /* Attention of few rows over one tile: keys and values go from the cache to registers, and are not
  * laid out in memory first.
  *
- * Only for bf16 and head dims of whole vectors, and not with AMX, which adds in another order. The sums
- * are those that `product` gives for the layout of `lay_out`, in the same order, so the results are the
- * same to the bit. */
+ * This code is only for bf16 and head dims of whole vectors, and not for AMX, which adds in another
+ * order. The sums are added in the order in which `product` adds them for the layout of `lay_out`, so
+ * the results are the same to the bit. */
 #ifndef QUIRE_ATTENTION_FEW_H
 #define QUIRE_ATTENTION_FEW_H
 
@@ -38,7 +38,7 @@ INLINE void score_rows(int rows, const struct scratch *s, const struct kv_tile *
     }
 }
 
-/* acc[r][d] += sum over c of weights[r][c] * values[c][d], for `vectors` of d from `d` on. */
+/* acc[r][d] += sum over c of weights[r][c] * values[c][d], for `vectors` vectors of numbers from `d` on. */
 INLINE void add_vectors(int rows, int vectors, const struct scratch *s, const struct kv_tile *tile,
                         int64_t d)
 {
@@ -91,7 +91,7 @@ static void score_few(int64_t rows, const struct scratch *s, const struct kv_til
     if (HAS_BF16_DOT) BY_FEW_ROWS(rows, score_rows, s, tile)
 }
 
-/* Adds the weighted values to what all rows of an item have accumulated. */
+/* Adds the weighted values of a tile to the accumulators of all rows of an item. */
 static void add_few(int64_t rows, const struct scratch *s, const struct kv_tile *tile)
 {
     if (HAS_BF16_DOT) BY_FEW_ROWS(rows, add_rows, s, tile)

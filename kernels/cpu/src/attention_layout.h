@@ -4,7 +4,7 @@
 
 #include "attention.h"
 
-/* out[i][j] = rows[j][i] for LANES x LANES words. */
+/* Transposes LANES x LANES words: out[i][j] = rows[j][i]. */
 INLINE void transpose(const vi rows[LANES], vi out[LANES])
 {
 #ifdef HAS_AVX512
@@ -58,7 +58,8 @@ INLINE void interleave(vi first, vi second, vi pairs[2])
 #endif
 }
 
-/* Loads LANES steps of 4 bytes of a row from number d on, as a product reads them; zeros past its end. */
+/* Loads LANES steps of 4 bytes of a row, as a product reads them, from number d on. Past the end of the
+ * row the steps are zeros. */
 INLINE vi load_steps(dtype type, const char *row, int64_t d, int64_t head_dim)
 {
     const int64_t count = step_kind_of(type) == PAIRS ? 2 * LANES : LANES;
@@ -71,7 +72,7 @@ INLINE vi load_steps(dtype type, const char *row, int64_t d, int64_t head_dim)
     return steps;
 }
 
-/* Loads the values of one step of the product with weights, from number d of their rows on: LANES
+/* Loads the values of one step of the product with weights, from number d of the rows on. They are LANES
  * numbers of one position, or 2 LANES pairs of numbers of two positions. */
 INLINE void load_values(dtype type, const char *const *values, int64_t d,
                         int64_t head_dim, vi out[2])
@@ -106,8 +107,8 @@ INLINE void lay_out_in(dtype type, const struct attention *a, const struct scrat
         }
 }
 
-/* Lays out a tile as `product` reads it: keys transposed, so that a column is a position; values as
- * they are, or two positions to a pair. */
+/* Lays out a tile as `product` reads it. Keys are transposed, so that a column is a position; values are
+ * copied as they are, or in pairs of two positions. */
 static void lay_out(const struct attention *a, const struct scratch *s, const struct kv_tile *tile)
 {
     BY_DTYPE(a->type, lay_out_in, a, s, tile);

@@ -16,7 +16,7 @@ struct walk {
     int64_t cost;                       /* of the items so far */
 };
 
-/* How many splits a sequence's lone token looks back over; several tokens are not split. */
+/* How many splits the lone query token of a sequence attends to; for several tokens there is one. */
 INLINE int64_t num_splits_of(const struct attention *a, int64_t seq)
 {
     int64_t len = a->seq_lens[seq], num_tokens = query_start(a, seq + 1) - query_start(a, seq);
@@ -24,7 +24,7 @@ INLINE int64_t num_splits_of(const struct attention *a, int64_t seq)
     return (len - 1) / SPLIT - first_seen(a, len - 1) / SPLIT + 1;
 }
 
-/* The cost of an item: tokens with the heads of one kv head over some positions. */
+/* The cost of an item: of attention by some tokens, with the heads of one kv head, to some positions. */
 INLINE int64_t cost_of(const struct attention *a, int64_t num_tokens, int64_t num_positions)
 {
     return (num_tokens * group_of(a) + 4) * num_positions; /* 4: to lay out a position */
@@ -54,7 +54,7 @@ static void skip_seqs(const struct attention *a, struct walk *w, int64_t cost)
     }
 }
 
-/* Gives the next item. Returns false if there is none. */
+/* Finds the next item. Returns false if there are no more items. */
 static bool next_item(const struct attention *a, struct walk *w, struct item *item)
 {
     for (; w->seq < a->num_seqs; w->seq++, w->token = 0) {

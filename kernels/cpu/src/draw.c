@@ -1,6 +1,6 @@
-/* Draws tokens from logits. Symbols: S sequences, N of them that draw, V vocabulary.
+/* Draws tokens from logits. Symbols: S sequences, N of which draw, V vocabulary.
  *
- * A share is some rows, and each row is computed alone. */
+ * A share is some rows, and each row is computed by itself. */
 #include "simd.h"
 #include "threads.h"
 
@@ -10,9 +10,9 @@ enum {
     MAX_TILES = 1024,
 };
 
-/* In row places[i], token t has the weight exp((logits[t] - the largest) / temperature[i]). Drawn is
- * the token at which the running sum of weights, in token order, first exceeds uniform[i] times their
- * total. A row without a finite maximum gives token 0. */
+/* In row places[i], token t has the weight exp((logits[t] - the largest) / temperature[i]). The drawn
+ * token is the first at which the running sum of weights, in token order, exceeds uniform[i] times the
+ * sum of all weights. A row without a finite maximum gives token 0. */
 struct draw {
     int64_t num_draws, num_tokens;
     const float *logits;      /* [S, V] */
@@ -25,7 +25,7 @@ struct draw {
 
 typedef double vd __attribute__((vector_size(8 * LANES)));
 
-/* e^x for x <= 0, to 2e-7 of itself; 0 below 2^-126. */
+/* e^x for x <= 0, with a relative error of at most 2e-7; 0 below 2^-126. */
 INLINE vf exp_of(vf x)
 {
     const vf round = vf_set(12582912.0f); /* 1.5 * 2^23: adding it leaves the nearest integer */
@@ -38,7 +38,7 @@ INLINE vf exp_of(vf x)
     return (vf)((vi)exp2_of(power, f) & in_range);
 }
 
-/* LANES logits from i on; those past the end are -inf. */
+/* Loads LANES logits from i on; logits past the end are -inf. */
 INLINE vf load_logits(const float *logits, int64_t i, int64_t end)
 {
     if (i + LANES <= end) return vf_load(logits + i);
@@ -52,7 +52,7 @@ INLINE vf weights_of(const float *logits, int64_t i, int64_t end, vf most, vf te
     return exp_of((load_logits(logits, i, end) - most) / temperature);
 }
 
-/* The sum of weights of [start, end). */
+/* The sum of the weights of tokens [start, end). */
 static double sum_of(const float *logits, int64_t start, int64_t end, vf most, vf temperature)
 {
     vd sums = {0};
@@ -63,8 +63,8 @@ static double sum_of(const float *logits, int64_t start, int64_t end, vf most, v
     return sum;
 }
 
-/* The first token of the tile at which the running sum of weights exceeds `target`. If none does, the
- * last one with any weight: adding the same numbers in two orders differs in the last bits. */
+/* The first token of the tile at which the running sum of weights exceeds `target`, or else the last
+ * token with any weight: sums of the same numbers in two orders may differ in the last bits. */
 static int64_t find(const float *logits, int64_t start, int64_t end, vf most, vf temperature,
                     double target)
 {

@@ -1,7 +1,7 @@
 /* Norms, rotation, gating and gathering of rows.
  *
  * Symbols: T tokens, H heads, HKV kv heads, N width of a norm, D head dim, R rotated dims of a head,
- * I intermediate size. A share is some tokens or rows, and each is computed alone. Strides are in
+ * I intermediate size. A share is some tokens or rows, and each is computed by itself. Strides are in
  * elements. */
 #include "simd.h"
 #include "threads.h"
@@ -11,7 +11,7 @@ enum {
     ROWS_WORTH_IT = 16384, /* more elements pay for waking a second thread */
 };
 
-/* out[t, h] = weight * x[t, h] / sqrt(mean(x[t, h]^2) + eps), after x += residual if there is one.
+/* out[t, h] = weight * x[t, h] / sqrt(mean(x[t, h]^2) + eps), after x += residual if there is a residual.
  * The sum, and the quotient before the product, are rounded to the dtype. */
 struct rms_norm {
     int64_t type;
@@ -95,7 +95,7 @@ void quire_rms_norm(const struct rms_norm *a)
 }
 
 /* (x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin) for the halves of each head's first R dims;
- * the others are copied. cos and sin are rounded to the dtype, the results once. */
+ * the other dims are copied. cos and sin are rounded to the dtype; the results are rounded once. */
 struct rotary {
     int64_t type;
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, half; /* R / 2 */
@@ -214,8 +214,8 @@ void quire_silu_mul(const struct silu_mul *a)
     run_call(silu_mul_elems(a) > ROWS_WORTH_IT, quire_silu_mul_share, quire_silu_mul_count, a);
 }
 
-/* out[t, i] = (up + 1) * gate * sigmoid(alpha * gate), for gate = min(gate_up[t, i], limit) and up =
- * gate_up[t, I + i], at most `limit` from 0. It is computed in fp32 and rounded once. */
+/* out[t, i] = (up + 1) * gate * sigmoid(alpha * gate), where gate = min(gate_up[t, i], limit), and up is
+ * gate_up[t, I + i] cut to [-limit, limit]. It is computed in fp32 and rounded once. */
 struct clamped_swiglu {
     int64_t type;
     int64_t num_tokens, width;

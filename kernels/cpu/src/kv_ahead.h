@@ -1,13 +1,13 @@
-/* Fetches the keys and values that attention reads next, while a linear map computes.
+/* Prefetches the keys and values that attention reads next, while a linear map computes.
  *
  * A map of many rows reads its weights from memory once, for the first tile of rows. While it computes
- * the other tiles memory is idle, and attention of many short sequences waits for little else. So each
- * product of those tiles prefetches some runs. A run is a part of a block's keys or values in one layer,
- * at most RUN_BYTES; a block is some runs of keys, then as many of values.
+ * the other tiles, memory is idle; but attention of many short sequences waits mostly for memory. So each
+ * product of the other tiles prefetches some runs. A run is a part of a block's keys or values in one
+ * layer, at most RUN_BYTES; a block consists of some runs of keys, and then as many of values.
  *
- * What is fetched goes to the second-level cache, and from there to the third. So no more than
- * MOST_BYTES are fetched for a layer, and nothing of a prompt that this step stores (except in a last
- * layer that computes wanted tokens only). */
+ * Prefetched memory goes to the second-level cache, and from there to the third. So at most MOST_BYTES are
+ * prefetched for a layer, and no KV of a prompt that this step stores (except in a last layer that computes
+ * wanted tokens only). */
 #ifndef QUIRE_KV_AHEAD_H
 #define QUIRE_KV_AHEAD_H
 
@@ -19,16 +19,16 @@ enum {
     MOST_BYTES = 16 << 20,
 };
 
-/* The runs that one map prefetches. The last map before the attention prefetches as many runs as it
- * can, from the end of the list; the map before it prefetches the runs before those, and so on. Runs
- * that are prefetched late are more likely to be in a cache still. */
+/* The runs that one map prefetches. The last map before the attention prefetches as many runs as it can,
+ * from the end of the list; the map before it prefetches the runs before those, and so on. Runs that are
+ * prefetched late are more likely to be still in a cache. */
 struct kv_part {
     const struct attention *attention; /* NULL: nothing */
     int64_t num_runs, num_runs_after;  /* with each tile of rows but the first: by this map, and by
                                           the maps between it and the attention */
 };
 
-/* Iterates over runs: all sequences in order, the blocks of each in order. */
+/* Iterates over runs: over all sequences in order, and over the blocks of each in order. */
 struct kv_ahead {
     const struct attention *attention;
     int64_t num_left;
@@ -42,7 +42,7 @@ INLINE int64_t stored_before(const struct attention *a, int64_t seq)
     return max64(0, a->seq_lens[seq] - (query_start(a, seq + 1) - query_start(a, seq)));
 }
 
-/* The blocks of a sequence that are worth fetching: [first_block, end_block) of its table. */
+/* The blocks of a sequence that are worth prefetching: [first_block, end_block) of its table. */
 INLINE int64_t first_block(const struct attention *a, int64_t seq)
 {
     return a->window ? first_seen(a, stored_before(a, seq)) / a->block_size : 0;
@@ -58,7 +58,7 @@ INLINE int64_t num_blocks_of(const struct attention *a, int64_t seq)
     return max64(0, end_block(a, seq) - first_block(a, seq));
 }
 
-/* Goes to the first block of the next sequence that has one, from `seq` on; one must have one. */
+/* Goes to the first block of the next sequence, from `seq` on, that has blocks; there must be one. */
 INLINE void enter_seq(struct kv_ahead *ahead, int64_t seq)
 {
     while (!num_blocks_of(ahead->attention, seq)) seq++;
@@ -66,8 +66,8 @@ INLINE void enter_seq(struct kv_ahead *ahead, int64_t seq)
     ahead->block = first_block(ahead->attention, seq);
 }
 
-/* Which runs a share of a map fetches. The map has `num_tiles` tiles of rows besides the first one of
- * each panel. */
+/* Finds which runs a share of a map prefetches. The map has `num_tiles` tiles of rows, without the first
+ * tile of each panel. */
 static struct kv_ahead kv_ahead_of(const struct kv_part *part, int64_t num_tiles, int64_t share,
                                    int64_t num_shares)
 {
@@ -97,8 +97,8 @@ static struct kv_ahead kv_ahead_of(const struct kv_part *part, int64_t num_tiles
     return ahead;
 }
 
-/* Gives the next `count` runs; if there are fewer, the last one repeatedly. Returns false if there is
- * none. */
+/* Finds the next `count` runs; if there are fewer, the last run is repeated. Returns false if there are
+ * no more runs. */
 static bool next_runs(struct kv_ahead *ahead, int64_t count, const char *runs[])
 {
     const struct attention *a = ahead->attention;

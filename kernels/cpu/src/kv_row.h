@@ -17,7 +17,7 @@ struct kv_row {
 
 INLINE int64_t kept_bytes(dtype type, kv_format format) { return format == AS_IS ? size_of(type) : 1; }
 
-/* A vector of numbers of a quantized row, times its scale. */
+/* A vector of numbers of a quantized row, multiplied by the row's scale. */
 INLINE vf dequantized(kv_format format, const char *numbers, float scale)
 {
 #ifdef HAS_AVX512
@@ -40,8 +40,8 @@ INLINE vf dequantized(kv_format format, const char *numbers, float scale)
 #endif
 }
 
-/* Writes a quantized row to `room` in the model's format. Returns where it begins, and moves `room`
- * past it. */
+/* Writes a quantized row to `room` in the model's format. Returns where the written row begins, and moves
+ * `room` past it. */
 INLINE const char *dequantize_row(dtype type, kv_format format, struct kv_row row, int64_t head_dim,
                                   char **room)
 {
@@ -58,8 +58,8 @@ INLINE const char *dequantize_row(dtype type, kv_format format, struct kv_row ro
     return out;
 }
 
-/* Rounds a vector of quotients to the nearest number of the format, ties to even; NaN is 0 as int8. None
- * is above the format's largest number, except in a row whose scale is infinite. */
+/* Rounds a vector of quotients to the nearest numbers of the format, ties to even; as int8, NaN becomes 0.
+ * No quotient is above the format's largest number, except in a row whose scale is infinite. */
 INLINE vb quantized(kv_format format, vf x)
 {
     if (format == INT8) {
@@ -76,8 +76,8 @@ INLINE vb quantized(kv_format format, vf x)
     return __builtin_convertvector(magnitude | (bits >> 24 & 0x80), vb);
 }
 
-/* Quantizes a row of the model's format. It stores only final results, each once: another thread may
- * be reading them already. */
+/* Quantizes a row of the model's format. It stores only final results, each once, because another thread
+ * may be reading them already. */
 INLINE void quantize_row(dtype type, kv_format format, const char *row, int64_t head_dim,
                          char *numbers, bf16 *scale)
 {

@@ -1,18 +1,20 @@
-/* Linear maps with packed weights: x @ weight.T + bias; gated, also silu(gate) * up of the result.
+/* Linear maps with packed weights: x @ weight.T + bias. A gated map also computes silu(gate) * up of it.
  *
  * Symbols: m rows, K input features, N output features. A weight [N, K] is packed once, when it is
- * loaded, to panels of 32 output features (`b_format` in tile.h), so that what a thread reads is
- * contiguous. A weight is a plain number, or an integer q of 8 or 4 bits, or a number q of 4 bits
- * (MXFP4), that stands for q * scale + offset. A group of input features of one output feature shares scale and offset, which are
- * applied to the sum of the group. bf16 holds each q exactly, so that products are those of q. Weights in bf16 come in pairs of k: if x has an odd number of features, K is one more,
- * the weight of that one is zero, and rows are copied with a zero at their end.
+ * loaded, into panels of 32 output features (`b_format` in tile.h), so that a thread reads contiguous
+ * memory. The weight's numbers are plain numbers; or each is an integer q of 8 or 4 bits, or a number q of
+ * 4 bits (MXFP4), that stands for q * scale + offset. A group of input features of one output feature
+ * shares scale and offset, which are applied to the sum of the group. bf16 can hold each q exactly, so
+ * products are exactly those of q. Weights in bf16 come in pairs of k: if x has an odd number of features,
+ * K is one more, the weights of the additional feature are zero, and rows of x are copied with a zero at
+ * their end.
  *
- * x in bf16 is multiplied in bf16, if the CPU has a dot product for it, else in fp32. The sums are fp32,
- * each over k in the same order for any number of rows, so a row's result depends on no other row. For
- * many rows a panel is unpacked once to what the product takes; few rows unpack it as they multiply. A
- * unit of work is one panel for one part of the rows; a share is some units. With AMX maps of bf16 take
- * its products (amx.h), for any number of rows, unless AVX-512 is faster for their format of weights, or
- * they are an adapter's. */
+ * x in bf16 is multiplied in bf16 if the CPU has a dot product for it, or else in fp32. The sums are fp32,
+ * each over k in the same order for any number of rows, so a row's result does not depend on other rows.
+ * For many rows, a panel is unpacked once into the form that the product takes; for few rows, it is
+ * unpacked during the product. A unit of work is one panel for one part of the rows; a share is some
+ * units. With AMX, maps in bf16 use its products (amx.h) for any number of rows, unless AVX-512 is faster
+ * for the format of the weights, or the map belongs to an adapter. */
 #include "amx.h"
 #include "kv_ahead.h"
 #include "thread_memory.h"
@@ -28,7 +30,7 @@ enum {
     MIN_SHARES = 16,      /* of a map of many rows */
 };
 
-/* The storage format of weights. Floats: [K][32] of a panel; the others: `b_format`. */
+/* The storage format of weights. A panel of floats is [K][32]; the other formats are in `b_format`. */
 typedef enum { FLOAT_WEIGHTS = 0, BF16_WEIGHTS = 1, INT8_WEIGHTS = 2, INT4_WEIGHTS = 3,
                MXFP4_WEIGHTS = 4 } kept_as;
 
@@ -65,7 +67,8 @@ INLINE step_kind kind_of(const struct linear *a)
     return a->kept == FLOAT_WEIGHTS ? FLOATS : step_kind_of((dtype)a->x_type);
 }
 
-/* How many of `num_rows` each product takes: equal parts; but as many as AMX has room for. */
+/* How many of `num_rows` rows a product takes: AMX's products take as many as there is room for, all
+ * others take equal parts. */
 INLINE int64_t height_of(const struct linear *a, int64_t num_rows)
 {
     return has_amx_products(a) ? AMX_ROWS : ceil_div(num_rows, ceil_div(num_rows, TILE_ROWS));
@@ -86,7 +89,7 @@ INLINE int64_t bytes_of_panel(const struct linear *a)
                                     : panel_bytes(a->kept == BF16_WEIGHTS ? HALVES : format_of(a), a->num_in);
 }
 
-/* The rows of a block as the product takes them, and what is computed of them. */
+/* The rows of a block in the form that the product takes, and numbers computed from them. */
 struct rows {
     int64_t first, end;
     const char *x;
@@ -143,9 +146,9 @@ INLINE void panel_columns(struct tile tile, int rows, int vectors, struct produc
     }
 }
 
-/* The product with all columns of a panel. With scales, each element has a group's sum and a total
- * in registers, so a tile can have only half as many elements: half the rows if the panel is PLAIN;
- * else half the columns, because half the rows would mean unpacking the panel twice. */
+/* Multiplies some rows with all columns of a panel. With scales, each element has the sum of a group and a
+ * total in registers, so a tile can have only half as many elements: half the rows if the panel is PLAIN;
+ * or else half the columns, because with half the rows the panel would be unpacked twice. */
 INLINE void panel_product(struct tile tile, int rows, struct product p)
 {
     const bool is_half = tile.is_scaled && rows > TILE_ROWS / 2;
@@ -183,7 +186,7 @@ PANEL_PRODUCT(bytes_as_pairs_product, PAIRS, BYTES, false, true)
 PANEL_PRODUCT(nibbles_as_pairs_product, PAIRS, NIBBLES, false, true)
 PANEL_PRODUCT(e2m1_as_pairs_product, PAIRS, E2M1, false, true)
 
-/* The product with a panel of this format, or with what is unpacked of one. */
+/* The function that multiplies with a panel of this format, or with an unpacked chunk of a panel. */
 static product_function *product_of(const struct linear *a, b_format format, bool is_scaled)
 {
 #ifdef HAS_AMX
@@ -218,10 +221,10 @@ static void unpack_panel(const struct linear *a, const char *panel, int64_t leng
     }
 }
 
-/* Whether there is more to a group than one factor for the whole sum. */
+/* Whether scales cannot be applied to the whole sum at its end, as there are groups or offsets. */
 INLINE bool is_grouped(const struct linear *a) { return a->offsets || a->group < a->num_in; }
 
-/* How many k of a panel are unpacked at a time: whole groups if there are several. */
+/* How many k of a panel are unpacked at a time; if there are several groups, whole groups. */
 INLINE int64_t chunk_of(const struct linear *a)
 {
     int64_t most = CHUNK_BYTES / PANEL / (kind_of(a) == PAIRS ? 2 : 4);
@@ -229,7 +232,7 @@ INLINE int64_t chunk_of(const struct linear *a)
     return min64(most, a->num_in);
 }
 
-/* Multiplies the sums of some rows by scales: of a group that is all of K. */
+/* Multiplies the sums of some rows by their scales, if one group is all of K. */
 static void scale_rows(const struct product *p, int64_t num_rows, float *sums)
 {
     for (int64_t v = 0; v < PANEL; v += LANES) {
@@ -239,8 +242,8 @@ static void scale_rows(const struct product *p, int64_t num_rows, float *sums)
     }
 }
 
-/* Multiplies many rows with a panel, unpacked a chunk at a time. While it multiplies one, it fetches
- * the next. */
+/* Multiplies many rows with a panel, which is unpacked a chunk at a time. While it multiplies with one
+ * chunk, it prefetches the next. */
 static void unpacked_product(const struct linear *a, const struct rows *rows, const char *weight,
                              struct product p)
 {
@@ -272,8 +275,8 @@ static void unpacked_product(const struct linear *a, const struct rows *rows, co
     if (a->scales && !is_grouped(a)) scale_rows(&first, num_rows, first.c);
 }
 
-/* Computes a block of rows, at most CACHED_ROWS, of `panel`. The first tile of rows prefetches the
- * panel, the others what attention needs next. */
+/* Computes a block of rows, at most CACHED_ROWS, for `panel`. The first tile of rows prefetches the panel;
+ * the other tiles prefetch what attention needs next. */
 static void multiply_panel(const struct linear *a, const struct rows *rows, int64_t panel,
                            struct kv_ahead *next)
 {
@@ -322,7 +325,7 @@ static void multiply_panel(const struct linear *a, const struct rows *rows, int6
     }
 }
 
-/* How many lines, each `bytes` after the one before, the first-level cache can hold at once. */
+/* How many cache lines that lie `bytes` apart the first-level cache can hold at once. */
 INLINE int64_t lines_that_fit(int64_t bytes)
 {
     int64_t sets = L1_SETS;
@@ -330,8 +333,8 @@ INLINE int64_t lines_that_fit(int64_t bytes)
     return bytes % 64 ? L1_SETS : sets * L1_WAYS;
 }
 
-/* Whether rows are copied: to floats, to end with a zero, or because they fall on the same few lines of
- * the cache. */
+/* Whether rows of x are copied: to convert them to floats, to add a zero at their end, or because they
+ * fall on the same few lines of the cache. */
 INLINE bool needs_copy(const struct linear *a)
 {
     if ((a->x_type == BF16 && kind_of(a) == FLOATS) || a->x_width < a->num_in) return true;
@@ -347,7 +350,7 @@ INLINE int64_t num_parts_of(const struct linear *a, int64_t num_panels)
     return max64(num_parts, max64(1, ceil_div(a->num_rows, CACHED_ROWS)));
 }
 
-/* The first row of a part: with AMX, parts are whole products, but for the last. */
+/* The first row of a part. With AMX, all parts but the last consist of whole products. */
 INLINE int64_t first_row_of(const struct linear *a, int64_t part, int64_t num_parts)
 {
     int64_t row = a->num_rows * part / num_parts;
@@ -363,7 +366,7 @@ int64_t quire_linear_count(const void *args)
     return shares_of(num_panels * num_parts_of(a, num_panels), least);
 }
 
-/* Copies a row to what the product takes. */
+/* Copies a row of x into the form that the product takes. */
 static void copy_row(const struct linear *a, const char *row, char *to)
 {
     const bool is_converted = a->x_type == BF16 && kind_of(a) == FLOATS;
@@ -373,7 +376,7 @@ static void copy_row(const struct linear *a, const char *row, char *to)
     memset(to + a->x_width * bytes, 0, (a->num_in - a->x_width) * bytes);
 }
 
-/* The sum over each group of a row of x. */
+/* Writes the sum of a row of x over each group to `sums`. */
 INLINE void sum_groups(dtype x_type, const struct linear *a, const char *row, float *sums)
 {
     for (int64_t k = 0; k < a->num_in; k += a->group) {

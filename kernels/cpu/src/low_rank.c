@@ -1,11 +1,11 @@
-/* What LoRA adapters add to a linear map: B A x to the rows of each adapter; B is already scaled.
+/* Adds the products of LoRA adapters to a linear map: each row gets B A x of its adapter, B already scaled.
  *
  * Symbols: T rows, K input features, N output features, R ranks. A and B are packed like the weights of
- * linear.c. There are two kernels: low_rank_down computes A x, and may run beside the model's own map of
- * the same x; low_rank_up adds B A x to what that map gave, and writes the sum to other memory, since a
- * share may be done twice. Rows are taken sorted by adapter, so that each weight is read for
+ * linear.c. There are two kernels. low_rank_down computes A x, and may run beside the model's own map of
+ * the same x. low_rank_up adds B A x to the result of that map, and writes the sum to other memory, since a
+ * share may be done twice. Rows are processed in order of adapters, so that each weight is read for
  * several rows. Every sum is over k in ascending order, and A x, B A x and the sum are each rounded to
- * bf16, so a row's result depends on no other row. */
+ * bf16, so a row's result does not depend on other rows. */
 #include "thread_memory.h"
 #include "threads.h"
 #include "tile.h"
@@ -18,7 +18,7 @@ enum {
     L1_SET_BYTES = 4096, /* rows this far apart fall on the same lines of the first-level cache */
 };
 
-/* An adapter's part of one map of a layer. */
+/* The weights that an adapter has for one map of a layer. */
 struct low_rank {
     const uint32_t *down; /* A: [ceil(R / 32)][ceil(K / 2)][32] pairs */
     const uint32_t *up;   /* B: [ceil(N / 32)][R / 2][32] pairs */
@@ -27,7 +27,7 @@ struct low_rank {
     int64_t num_ranks;    /* R, even; 0: the adapter does not change this map */
 };
 
-/* Rows of one adapter. */
+/* The rows of one adapter. */
 struct group {
     int64_t first, end;          /* sorted by adapter */
     const struct low_rank *maps; /* of all layers; NULL: the rows have no adapter */
@@ -66,8 +66,8 @@ INLINE int64_t place_of(const struct row_adapters *rows, int64_t i)
     return rows->places ? rows->places[i] : i;
 }
 
-/* The product with bf16 weights, packed in pairs; `steps` are pairs of k. Without the CPU's dot product
- * of bf16 the rows are floats. */
+/* Multiplies rows with bf16 weights, packed in pairs; `steps` counts pairs of k. If the CPU has no dot
+ * product of bf16, the rows are floats. */
 static void weights_product(int rows, int64_t columns, struct product p)
 {
     if (HAS_BF16_DOT) {
@@ -86,8 +86,9 @@ static int64_t most_ranks(const struct row_adapters *rows, int64_t map)
     return most;
 }
 
-/* Rows [first, end) of x sorted by adapter, at most TILE_ROWS: in place if they lie one after
- * another and have whole pairs, else a copy, with a zero after an odd number of features. */
+/* Returns rows [first, end) of x in order of adapters, at most TILE_ROWS. They are in place if they lie one
+ * after another and have whole pairs. Otherwise they are a copy, with a zero after an odd number of
+ * features. */
 static const char *tile_of_x(const struct low_rank_down *a, int64_t first, int64_t end,
                              int64_t *row_bytes)
 {
@@ -173,14 +174,14 @@ void quire_low_rank_down_share(const void *args, int64_t share, int64_t num_shar
     }
 }
 
-/* n columns of a row from `at` on: what the map gave, plus what is added unless that is NULL. */
+/* n columns of a row from `at` on: the map's result, plus `added` unless that is NULL. */
 INLINE vf adapted(const bf16 *alone, int64_t at, int64_t n, const float *added)
 {
     vf y = n == LANES ? load(BF16, alone, at) : load_part(BF16, alone, at, n);
     return added ? rounded(BF16, y + rounded(BF16, vf_load(added))) : y;
 }
 
-/* Writes one panel of a row. */
+/* Writes the results of one panel for a row. */
 INLINE void finish_row(const struct low_rank_up *a, int64_t place, int64_t panel,
                        const float *added, const float *up_added)
 {
@@ -221,8 +222,8 @@ static void up_panel(const struct low_rank_up *a, const struct low_rank *weights
                                      .fresh = true, .ahead_bytes = PREFETCH_BYTES / 4});
 }
 
-/* Computes panels [panel, last) of rows [first, end) of one adapter, or of none (NULL). A few rows at a
- * time, so that what is read and written of each lies side by side. */
+/* Computes panels [panel, last) of rows [first, end) of one adapter, or of rows without an adapter (NULL).
+ * A few rows are computed at a time, so that the memory read and written for each row lies side by side. */
 static void up_rows(const struct low_rank_up *given, const struct low_rank *weights, int64_t first,
                     int64_t end, int64_t panel, int64_t last)
 {

@@ -61,9 +61,10 @@ void unpin_caller(void) {}
 
 #endif
 
-/* Memory whose pages are not used yet, for panels of weights. A system with several nodes of memory gives
- * a page from the node of the thread that first writes it. So each worker writes the panels that it will
- * read: the same part of all as in linear.c, but for gated maps, which read both halves alike. */
+/* Memory whose pages have not been used yet, for panels of weights. A system with several nodes of memory
+ * takes a page from the node of the thread that first writes to it. So each worker writes to the panels
+ * that it will read: the same part of all panels as in linear.c, except for gated maps, where a worker reads
+ * a part of each half. */
 struct first_touch {
     char *memory;
     int64_t num_panels, panel_bytes;
@@ -82,7 +83,7 @@ void quire_first_touch_share(const void *args, int64_t share, int64_t num_shares
     memset(a->memory + first * a->panel_bytes, 0, (end - first) * a->panel_bytes);
 }
 
-/* Does nothing if threads are not pinned: any thread may read the panels then. */
+/* Does nothing if threads are not pinned, because then any thread may read the panels. */
 void quire_first_touch(const struct first_touch *a)
 {
     if (num_pinned) run_call(true, quire_first_touch_share, quire_first_touch_count, a);

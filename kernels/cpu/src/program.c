@@ -2,18 +2,18 @@
  *
  * Waking a sleeping thread takes as long as a small kernel, and a decode step of one token has more
  * than a hundred kernels. Other processes take a core for hundreds of microseconds, as long as a
- * layer takes. So all threads stay in one parallel region, and each does the same for every call:
+ * layer takes. So all threads stay in one parallel region, and each thread does the same for every call:
  *
- *   1. It does its own part, shares that lie side by side in memory.
+ *   1. It does its own part, which is shares that lie side by side in memory.
  *   2. It takes shares of other parts that no thread has begun.
- *   3. It waits until all shares are done. If one takes too long, it does that share itself.
+ *   3. It waits until all shares are done. If a share takes too long, it does that share itself.
  *
- * A thread that gets its core back writes again what another thread has already written; then it
+ * A thread that gets its core back writes again what another thread has already written, and then
  * continues at the current call. Any thread can do any share, so no share waits for one particular
  * thread.
  *
- * A late thread may still be at an early call, so a call that reuses memory of that one must not
- * begin: `num_apart` says how far apart such calls are, and `place` where each thread is. */
+ * A late thread may still be at an early call, so a call that reuses the memory of that call must not
+ * begin. `num_apart` tells how far apart such calls are, and `place` where each thread is. */
 #include <limits.h>
 #include <omp.h>
 #include <stdatomic.h>
@@ -37,10 +37,10 @@ enum {
 };
 
 struct worker {
-    /* Which shares of its part are not taken, [first, end) of call `call`, packed as
-     * (1 + call) << 32 | first << 16 | end. If that is an earlier call, none is taken yet. */
+    /* The shares of the worker's part that no thread has taken, [first, end) of call `call`, packed as
+     * (1 + call) << 32 | first << 16 | end. If `call` is an earlier call, no share is taken yet. */
     _Atomic uint64_t left __attribute__((aligned(64)));
-    /* The earliest call that it may still write for; NOWHERE: none. */
+    /* The earliest call for which the worker may still write; NOWHERE: none. */
     _Atomic int place __attribute__((aligned(64)));
 };
 
@@ -49,8 +49,8 @@ struct run {
     int num_workers;
     struct worker *workers;
     _Atomic int present __attribute__((aligned(64))); /* all calls before this one are done */
-    /* By share. `done`: 1 + the last call for which the share is done. `redone`: 1 + the last call
-     * for which a waiting thread has begun to do it again. */
+    /* For each share, `done` is 1 + the last call for which the share is done, and `redone` is 1 + the last
+     * call for which a waiting thread has begun to do it again. */
     _Atomic int done[MAX_SHARES] __attribute__((aligned(64)));
     _Atomic int redone[MAX_SHARES];
 };
@@ -62,7 +62,7 @@ static int64_t now_ns(void)
     return t.tv_sec * 1000000000ll + t.tv_nsec;
 }
 
-/* Gives up the core, so that the late thread can have it. */
+/* Gives up the core for a while, so that the late thread can have it. */
 static void rest(void)
 {
     nanosleep(&(struct timespec){.tv_nsec = REST_NS}, NULL);
@@ -76,8 +76,8 @@ static int next_call(const struct program *program, int call)
     return call;
 }
 
-/* Takes a share of the part of worker `owner`: from the front if it is the caller's own, else from
- * the end. */
+/* Takes a share of the part of worker `owner`: from the front if the part is the caller's own, or else
+ * from the end. */
 static int take(struct run *run, int call, int num_shares, int owner, int num_parts, bool is_own)
 {
     const uint64_t name = (uint64_t)call + 1;
@@ -96,7 +96,7 @@ static int take(struct run *run, int call, int num_shares, int owner, int num_pa
     return (int)(is_own ? first : end - 1);
 }
 
-/* Does a share, perhaps as the second one to do it. Returns how many nanoseconds that took. */
+/* Does a share, perhaps as the second thread to do it. Returns how many nanoseconds it took. */
 static int64_t do_share(struct run *run, int call, int share, int num_shares)
 {
     const struct program *program = run->program;
@@ -122,8 +122,9 @@ static bool is_done_within(struct run *run, int call, int share, int64_t patienc
     return false;
 }
 
-/* Waits until a share is done; if that takes too long, does it. Of several waiting threads the first
- * does it, the others only if that takes far too long: they would cost the first one bandwidth. */
+/* Waits until a share is done; if this takes too long, does the share. Of several waiting threads, the
+ * first does the share, and the others do it only if that takes far too long, too, because they would take
+ * memory bandwidth from the first. */
 static void await(struct run *run, int call, int share, int num_shares, int64_t patience_ns)
 {
     if (is_done_within(run, call, share, patience_ns)) return;
@@ -134,8 +135,8 @@ static void await(struct run *run, int call, int share, int num_shares, int64_t 
     do_share(run, call, share, num_shares);
 }
 
-/* Works until a call, and those that join it, are done. `patience_ns` is how long to wait for another
- * worker's share: twice what the last own share took. */
+/* Works until a call, and the calls that join it, are done. `patience_ns` is how long to wait for another
+ * worker's share: twice as long as the last own share took. */
 static void work_on(struct run *run, int call, int worker, int64_t *patience_ns)
 {
     const struct call *first = run->program->calls + call;
@@ -158,10 +159,11 @@ static void work(struct run *run, int worker)
     int64_t patience_ns = MIN_PATIENCE_NS;
     _Atomic int *place = &run->workers[worker].place;
     for (int call; (call = atomic_load(&run->present)) < program->num_calls;) {
-        /* Stored before it takes a share: no thread continues to memory that this call uses. */
+        /* The place is stored before a share is taken, so that no thread goes on to a call that reuses
+         * the memory of this call. */
         atomic_store(place, call);
         int next = next_call(program, call);
-        /* The last call of the group must be as far from late threads as the first. */
+        /* The last call of the group must be as far ahead of late threads as the first. */
         for (int i = 0; i < run->num_workers && program->num_apart < next; i++)
             while (atomic_load(&run->workers[i].place) < next - program->num_apart) rest();
         work_on(run, call, worker, &patience_ns);

@@ -1,8 +1,9 @@
 /* The recurrences of Mamba layers and of gated delta nets, token by token.
  *
- * Symbols: S sequences, T tokens of each, H heads, P head dim, G groups of heads, N numbers of a
- * state for each of P, HK heads of queries and keys, K their dim. All tensors are contiguous. A share is some heads of some sequences, and each
- * is computed alone; a token's arithmetic does not depend on how many tokens there are. */
+ * Symbols: S sequences, T tokens of each, H heads, P head dim, G groups of heads, N numbers of a state for
+ * each of P, HK heads of queries and keys, K their dim. All tensors are contiguous. A share is some heads
+ * of some sequences, and each head is computed by itself. The arithmetic of a token does not depend on how
+ * many tokens there are. */
 #include "simd.h"
 #include "thread_memory.h"
 #include "threads.h"
@@ -12,7 +13,7 @@ enum {
     NUMBERS_WORTH_IT = 131072, /* more numbers pay for waking a second thread */
 };
 
-/* state = state * exp(dt * a) + dt * x * b; out = sum over N of state * c, + d * x. */
+/* state = state * exp(dt * a) + dt * x * b; out = (sum over N of state * c) + d * x. */
 struct selective_scan {
     int64_t type, num_seqs, num_tokens, num_heads, head_dim, num_groups, width;
     int64_t a_width;    /* N, or 1 if `a` is the same for all N */
@@ -26,7 +27,7 @@ struct selective_scan {
     float *state_out;   /* [S, H, P, N] */
 };
 
-/* LANES numbers from i on; those past `left` are 0. */
+/* Loads LANES numbers from i on; numbers after the first `left` are 0. */
 INLINE vf load_row(dtype type, const void *base, int64_t i, int64_t left)
 {
     return left >= LANES ? load(type, base, i) : load_part(type, base, i, left);
@@ -102,8 +103,8 @@ void quire_selective_scan(const struct selective_scan *a)
              quire_selective_scan_share, quire_selective_scan_count, a);
 }
 
-/* state = state * exp(g); state = state + k (v - k state) * beta; out = q state. Queries and keys are
- * divided by their lengths first, and queries multiplied by `scale`. */
+/* state = state * exp(g); state = state + k (v - k state) * beta; out = q state. Before this, queries and
+ * keys are divided by their lengths, and queries are multiplied by `scale`. */
 struct delta_scan {
     int64_t type, num_seqs, num_tokens, num_key_heads, num_heads, key_dim, head_dim;
     const void *q, *k;           /* [S, T, HK, K] */
@@ -115,7 +116,8 @@ struct delta_scan {
     double scale;
 };
 
-/* `row` becomes `scale` times the direction of `width` numbers; what is behind them becomes 0. */
+/* Writes `width` numbers, divided by their length and multiplied by `scale`, to `row`, which is filled up
+ * with zeros to whole vectors. */
 INLINE void load_direction(dtype type, const void *base, int64_t i, int64_t width, float scale,
                            float *row)
 {

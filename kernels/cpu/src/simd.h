@@ -1,7 +1,8 @@
-/* A vector of floats at a time, and conversion from and to the number formats in memory.
+/* Arithmetic on vectors of floats, and conversion from and to the number formats in memory.
  *
- * Written with the compiler's vector types, as wide as the CPU's registers (gcc keeps wider ones in
- * memory), so any CPU runs it; with intrinsics where the compiler does not find the instruction. */
+ * The code uses the compiler's vector types, so any CPU can run it. Vectors are as wide as the CPU's
+ * registers, because gcc keeps wider ones in memory. Intrinsics are used where the compiler does not find
+ * the right instruction. */
 #ifndef QUIRE_SIMD_H
 #define QUIRE_SIMD_H
 
@@ -56,7 +57,7 @@ INLINE float vf_reduce_max(vf v)
 #endif
 }
 
-/* 0, 1, 2, ... */
+/* The vector 0, 1, 2, ... */
 INLINE vi vi_lanes(void)
 {
     vi v = {0};
@@ -74,7 +75,7 @@ INLINE float vf_reduce_add(vf v)
     return x[0];
 }
 
-/* 2^(n + f) for f in [-0.5, 0.5], to 2e-7 of itself. */
+/* 2^(n + f) for f in [-0.5, 0.5], with a relative error of at most 2e-7. */
 INLINE vf exp2_of(vi n, vf f)
 {
     vf p = vf_set(1.54035304e-4f);
@@ -87,7 +88,7 @@ INLINE vf exp2_of(vi n, vf f)
     return (vf)((vi)p + (n << 23));
 }
 
-/* 2^x for x <= 128, to 2e-7 of itself; 0 below 2^-126; NaN stays NaN. */
+/* 2^x for x <= 128, with a relative error of at most 2e-7; 0 below 2^-126; NaN stays NaN. */
 INLINE vf vf_exp2(vf x)
 {
     const vf round = vf_set(12582912.0f); /* 1.5 * 2^23: adding it leaves the nearest integer */
@@ -99,7 +100,7 @@ INLINE vf vf_exp2(vf x)
     return (vf)(((vi)exp2_of(n, f) & in_range) | is_nan);
 }
 
-/* 1 / (1 + exp(-x)) is the sigmoid of x; this is what it divides by. */
+/* The divisor 1 + exp(-x) in the sigmoid of x, which is 1 / (1 + exp(-x)). */
 INLINE vf sigmoid_divisor(vf x)
 {
     vf power = vf_max(x * vf_set(-1.44269504f), vf_set(-127.0f));
@@ -107,7 +108,7 @@ INLINE vf sigmoid_divisor(vf x)
     return 1.0f + vf_exp2(power);
 }
 
-/* x / (1 + exp(-x)) */
+/* SiLU: x / (1 + exp(-x)). */
 INLINE vf silu(vf x) { return x / sigmoid_divisor(x); }
 
 INLINE float bf16_to_float(bf16 x)
@@ -118,7 +119,7 @@ INLINE float bf16_to_float(bf16 x)
     return f;
 }
 
-/* To the nearest, ties to even; NaN stays NaN. */
+/* Rounds to the nearest bf16, ties to even; NaN stays NaN. */
 INLINE bf16 bf16_from_float(float x)
 {
     uint32_t bits;
@@ -169,7 +170,7 @@ INLINE vf vf_from_fp16(const fp16 *p)
 #endif
 }
 
-/* 2^(x - 127), of powers of two in the format e8m0. */
+/* Converts powers of two in the format e8m0: 2^(x - 127). */
 INLINE vf vf_from_e8m0(const uint8_t *p)
 {
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
@@ -179,7 +180,7 @@ INLINE vf vf_from_e8m0(const uint8_t *p)
     return (vf)(bits << 23 | ((vu)(bits == 0) & 0x00400000)); /* 2^-127 has no leading one */
 }
 
-/* The numbers of 4 bits in the format e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and those below zero. */
+/* Converts 4-bit numbers in the format e2m1, which are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. */
 INLINE vf vf_from_e2m1(vu x)
 {
     vu size = x & 7, is_large = (vu)(size > 1);
@@ -187,7 +188,7 @@ INLINE vf vf_from_e2m1(vu x)
     return (vf)((large & is_large) | (small & ~is_large) | (x & 8) << 28);
 }
 
-/* Number formats of tensors; load and store convert from and to floats. */
+/* The number formats of tensors; `load` and `store` convert from and to floats. */
 typedef enum { F32 = 0, BF16 = 1 } dtype;
 
 INLINE vf load(dtype type, const void *base, int64_t i)
@@ -205,7 +206,7 @@ INLINE void store(dtype type, void *base, int64_t i, vf v)
     }
 }
 
-/* The first n < LANES elements; the rest zero. */
+/* Loads n < LANES elements; the other lanes are zero. */
 INLINE vf load_part(dtype type, const void *base, int64_t i, int64_t n)
 {
     float lanes[LANES] = {0};
@@ -234,7 +235,7 @@ INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* Calls `function` with the number format as a constant, so that each gets its own code. */
+/* Calls `function` with the number format as a constant, so that each format gets its own code. */
 #define BY_DTYPE(type, function, ...) \
     ((type) == BF16 ? function(BF16, __VA_ARGS__) : function(F32, __VA_ARGS__))
 

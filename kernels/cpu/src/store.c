@@ -1,4 +1,4 @@
-/* Stores the keys and values of new tokens in the paged cache, each head in its token's slot.
+/* Stores the keys and values of new tokens in the paged cache, in the slot of each token.
  *
  * Symbols: T tokens, HKV kv heads, D head dim, B blocks, P block size. A share is some tokens; no two
  * tokens of a call have the same slot. */
@@ -10,7 +10,7 @@ enum {
     ELEMS_WORTH_IT = 16384, /* more of them pay for waking a second thread */
 };
 
-/* The keys, or the values; strides are in elements. */
+/* The arguments for the keys, or for the values; strides are in elements. */
 struct side {
     int64_t format;  /* of the cache */
     const char *new; /* [T, HKV, D], or NULL: values that are a part of the keys */

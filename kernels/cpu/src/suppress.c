@@ -1,7 +1,7 @@
-/* Suppresses tokens: logits that a bit mask does not admit become -inf, in place.
+/* Suppresses tokens: the logits of tokens that a bit mask does not admit become -inf, in place.
  *
- * Symbols: S sequences, G of them with a mask, V vocabulary, W words of a mask. A share is some masks,
- * and each mask is one row of logits. */
+ * Symbols: S sequences, G of which have a mask, V vocabulary, W words of a mask. A share is some masks, and
+ * each mask is for one row of logits. */
 #include "simd.h"
 #include "threads.h"
 
@@ -18,7 +18,7 @@ struct suppress {
     int64_t logits_stride, admitted_stride;
 };
 
-/* The logits of LANES tokens, whose bits are the lowest of `bits`. */
+/* Suppresses LANES tokens; their bits are the lowest of `bits`. */
 INLINE void suppress_lanes(float *logits, uint32_t bits)
 {
 #ifdef HAS_AVX512

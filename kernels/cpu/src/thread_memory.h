@@ -1,14 +1,14 @@
 /* Scratch memory of each thread, kept from one share to the next.
  *
- * If it were freed, it would come back as new pages, each of which costs a microsecond. */
+ * If the memory were freed, it would be allocated again as new pages, each of which costs a microsecond. */
 #ifndef QUIRE_THREAD_MEMORY_H
 #define QUIRE_THREAD_MEMORY_H
 
 #include <stdint.h>
 #include <stdlib.h>
 
-/* Returns at least `bytes` bytes, aligned to a cache line; what this thread had before is lost. It is
- * never freed: the threads of a pool live as long as the process. */
+/* Returns at least `bytes` bytes, aligned to a cache line; the thread's earlier contents are lost. The memory
+ * is never freed, because the threads of a pool live as long as the process. */
 static char *thread_memory(int64_t bytes)
 {
     static _Thread_local char *memory;

@@ -1,14 +1,15 @@
 /* The interface between kernels and threads: work is cut into shares, which any thread can do.
  *
- * Threads are those of OpenMP, whose pool is torch's. Every kernel has three functions: quire_NAME
- * computes all of it, quire_NAME_count says into how many shares to cut it, quire_NAME_share does
- * one. The caller owns the structure of arguments and all memory that it points to.
+ * The threads are those of OpenMP, whose pool is torch's. Every kernel has three functions: quire_NAME
+ * does all of the work, quire_NAME_count returns the number of shares to cut the work into, and
+ * quire_NAME_share does one share. The caller owns the structure of arguments and all memory that it
+ * points to.
  *
- * How work is cut never changes a result: no sum crosses the border of a share. A share may be done
+ * How work is cut never changes a result, because no sum crosses the border of a share. A share may be done
  * twice, even by two threads at once, and writes the same both times: a kernel reads nothing that it
- * writes, and stores only final results, each in one place. In C two such stores are a data race, even
- * of equal values, and ThreadSanitizer would report them. On real CPUs the result is correct: both
- * stores write the same bytes. */
+ * writes, and stores only final results, each in one place. In C, two stores to the same place are a data
+ * race even if the values are equal, and ThreadSanitizer would report them. On real CPUs the result is
+ * correct, because both stores write the same bytes. */
 #ifndef QUIRE_THREADS_H
 #define QUIRE_THREADS_H
 
@@ -17,12 +18,12 @@
 
 /* Does share number `share` of `num_shares`. */
 typedef void share_function(const void *args, int64_t share, int64_t num_shares);
-/* Returns a number of shares, from 1 to MAX_SHARES, such that each takes a few microseconds. */
+/* Returns a number of shares, from 1 to MAX_SHARES, such that each share takes a few microseconds. */
 typedef int64_t count_function(const void *args);
 
 enum { MAX_SHARES = 256 };
 
-/* The first of `count` things that belong to share `share`: it has [share_start(share),
+/* The first of `count` things that belong to share `share`, which has the things [share_start(share),
  * share_start(share + 1)). */
 static inline int64_t share_start(int64_t count, int64_t share, int64_t num_shares)
 {
@@ -44,7 +45,7 @@ struct call {
                       same share of that call */
 };
 
-/* Calls in order. Unless it joins, a call begins when the ones before it are done. */
+/* Calls in order. Unless it joins, a call begins when all calls before it are done. */
 struct program {
     const struct call *calls;
     int64_t num_calls;
@@ -54,8 +55,8 @@ struct program {
 
 void quire_run(const struct program *program);
 
-/* Does one call on as many threads as the calling thread may use; on it alone if there is little
- * work, since waking other threads takes microseconds. */
+/* Does one call on as many threads as the calling thread may use. If there is little work, the calling
+ * thread does it alone, since waking other threads takes microseconds. */
 static inline void run_call(bool is_worth_it, share_function *share, count_function *count,
                             const void *args)
 {

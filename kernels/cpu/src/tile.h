@@ -1,14 +1,14 @@
 /* The matrix product that linear maps and attention use: a few rows times some columns.
  *
- * The sums stay in registers. Each element is one sum over k in ascending order, starting from what c
- * holds: it depends on no other row or column, nor on how many there are. */
+ * The sums stay in registers. Each element is one sum over k in ascending order, starting from the number
+ * in c. So an element does not depend on other rows or columns, nor on their number. */
 #ifndef QUIRE_TILE_H
 #define QUIRE_TILE_H
 
 #include "simd.h"
 
-/* As many sums as there are registers for: 32 of AVX-512 and NEON, 16 of AVX2. Those of NEON and AVX2
- * are guesses: never timed on a CPU that has no more. */
+/* A tile has as many sums as there are registers for: AVX-512 and NEON have 32 registers, AVX2 has 16. The
+ * sizes for NEON and AVX2 are guesses: they were never timed on a CPU that has no more than these. */
 #if defined(__AVX2__) && !defined(HAS_AVX512)
 enum { TILE_ROWS = 6, TILE_VECTORS = 2 };
 #else
@@ -26,7 +26,7 @@ enum { HAS_BF16_DOT = 1 };
 enum { HAS_BF16_DOT = 0 };
 #endif
 
-/* A step in k takes 4 bytes of a row: a float, or two bf16 that are multiplied and added at once. */
+/* A step in k takes 4 bytes of a row: one float, or two bf16 that are multiplied and added at once. */
 typedef enum { FLOATS, PAIRS } step_kind;
 
 INLINE step_kind step_kind_of(dtype type) { return type == BF16 && HAS_BF16_DOT ? PAIRS : FLOATS; }
@@ -48,13 +48,13 @@ INLINE vf multiply_add(step_kind kind, const char *a, vf b, vf c)
     return c + x * b;
 }
 
-/* What b holds. PLAIN: [steps][ldb] of 4 bytes, each step as `step_kind` takes it. The others are
- * panels of weights, which are unpacked to that: HALVES [K / 2][32][2]; BYTES [K / 2][32][2] bytes;
- * NIBBLES [K / 8][32][2] words of 16 bits, whose nibbles, lowest first, belong to four pairs of k; E2M1: the
- * same, but nibbles are numbers in that format. */
+/* The layout of b. PLAIN is [steps][ldb] of 4 bytes, each step as `step_kind` takes it. The other layouts
+ * are panels of weights, which are unpacked to PLAIN: HALVES is [K / 2][32][2] of bf16; BYTES is
+ * [K / 2][32][2] bytes; NIBBLES is [K / 8][32][2] words of 16 bits, whose nibbles, lowest first, belong to
+ * four pairs of k; E2M1 is like NIBBLES, but the nibbles are numbers in the format e2m1. */
 typedef enum { PLAIN, HALVES, BYTES, NIBBLES, E2M1 } b_format;
 
-/* What is unpacked at a time: so many k of a panel, as steps, and as bytes of a panel. */
+/* How much is unpacked in one turn: the number of k of a panel, as steps, and as bytes of a panel. */
 INLINE int turn_k(b_format format) { return format == HALVES ? 2 : 8; }
 INLINE int turn_steps(step_kind kind, b_format format)
 {
@@ -65,7 +65,7 @@ INLINE int64_t panel_bytes(b_format format, int64_t num_in)
     return num_in * PANEL * (format == NIBBLES || format == E2M1 ? 1 : format == BYTES ? 2 : 4) / 2;
 }
 
-/* Vector `v` of the columns of step `t` of a turn. */
+/* Unpacks vector `v` of the columns of step `t` of a turn. */
 INLINE vf unpacked(step_kind kind, b_format format, const char *b, int t, int v)
 {
     if (format == PLAIN) return vf_load((const float *)b + v * LANES);
@@ -110,9 +110,9 @@ INLINE vf unpacked(step_kind kind, b_format format, const char *b, int t, int v)
     return format == E2M1 ? vf_from_e2m1(nibbles) : __builtin_convertvector((vi)nibbles, vf);
 }
 
-/* What a tile multiplies: c[r][j] (+)= sum over k of a[r][k] * b[k][j]. If there are scales, each group
- * of steps has its own sum, and c[r][j] = sum over groups g of (that sum) * scales[g][j] + offsets[g][j] *
- * a_sums[r][g], in ascending order. */
+/* The arguments of a product: c[r][j] (+)= sum over k of a[r][k] * b[k][j]. If there are scales, each group
+ * of steps has its own sum, and c[r][j] = sum over groups g of (the group's sum) * scales[g][j] +
+ * offsets[g][j] * a_sums[r][g], in ascending order. */
 struct product {
     const char *a;
     int64_t lda_bytes;
@@ -131,7 +131,7 @@ struct product {
     int64_t group_steps, num_groups;
 };
 
-/* How a tile is compiled. */
+/* The properties for which a tile's product is compiled. */
 struct tile {
     step_kind kind;
     b_format format;
@@ -144,7 +144,7 @@ INLINE vf scales_at(const struct product *p, int64_t i)
     return p->scale_bytes == 1 ? vf_from_e8m0((const uint8_t *)at) : vf_from_fp16((const fp16 *)at);
 }
 
-/* Adds the scaled sums of a group to the totals, and begins the next ones. */
+/* Adds the scaled sums of a group to the totals, and begins the sums of the next group. */
 INLINE void end_group(int rows, int vectors, const struct product *p, int64_t group,
                       vf sum[TILE_ROWS][TILE_VECTORS], vf total[TILE_ROWS][TILE_VECTORS])
 {
@@ -235,7 +235,7 @@ INLINE void all_columns(struct tile tile, int rows, int64_t columns, struct prod
     for (; j < columns; j += LANES, p.b += 4 * LANES, p.c += LANES) any_rows(tile, rows, 1, &p);
 }
 
-/* At most TILE_ROWS rows, all columns: a multiple of LANES. b is PLAIN, without scales. */
+/* Multiplies at most TILE_ROWS rows with all columns, a multiple of LANES. b is PLAIN, without scales. */
 static inline void product(step_kind kind, int rows, int64_t columns, struct product p)
 {
     if (kind == PAIRS && HAS_BF16_DOT) all_columns((struct tile){.kind = PAIRS}, rows, columns, p);
