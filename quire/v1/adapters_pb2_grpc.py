@@ -34,7 +34,7 @@ class AdapterServiceStub(object):
     them refuses, all unload it. A worker keeps its adapters when its scheduler dies, and reports
     them to the next one.
 
-    Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
+    Who may call: on a router, an operator, as for `AdminService`; on a scheduler or a worker, every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
@@ -70,27 +70,28 @@ class AdapterServiceServicer(object):
     them refuses, all unload it. A worker keeps its adapters when its scheduler dies, and reports
     them to the next one.
 
-    Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
+    Who may call: on a router, an operator, as for `AdminService`; on a scheduler or a worker, every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def LoadAdapter(self, request, context):
         """Loads an adapter; when the call returns, requests may name the adapter. If one worker refuses
-        the adapter, all unload it. INVALID_ARGUMENT if the name is the model's, or the directory holds
-        no supported adapter of this model, with the reason; ALREADY_EXISTS if an adapter with other
-        contents has the name; FAILED_PRECONDITION if an adapter of this name is being unloaded, or
-        there is no memory; UNIMPLEMENTED if the model cannot have adapters with the worker's flags;
-        UNAVAILABLE if no worker is attached, or one is lost.
+        the adapter, all workers unload it. INVALID_ARGUMENT if the name is that of the model, or, with
+        the reason, if the directory holds no supported adapter of this model; ALREADY_EXISTS if an
+        adapter with other contents has the name; FAILED_PRECONDITION if an adapter of this name is
+        being unloaded, or there is no memory; UNIMPLEMENTED if the model cannot have adapters with the
+        worker's flags;
+        UNAVAILABLE if no worker is attached, or a worker is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unloads an adapter. New requests may no longer name it; running ones finish normally. Returns when
-        these requests have finished and the workers have freed the adapter, which happens even if the
-        caller disconnects. NOT_FOUND if no adapter has that name; FAILED_PRECONDITION if it is already
-        being unloaded.
+        """Unloads an adapter. New requests may no longer name it; running requests finish normally. Returns when
+        the running requests have finished and the workers have freed the adapter, which happens even if the
+        caller disconnects. NOT_FOUND if no adapter has this name; FAILED_PRECONDITION if the adapter is
+        already being unloaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +139,7 @@ class AdapterService(object):
     them refuses, all unload it. A worker keeps its adapters when its scheduler dies, and reports
     them to the next one.
 
-    Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
+    Who may call: on a router, an operator, as for `AdminService`; on a scheduler or a worker, every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 

@@ -28,9 +28,9 @@ if _version_not_supported:
 class AdminServiceStub(object):
     """Controls the process that receives the call.
 
-    Who may call: on a router with API keys, an operator's key. On any other process that requires client
-    certificates (--tls-client-ca), any caller with a certificate. On all other processes, callers
-    through a Unix socket and, with --local-drain, through loopback. Other callers are refused with
+    Who may call: on a router with API keys, a caller with an operator's key; on any other process that
+    requires client certificates (--tls-client-ca), any caller with a certificate; on all other processes,
+    callers through a Unix socket and, with --local-drain, through loopback. Other callers are refused with
     PERMISSION_DENIED.
     """
 
@@ -50,9 +50,9 @@ class AdminServiceStub(object):
 class AdminServiceServicer(object):
     """Controls the process that receives the call.
 
-    Who may call: on a router with API keys, an operator's key. On any other process that requires client
-    certificates (--tls-client-ca), any caller with a certificate. On all other processes, callers
-    through a Unix socket and, with --local-drain, through loopback. Other callers are refused with
+    Who may call: on a router with API keys, a caller with an operator's key; on any other process that
+    requires client certificates (--tls-client-ca), any caller with a certificate; on all other processes,
+    callers through a Unix socket and, with --local-drain, through loopback. Other callers are refused with
     PERMISSION_DENIED.
     """
 
@@ -82,9 +82,9 @@ def add_AdminServiceServicer_to_server(servicer, server):
 class AdminService(object):
     """Controls the process that receives the call.
 
-    Who may call: on a router with API keys, an operator's key. On any other process that requires client
-    certificates (--tls-client-ca), any caller with a certificate. On all other processes, callers
-    through a Unix socket and, with --local-drain, through loopback. Other callers are refused with
+    Who may call: on a router with API keys, a caller with an operator's key; on any other process that
+    requires client certificates (--tls-client-ca), any caller with a certificate; on all other processes,
+    callers through a Unix socket and, with --local-drain, through loopback. Other callers are refused with
     PERMISSION_DENIED.
     """
 

@@ -162,7 +162,7 @@ class InferenceServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Streams the outputs of one prompt as they are produced.
+        """Streams the outputs of one prompt while they are produced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,10 +171,10 @@ class InferenceServiceServicer(object):
     def GenerateMany(self, request_iterator, context):
         """Carries many requests on one call, for a gateway. One message has the events of all requests,
         so a model step costs one message instead of one for each stream. The client chooses a `number`
-        for each request. Otherwise a request is as with `Generate` or `Resume`; requests do not affect
-        each other. The last event of each request is its `usage` or an `error`; then its number may be
-        used again. A number that is in use ends the call with INVALID_ARGUMENT. A client that reads
-        slowly gets fewer and larger deltas. When the client has closed its side, the call ends after
+        for each request. In all other respects a request is as with `Generate` or `Resume`; requests do not
+        affect each other. The last event of each request is its `usage` or an `error`; after it, the number
+        may be used again. A new request with a number in use ends the call with INVALID_ARGUMENT. A client
+        that reads slowly gets fewer and larger deltas. When the client has closed its side, the call ends after
         the last event. If the call breaks, its requests end or continue as if their `Generate` calls
         had broken. The call's metadata has the API key; the call's deadline ends all requests.
         """
@@ -193,7 +193,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels a `resumable` request, even if no call reads it. NOT_FOUND as for `Resume`.
+        """Cancels a `resumable` request, even if no call reads its stream. NOT_FOUND as for `Resume`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -245,16 +245,16 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeKv(self, request, context):
-        """Returns which sequences hold which KV blocks, by worker and tier. For operators and tools.
-        NOT_FOUND if the query names a worker that the scheduler does not have, UNAVAILABLE if it is
-        not attached.
+        """Returns which sequences hold which KV blocks, by worker and tier, for operators and tools.
+        NOT_FOUND if the query names a worker that the scheduler does not have; UNAVAILABLE if the worker
+        is not attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeActivity(self, request, context):
-        """Returns each worker's load and latest steps. For operators and tools. Errors as for
+        """Returns each worker's load and latest steps, for operators and tools. The errors are those of
         `DescribeKv`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

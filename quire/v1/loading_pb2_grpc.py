@@ -38,7 +38,7 @@ class LoadingServiceStub(object):
     switch, the old model's live requests end with an error that says so, and routers read the new
     model's tokenizer. A request for one model is never computed by another model.
 
-    Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
+    Who may call: on a router, an operator, as for `AdminService`; on a scheduler or a worker, every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
@@ -73,15 +73,15 @@ class LoadingServiceServicer(object):
     switch, the old model's live requests end with an error that says so, and routers read the new
     model's tokenizer. A request for one model is never computed by another model.
 
-    Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
+    Who may call: on a router, an operator, as for `AdminService`; on a scheduler or a worker, every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def Unload(self, request, context):
         """Unloads models; returns when their memory is free, which happens even if the caller
-        disconnects. NOT_FOUND if there is no such worker; UNIMPLEMENTED if its model is on several
-        devices (--tensor-parallel-size, --pipeline-parallel-size), or simulated: then no model is
-        unloaded; FAILED_PRECONDITION if a model is being loaded; UNAVAILABLE if a worker is not
+        disconnects. NOT_FOUND if there is no such worker; UNIMPLEMENTED, with no model unloaded, if a
+        worker's model is on several devices (--tensor-parallel-size, --pipeline-parallel-size) or
+        simulated; FAILED_PRECONDITION if a model is being loaded; UNAVAILABLE if a worker is not
         attached, or is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -134,7 +134,7 @@ class LoadingService(object):
     switch, the old model's live requests end with an error that says so, and routers read the new
     model's tokenizer. A request for one model is never computed by another model.
 
-    Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
+    Who may call: on a router, an operator, as for `AdminService`; on a scheduler or a worker, every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 

@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class SchedulerServiceStub(object):
     """Owns the sequences of one or more routers. The protocol: the router opens `Connect` and sends
-    `hello`. The scheduler answers `welcome` as soon as a worker is attached, which tells it the
-    model. After that, the router may send `submit` and `cancel` at any time. For each model step
+    `hello`. The scheduler answers `welcome` as soon as a worker is attached, because the worker tells
+    it the model. After that, the router may send `submit` and `cancel` at any time. For each model step
     that has events for this router, the scheduler sends one `step` with the events of all the
     router's sequences. If a router reads slowly, the scheduler merges the events of several steps
     into one `step`. Four times a second it sends an empty `step`, unless a message is pending; if a
@@ -36,9 +36,9 @@ class SchedulerServiceStub(object):
     `refused`, or each of its sequences ends with exactly one `finished`. When the stream breaks, the
     scheduler cancels the router's sequences, except those of requests that have a `resume_record`.
     Such requests keep running for a grace period, and their outputs are kept: any router may
-    `resume` one, and receives everything in `resumed`. A router that reconnects submits its live
-    requests again, with the tokens produced so far. The new sequences replace sequences of the same
-    requests that still run.
+    `resume` such a request, and receives all its outputs in `resumed`. A router that reconnects
+    submits its live requests again, with the tokens produced so far. The new sequences replace
+    sequences of the same requests that still run.
     """
 
     def __init__(self, channel):
@@ -86,8 +86,8 @@ class SchedulerServiceStub(object):
 
 class SchedulerServiceServicer(object):
     """Owns the sequences of one or more routers. The protocol: the router opens `Connect` and sends
-    `hello`. The scheduler answers `welcome` as soon as a worker is attached, which tells it the
-    model. After that, the router may send `submit` and `cancel` at any time. For each model step
+    `hello`. The scheduler answers `welcome` as soon as a worker is attached, because the worker tells
+    it the model. After that, the router may send `submit` and `cancel` at any time. For each model step
     that has events for this router, the scheduler sends one `step` with the events of all the
     router's sequences. If a router reads slowly, the scheduler merges the events of several steps
     into one `step`. Four times a second it sends an empty `step`, unless a message is pending; if a
@@ -95,9 +95,9 @@ class SchedulerServiceServicer(object):
     `refused`, or each of its sequences ends with exactly one `finished`. When the stream breaks, the
     scheduler cancels the router's sequences, except those of requests that have a `resume_record`.
     Such requests keep running for a grace period, and their outputs are kept: any router may
-    `resume` one, and receives everything in `resumed`. A router that reconnects submits its live
-    requests again, with the tokens produced so far. The new sequences replace sequences of the same
-    requests that still run.
+    `resume` such a request, and receives all its outputs in `resumed`. A router that reconnects
+    submits its live requests again, with the tokens produced so far. The new sequences replace
+    sequences of the same requests that still run.
     """
 
     def Connect(self, request_iterator, context):
@@ -116,7 +116,7 @@ class SchedulerServiceServicer(object):
 
     def Defragment(self, request, context):
         """Defragments the blocks of each attached worker while the worker keeps running steps. Returns
-        when all workers are done; UNAVAILABLE if no worker is attached, or one is lost during the
+        when all workers are done; UNAVAILABLE if no worker is attached, or a worker is lost during the
         call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -141,8 +141,8 @@ class SchedulerServiceServicer(object):
         """Moves a live request, with the KV of all its sequences, to another worker, and returns when the
         move is complete. The output does not change, and nothing is recomputed. If the move fails, the
         request continues on its worker or, if that worker is lost, on another one. NOT_FOUND if no
-        such request is live or there is no such worker; FAILED_PRECONDITION, with the reason, if it
-        cannot be moved: a worker has no host tier or not enough room in it, the two workers store KV
+        such request is live or there is no such worker; FAILED_PRECONDITION, with the reason, if the
+        request cannot be moved: a worker has no host tier or not enough room in it, the two workers store KV
         in different formats, some of its KV is on a disk, it is a beam search, or the prompt of several
         outputs is not computed yet; UNAVAILABLE if a
         worker is not attached, or is lost during the call.
@@ -157,8 +157,8 @@ class SchedulerServiceServicer(object):
         memory on the worker. Shrinking empties the removed blocks first: cached contents go to the
         host tier or are lost, and held contents move to other blocks. If there are too few other
         blocks, sequences are preempted. NOT_FOUND if there is no such worker; INVALID_ARGUMENT if
-        worker or size is missing; FAILED_PRECONDITION, with the reason and the limit, if the pool
-        cannot have this size (then nothing has changed); UNAVAILABLE if the worker is not attached, or
+        the worker or the size is missing; FAILED_PRECONDITION, with the reason and the limit and with
+        nothing changed, if the pool cannot have this size; UNAVAILABLE if the worker is not attached, or
         is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -213,8 +213,8 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class SchedulerService(object):
     """Owns the sequences of one or more routers. The protocol: the router opens `Connect` and sends
-    `hello`. The scheduler answers `welcome` as soon as a worker is attached, which tells it the
-    model. After that, the router may send `submit` and `cancel` at any time. For each model step
+    `hello`. The scheduler answers `welcome` as soon as a worker is attached, because the worker tells
+    it the model. After that, the router may send `submit` and `cancel` at any time. For each model step
     that has events for this router, the scheduler sends one `step` with the events of all the
     router's sequences. If a router reads slowly, the scheduler merges the events of several steps
     into one `step`. Four times a second it sends an empty `step`, unless a message is pending; if a
@@ -222,9 +222,9 @@ class SchedulerService(object):
     `refused`, or each of its sequences ends with exactly one `finished`. When the stream breaks, the
     scheduler cancels the router's sequences, except those of requests that have a `resume_record`.
     Such requests keep running for a grace period, and their outputs are kept: any router may
-    `resume` one, and receives everything in `resumed`. A router that reconnects submits its live
-    requests again, with the tokens produced so far. The new sequences replace sequences of the same
-    requests that still run.
+    `resume` such a request, and receives all its outputs in `resumed`. A router that reconnects
+    submits its live requests again, with the tokens produced so far. The new sequences replace
+    sequences of the same requests that still run.
     """
 
     @staticmethod

@@ -36,10 +36,10 @@ class WorkerServiceStub(object):
     FAILED_PRECONDITION.
 
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
-    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row that
-    has computed all its known tokens *decodes*: in every later step it computes one token, the last
-    sampled one, until it is released or has `max_total_tokens`. Batches do not name such rows. A row
-    that has known tokens left to compute is computed only in steps that name it in `chunk_rows`.
+    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row whose
+    known tokens are all computed *decodes*: in every later step the worker computes one token of it,
+    the last sampled one, until the row is released or has `max_total_tokens`. Batches do not name such
+    rows. A row that has known tokens left is computed only in steps that name it in `chunk_rows`.
 
     Labels. The scheduler may give a block a label: 32 bytes that the worker does not interpret. A
     label describes the block's content. It is copied with the content to any tier, and removed when
@@ -48,7 +48,7 @@ class WorkerServiceStub(object):
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may draft up to K tokens after a
     decoding row's last token, within the row's block table and length and the step's token limit. It
-    computes the drafts together with the last token, and keeps the drafts that it would have
+    computes the draft tokens together with the last token, and keeps those that it would have
     sampled. The row gains 1 to K + 1 tokens in a step, the same tokens as without drafts. The
     scheduler learns the number of new tokens only from the result. So a row with `max_total_tokens`
     tokens counts as decoding until it is released, like a row that sampled a stop token.
@@ -56,11 +56,11 @@ class WorkerServiceStub(object):
     Lists of integers are packed in `bytes`, little-endian; each field's comment names the integer
     type.
 
-    Who may call. With --tls-client-ca, only callers with a certificate of one of its authorities:
-    schedulers, and other workers for `ReadKv`. The worker does not distinguish schedulers from
-    workers. Without --tls-client-ca, every caller that can connect may attach the worker, run steps,
-    and read its host blocks, so bind the worker to a private network or a Unix socket. `PullKv`
-    connects to any address it is given; with --tls-ca, only to peers with a certificate of one of
+    Who may call: with --tls-client-ca, only callers with a certificate of one of its authorities.
+    These are schedulers, and for `ReadKv` other workers; the worker does not distinguish schedulers
+    from workers. Without --tls-client-ca, every caller that can connect may attach the worker, run
+    steps, and read its host blocks, so bind the worker to a private network or a Unix socket. `PullKv`
+    connects to any address that it is given; with --tls-ca, only to peers with a certificate of one of
     that flag's authorities.
     """
 
@@ -133,10 +133,10 @@ class WorkerServiceServicer(object):
     FAILED_PRECONDITION.
 
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
-    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row that
-    has computed all its known tokens *decodes*: in every later step it computes one token, the last
-    sampled one, until it is released or has `max_total_tokens`. Batches do not name such rows. A row
-    that has known tokens left to compute is computed only in steps that name it in `chunk_rows`.
+    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row whose
+    known tokens are all computed *decodes*: in every later step the worker computes one token of it,
+    the last sampled one, until the row is released or has `max_total_tokens`. Batches do not name such
+    rows. A row that has known tokens left is computed only in steps that name it in `chunk_rows`.
 
     Labels. The scheduler may give a block a label: 32 bytes that the worker does not interpret. A
     label describes the block's content. It is copied with the content to any tier, and removed when
@@ -145,7 +145,7 @@ class WorkerServiceServicer(object):
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may draft up to K tokens after a
     decoding row's last token, within the row's block table and length and the step's token limit. It
-    computes the drafts together with the last token, and keeps the drafts that it would have
+    computes the draft tokens together with the last token, and keeps those that it would have
     sampled. The row gains 1 to K + 1 tokens in a step, the same tokens as without drafts. The
     scheduler learns the number of new tokens only from the result. So a row with `max_total_tokens`
     tokens counts as decoding until it is released, like a row that sampled a stop token.
@@ -153,11 +153,11 @@ class WorkerServiceServicer(object):
     Lists of integers are packed in `bytes`, little-endian; each field's comment names the integer
     type.
 
-    Who may call. With --tls-client-ca, only callers with a certificate of one of its authorities:
-    schedulers, and other workers for `ReadKv`. The worker does not distinguish schedulers from
-    workers. Without --tls-client-ca, every caller that can connect may attach the worker, run steps,
-    and read its host blocks, so bind the worker to a private network or a Unix socket. `PullKv`
-    connects to any address it is given; with --tls-ca, only to peers with a certificate of one of
+    Who may call: with --tls-client-ca, only callers with a certificate of one of its authorities.
+    These are schedulers, and for `ReadKv` other workers; the worker does not distinguish schedulers
+    from workers. Without --tls-client-ca, every caller that can connect may attach the worker, run
+    steps, and read its host blocks, so bind the worker to a private network or a Unix socket. `PullKv`
+    connects to any address that it is given; with --tls-ca, only to peers with a certificate of one of
     that flag's authorities.
     """
 
@@ -184,7 +184,8 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeDevice(self, request, context):
-        """Describes the device and its state, for operators and tools. Changes nothing.
+        """Describes the device and its state, for schedulers, operators and tools. A call by the attached
+        scheduler also counts as a heartbeat; any other call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,16 +193,15 @@ class WorkerServiceServicer(object):
 
     def ReadKv(self, request, context):
         """Streams the contents of host blocks to another worker, or their addresses and checksums.
-        Changes nothing. UNIMPLEMENTED if not `WorkerInfo.takes_kv`.
+        Changes nothing. UNIMPLEMENTED if `WorkerInfo.takes_kv` is false.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PullKv(self, request, context):
-        """Fetches contents of another worker's host blocks through its `ReadKv` into host blocks of this
-        worker. Returns when the contents have arrived. If it fails, some blocks may have been
-        overwritten.
+        """Copies contents of another worker's host blocks, by its `ReadKv`, into host blocks of this worker.
+        Returns when the contents have arrived. If the call fails, some blocks may have been overwritten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,16 +209,16 @@ class WorkerServiceServicer(object):
 
     def StoreKv(self, request, context):
         """Begins to store contents of host blocks in the far tier; returns when the contents have been
-        copied. UNIMPLEMENTED if not `WorkerInfo.has_far_kv`.
+        copied. UNIMPLEMENTED if `WorkerInfo.has_far_kv` is false.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchKv(self, request, context):
-        """Fetches contents from the far tier into host blocks. Returns after a few seconds at most: when
-        the contents have arrived, or are known to be missing. UNIMPLEMENTED if not
-        `WorkerInfo.has_far_kv`.
+        """Fetches contents from the far tier into host blocks. Returns when the contents have arrived or are
+        known to be missing, after a few seconds at most. UNIMPLEMENTED if `WorkerInfo.has_far_kv` is
+        false.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -319,10 +319,10 @@ class WorkerService(object):
     FAILED_PRECONDITION.
 
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
-    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row that
-    has computed all its known tokens *decodes*: in every later step it computes one token, the last
-    sampled one, until it is released or has `max_total_tokens`. Batches do not name such rows. A row
-    that has known tokens left to compute is computed only in steps that name it in `chunk_rows`.
+    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row whose
+    known tokens are all computed *decodes*: in every later step the worker computes one token of it,
+    the last sampled one, until the row is released or has `max_total_tokens`. Batches do not name such
+    rows. A row that has known tokens left is computed only in steps that name it in `chunk_rows`.
 
     Labels. The scheduler may give a block a label: 32 bytes that the worker does not interpret. A
     label describes the block's content. It is copied with the content to any tier, and removed when
@@ -331,7 +331,7 @@ class WorkerService(object):
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may draft up to K tokens after a
     decoding row's last token, within the row's block table and length and the step's token limit. It
-    computes the drafts together with the last token, and keeps the drafts that it would have
+    computes the draft tokens together with the last token, and keeps those that it would have
     sampled. The row gains 1 to K + 1 tokens in a step, the same tokens as without drafts. The
     scheduler learns the number of new tokens only from the result. So a row with `max_total_tokens`
     tokens counts as decoding until it is released, like a row that sampled a stop token.
@@ -339,11 +339,11 @@ class WorkerService(object):
     Lists of integers are packed in `bytes`, little-endian; each field's comment names the integer
     type.
 
-    Who may call. With --tls-client-ca, only callers with a certificate of one of its authorities:
-    schedulers, and other workers for `ReadKv`. The worker does not distinguish schedulers from
-    workers. Without --tls-client-ca, every caller that can connect may attach the worker, run steps,
-    and read its host blocks, so bind the worker to a private network or a Unix socket. `PullKv`
-    connects to any address it is given; with --tls-ca, only to peers with a certificate of one of
+    Who may call: with --tls-client-ca, only callers with a certificate of one of its authorities.
+    These are schedulers, and for `ReadKv` other workers; the worker does not distinguish schedulers
+    from workers. Without --tls-client-ca, every caller that can connect may attach the worker, run
+    steps, and read its host blocks, so bind the worker to a private network or a Unix socket. `PullKv`
+    connects to any address that it is given; with --tls-ca, only to peers with a certificate of one of
     that flag's authorities.
     """
 
