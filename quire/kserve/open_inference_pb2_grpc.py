@@ -103,8 +103,8 @@ class GRPCInferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ModelReady(self, request, context):
-        """Says whether one model's requests would be served now. NOT_FOUND if there is no such model or
-        version.
+        """Says whether one model's requests would be served now. NOT_FOUND if there is no such model or no
+        such version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,7 +118,7 @@ class GRPCInferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ModelMetadata(self, request, context):
-        """Describes one model's tensors. NOT_FOUND if there is no such model or version.
+        """Describes one model's tensors. NOT_FOUND if there is no such model or no such version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,9 +55,9 @@ class InferenceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Continues a prompt. A request is refused with a status other than OK. If a request fails after
-        its first response, its last response has `error`. The request is cancelled if the call ends
-        early.
+        """Continues a prompt. If a request is refused, the call ends with a status other than OK. If a
+        request fails after its first response, its last response has `error`. If the call ends early,
+        the request is cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,7 +183,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """Returns the load of all schedulers together.
+        """Returns the summed load of all schedulers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,15 +204,16 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetKvEventSources(self, request, context):
-        """Returns no source, because all events come by `SubscribeKvEvents`.
+        """Returns no sources, because all events are sent by `SubscribeKvEvents`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeKvEvents(self, request, context):
-        """Streams which blocks the cell's prefix caches have; needs schedulers with `--kv-events`. The
-        stream begins with `all_blocks_cleared` and then all blocks. It numbers batches from 1.
+        """Streams which blocks the cell's prefix caches have. This needs schedulers that run with
+        `--kv-events`. The stream begins with `all_blocks_cleared` and then lists all blocks. Its batches
+        are numbered from 1.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -107,7 +107,7 @@ class VllmEngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Turns a prompt into an embedding, if the model makes embeddings.
+        """Computes the embedding of a prompt, if the model makes embeddings.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +121,8 @@ class VllmEngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends live requests of this router; their calls end with ABORTED. Unknown ids are ignored.
+        """Ends live requests of this router. The calls of these requests end with ABORTED. Unknown ids are
+        ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,7 +143,7 @@ class VllmEngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """Returns the load of all schedulers together, as one rank.
+        """Returns the summed load of all schedulers, as that of one rank.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +157,8 @@ class VllmEngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeKvEvents(self, request, context):
-        """Streams which blocks the cell's prefix caches have; needs schedulers with `--kv-events`.
+        """Streams which blocks the cell's prefix caches have. This needs schedulers that run with
+        `--kv-events`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
