@@ -127,8 +127,8 @@ def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], C
     """Return the rules for `kind` in a file's `text`, each with its match and its configuration.
 
     Raises:
-        ValueError: a rule matches a field that `LaunchShape` does not have, or a configuration does not
-            have the fields of `kind`.
+        ValueError: a rule matches a field that `LaunchShape` does not have, or a configuration does
+            not have the fields of `kind`.
     """
     rules = []
     for rule in json.loads(text)["kernels"][NAMES[kind]]:

@@ -2,9 +2,10 @@
 
 A file begins with `MAGIC`. Frames follow. A frame has the length and the CRC-32 of its payload,
 both as little-endian u32, and then the payload, in MessagePack. The first payload is an `Origin`,
-and each later one is a `JournalEntry`. The core's own classes are encoded directly: an object becomes a
-map by field, and a numpy array becomes `[dtype, bytes]`. So there is no schema besides the core's
-methods and classes, and a new method of the core is recorded when it is marked `core_input`.
+and each later one is a `JournalEntry`. The core's own classes are encoded directly: an object
+becomes a map by field, and a numpy array becomes `[dtype, bytes]`. So there is no schema besides
+the core's methods and classes, and a new method of the core is recorded when it is marked
+`core_input`.
 """
 
 import inspect
