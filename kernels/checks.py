@@ -41,7 +41,7 @@ def check_float(name: str, tensor: torch.Tensor, num_dims: int) -> None:
 
 
 def check_cos_sin(cos_sin: torch.Tensor, head_dim: int, like: torch.Tensor) -> None:
-    """Require `cos_sin` to be fp32 [max_pos, R], R and `head_dim` even, and R at most `head_dim`.
+    """Require that `cos_sin` is fp32 [max_pos, R], with even R and `head_dim`, and R <= `head_dim`.
 
     Raises:
         ValueError: naming the tensor, its value and the required value.

@@ -19,9 +19,9 @@ class GroupedMaps:
     """
 
     num_in: int
-    """K."""
+    """The number of input features, K."""
     num_out: int
-    """N."""
+    """The number of output features, N."""
     weights: list[torch.Tensor | None]
     """The weight of each map; None: the rows of this map are left out. The caller owns the list and
     the tensors."""

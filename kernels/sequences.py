@@ -36,11 +36,11 @@ class Sequences:
     """The sequences of a step, made and checked once for all layers."""
 
     block_tables: torch.Tensor
-    """int32[S, M]."""
+    """int32[S, M]: the blocks of each sequence."""
     seq_lens: torch.Tensor
-    """int32[S]."""
+    """int32[S]: the length of each sequence."""
     query_start_loc: torch.Tensor | None = None
-    """int32[S + 1]; None: each sequence has one query token."""
+    """int32[S + 1]: where each sequence's query tokens start. None: each sequence has one."""
     max_query_len: int = 1
     shared: SharedPrefixes | None = None
     """The prefixes that sequences share; None: each sequence attends to all its blocks alone."""

@@ -41,7 +41,7 @@ class SchedulerSettings(ProcessSettings):
     and of several that start at the same time, one takes over."""
     standby: bool = False
     """Whether to wait until no worker has a scheduler, and then to take over. Until then no port is
-    open, except with --standby-http. Among several schedulers with this flag one serves. When it
+    open, except with --standby-http. Among several schedulers with this flag, one serves. When it
     dies, another takes its place; a restarted one waits. Routers find the new scheduler if it
     listens at the same address, or if they have a gRPC target with several addresses, such as
     ipv4:10.0.0.1:50052,10.0.0.2:50052."""

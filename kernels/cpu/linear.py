@@ -56,7 +56,7 @@ def pack(
 
 
 def pack_heads(weight: torch.Tensor) -> "PackedHeads":
-    """Lay out one weight for each head, in all [H, N, K], for `x[:, h] @ weight[h].T`.
+    """Lay out `weight` [H, N, K], one map for each head, for `x[:, h] @ weight[h].T`.
 
     `can_pack` must be true for the weight of each head.
     """
@@ -211,9 +211,9 @@ class PackedLinear:
     dtype: torch.dtype
     """The dtype of the activations, float32 or bfloat16."""
     num_out: int
-    """N."""
+    """The number of output features, N."""
     num_in: int
-    """K."""
+    """The number of input features, K."""
     panels: torch.Tensor
     """The weight as C reads it: float32[ceil(N / 32), K, 32], bfloat16[ceil(N / 32), ceil(K / 2),
     32, 2], int8 of that shape, or for 4 bits and MXFP4 int16[ceil(N / 32), K / 8, 32, 2]."""
@@ -294,7 +294,7 @@ class PackedHeads:
     _first: PackedLinear
     """The first head's map; the panels of the other heads follow its panels."""
     _num_heads: int
-    """H."""
+    """The number of heads, H."""
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Map `x` [T, H, K] to `out` [T, H, N]; strides over tokens and heads may be any.

@@ -50,7 +50,7 @@ def rms_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, eps: float
 def add_rms_norm(
     library: Library, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `x` and `residual` [T, N], and normalise the sum; strides over T may be any."""
+    """Add `x` and `residual` [T, N], and normalise the sum; the stride of T is arbitrary."""
     num_tokens, width = x.shape
     check_tensor("x", x, (num_tokens, width), x.dtype, weight)
     check_tensor("residual", residual, (num_tokens, width), x.dtype, x)
@@ -293,8 +293,8 @@ def draw(
 
     A token's weight is `exp((logit - max) / temperature)`. The drawn token is the first at which
     the running sum of weights, in token order, exceeds `uniform` times the sum of all weights. Each
-    row has its own sums, in float64. Only from a row without a finite maximum can a token of weight
-    0 be drawn; in this case any valid id may be drawn.
+    row has its own sums, in float64. A token of weight 0 can be drawn only from a row without a
+    finite maximum; from such a row, any valid id may be drawn.
 
     Args:
         logits: float32[S, V]; not changed.

@@ -128,7 +128,7 @@ def _uniform(seed, position):
 
 @triton.jit
 def _draw_cut(row, size, total, k, is_top_k, p, floor, uniform, TOKENS: tl.constexpr):
-    """Draw from a row with top_k or top_p, as `_sample_kernel` says; return a candidate's place.
+    """Draw a candidate from a row with top_k or top_p, as `_sample_kernel` says; return its place.
 
     `row` has the keys of `size` candidates; `total` is the sum of all weights of the row.
     """

@@ -31,7 +31,7 @@ _MIN_TOKENS = 4
 free, and sixteen cost nine tenths of a step ("Long prompts beside streams")."""
 _FULL_SLOWDOWN = 1.4
 """If the allowed slowdown is at least this value (the default), the worker's `min_prompt_tokens`
-apply in full. Below this value they shrink in proportion, so that an operator can have shorter
+apply in full. Below this value, they shrink in proportion, so that an operator can get shorter
 steps. Chosen."""
 _WORTH_TOKENS = 128
 """Lower bound of `max_prompt_tokens`, on any device. Derived: reading the weights takes as

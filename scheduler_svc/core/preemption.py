@@ -122,11 +122,12 @@ class Preemption:
     # --- how ------------------------------------------------------------------------------------
 
     def preempt(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
-        """Take a running sequence's device blocks and queue it; preempt a search as a whole.
+        """Take a running sequence's device blocks and queue it. A search is preempted as a whole.
 
         Args:
             seq: The sequence, or a beam of the search.
-            can_swap: Whether its KV may go to the host; otherwise its tokens are recomputed.
+            can_swap: Whether the sequence's KV may be moved to the host; otherwise its tokens are
+                recomputed.
             must_swap: Swap regardless of the cost; the caller has checked that the host has room.
         """
         self.num_preemptions += 1

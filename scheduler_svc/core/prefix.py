@@ -33,7 +33,7 @@ class FoundKv:
     """Number of tokens with KV in these blocks; the last blocks of `sources` may be partial."""
     places: list[int] | None = None
     """The places of the blocks in the block table: first those of `ready`, then of `loading`, then
-    of `sources`. None: the blocks are the first of the table."""
+    of `sources`. None: the blocks are the first blocks of the table."""
     num_indices: int = 0
     """If `places` is set, the number of block indices that have KV or are behind a window."""
 

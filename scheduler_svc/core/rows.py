@@ -105,7 +105,7 @@ class Rows:
     def append(
         self, rows: Int32Array, token_ids: Int32Array
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], Int32Array, Int32Array]:
-        """Append `token_ids[i]` to row `rows[i]`, except to rows of beams and without an owner.
+        """Append `token_ids[i]` to row `rows[i]`, unless a beam or nobody owns the row.
 
         The rows are distinct; but with draft tokens, a row may follow itself several times.
 

@@ -240,7 +240,7 @@ class RunningSet:
         return not any(map(self._tier.is_unsent, seq.loading_block_ids))
 
     def compute_chunk(self, seq: Sequence, builder: PlanBuilder) -> bool:
-        """Plan as many known tokens of a sequence as the budget grants; charge its account.
+        """Plan as many known tokens of a sequence as the budget grants, and charge its account.
 
         May be called several times for one step.
 

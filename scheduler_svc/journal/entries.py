@@ -94,7 +94,7 @@ class Recording:
 
 
 def encode_origin(origin: Origin) -> bytes:
-    """Return the beginning of a file."""
+    """Return the beginning of a recording's file."""
     return MAGIC + _frame(_ENCODER.encode(origin))
 
 

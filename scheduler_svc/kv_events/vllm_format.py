@@ -46,7 +46,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
-    """Tells that no tier has any block any more."""
+    """Reports that no tier has any block any more."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared

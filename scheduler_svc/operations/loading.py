@@ -46,7 +46,7 @@ class WorkerCalls:
         self._tls = tls
 
     async def unload(self, target: str) -> bool:
-        """Unload a worker's model and wait until it is; return whether it was unloaded before."""
+        """Unload a worker's model and wait for the end; return whether it was unloaded before."""
         request = loading_pb2.UnloadRequest(epoch=self._epoch)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]

@@ -112,7 +112,7 @@ class Engine:
                 has_progressed = False
                 self._publish_loss(error)
                 self._changed.set()
-            # Keep backing off if the worker was lost before its first result.
+            # Wait longer and longer as long as the worker is lost before its first result.
             backoff_s = _FIRST_BACKOFF_S if has_progressed else backoff_s
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)

@@ -63,7 +63,8 @@ async def wait_for_vacancy(
         if any(watch.is_reached is None for watch in watches):
             return
         reached = [watch for watch in watches if watch.is_reached]
-        # A new worker has had no scheduler yet, so only the others count.
+        # A new worker has never had a scheduler, so the workers that have had one decide, if there
+        # are any.
         judged = [watch for watch in reached if watch.epoch] or reached
         if judged and all(watch.is_vacant for watch in judged):
             vacant.set()

@@ -58,15 +58,15 @@ class NativeInputs:
     hidden: torch.Tensor
     """bfloat16[T, E]: the tokens' embeddings."""
     positions: torch.Tensor
-    """int64[T]."""
+    """int64[T]: the position of each token in its sequence."""
     slot_mapping: torch.Tensor
     """int64[T]: `block * P + offset`, or PAD_SLOT."""
     block_tables: torch.Tensor
-    """int32[S, M]."""
+    """int32[S, M]: the blocks of each sequence."""
     seq_lens: torch.Tensor
-    """int32[S]."""
+    """int32[S]: the length of each sequence."""
     query_start_loc: torch.Tensor
-    """int32[S + 1]."""
+    """int32[S + 1]: where each sequence's tokens start in the batch."""
     wanted: NativeWanted | None = None
     """The tokens whose final hidden states are wanted; None: all tokens."""
     adapters: RowAdapters | None = None

@@ -42,19 +42,19 @@ class NativeLayer:
     input_norm: torch.Tensor
     """`[E]`, the norm before attention."""
     qkv: PackedLinear
-    """From E to (H + 2 * HKV) * D: queries, keys and values."""
+    """The map from E to (H + 2 * HKV) * D features: queries, keys and values."""
     qk_norm: tuple[torch.Tensor, torch.Tensor] | None
     """`[D]` each, the norms of each head of queries and keys before rotation."""
     window: int | None
     """How many tokens a token attends to, itself included; None: all tokens up to itself."""
     attention_output: PackedLinear
-    """From H * D to E."""
+    """The map from H * D to E features."""
     mlp_norm: torch.Tensor
     """`[E]`, the norm before the feed-forward part."""
     gate_up: PackedLinear
-    """From E to 2 * I: gate, then up."""
+    """The map from E to 2 * I features: gate, then up."""
     down: PackedLinear
-    """From I to E."""
+    """The map from I to E features."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -351,7 +351,7 @@ def prepare_prefill(
     out: torch.Tensor,
     is_whole: bool = False,
 ) -> Callable[[Sequences], None]:
-    """Check and prepare `paged_attention_prefill`, to be launched on many steps' sequences.
+    """Check and prepare `paged_attention_prefill`; the result launches it on a step's sequences.
 
     Each launch overwrites the rows of `out` that belong to its sequences, unless their length is 0.
     If `is_whole`, positions are never split, so no bit of a row depends on T. No bit depends on how

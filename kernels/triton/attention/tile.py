@@ -69,8 +69,8 @@ def attend_positions(
     """Return `acc` fp32 [R, VALUE_DIMS], `row_max` and `row_sum` after the positions up to `end`.
 
     The softmax starts from the given `row_max` and `row_sum`, as if these came from earlier
-    positions whose values are zero. Masks cost time, so the tiles that every row sees as a whole,
-    [start, masked_from), have none. `_attend_range` computes a range of tiles.
+    positions whose values are zero. Masks cost time, so no mask is applied to the tiles that every
+    row sees as a whole: [start, masked_from). `_attend_range` computes a range of tiles.
     """
     acc = tl.zeros([ROWS, VALUE_DIMS], tl.float32)
     key_head = key_cache + kv_head.to(tl.int64) * key_stride_h

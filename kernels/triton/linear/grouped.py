@@ -36,7 +36,7 @@ def rows_of_tile(ends, num_maps, nth, MAPS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def sources_and_places(sources, places, row, is_row):
-    """Return, as int64, from which row of `x` each row is read, and to which of `out` it goes."""
+    """Return, as int64, the row of `x` to read and the row of `out` to write, for each row."""
     source = row.to(tl.int64)
     place = row.to(tl.int64)
     if sources is not None:

@@ -32,8 +32,8 @@ FLOAT32_BY_ROWS: Final = (
     TileSizes(64, 128, 64, 8, 3),
     TileSizes(128, 128, 32, 8, 3),
 )
-"""Tile sizes for fp32 weights. They have fewer input features, to fit into 99 KiB of shared memory
-without spills."""
+"""Tile sizes for fp32 weights. These tiles have fewer input features, so that they fit into 99 KiB
+of shared memory without spills."""
 
 
 def choose(choices: Sequence[TileSizes], num_rows: int, num_maps: int = 1) -> TileSizes:

@@ -183,7 +183,7 @@ class BeamSearcher:
 
 
 def num_common(one: Int32Array, other: Int32Array) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two token lists."""
     num_both = min(len(one), len(other))
     differs = one[:num_both] != other[:num_both]
     return int(differs.argmax()) if differs.any() else num_both

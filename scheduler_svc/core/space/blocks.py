@@ -70,7 +70,7 @@ class BlockPool(Generic[BlockIdT]):
 
         Args:
             num_blocks: Number of blocks in the pool.
-            block_id: Makes a block id of this tier from a number.
+            block_id: The function that makes a block id of this tier from a number.
             on_evict: Called with each cached block that gets evicted, and its hash.
             eviction: Decides which cached block is evicted first.
             labels: Receives the hash of every published block, even if another block has the same

@@ -103,7 +103,7 @@ class Pins:
 
     @property
     def by_end(self) -> MarkedHeap[DeviceBlockId]:
-        """The pinned blocks in the order of their ends; read-only."""
+        """The pinned blocks, ordered by the time at which their pins end; read-only."""
         return self._by_end
 
     def on_prompt_computed(self, seq: Seq, now: float) -> None:
