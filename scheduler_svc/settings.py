@@ -169,8 +169,8 @@ class SchedulerSettings(ProcessSettings):
     each attachment of a worker; unset: nothing is recorded. Recordings contain the tokens of
     prompts."""
     record_max_mb: PositiveInt = 1024
-    """The limit on the space for all recordings of this process, in MiB. Beyond it recording stops,
-    and serving continues."""
+    """The limit on the space for all recordings of this process, in MiB. Beyond this size,
+    recording stops, and serving continues."""
 
     @property
     def policy_args(self) -> tuple[tuple[str, str], ...]:

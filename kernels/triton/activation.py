@@ -44,7 +44,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return `silu(gate) * up` [T, I] for `gate_up` [T, 2 * I], with gate in the first half.
 
     Raises:
-        ValueError: `gate_up` is not 2-dimensional, not a float, odd in width, or has no dense rows.
+        ValueError: `gate_up` is not 2-dimensional, is not a float, has an odd width, or its rows
+            are not dense.
     """
     out = _gated(gate_up)
     num_tokens, size = out.shape
@@ -86,7 +87,8 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
     """Compute `kernels.reference.clamped_swiglu`.
 
     Raises:
-        ValueError: `gate_up` is not 2-dimensional, not a float, odd in width, or has no dense rows.
+        ValueError: `gate_up` is not 2-dimensional, is not a float, has an odd width, or its rows
+            are not dense.
     """
     out = _gated(gate_up)
     num_tokens, size = out.shape

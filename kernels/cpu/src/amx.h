@@ -19,7 +19,7 @@
 #define HAS_AMX
 #endif
 
-enum { AMX_ROWS = 32 /* of two registers */, AMX_ATTENTION = 4 };
+enum { AMX_ROWS = 32 /* rows of two registers */, AMX_ATTENTION = 4 };
 
 /* A set of bits: what uses AMX, in bf16. The bit of a format of weights is its number (`kept_as` in
  * linear.c); AMX_ATTENTION is the bit of attention. The set never changes while a kernel runs. */

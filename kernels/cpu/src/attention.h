@@ -49,7 +49,7 @@ struct item {
     int64_t token, num_tokens;        /* token is an index in the batch */
     int64_t position;                 /* of the first token */
     int64_t start, end;               /* positions to look at, [start, end); start at a tile */
-    float *partial;                   /* where the result goes if it is a split's; else NULL */
+    float *partial;                   /* where a split leaves its partial result; NULL: no split */
 };
 
 /* The working memory of a thread, in thread_memory; rows are padded to whole vectors. */
@@ -85,7 +85,7 @@ INLINE int64_t group_of(const struct attention *a) { return a->num_heads / a->nu
 #ifdef HAS_AMX
 INLINE bool attends_with_amx(const struct attention *a)
 {
-    const int64_t whole = 2 * AMX_STEPS; /* as many as PANEL: whole registers of both products */
+    const int64_t whole = 2 * AMX_STEPS; /* equals PANEL, so both products have whole registers */
     return quire_amx_uses >> AMX_ATTENTION & 1 && step_kind_of((dtype)a->type) == PAIRS &&
            a->format == AS_IS && a->head_dim % whole == 0 && a->value_dim % whole == 0;
 }

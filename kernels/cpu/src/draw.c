@@ -5,8 +5,8 @@
 #include "threads.h"
 
 enum {
-    LOGITS_WORTH_IT = 262144, /* more of them pay for waking a second thread */
-    LEAST_TILE = 256,         /* tokens; a multiple of LANES */
+    LOGITS_WORTH_IT = 262144, /* more logits are worth waking a second thread */
+    LEAST_TILE = 256,         /* tokens of the smallest tile; a multiple of LANES */
     MAX_TILES = 1024,
 };
 

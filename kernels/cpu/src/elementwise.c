@@ -7,8 +7,8 @@
 #include "threads.h"
 
 enum {
-    SHARE_ELEMS = 2048,    /* of a share: half a microsecond */
-    ROWS_WORTH_IT = 16384, /* more elements pay for waking a second thread */
+    SHARE_ELEMS = 2048,    /* elements of a share, which take half a microsecond */
+    ROWS_WORTH_IT = 16384, /* more elements are worth waking a second thread */
 };
 
 /* out[t, h] = weight * x[t, h] / sqrt(mean(x[t, h]^2) + eps), after x += residual if there is a residual.
@@ -289,7 +289,7 @@ void quire_gather_share(const void *args, int64_t share, int64_t num_shares)
 
 static int64_t gather_elems(const struct gather *a)
 {
-    return a->num_rows * a->row_bytes / 2; /* of bf16 */
+    return a->num_rows * a->row_bytes / 2; /* counted as bf16 */
 }
 
 int64_t quire_gather_count(const void *args)

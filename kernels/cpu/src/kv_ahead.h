@@ -24,8 +24,8 @@ enum {
  * prefetched late are more likely to be still in a cache. */
 struct kv_part {
     const struct attention *attention; /* NULL: nothing */
-    int64_t num_runs, num_runs_after;  /* with each tile of rows but the first: by this map, and by
-                                          the maps between it and the attention */
+    int64_t num_runs, num_runs_after;  /* runs prefetched with each tile of rows but the first:
+                                          by this map, and by the maps between it and the attention */
 };
 
 /* Iterates over runs: over all sequences in order, and over the blocks of each in order. */

@@ -20,13 +20,13 @@
 #include "thread_memory.h"
 
 enum {
-    CACHED_ROWS = 96,     /* of x at a time, so that they stay in the second-level cache */
-    CHUNK_BYTES = 16384,  /* of an unpacked panel, so that it stays in the first-level cache */
+    CACHED_ROWS = 96,     /* rows of x at a time, so that they stay in the second-level cache */
+    CHUNK_BYTES = 16384,  /* of an unpacked panel at a time, so that they stay in the first-level cache */
     FUSED_ROWS = 36,      /* up to so many rows, each tile of them unpacks the panel as it multiplies */
-    L1_WAYS = 8,          /* a first-level cache of 32 KiB: a guess, on which only copies depend */
+    L1_WAYS = 8,          /* a first-level cache of 32 KiB is a guess; only copies depend on it */
     L1_SETS = 64,
-    SHARE_BYTES = 49152,  /* of weights, about: two microseconds from memory */
-    COPY_PANELS = 4,      /* fewer do not pay for copying rows */
+    SHARE_BYTES = 49152,  /* about so many bytes of weights, which take two microseconds from memory */
+    COPY_PANELS = 4,      /* fewer panels are not worth copying rows */
     MIN_SHARES = 16,      /* of a map of many rows */
 };
 
@@ -48,7 +48,7 @@ struct linear {
     int64_t x_width;  /* K, or K - 1 */
     int64_t is_gated; /* the weight is [gate; up], 2 * num_out; out = silu(gate) * up */
     int64_t is_low_rank; /* it gives the bits of low_rank.c, which has no products of AMX */
-    struct kv_part next; /* what it fetches for the next attention */
+    struct kv_part next; /* what the map prefetches for the next attention */
 };
 
 INLINE bool has_amx_products(const struct linear *a)

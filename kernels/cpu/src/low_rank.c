@@ -12,9 +12,9 @@
 
 enum {
     BLOCK_ROWS = 96,     /* rows at a time, so that B stays in a cache */
-    SHARE_BYTES = 16384, /* of B, about: a microsecond from memory */
+    SHARE_BYTES = 16384, /* about so many bytes of B, which take a microsecond from memory */
     ROW_BYTES = 256,     /* adding to 32 columns of a row costs as much as reading these bytes of B */
-    L1_WAYS = 8,         /* a guess, on which only copies depend */
+    L1_WAYS = 8,         /* this is a guess; only copies depend on it */
     L1_SET_BYTES = 4096, /* rows this far apart fall on the same lines of the first-level cache */
 };
 

@@ -16,9 +16,9 @@ static int64_t num_pinned; /* 0: threads are not pinned */
 #include <sched.h>
 
 static int pinned_cpus[MAX_SHARES];
-static _Thread_local int own_cpu = NO_CPU; /* of a thread of the pool: where it is */
-static _Thread_local bool is_away;         /* of a caller: whether it has to go back */
-static _Thread_local cpu_set_t allowed;    /* and where it could run before */
+static _Thread_local int own_cpu = NO_CPU; /* the CPU on which a thread of the pool is */
+static _Thread_local bool is_away;         /* whether a caller has to go back to its CPUs */
+static _Thread_local cpu_set_t allowed;    /* the CPUs on which the caller could run before */
 
 static bool move_to(int cpu)
 {

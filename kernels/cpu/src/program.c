@@ -30,8 +30,8 @@
 enum {
     MIN_PATIENCE_NS = 10000,
     REST_NS = 20000,
-    SPINS_PER_LOOK = 16, /* at the clock */
-    FAR_TOO_LONG = 16,   /* times what is too long */
+    SPINS_PER_LOOK = 16, /* how often a waiting thread spins between two looks at the clock */
+    FAR_TOO_LONG = 16,   /* a multiple of the time that is too long */
     NO_SHARE = -1,
     NOWHERE = INT_MAX, /* later than any call */
 };

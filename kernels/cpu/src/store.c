@@ -12,7 +12,7 @@ enum {
 
 /* The arguments for the keys, or for the values; strides are in elements. */
 struct side {
-    int64_t format;  /* of the cache */
+    int64_t format;  /* of the cache: a `kv_format` */
     const char *new; /* [T, HKV, D], or NULL: values that are a part of the keys */
     char *cache;     /* [B, P, HKV, D] */
     bf16 *scales;    /* [B, P, HKV], or NULL: AS_IS */

@@ -18,7 +18,7 @@ enum { ROW_BASES = TILE_ROWS / 3 }; /* a row's address is one of these, plus 0, 
 enum { PANEL = 32 }; /* columns of a panel */
 enum { RUN_STEPS = 128, RUN_BYTES = 64 * RUN_STEPS }; /* a run is memory that is fetched for later,
                                                          at most a cache line in a step */
-enum { PREFETCH_BYTES = 8192 }; /* measured best for several rows; a quarter of it for one row */
+enum { PREFETCH_BYTES = 8192 }; /* the best for several rows, as measured; a quarter of this for one row */
 
 #if (defined(__AVX512BF16__) && defined(HAS_AVX512)) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 enum { HAS_BF16_DOT = 1 };
@@ -77,11 +77,11 @@ INLINE vf unpacked(step_kind kind, b_format format, const char *b, int t, int v)
         return (vf)_mm512_cvtne2ps_pbh(high, low);
     }
     if (kind == PAIRS && (format == NIBBLES || format == E2M1)) {
-        static const bf16 integers[32] __attribute__((aligned(64))) = { /* 0 to 15, twice */
+        static const bf16 integers[32] __attribute__((aligned(64))) = { /* the numbers 0 to 15, twice */
             0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
             0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
             0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-        static const bf16 numbers[32] __attribute__((aligned(64))) = { /* of E2M1, twice */
+        static const bf16 numbers[32] __attribute__((aligned(64))) = { /* the numbers of E2M1, twice */
             0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
             0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, 0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
             0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
@@ -125,7 +125,7 @@ struct product {
     const char *const *later; /* runs that are fetched instead, one after the other; or NULL */
     int64_t later_steps, later_bytes; /* steps that fetch one run, and bytes that a step fetches */
     const char *scales;               /* [groups][PANEL]; or NULL */
-    int64_t scale_bytes;              /* 2: they are fp16; 1: e8m0 */
+    int64_t scale_bytes;              /* 2: scales are fp16; 1: scales are e8m0 */
     const fp16 *offsets;              /* [groups][PANEL]; or NULL */
     const float *a_sums;              /* [rows][groups], if there are offsets */
     int64_t group_steps, num_groups;

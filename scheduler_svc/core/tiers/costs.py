@@ -27,7 +27,7 @@ class Costs:
         return swap_s + spill_s < _seconds(num_tokens, config.prefill_tokens_per_s)
 
     def should_load(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether to load `num_blocks` blocks from the disk, not compute `num_tokens` tokens."""
+        """Whether to load `num_blocks` disk blocks instead of computing `num_tokens` tokens."""
         config = self._config
         if config.preemption_mode is not PreemptionMode.COST:
             return True
