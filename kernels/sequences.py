@@ -40,7 +40,7 @@ class Sequences:
     seq_lens: torch.Tensor
     """int32[S]: the length of each sequence."""
     query_start_loc: torch.Tensor | None = None
-    """int32[S + 1]: where each sequence's query tokens start. None: each sequence has one."""
+    """int32[S + 1]: where each sequence's query tokens start; None: each has one query token."""
     max_query_len: int = 1
     shared: SharedPrefixes | None = None
     """The prefixes that sequences share; None: each sequence attends to all its blocks alone."""

@@ -181,7 +181,10 @@ class Recordings:
 
 
 class _Journal:
-    """One file. The event loop calls `add`, the thread `write_pending`, and both call `end`."""
+    """One file.
+
+    The event loop calls `add`, the thread calls `write_pending`, and both call `end`.
+    """
 
     def __init__(self, path: Path, file: BinaryIO, origin: Origin) -> None:
         self.is_closed = False

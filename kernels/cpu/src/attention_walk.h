@@ -27,7 +27,7 @@ INLINE int64_t num_splits_of(const struct attention *a, int64_t seq)
 /* The cost of an item: of attention by some tokens, with the heads of one kv head, to some positions. */
 INLINE int64_t cost_of(const struct attention *a, int64_t num_tokens, int64_t num_positions)
 {
-    return (num_tokens * group_of(a) + 4) * num_positions; /* 4: to lay out a position */
+    return (num_tokens * group_of(a) + 4) * num_positions; /* 4 is the cost of laying out a position */
 }
 
 /* The cost of all items of a sequence. */

@@ -437,8 +437,8 @@ void quire_linear(const struct linear *a)
 
 /* A separate map for each head: out[t, h] = map h of x[t, h]. */
 struct linear_heads {
-    int64_t num_heads, x_stride_h, out_stride_h, weight_bytes; /* of the weight of one head */
-    struct linear map; /* of head 0 */
+    int64_t num_heads, x_stride_h, out_stride_h, weight_bytes; /* bytes of the weight of one head */
+    struct linear map; /* the map of head 0 */
 };
 
 static struct linear map_of_head(const struct linear_heads *a, int64_t head)

@@ -10,7 +10,7 @@
 
 enum {
     SHARE_NUMBERS = 16384,     /* of a share: some microseconds */
-    NUMBERS_WORTH_IT = 131072, /* more numbers pay for waking a second thread */
+    NUMBERS_WORTH_IT = 131072, /* more numbers are worth waking a second thread */
 };
 
 /* state = state * exp(dt * a) + dt * x * b; out = (sum over N of state * c) + d * x. */
@@ -37,7 +37,7 @@ INLINE void scan_head(dtype type, const struct selective_scan *a, int64_t seq, i
 {
     int64_t dim = a->head_dim, width = a->width, padded = ceil_div(width, LANES) * LANES;
     int64_t group = head / (a->num_heads / a->num_groups);
-    int64_t first = (seq * a->num_heads + head) * dim * width; /* of this head's state */
+    int64_t first = (seq * a->num_heads + head) * dim * width; /* where this head's state begins */
     float *state = (float *)thread_memory((int64_t)sizeof(float) * padded * (dim + 3));
     float *b = state + dim * padded, *c = b + padded, *decay = c + padded;
     for (int64_t p = 0; p < dim; p++)
@@ -135,7 +135,7 @@ INLINE void delta_head(dtype type, const struct delta_scan *a, int64_t seq, int6
 {
     int64_t dim = a->head_dim, keys = a->key_dim, padded = ceil_div(dim, LANES) * LANES;
     int64_t key_head = head / (a->num_heads / a->num_key_heads);
-    int64_t first = (seq * a->num_heads + head) * keys * dim; /* of this head's state */
+    int64_t first = (seq * a->num_heads + head) * keys * dim; /* where this head's state begins */
     int64_t key_room = ceil_div(keys, LANES) * LANES;
     float *state = (float *)thread_memory((int64_t)sizeof(float) * (keys * padded + 2 * key_room));
     float *q = state + keys * padded, *k = q + key_room;

@@ -7,7 +7,7 @@
 
 enum {
     SHARE_ELEMS = 2048,     /* of a share: half a microsecond */
-    ELEMS_WORTH_IT = 16384, /* more of them pay for waking a second thread */
+    ELEMS_WORTH_IT = 16384, /* more elements are worth waking a second thread */
 };
 
 /* The arguments for the keys, or for the values; strides are in elements. */

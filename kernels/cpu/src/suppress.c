@@ -6,7 +6,7 @@
 #include "threads.h"
 
 enum {
-    LOGITS_WORTH_IT = 131072, /* more of them pay for waking a second thread */
+    LOGITS_WORTH_IT = 131072, /* more logits are worth waking a second thread */
     WORD_BITS = 32,
 };
 

@@ -40,8 +40,8 @@ def paged_attention_prefill(
     query_len tokens of sequence s: row i has position seq_len - query_len + i. The keys and values
     of these tokens are already in the caches, [B, P, HKV, D] and [B, P, HKV, DV] views.
     `block_tables` is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1]; no query_len
-    is above `max_query_len`. The first number of `query_start_loc` may be above 0. Rows of no
-    sequence give zeros. Softmax and sums are fp32.
+    is above `max_query_len`. The first number of `query_start_loc` may be above 0. Rows that belong
+    to no sequence are zero. Softmax and sums are fp32.
 
     No bit of a row depends on another sequence, or on how its prompt was cut into chunks, if the
     cuts are at multiples of 64; with other cuts, results agree up to rounding. A chunk of one token

@@ -313,9 +313,9 @@ def paged_attention_decode(
     splits. The op needs S * N * H * (D + 1) fp32 numbers of scratch memory, where N is the number
     of splits of a sequence of M * P tokens.
 
-    With `window` only the last `window` slots are read and attended to. With `softcap` each score s
-    becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], are one more score of each head in the
-    softmax's denominator, without scale or value.
+    With `window`, only the last `window` slots are read and attended to. With `softcap`, each score
+    s becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], are one more score of each head in
+    the softmax's denominator, without scale or value.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says. The scales multiply scores and weights in fp32, so stored numbers are

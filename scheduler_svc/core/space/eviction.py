@@ -62,7 +62,10 @@ def make_eviction_order(eviction: Eviction) -> EvictionOrder:
 
 
 class Lru(OrderedDict[BlockHash, None]):
-    """Ordered by when blocks became cached. `OrderedDict` is fast enough for use in every step."""
+    """Orders blocks by the time at which they became cached.
+
+    `OrderedDict` is fast enough for use in every step.
+    """
 
     uses_tables = False
 
