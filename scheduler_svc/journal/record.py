@@ -181,7 +181,7 @@ class Recordings:
 
 
 class _Journal:
-    """One file.
+    """The file of one recording.
 
     The event loop calls `add`, the thread calls `write_pending`, and both call `end`.
     """
