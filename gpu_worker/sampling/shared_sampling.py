@@ -1,4 +1,6 @@
-"""Rank 0 samples for all ranks, so rows stay equal even if logits differ in the last bits.
+"""Rank 0 samples for all ranks, so a row gets the same tokens on every rank.
+
+This holds even if the ranks' logits differ in the last bits.
 
 Symbols: `S` sequences that sample.
 """

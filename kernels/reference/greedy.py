@@ -7,7 +7,9 @@ import torch
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first maximum of each row of `logits` [S, V], and whether the row is finite.
+    """Return the index of each row's first maximum, and whether the row is finite.
+
+    `logits` is [S, V].
 
     The results are int64[S] and bool[S]. For a row that is not finite, the token is an arbitrary
     valid id.

@@ -18,7 +18,7 @@ _MAX_UNREAD: Final = 16
 async def watch_kv(
     schedulers: Schedulers, worker: str = ""
 ) -> AsyncGenerator[kv_pb2.WatchKvResponse]:
-    """Yield the events of one worker, or of all workers, across changes of schedulers.
+    """Yield the events of one worker, or of all, and continue when a scheduler is replaced.
 
     When a scheduler is lost, each of its workers gets an event that clears its blocks, unless a
     newer scheduler already reports that worker.

@@ -1,4 +1,4 @@
-"""All schedulers of a service: places requests, and moves the requests of lost schedulers.
+"""Places requests on the schedulers of a service, and moves the requests of lost schedulers.
 
 Several schedulers may each have workers of their own, or be standbys of each other; the router does
 not need to know which. Live requests of a lost scheduler go to the next scheduler that connects:

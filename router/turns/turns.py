@@ -303,6 +303,8 @@ class Turns:
                     failure = await _take(running, live)
                 if failure is None:
                     return
+                if running.num_tokens > num_tokens:
+                    backoff_s, num_failures, num_tokens = _MIN_BACKOFF_S, 0, running.num_tokens
                 num_failures += 1
                 if num_failures == _MAX_FAILURES:
                     raise QuireError(failure.message)
@@ -310,8 +312,6 @@ class Turns:
             except (TooBusyError, UnavailableError) as error:
                 log.debug("turn waits", turn=running.turn.id, why=str(error))
             live = None
-            if running.num_tokens > num_tokens:
-                backoff_s, num_failures, num_tokens = _MIN_BACKOFF_S, 0, running.num_tokens
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from router_fake_scheduler import LENGTH
 
+from quire.v1 import common_pb2
 from router.http.api import routes
 from router.http.openai_responses import call
 from router.http.openai_responses.body import ResponseBody
@@ -394,6 +395,22 @@ async def test_a_failure_that_may_pass_does_not_end_a_turn(router, new_store):
         again = await router.scheduler.submits.get()
         await answered(router, again, "one")
         events = [e async for e in await client.responses.retrieve(response.id, stream=True)]
+        assert events[-1].response.output_text == "one"
+
+
+async def test_a_turn_fails_only_if_no_token_arrives_between_three_failures(router, new_store):
+    error = common_pb2.OutputError(code=14, message="lost", retryable=True)
+    async with serving(router, new_store()) as client:
+        response = await client.responses.create(**ASK, background=True)
+        for text in ("", "", "one", "", ""):
+            key = (await router.scheduler.submits.get()).first_seq_key
+            await router.scheduler.step(
+                {key: router.tokens(text)},
+                finished={key: common_pb2.FINISH_REASON_ERROR},
+                error=error,
+            )
+        events = [e async for e in await client.responses.retrieve(response.id, stream=True)]
+        assert events[-1].response.status == "failed"
         assert events[-1].response.output_text == "one"
 
 
