@@ -255,7 +255,7 @@ class Scheduler:
         check_deadline(request, now, rates, self.config, self.lookup.num_cached_tokens)
 
     def drain(self) -> tuple[Request, ...]:
-        """Return every live request in a form that another core can take, because the worker is lost.
+        """Return all live requests in a form that another core can take when the worker is lost.
 
         The `outputs` of each request are the tokens that its sequences have produced so far. This
         core must not be used afterwards.
