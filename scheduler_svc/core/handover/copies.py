@@ -19,6 +19,7 @@ arrives damaged is never used.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NewType
 
 from contract.hashing import BlockHash
@@ -76,7 +77,7 @@ class Copies:
         self._steps = steps
         self._loans: dict[LoanId, Loan] = {}
         self._rooms: dict[RoomId, Room] = {}
-        self._num_begun = 0
+        self._ids = count(1)
 
     # --- source core ----------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class Copies:
                 found = self._tier.swap_out(on_device, [block_hash])
             held += found
         lent = tuple(hashes[: len(held)])
-        loan = Loan(LoanId(self._begin()), lent, tuple(held), self._step_of_last_move)
+        loan = Loan(LoanId(next(self._ids)), lent, tuple(held), self._step_of_last_move)
         self._loans[loan.loan_id] = loan
         return loan
 
@@ -125,7 +126,7 @@ class Copies:
         """Reserve host blocks for the first `num_expectable` of `hashes`, all of them `missing`."""
         taken = tuple(hashes[: self.num_expectable])
         blocks = tuple(self._tier.take_free() for _ in taken)
-        room = Room(RoomId(self._begin()), taken, blocks, self._step_of_last_move)
+        room = Room(RoomId(next(self._ids)), taken, blocks, self._step_of_last_move)
         self._rooms[room.room_id] = room
         return room
 
@@ -151,7 +152,3 @@ class Copies:
         """The step after whose result all block moves requested so far are done."""
         last = self._steps.last
         return StepId(last + 1) if self._tier.has_moves else last
-
-    def _begin(self) -> int:
-        self._num_begun += 1
-        return self._num_begun

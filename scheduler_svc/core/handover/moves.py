@@ -20,6 +20,7 @@ sequence ends during the move.
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 
 from contract.hashing import BlockHash, extend_chain, root_hash
 from contract.request import MAX_N
@@ -101,7 +102,7 @@ class Moves:
         self._policy = policy
         self._exports: dict[ExportId, _Leaving] = {}
         self._imports: dict[ImportId, _Arriving] = {}
-        self._num_begun = 0
+        self._ids = count(1)
 
     # --- finding requests to move ---------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Moves:
         swapped = [seq for seq in self._live if seq.status is SeqStatus.SWAPPED]
         for first in sorted(swapped, key=self._queue.sort_key):
             group = self._group(first.request.source, first.request.first_seq_key)
-            if all(seq.status in QUEUED and not seq.siblings for seq in group):
+            if all(seq.status in QUEUED for seq in group):
                 return self._describe(group)
         return None
 
@@ -178,8 +179,7 @@ class Moves:
         )
         held = moved.host_block_ids
         self._tier.pool.share(held)
-        self._num_begun += 1
-        export_id = ExportId(self._num_begun)
+        export_id = ExportId(next(self._ids))
         self._exports[export_id] = _Leaving(seqs, held)
         return Export(export_id, moved, self._step_of_last_move)
 
@@ -211,8 +211,7 @@ class Moves:
         """
         self._check_can_take(moved)
         blocks = tuple(self._tier.take_free() for _ in moved.host_block_ids)
-        self._num_begun += 1
-        import_id = ImportId(self._num_begun)
+        import_id = ImportId(next(self._ids))
         self._imports[import_id] = _Arriving(moved, blocks)
         return Import(import_id, blocks, self._step_of_last_move)
 

@@ -1,9 +1,10 @@
 """Blocks that one core copies from another, before the requests that need them move."""
 
-from scheduler_svc.core.interface.request import SeqKey
+from scheduler_svc.core.interface.request import BeamParams, SeqKey
 from scheduler_svc.core.invariants import check
+from scheduler_svc.core.sequence import SeqStatus
 from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, new, schedule, submit
-from tests.unit.scheduler_svc.core.test_moves import make_host_core, num_held, running
+from tests.unit.scheduler_svc.core.test_moves import make_host_core, num_held, preempt_last, running
 
 KEY = SeqKey(0)
 
@@ -99,6 +100,24 @@ def test_nothing_goes_to_the_host_while_swap_ins_wait():
     assert len(core.lend(hashes[:2]).hashes) == 2, "these are on the host"
 
 
+def test_blocks_can_be_evicted_again_when_each_of_their_copies_has_ended():
+    core = running(make_host_core(), num_prompt_tokens=9)
+    loans = [core.lend(hashes_of(core)) for _ in range(2)]
+    rooms = [core.expect([name * 32]) for name in (b"x", b"y")]
+    answer(core, schedule(core), 0)
+    assert num_held(core.tier.pool) == 2 + 2
+    for loan, room in zip(loans, rooms, strict=True):
+        core.end_loan(loan.loan_id)
+        core.receive(room.room_id, 0)
+        check(core)
+    assert num_held(core.tier.pool) == 0
+
+
+def test_no_more_blocks_go_to_the_host_than_a_step_swaps():
+    core = running(make_host_core(max_swap_blocks=3), num_prompt_tokens=17)
+    assert core.lend(hashes_of(core)).host_block_ids == (0, 1, 2)
+
+
 def test_lost_blocks_end_a_loan_early():
     core = running(make_host_core(), num_prompt_tokens=9)
     hashes = hashes_of(core)
@@ -137,11 +156,25 @@ class TestProgress:
         progress = core.moves.progress(ROUTER, KEY)
         assert (progress.can_copy, progress.decodes, progress.hashes) == (False, False, ())
 
-    def test_searches_and_single_tokens_are_not_followed(self):
-        core = make_host_core()
+    def test_searches_single_tokens_and_vectors_are_not_followed(self):
+        core = make_host_core(num_blocks=32)
         submit(core, KEY, range(6), max_tokens=1)
+        submit(core, 1, range(6), beam=BeamParams(2, ()))
+        submit(core, 2, range(6), pools=True)
+        submit(core, 3, range(6), max_tokens=2)
         schedule(core)
-        assert core.moves.find_running() == []
+        assert core.load().num_running == 4
+        assert core.moves.find_running() == [(ROUTER, 3)]
+
+    def test_one_whose_blocks_do_not_fit_on_the_host_stays(self):
+        progress = running(make_host_core(num_host_blocks=1)).moves.progress(ROUTER, KEY)
+        assert (progress.can_copy, progress.decodes) == (True, False)
+
+    def test_with_an_output_on_the_host_nothing_is_copied(self):
+        core = running(make_host_core(), n=2)
+        preempt_last(core)
+        assert [seq.status for seq in core.live] == [SeqStatus.DECODE, SeqStatus.SWAPPED]
+        assert not core.moves.progress(ROUTER, KEY).can_copy
 
     def test_without_hashes_nothing_can_be_copied(self):
         core = running(make_host_core(enable_prefix_caching=False))

@@ -1,5 +1,7 @@
 """Requests that move between two cores with their KV; exact blocks."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,15 @@ from scheduler_svc.core.interface.request import SeqKey
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus
-from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, chunks, new, schedule, submit
+from tests.unit.scheduler_svc.core.core_driver import (
+    ROUTER,
+    answer,
+    chunks,
+    new,
+    run_to_disk,
+    schedule,
+    submit,
+)
 
 KEY = SeqKey(0)
 
@@ -34,6 +44,11 @@ def running(core, num_prompt_tokens=5, num_outputs=1, n=1):
     for _ in range(num_outputs):
         answer(core, schedule(core), *range(n))
     return core
+
+
+def preempt_last(core):
+    """Swap out the running sequence that is the last in order."""
+    core.preemption.preempt([*core.running][-1], must_swap=True)
 
 
 def answer_steps(core, *steps):
@@ -96,7 +111,7 @@ def test_running_request_leaves_by_swap_and_computes_nothing_again():
     assert taking.load().num_recomputed_tokens == 0
     events = answer(taking, plan, 0)
     assert events.seq_keys.tolist() == [KEY]
-    assert not events.admitted, "its source has heard of that"
+    assert not list(giving.live)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +211,7 @@ def test_prefill_that_moves_goes_on_where_it_was():
     submit(giving, KEY, range(10))
     answer(giving, schedule(giving))
     move(giving, taking)
-    answer(taking, schedule(taking))
+    assert not answer(taking, schedule(taking)).admitted, "its source has heard of that"
     plan = schedule(taking)
     assert [n[1] for n in new(plan)] == [4]
     assert chunks(plan) == {0: 6}
@@ -215,6 +230,68 @@ def test_move_that_fails_lets_it_go_on_where_it_was():
     answer(giving, schedule(giving))
     assert new(schedule(giving)) == [(0, 5, [0, 1])]
     assert giving.load().num_recomputed_tokens == 0
+
+
+def test_move_that_fails_lets_a_request_without_kv_wait_on():
+    core = make_host_core()
+    submit(core, KEY, range(5))
+    export = core.begin_export(ROUTER, KEY)
+    core.end_export(export.export_id, leaves=False)
+    check(core)
+    assert (core.load().num_waiting, core.load().num_swapped) == (1, 0)
+    assert new(schedule(core)) == [(0, 0, [0, 1])]
+
+
+def test_a_prompt_that_the_other_core_computes_again_is_not_charged_again():
+    giving, taking = running(make_host_core(policy="fair")), make_host_core(policy="fair")
+    export = giving.begin_export(ROUTER, KEY, keeps_kv=False)
+    room = taking.begin_import(export.moved)
+    taking.end_import(room.import_id, giving.end_export(export.export_id, leaves=True))
+    charged = Counter()
+    taking.policy.charge = lambda _, new, out: charged.update({"prompt": new, "output": out})
+    answer(taking, schedule(taking), 0)
+    assert charged == {"prompt": 0, "output": 1}
+
+
+def test_several_requests_move_at_a_time():
+    giving, taking = make_host_core(), make_host_core()
+    for key in range(2):
+        submit(giving, key, [key] * 5)
+    answer(giving, schedule(giving), 0, 1)
+    exports = [giving.begin_export(ROUTER, SeqKey(key)) for key in range(2)]
+    rooms = [taking.begin_import(export.moved) for export in exports]
+    answer_steps(giving, *(export.ready_step for export in exports))
+    for export, room in zip(exports, rooms, strict=True):
+        taking.end_import(room.import_id, giving.end_export(export.export_id, leaves=True))
+        check(giving)
+        check(taking)
+    assert giving.load().num_waiting == 0
+    assert [seq.token_ids.tolist() for seq in taking.live] == [[key] * 5 + [7] for key in range(2)]
+
+
+def test_blocks_that_were_loaded_for_a_request_that_leaves_stay_cached():
+    tiers = {"num_blocks": 4, "num_host_blocks": 4, "num_disk_blocks": 4}
+    core = make_host_core(preemption_mode=PreemptionMode.SWAP, **tiers)
+    for key in range(5):
+        run_to_disk(core, key)
+    submit(core, 10, [1] * 9, max_tokens=1)
+    answer(core, schedule(core), loaded_host_block_ids=[3, 0], stored_disk_block_ids=[3, 2])
+    (seq,) = core.live
+    assert seq.fetched_block_ids == (3, 0)
+    export = core.begin_export(ROUTER, SeqKey(10))
+    check(core)
+    assert num_held(core.tier.pool) == 0
+    core.end_export(export.export_id, leaves=True)
+    check(core)
+
+
+def test_without_a_prefix_cache_the_host_blocks_of_a_move_are_free_afterwards():
+    giving, taking = (make_host_core(enable_prefix_caching=False) for _ in range(2))
+    move(running(giving), taking)
+    for _ in range(2):
+        answer(taking, schedule(taking))
+    for core in (giving, taking):
+        assert core.load().num_free_host_blocks == core.load().num_host_blocks
 
 
 def test_blocks_of_a_request_that_is_cancelled_on_the_way_are_held_until_the_move_ends():
@@ -289,9 +366,20 @@ def test_core_that_cannot_give_a_request_refuses_by_name():
         running(make_host_core(num_host_blocks=0)).begin_export(ROUTER, KEY)
     with pytest.raises(MigrationRefusedError, match="2 device blocks, but its worker has only 1"):
         running(make_host_core(num_host_blocks=1)).begin_export(ROUTER, KEY)
-    core = running(make_host_core())
-    core.begin_export(ROUTER, KEY)
+    core = running(make_host_core(num_host_blocks=2))
+    core.begin_export(ROUTER, KEY)  # its two blocks just fit
     with pytest.raises(MigrationRefusedError, match="being moved already"):
+        core.begin_export(ROUTER, KEY)
+
+
+def test_a_request_does_not_move_while_one_of_its_outputs_is_on_the_disk():
+    core = make_host_core(num_disk_blocks=4, preemption_mode=PreemptionMode.SWAP)
+    export = running(core, n=2).begin_export(ROUTER, KEY)
+    answer(core, schedule(core))
+    core.end_export(export.export_id, leaves=False)
+    assert core.host_room.make_for_swap(6, 6)
+    assert [len(seq.disk_block_ids) for seq in core.live] == [0, 1]
+    with pytest.raises(MigrationRefusedError, match="some of its KV is on its worker's disk"):
         core.begin_export(ROUTER, KEY)
 
 
@@ -338,6 +426,29 @@ class TestFindingWhatToMove:
         assert live is not None
         assert (live.first_seq_key, live.num_host_blocks) == (1, 2)
         core.begin_export(live.source, live.first_seq_key)
+        assert core.moves.first_swapped() is None
+
+    def test_the_first_in_the_order_of_the_policy(self):
+        core = make_host_core(policy="priority")
+        for priority in range(2):
+            submit(core, priority, [priority] * 5, priority=priority)
+        answer(core, schedule(core), 0, 1)
+        for _ in range(2):
+            preempt_last(core)
+        assert core.moves.first_swapped().first_seq_key == 1
+
+    def test_a_request_that_waits_without_kv_is_not_swapped(self):
+        core = make_host_core(max_num_seqs=1)
+        for key in (0, 1):
+            submit(core, key, range(5))
+        answer(core, schedule(core), 0)
+        assert core.load().num_waiting == 1
+        assert core.moves.first_swapped() is None
+
+    def test_a_request_of_which_an_output_runs_does_not_wait(self):
+        core = running(make_host_core(), n=2)
+        preempt_last(core)
+        assert core.load().num_swapped == 1
         assert core.moves.first_swapped() is None
 
 
