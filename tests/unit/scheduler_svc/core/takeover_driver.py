@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.interface.events import Finished
+from scheduler_svc.core.interface.events import Admitted, Finished
 from scheduler_svc.core.interface.request import (
     BeamParams,
     FinishReason,
@@ -44,6 +44,7 @@ class Pair:
         self.received: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
         self.ends: list[Finished] = []
+        self.admitted: list[Admitted] = []
         self.unheard = 0
 
     def submit(self, request, now=0.0):
@@ -82,6 +83,7 @@ class Pair:
             self.received.setdefault(key, []).append(token)
         self.reasons.update((end.seq_key, end.reason) for end in events.finished)
         self.ends += events.finished
+        self.admitted += events.admitted
 
 
 def make_request(key=0, prompt=PROMPT, n=1, **fields):

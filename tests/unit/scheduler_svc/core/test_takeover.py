@@ -1,6 +1,7 @@
 """The sequences that continue, and in which blocks, when a scheduler core is replaced."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,13 +10,16 @@ from takeover_driver import (
     PROMPT,
     Pair,
     assert_all_received,
+    lengths,
     long_request,
     make_request,
     num_outputs,
 )
 
 from contract.state import Holdings
+from contract.worker_limits import STATE_WINDOW
 from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.interface.events import Admitted
 from scheduler_svc.core.interface.identity import identity
 from scheduler_svc.core.interface.request import FinishReason
 from scheduler_svc.core.invariants import check
@@ -24,8 +28,9 @@ from tests.property.oracle import expected_output
 from tests.property.worker import log_of
 
 
-def test_a_sequence_runs_on_where_it_was_and_computes_nothing_again():
-    pair, request = Pair(), long_request()
+@pytest.mark.parametrize("kv_windows", [(None,), (None, 8), (STATE_WINDOW,)])
+def test_a_sequence_runs_on_where_it_was_and_computes_nothing_again(kv_windows):
+    pair, request = Pair(kv_windows=kv_windows), long_request()
     pair.submit(request)
     pair.step(6)
     num_computed = pair.worker.num_computed_tokens
@@ -68,6 +73,49 @@ def test_tokens_whose_log_probabilities_are_lost_are_drawn_again(monkeypatch):
     pair.run()
     assert_all_received(pair, request)
     assert pair.core.load().num_recomputed_tokens == 2
+
+
+@pytest.mark.parametrize(("kv_windows", "num_lost"), [((None, 8), 9), ((STATE_WINDOW,), 2)])
+def test_a_row_whose_kv_is_of_no_use_for_the_known_tokens_is_freed(
+    monkeypatch, kv_windows, num_lost
+):
+    """The blocks behind its window were given back, or its state is ahead."""
+    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 0)
+    pair, request = Pair(kv_windows=kv_windows), long_request(least=15)
+    pair.submit(request)
+    pair.step(14)
+    del pair.received[0][-num_lost:]
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert not pair.core.takeover.unclaimed
+    assert pair.core.load().num_running == 0
+    pair.run()
+    assert_all_received(pair, request)
+
+
+def test_log_probabilities_of_tokens_that_the_router_has_are_not_reported_again(monkeypatch):
+    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 4 * 2)
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.step(4)
+    pair.replace_core()
+    pair.core.submit(pair.again(request), 0.0)
+    assert pair.core.load().num_running == 1
+    assert pair.core.takeover.take_adopted() is None
+
+
+def test_a_router_that_waits_for_the_scores_of_its_prompt_gets_no_later_tokens_first(monkeypatch):
+    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 1)
+    pair, request = Pair(), replace(long_request(), reads_prefix_cache=False)
+    pair.submit(request)
+    pair.step(2, is_received=False)
+    num_computed = pair.worker.num_computed_tokens
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert not pair.received
+    pair.run()
+    assert_all_received(pair, request)
+    assert pair.worker.num_computed_tokens == num_computed + 16 + num_outputs(request) - 1
 
 
 @pytest.mark.parametrize("num_kept", [2, 3])
@@ -139,11 +187,11 @@ def test_outputs_that_share_their_prompt_share_it_still():
     assert pair.worker.num_computed_tokens - num_computed == num_outputs(request) - num_had
 
 
-def test_outputs_of_which_nothing_was_heard_are_adopted_each():
-    pair, request = Pair(), long_request(n=2)
+@pytest.mark.parametrize("n", [2, 3])
+def test_outputs_of_which_nothing_was_heard_are_adopted_each(n):
+    pair, request = Pair(max_num_seqs=2), long_request(n=n)
     pair.submit(request)
-    pair.step(3, is_received=False)
-    pair.step(1, is_received=False)
+    pair.step(4, is_received=False)
     pair.replace_core()
     assert len(pair.core.takeover.unclaimed) == 2
     pair.submit(request)
@@ -163,6 +211,38 @@ def test_a_prompt_that_was_half_computed_goes_on_from_there():
     assert_all_received(pair, request)
     num_prompt = len(request.prompt_token_ids)
     assert pair.worker.num_computed_tokens == num_prompt + num_outputs(request) - 1
+
+
+def test_blocks_that_are_filled_later_can_be_found():
+    prompt = next(p for p in product((0, 1), repeat=3) if lengths(p)[0] >= 8)
+    pair, request = Pair(), make_request(prompt=prompt)
+    pair.submit(request)
+    pair.step(1)
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    pair.run()
+    pair.submit(make_request(1, [*prompt, *pair.received[0][:6]], max_tokens=1))
+    pair.run()
+    assert pair.core.load().prefix_cache_hits == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "num_steps"),
+    [
+        ({}, {}, 3),
+        ({}, {"max_tokens": 3}, 3),
+        ({"max_num_batched_tokens": 8}, {}, 1),
+    ],
+)
+def test_what_had_begun_has_not_waited(monkeypatch, changes, fields, num_steps):
+    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 1)
+    pair, request = Pair(**changes), replace(long_request(), **fields)
+    pair.submit(request)
+    pair.step(num_steps, is_received=False)
+    pair.replace_core()
+    pair.submit(request, now=100.0)
+    pair.run(now=101.0)
+    assert pair.admitted == [Admitted(request.source, 0, num_cached_tokens=0, queue_s=0.0)]
 
 
 def test_without_a_prefix_cache_sequences_run_on_all_the_same():
@@ -207,6 +287,26 @@ def test_unclaimed_blocks_give_way_to_a_sequence_that_could_not_run_otherwise():
     assert 1 in pair.received
 
 
+def test_requests_of_one_name_run_on_each_with_its_own_tokens():
+    prompts = [p for p in product((0, 1), repeat=5) if lengths(p)[0] > 3]
+    requests = [make_request(key, prompts[key], request_id="one name") for key in range(2)]
+    pair = Pair()
+    for request in requests:
+        pair.submit(request)
+    pair.step(3)
+    num_computed = pair.worker.num_computed_tokens
+    pair.replace_core()
+    for request in requests:
+        pair.submit(pair.again(request))
+    assert not pair.core.takeover.unclaimed
+    assert not pair.core.takeover.give_up_one(REUNION_S)
+    pair.run()
+    for request in requests:
+        assert_all_received(pair, request)
+    num_left = sum(num_outputs(request) - 3 for request in requests)
+    assert pair.worker.num_computed_tokens - num_computed == num_left
+
+
 def test_another_request_of_that_name_does_not_get_its_tokens():
     pair, request = Pair(), long_request()
     pair.submit(request)
@@ -225,9 +325,15 @@ def test_another_request_of_that_name_does_not_get_its_tokens():
     assert identity(request, 0) != identity(request, 1)
 
 
-def test_a_block_that_two_rows_claim_to_write_is_copied():
+def test_a_scheduler_of_another_version_computes_the_same_identity():
+    request = make_request(1, [0, 1], tenant="t", cache_salt="s")
+    assert identity(request, 1).hex().startswith("3fa459c21e155c4c")
+
+
+@pytest.mark.parametrize("kv_windows", [(None,), (None, 8)])
+def test_a_block_that_two_rows_claim_to_write_is_copied(kv_windows):
     """Either the worker's report is wrong, or another sequence found the block by its hash."""
-    pair, request = Pair(), long_request()
+    pair, request = Pair(kv_windows=kv_windows), long_request()
     pair.submit(request)
     pair.step(6)
     held = pair.worker.hand_over()
@@ -237,7 +343,7 @@ def test_a_block_that_two_rows_claim_to_write_is_copied():
     pair.core.inherit(Holdings((row, lie), held.device), 0.0)
     pair.submit(pair.again(request))
     plan = pair.core.schedule(0.0)
-    assert plan.copy_src_block_ids.tolist() == [row.block_ids[-1]]
+    assert plan.copy_src_block_ids.tolist() == [*row.block_ids[-len(kv_windows) :]]
     check(pair.core)
 
 

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import numpy as np
@@ -11,6 +12,7 @@ from takeover_driver import Pair, assert_all_received, lengths, make_request
 from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.interface.config import PreemptionMode
 from scheduler_svc.core.interface.request import OutputSoFar
+from scheduler_svc.core.scheduler import Scheduler
 
 CRAMPED = {"num_blocks": 20, "num_host_blocks": 64, "max_swap_blocks": 4}
 
@@ -155,3 +157,55 @@ def test_less_than_a_block_is_computed_again_of_what_was_swapped_out_far_ahead_o
         assert_all_received(pair, request)
     num_recomputed = pair.core.load().num_recomputed_tokens
     assert 0 < num_recomputed < pair.config.block_size * len(swapped)
+
+
+def fill(pair):
+    """A sequence of 16 computed tokens in 4 blocks, which needs a fifth; another has 8 blocks.
+
+    The router has received nothing. Returns the first sequence's request.
+    """
+    prompt = next(p for p in product((0, 1), repeat=16) if lengths(p)[0] >= 5)
+    request, other = make_request(0, prompt), make_request(1, (1, 0) * 15, max_tokens=16)
+    for each in (request, other):
+        pair.submit(each)
+    pair.step(is_received=False)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_host_blocks", "state"), [(13, 4, "runs"), (12, 4, "swapped"), (12, 3, "")]
+)
+def test_a_sequence_takes_the_last_blocks(num_blocks, num_host_blocks, state):
+    pair = Pair(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    request = fill(pair)
+    pair.replace_core()
+    pair.submit(request)
+    load = pair.core.load()
+    assert (load.num_running, load.num_swapped) == (state == "runs", state == "swapped")
+    run_to_the_end(pair)
+    assert_all_received(pair, request)
+
+
+def test_what_is_computed_again_for_lack_of_room_is_counted():
+    pair = Pair(num_blocks=12, enable_prefix_caching=False)
+    request = fill(pair)
+    pair.replace_core()
+    pair.submit(request)
+    run_to_the_end(pair)
+    assert_all_received(pair, request)
+    assert pair.core.load().num_recomputed_tokens == 16
+
+
+def test_a_sequence_without_kv_waits_without_host_blocks():
+    pair = Pair(num_blocks=12, num_host_blocks=4)
+    request = fill(pair)
+    held = pair.worker.hand_over()
+    nothing = np.empty(0, np.int32)
+    first, other = held.rows
+    pair.core = Scheduler(pair.config)
+    bare = replace(first, num_computed_tokens=0, block_ids=nothing)
+    pair.core.inherit(replace(held, rows=(bare, other)), 0.0)
+    pair.submit(request)
+    assert (pair.core.load().num_waiting, pair.core.load().num_swapped) == (1, 0)
+    run_to_the_end(pair)
+    assert_all_received(pair, request)

@@ -36,16 +36,30 @@ def test_a_search_goes_on_where_it_was(every):
     assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
 
 
-def test_a_search_whose_note_does_not_fit_starts_over():
+def test_a_search_that_had_begun_has_not_waited_and_computes_all_again_without_a_cache():
+    pair, request = Pair(enable_prefix_caching=False), make_request(n=2, **SEARCHES)
+    pair.submit(request)
+    pair.step(4)
+    pair.admitted.clear()
+    pair.replace_core()
+    pair.submit(request, now=100.0)
+    pair.step(now=101.0)
+    assert [(each.seq_key, each.queue_s) for each in pair.admitted] == [(0, 0.0), (1, 0.0)]
+    assert {each.num_cached_tokens for each in pair.admitted} == {0}
+    assert pair.core.load().num_recomputed_tokens == len(PROMPT) + 2, "of 3 outputs in the note"
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_search_whose_note_does_not_fit_or_is_lost_starts_over(is_lost):
     pair, request = Pair(), make_request(n=2, **SEARCHES)
     expected = search(Pair())
     pair.submit(request)
     pair.step(6)
     held = pair.worker.hand_over()
     (row,) = held.rows
-    wide = replace(row.search, beams=row.search.beams * 2)
+    note = None if is_lost else replace(row.search, beams=row.search.beams * 2)
     pair.core = Scheduler(pair.config)
-    pair.core.inherit(replace(held, rows=(replace(row, search=wide),)), 0.0)
+    pair.core.inherit(replace(held, rows=(replace(row, search=note),)), 0.0)
     pair.submit(request)
     pair.run()
     assert [end.token_ids for end in pair.ends] == [found[2] for found in expected]

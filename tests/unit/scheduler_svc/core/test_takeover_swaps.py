@@ -25,7 +25,7 @@ def crowd(**changes):
 
 def swap_out_alone(num_outputs, **changes):
     """A sequence of 16 prompt tokens and `num_outputs` more, which has been swapped out."""
-    pair, request = Pair(num_host_blocks=16, **changes), long_request()
+    pair, request = Pair(**({"num_host_blocks": 16} | changes)), long_request()
     pair.submit(request)
     pair.step(num_outputs)
     (seq,) = pair.core.running
@@ -118,3 +118,83 @@ def test_behind_windows_a_sequence_that_nearly_fills_its_last_block_is_swapped_a
     pair.run()
     assert_all_received(pair, request)
     assert pair.core.load().num_recomputed_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("kv_windows", "num_outputs", "is_found"),
+    [((None,), 4, True), ((None, 8), 3, True), ((None, 8), 4, False)],
+)
+def test_a_sequence_whose_router_is_a_token_behind_is_swapped_again(
+    kv_windows, num_outputs, is_found
+):
+    """Unless the earlier token sees a block that was behind the window of the later one."""
+    pair, request = swap_out_alone(num_outputs, kv_windows=kv_windows)
+    pair.replace_core()
+    pair.received[0].pop()
+    pair.submit(pair.again(request))
+    assert [seq.num_computed_tokens for seq in swapped(pair)] == [16 + num_outputs - 2] * is_found
+    pair.run()
+    assert_all_received(pair, request)
+
+
+def test_a_sequence_whose_kv_takes_all_of_the_host_is_swapped_again():
+    pair, request = swap_out_alone(3, num_host_blocks=5)
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert len(swapped(pair)) == 1
+    pair.run()
+    assert_all_received(pair, request)
+
+
+def store(pair, blocks, *, also_on_host):
+    """Move host blocks to the disk, as if the sequence had spilled them."""
+    worker = pair.worker
+    worker.labels.clear()
+    for block in blocks:
+        worker.disk.blocks[block] = worker.host[block]
+        worker.disk.labels[block] = worker.host_labels[block]
+        if not also_on_host:
+            del worker.host_labels[block]
+
+
+@pytest.mark.parametrize("also_on_host", [False, True])
+@pytest.mark.parametrize("num_stored", [1, 3, 5])
+@pytest.mark.parametrize("kv_windows", [(None,), (None, 8)])
+def test_a_sequence_that_had_spilled_comes_back_from_the_disk(kv_windows, num_stored, also_on_host):
+    pair, request = swap_out_alone(3, kv_windows=kv_windows, num_disk_blocks=16)
+    num_blocks = len(pair.worker.host)
+    store(pair, range(num_blocks)[-num_stored:], also_on_host=also_on_host)
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    (seq,) = swapped(pair)
+    num_on_disk = 0 if also_on_host else num_stored
+    assert seq.num_computed_tokens == 16 + 2
+    assert len(seq.host_block_ids) == num_blocks - num_on_disk
+    assert len(seq.disk_block_ids) == num_on_disk
+    pair.run()
+    assert_all_received(pair, request)
+    assert pair.core.load().num_recomputed_tokens == 0
+
+
+def test_a_tail_on_the_host_does_not_follow_blocks_on_the_disk():
+    pair, request = swap_out_alone(3, num_disk_blocks=16)
+    store(pair, [3], also_on_host=False)
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert not swapped(pair)
+    pair.run()
+    assert_all_received(pair, request)
+    assert pair.core.load().num_recomputed_tokens == 2
+
+
+def test_without_a_prefix_cache_swapped_blocks_are_free_afterwards():
+    pair, request = swap_out_alone(3, num_disk_blocks=16, enable_prefix_caching=False)
+    store(pair, range(5)[-3:], also_on_host=False)
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert len(swapped(pair)) == 1
+    pair.run()
+    assert_all_received(pair, request)
+    load = pair.core.load()
+    assert load.num_free_host_blocks == load.num_host_blocks
+    assert load.num_free_disk_blocks == load.num_disk_blocks
