@@ -161,7 +161,7 @@ class Takeover:
 
     def take_adopted(self) -> StepEvents | None:
         """Return the events of the sequences adopted since the last call, if there are any."""
-        if not (self._unreported or self._ended):
+        if not self._unreported:
             return None
         unreported, self._unreported = self._unreported, []
         ended, self._ended = tuple(self._ended), []
@@ -189,8 +189,7 @@ class Takeover:
         Diverged outputs do not fork from the first one. The outputs may have diverged at the worker
         although the router has not received any token yet.
         """
-        may_fork = request.beam is None and not request.outputs and request.n > 1
-        if may_fork and any(self._find_row(request, index) for index in range(1, request.n)):
+        if not request.outputs and any(self._find_row(request, i) for i in range(1, request.n)):
             nothing = OutputSoFar(np.empty(0, np.int32), finished=False)
             request = replace(request, outputs=(nothing,) * request.n)
         return request

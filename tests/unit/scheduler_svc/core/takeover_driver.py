@@ -106,6 +106,13 @@ def long_request(key=0, n=1, *, num_prompt=16, least=10):
     return make_request(key, next(p for p in prompts if min(lengths(p, n)) >= least), n)
 
 
+def prompt_charges(pair):
+    """A list that gets the number of prompt tokens of each charge."""
+    charged = []
+    pair.core.policy.charge = lambda _, num_prompt_tokens, __: charged.append(num_prompt_tokens)
+    return charged
+
+
 def lengths(prompt, n=1):
     return [len(expected_output("", index, prompt, MAX_TOKENS)) for index in range(n)]
 

@@ -14,12 +14,13 @@ from takeover_driver import (
     long_request,
     make_request,
     num_outputs,
+    prompt_charges,
 )
 
 from contract.state import Holdings
 from contract.worker_limits import STATE_WINDOW
 from scheduler_svc.core.handover.takeover import REUNION_S
-from scheduler_svc.core.interface.events import Admitted
+from scheduler_svc.core.interface.events import Admitted, Finished
 from scheduler_svc.core.interface.identity import identity
 from scheduler_svc.core.interface.request import FinishReason
 from scheduler_svc.core.invariants import check
@@ -38,6 +39,7 @@ def test_a_sequence_runs_on_where_it_was_and_computes_nothing_again(kv_windows):
     assert pair.core.takeover.num_held_tokens(pair.again(request)) == 16 + 5
     pair.submit(pair.again(request))
     assert not pair.core.takeover.unclaimed
+    assert pair.core.load().num_adopted_tokens == 16 + 5
     pair.run()
     assert_all_received(pair, request)
     num_left = num_outputs(request) - 6
@@ -81,9 +83,9 @@ def test_a_row_whose_kv_is_of_no_use_for_the_known_tokens_is_freed(
 ):
     """The blocks behind its window were given back, or its state is ahead."""
     monkeypatch.setattr("tests.property.worker.crc32", lambda _: 0)
-    pair, request = Pair(kv_windows=kv_windows), long_request(least=15)
+    pair, request = Pair(kv_windows=kv_windows), long_request(least=17)
     pair.submit(request)
-    pair.step(14)
+    pair.step(16)
     del pair.received[0][-num_lost:]
     pair.replace_core()
     pair.submit(pair.again(request))
@@ -93,7 +95,7 @@ def test_a_row_whose_kv_is_of_no_use_for_the_known_tokens_is_freed(
     assert_all_received(pair, request)
 
 
-def test_log_probabilities_of_tokens_that_the_router_has_are_not_reported_again(monkeypatch):
+def test_a_router_that_has_all_tokens_gets_no_log_probabilities(monkeypatch):
     monkeypatch.setattr("tests.property.worker.crc32", lambda _: 4 * 2)
     pair, request = Pair(), long_request()
     pair.submit(request)
@@ -104,18 +106,31 @@ def test_log_probabilities_of_tokens_that_the_router_has_are_not_reported_again(
     assert pair.core.takeover.take_adopted() is None
 
 
-def test_a_router_that_waits_for_the_scores_of_its_prompt_gets_no_later_tokens_first(monkeypatch):
+def test_a_router_that_asked_for_no_log_probabilities_gets_none(monkeypatch):
+    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 4 * 2 + 1)
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.step(2, is_received=False)
+    pair.replace_core()
+    pair.core.submit(request, 0.0)
+    events = pair.core.takeover.take_adopted()
+    assert (len(events.token_ids), events.logprobs) == (2, ())
+
+
+@pytest.mark.parametrize("has_heard", [False, True])
+def test_a_prompt_is_computed_again_for_a_router_that_waits_for_its_scores(monkeypatch, has_heard):
     monkeypatch.setattr("tests.property.worker.crc32", lambda _: 1)
     pair, request = Pair(), replace(long_request(), reads_prefix_cache=False)
     pair.submit(request)
-    pair.step(2, is_received=False)
+    pair.step(2, is_received=has_heard)
     num_computed = pair.worker.num_computed_tokens
     pair.replace_core()
     pair.submit(pair.again(request))
-    assert not pair.received
+    assert bool(pair.received) == has_heard
     pair.run()
     assert_all_received(pair, request)
-    assert pair.worker.num_computed_tokens == num_computed + 16 + num_outputs(request) - 1
+    num_left = num_outputs(request) - 2 if has_heard else 16 + num_outputs(request) - 1
+    assert pair.worker.num_computed_tokens - num_computed == num_left
 
 
 @pytest.mark.parametrize("num_kept", [2, 3])
@@ -154,18 +169,24 @@ def test_log_probabilities_of_one_request_follow_tokens_of_another_without(monke
     assert events.logprobs == tuple((2 + i, log_of(16 + 4 + i)) for i in range(2))
 
 
-def test_a_sequence_that_stopped_unheard_ends(monkeypatch):
+@pytest.mark.parametrize(
+    ("num_expected", "max_tokens", "reason", "stop_token_id"),
+    [(3, MAX_TOKENS, FinishReason.STOP, 1), (30, 3, FinishReason.LENGTH, None)],
+)
+def test_a_sequence_that_ended_unheard_ends(
+    monkeypatch, num_expected, max_tokens, reason, stop_token_id
+):
     monkeypatch.setattr("tests.property.worker.crc32", lambda _: 1)
     prompts = ([*PROMPT, *map(int, f"{tail:06b}")] for tail in range(64))
-    prompt = next(p for p in prompts if len(expected_output("", 0, p, MAX_TOKENS)) == 3)
-    pair, request = Pair(), make_request(prompt=prompt)
+    prompt = next(p for p in prompts if lengths(p) == [num_expected])
+    pair, request = Pair(), make_request(prompt=prompt, max_tokens=max_tokens)
     pair.submit(request)
     pair.step(2)
     pair.step(1, is_received=False)
     pair.replace_core()
     pair.submit(pair.again(request))
-    assert_all_received(pair, request)
-    assert pair.reasons == {0: FinishReason.STOP}
+    assert pair.received[0] == expected_output("", 0, prompt, 3)
+    assert pair.ends == [Finished(request.source, 0, reason, stop_token_id)]
     load = pair.core.load()
     assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
 
@@ -243,6 +264,47 @@ def test_what_had_begun_has_not_waited(monkeypatch, changes, fields, num_steps):
     pair.submit(request, now=100.0)
     pair.run(now=101.0)
     assert pair.admitted == [Admitted(request.source, 0, num_cached_tokens=0, queue_s=0.0)]
+
+
+def test_nothing_is_copied_for_a_sequence_that_begins_a_block():
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.step(5)
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert not pair.core.schedule(0.0).copy_src_block_ids.size
+
+
+def test_a_row_that_is_behind_its_router_goes_on():
+    """Its sequence ran at another worker meanwhile."""
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.step(6)
+    held = pair.worker.hand_over()
+    (row,) = held.rows
+    num_computed = row.num_computed_tokens - 3
+    old = replace(row, token_ids=row.token_ids[:-3], num_computed_tokens=num_computed)
+    pair.core = Scheduler(pair.config)
+    pair.core.inherit(replace(held, rows=(old,)), 0.0)
+    pair.submit(pair.again(request))
+    assert pair.core.load().num_adopted_tokens == num_computed
+    pair.run()
+    assert_all_received(pair, request)
+
+
+@pytest.mark.parametrize(("max_num_batched_tokens", "num_left"), [(64, 0), (8, 8)])
+def test_a_prompt_is_charged_once(max_num_batched_tokens, num_left):
+    limits = {"max_num_batched_tokens": max_num_batched_tokens, "enable_prefix_caching": False}
+    pair, request = Pair(policy="fair", **limits), long_request()
+    pair.submit(request)
+    pair.step(1)
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    charged = prompt_charges(pair)
+    pair.core.preemption.preempt(*pair.core.running, can_swap=False)
+    pair.run()
+    assert_all_received(pair, request)
+    assert sum(charged) == num_left
 
 
 def test_without_a_prefix_cache_sequences_run_on_all_the_same():

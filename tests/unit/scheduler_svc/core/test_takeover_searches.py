@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from takeover_driver import CONFIG, PROMPT, SEARCHES, Pair, make_request
+from takeover_driver import CONFIG, PROMPT, SEARCHES, Pair, make_request, prompt_charges
 
 from scheduler_svc.core.interface.request import BeamParams
 from scheduler_svc.core.scheduler import Scheduler
@@ -37,16 +37,18 @@ def test_a_search_goes_on_where_it_was(every):
 
 
 def test_a_search_that_had_begun_has_not_waited_and_computes_all_again_without_a_cache():
-    pair, request = Pair(enable_prefix_caching=False), make_request(n=2, **SEARCHES)
+    pair, request = Pair(enable_prefix_caching=False, policy="fair"), make_request(n=2, **SEARCHES)
     pair.submit(request)
     pair.step(4)
     pair.admitted.clear()
     pair.replace_core()
     pair.submit(request, now=100.0)
+    charged = prompt_charges(pair)
     pair.step(now=101.0)
     assert [(each.seq_key, each.queue_s) for each in pair.admitted] == [(0, 0.0), (1, 0.0)]
     assert {each.num_cached_tokens for each in pair.admitted} == {0}
     assert pair.core.load().num_recomputed_tokens == len(PROMPT) + 2, "of 3 outputs in the note"
+    assert not any(charged)
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

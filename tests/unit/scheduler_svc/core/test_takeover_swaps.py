@@ -1,9 +1,18 @@
 """Sequences on the host, when a scheduler core is replaced."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
-from takeover_driver import CONFIG, Pair, assert_all_received, long_request
+from takeover_driver import (
+    CONFIG,
+    Pair,
+    assert_all_received,
+    lengths,
+    long_request,
+    make_request,
+    prompt_charges,
+)
 
 from scheduler_svc.core.sequence import SeqStatus
 
@@ -23,15 +32,18 @@ def crowd(**changes):
     return pair, requests
 
 
-def swap_out_alone(num_outputs, **changes):
-    """A sequence of 16 prompt tokens and `num_outputs` more, which has been swapped out."""
-    pair, request = Pair(**({"num_host_blocks": 16} | changes)), long_request()
+def swap_out_alone(num_outputs, request=None, **changes):
+    """A sequence with `num_outputs` output tokens, and by default 16 of its prompt, which has been
+    swapped out."""
+    pair = Pair(**({"num_host_blocks": 16} | changes))
+    request = request or long_request()
     pair.submit(request)
     pair.step(num_outputs)
     (seq,) = pair.core.running
     pair.core.preemption.preempt(seq, must_swap=True)
     pair.step()
-    assert len(pair.received[0]) == num_outputs
+    pair.worker.rows.clear()  # it runs again at once if the device still has all its blocks
+    del pair.received[0][num_outputs:]
     return pair, request
 
 
@@ -198,3 +210,96 @@ def test_without_a_prefix_cache_swapped_blocks_are_free_afterwards():
     load = pair.core.load()
     assert load.num_free_host_blocks == load.num_host_blocks
     assert load.num_free_disk_blocks == load.num_disk_blocks
+
+
+@pytest.mark.parametrize("kv_windows", [(None,), (None, 8)])
+def test_a_short_tail_after_few_blocks_is_found(kv_windows):
+    prompt = next(p for p in product((0, 1), repeat=3) if lengths(p)[0] > 3)
+    pair, request = swap_out_alone(3, make_request(prompt=prompt), kv_windows=kv_windows)
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert [seq.num_computed_tokens for seq in swapped(pair)] == [5]
+    assert pair.core.load().num_adopted_tokens == 5
+    pair.run()
+    assert_all_received(pair, request)
+
+
+def test_behind_windows_full_blocks_are_left_to_admission():
+    pair, request = swap_out_alone(1, kv_windows=(None, 8))
+    pair.worker.labels.clear()
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert not swapped(pair)
+    pair.run()
+    assert_all_received(pair, request)
+    assert pair.core.load().num_recomputed_tokens == 0
+
+
+def test_kv_that_is_larger_than_the_host_is_not_swapped():
+    pair, request = swap_out_alone(3, num_disk_blocks=16)
+    store(pair, range(5)[-2:], also_on_host=False)
+    pair.replace_core(num_host_blocks=4)
+    pair.submit(pair.again(request))
+    assert not swapped(pair)
+    pair.run()
+    assert_all_received(pair, request)
+
+
+@pytest.mark.parametrize(
+    ("caching", "reads_cache", "is_found"),
+    [(True, True, False), (False, True, True), (False, False, False)],
+)
+def test_the_prompt_of_a_swapped_sequence_of_which_nothing_was_heard(
+    caching, reads_cache, is_found
+):
+    """With a prefix cache admission finds its blocks."""
+    request = replace(long_request(), reads_prefix_cache=reads_cache)
+    pair, _ = swap_out_alone(3, request, enable_prefix_caching=caching)
+    pair.received.clear()
+    pair.admitted.clear()
+    pair.replace_core()
+    pair.submit(request, now=100.0)
+    assert [seq.num_computed_tokens for seq in swapped(pair)] == [15] * is_found
+    pair.run(now=101.0)
+    assert_all_received(pair, request)
+    (admitted,) = pair.admitted
+    assert admitted.num_cached_tokens == (12 if caching else 0)
+    assert admitted.queue_s == (0.0 if is_found else 1.0)
+
+
+def test_tokens_of_a_lost_tail_are_computed_again():
+    pair, request = swap_out_alone(3, enable_prefix_caching=False)
+    del pair.worker.host_labels[4]
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert [seq.num_computed_tokens for seq in swapped(pair)] == [16]
+    pair.run()
+    assert_all_received(pair, request)
+    assert pair.core.load().num_recomputed_tokens == 2
+
+
+def test_a_prompt_whose_kv_the_host_gives_up_is_not_charged_again():
+    pair, request = swap_out_alone(3, policy="fair", enable_prefix_caching=False)
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    charged = prompt_charges(pair)
+    pair.core.host_room.give_up(*swapped(pair))
+    pair.run()
+    assert_all_received(pair, request)
+    assert not any(charged)
+
+
+@pytest.mark.parametrize("num_stored", [0, 1])
+def test_no_other_sequence_shares_a_block_whose_last_slot_is_written_again(num_stored):
+    pair, request = swap_out_alone(5, num_disk_blocks=16)
+    store(pair, range(5 - num_stored, 5), also_on_host=False)
+    pair.replace_core()
+    pair.received[0].pop()
+    again = pair.again(request)
+    pair.submit(again)
+    assert [seq.num_computed_tokens for seq in swapped(pair)] == [19]
+    known = [*request.prompt_token_ids.tolist(), *pair.received[0]]
+    pair.submit(make_request(1, [*known, 0], max_tokens=1))
+    pair.run()
+    assert_all_received(pair, request)
+    assert pair.core.load().prefix_cache_hits == 16
