@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from takeover_driver import (
     MAX_TOKENS,
-    PROMPT,
     Pair,
     assert_all_received,
     lengths,
@@ -177,8 +176,8 @@ def test_a_sequence_that_ended_unheard_ends(
     monkeypatch, num_expected, max_tokens, reason, stop_token_id
 ):
     monkeypatch.setattr("tests.property.worker.crc32", lambda _: 1)
-    prompts = ([*PROMPT, *map(int, f"{tail:06b}")] for tail in range(64))
-    prompt = next(p for p in prompts if lengths(p) == [num_expected])
+    prompts = (p for p in product((0, 1), repeat=9) if lengths(p) == [num_expected])
+    prompt = next(p for p in prompts if expected_output("", 0, p, 3)[1] == 0)
     pair, request = Pair(), make_request(prompt=prompt, max_tokens=max_tokens)
     pair.submit(request)
     pair.step(2)
@@ -250,8 +249,8 @@ def test_blocks_that_are_filled_later_can_be_found():
 @pytest.mark.parametrize(
     ("changes", "fields", "num_steps"),
     [
-        ({}, {}, 3),
-        ({}, {"max_tokens": 3}, 3),
+        ({}, {}, 2),
+        ({}, {"max_tokens": 2}, 2),
         ({"max_num_batched_tokens": 8}, {}, 1),
     ],
 )
@@ -266,10 +265,38 @@ def test_what_had_begun_has_not_waited(monkeypatch, changes, fields, num_steps):
     assert pair.admitted == [Admitted(request.source, 0, num_cached_tokens=0, queue_s=0.0)]
 
 
-def test_nothing_is_copied_for_a_sequence_that_begins_a_block():
-    pair, request = Pair(), long_request()
+def test_no_more_rows_are_kept_than_sequences_may_run():
+    pair, requests = Pair(), [long_request(key) for key in range(2)]
+    for request in requests:
+        pair.submit(request)
+    pair.step(4)
+    pair.replace_core(max_num_seqs=1)
+    assert len(pair.core.takeover.unclaimed) == 1
+    for request in requests:
+        pair.submit(pair.again(request))
+    pair.run()
+    for request in requests:
+        assert_all_received(pair, request)
+
+
+def test_a_state_may_be_ahead_of_a_sequence_that_has_stopped():
+    pair, request = Pair(kv_windows=(STATE_WINDOW,)), long_request()
     pair.submit(request)
-    pair.step(5)
+    pair.step(6)
+    held = pair.worker.hand_over()
+    pair.core = Scheduler(pair.config)
+    rows = tuple(replace(row, has_stopped=True) for row in held.rows)
+    pair.core.inherit(replace(held, rows=rows), 0.0)
+    pair.submit(pair.again(request))
+    assert (pair.core.load().num_running, pair.core.takeover.unclaimed) == (0, [])
+
+
+def test_nothing_is_copied_for_a_sequence_that_begins_a_block(monkeypatch):
+    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 0)
+    pair, request = Pair(), long_request(least=12)
+    pair.submit(request)
+    pair.step(11)
+    del pair.received[0][5:]
     pair.replace_core()
     pair.submit(pair.again(request))
     assert not pair.core.schedule(0.0).copy_src_block_ids.size

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 from takeover_driver import (
     CONFIG,
@@ -14,6 +15,7 @@ from takeover_driver import (
     prompt_charges,
 )
 
+from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.sequence import SeqStatus
 
 
@@ -43,7 +45,7 @@ def swap_out_alone(num_outputs, request=None, **changes):
     pair.core.preemption.preempt(seq, must_swap=True)
     pair.step()
     pair.worker.rows.clear()  # it runs again at once if the device still has all its blocks
-    del pair.received[0][num_outputs:]
+    del pair.received.setdefault(0, [])[num_outputs:]
     return pair, request
 
 
@@ -278,15 +280,19 @@ def test_tokens_of_a_lost_tail_are_computed_again():
     assert pair.core.load().num_recomputed_tokens == 2
 
 
-def test_a_prompt_whose_kv_the_host_gives_up_is_not_charged_again():
-    pair, request = swap_out_alone(3, policy="fair", enable_prefix_caching=False)
+@pytest.mark.parametrize(("num_computed", "num_left"), [(18, 0), (8, 8)])
+def test_a_prompt_whose_kv_the_host_gives_up_is_charged_once(num_computed, num_left):
+    settings = {"policy": "fair", "enable_prefix_caching": False}
+    num_steps = max(1, num_computed - 15)
+    pair, request = swap_out_alone(num_steps, max_num_batched_tokens=num_computed, **settings)
     pair.replace_core()
     pair.submit(pair.again(request))
     charged = prompt_charges(pair)
+    assert [seq.num_computed_tokens for seq in swapped(pair)] == [num_computed]
     pair.core.host_room.give_up(*swapped(pair))
     pair.run()
     assert_all_received(pair, request)
-    assert not any(charged)
+    assert sum(charged) == num_left
 
 
 @pytest.mark.parametrize("num_stored", [0, 1])
@@ -303,3 +309,15 @@ def test_no_other_sequence_shares_a_block_whose_last_slot_is_written_again(num_s
     pair.run()
     assert_all_received(pair, request)
     assert pair.core.load().prefix_cache_hits == 16
+
+
+def test_behind_windows_the_full_block_of_a_partial_one_stays_cached():
+    prompt = next(p for p in product((0, 1), repeat=3) if lengths(p)[0] > 5)
+    pair, request = swap_out_alone(5, make_request(prompt=prompt), kv_windows=(8,))
+    chain = []
+    extend_chain(chain, root_hash(""), np.array([*prompt, *pair.received[0]], np.int32), 4)
+    pair.worker.host_labels[9] = chain[1]
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert [len(seq.host_block_ids) for seq in swapped(pair)] == [2]
+    assert pair.core.tier.pool.find(chain[1:]) == [9]
