@@ -241,7 +241,8 @@ class Takeover:
             return False
         has_output = len(seq.token_ids) > seq.num_prompt_tokens
         if not (seq.request.reads_prefix_cache or has_output):
-            return False  # the router still waits for the prompt's log-probabilities
+            self._free(row)  # the router still waits for the prompt's log-probabilities
+            return False
         num_known = len(seq.token_ids)
         num_new = len(row.token_ids) - num_known
         has_all = not row.had_logprobs or len(row.logprobs) >= num_new

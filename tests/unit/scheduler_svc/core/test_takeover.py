@@ -126,6 +126,7 @@ def test_a_prompt_is_computed_again_for_a_router_that_waits_for_its_scores(monke
     pair.replace_core()
     pair.submit(pair.again(request))
     assert bool(pair.received) == has_heard
+    assert not pair.core.takeover.unclaimed
     pair.run()
     assert_all_received(pair, request)
     num_left = num_outputs(request) - 2 if has_heard else 16 + num_outputs(request) - 1
