@@ -171,7 +171,8 @@ def _variants(node: ast.expr) -> Iterator[ast.expr]:
         case ast.Call(func=ast.Attribute(value=value, attr="popleft")):
             yield ast.Call(ast.Attribute(value, "pop"), [], [])
         case ast.Call(func=func, args=[first, second, *rest], keywords=words):
-            yield ast.Call(func, [second, first, *rest], words)
+            if ast.dump(first) != ast.dump(second):
+                yield ast.Call(func, [second, first, *rest], words)
         case ast.ListComp(elt=elt, generators=[ast.comprehension(ifs=[_]) as only]):
             yield ast.ListComp(elt, [ast.comprehension(only.target, only.iter, [], 0)])
         case ast.GeneratorExp(elt=elt, generators=[ast.comprehension(ifs=[_]) as only]):

@@ -56,6 +56,7 @@ def verdicts(root):
         ("x = [y for y in z if y]", ["x = ([y for y in z])"]),
         ("x = reversed(q.popleft())", ["x = (q.popleft())", "x = reversed((q.pop()))"]),
         ("x = zip(a, strict=True)", []),
+        ("x = f(a, a)", []),
         ("self.x = True", ["pass", "self.x = (False)"]),
         ("if a: raise E('ü' + 'b')", ["if (not (a)): raise E('ü' + 'b')", "if a: pass"]),
         ("é: int = 1 + 'ü'", ["é: int = (1 - 'ü')", "é: int = (2) + 'ü'"]),

@@ -26,9 +26,6 @@ class MarkedHeap(Generic[ItemT]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, item: ItemT) -> bool:
-        return item in self._entries
-
     def __iter__(self) -> Iterator[ItemT]:
         return iter(self._entries)
 
@@ -40,8 +37,7 @@ class MarkedHeap(Generic[ItemT]):
 
     def discard(self, item: ItemT) -> None:
         """Remove an item if it is in the heap."""
-        if self._entries.pop(item, None) is None:
-            return
+        self._entries.pop(item, None)
         if len(self._heap) > 2 * len(self._entries) + _FEW_MARKS:
             self._heap = [e for e in self._heap if self._entries.get(e[3]) == e[2]]
             heapify(self._heap)

@@ -48,6 +48,26 @@ def test_marks_are_collected():
     assert len(heap._heap) < 40
 
 
+class Counted(Waiting):
+    """Counts how often a heap looks at items, because each look needs the hash."""
+
+    num_looks = 0
+
+    def __hash__(self):
+        Counted.num_looks += 1
+        return self.seq_id
+
+
+def test_the_cost_of_a_removal_does_not_grow_with_the_heap():
+    heap = MarkedHeap()
+    for seq_id in range(1000):
+        heap.push((seq_id,), Counted(seq_id))
+    Counted.num_looks = 0
+    for seq_id in reversed(range(500)):
+        heap.discard(Counted(seq_id))
+    assert Counted.num_looks < 10 * 500
+
+
 def test_order_survives_the_collection_of_marks():
     rng = np.random.default_rng(0)
     heap = MarkedHeap()

@@ -31,10 +31,14 @@ def test_what_moves_in_the_step_is_named_where_it_will_be():
 def test_distrusted_blocks_get_no_label():
     labels = NewLabels()
     for block in (1, 2):
-        labels.give([block], [bytes(32)])
+        labels.give([block], [bytes([block] * 32)])
     labels.begin_step()
-    labels.give([3], [bytes(32)])
+    for block in (3, 4):
+        labels.give([block], [bytes([block] * 32)])
     labels.forget({1, 3})
-    assert labels.take()[0].tolist() == [2]
-    labels.begin_step()
+    for kept in (2, 4):
+        blocks, names = labels.take()
+        assert blocks.tolist() == [kept]
+        assert names.tobytes() == bytes([kept] * 32)
+        labels.begin_step()
     assert labels.take()[0].tolist() == []
