@@ -41,7 +41,7 @@ class Pins:
         self._block_size = config.block_size
         self._max_share = config.max_pinned_share
         self._max_tenant_share = config.max_tenant_pinned_share
-        self.go_down: Final = config.num_host_blocks > 0 and config.enable_prefix_caching
+        self.go_down: Final = config.num_host_blocks > 0
         """Whether the content of a dropped pin can be demoted to the host."""
         # The tenant for which each block is pinned; only for requests that have a tenant.
         self._tenants: dict[DeviceBlockId, str] = {}
@@ -138,9 +138,8 @@ class Pins:
         these blocks start their time again.
         """
         if seq.request.cache_pin_s is not None and seq.request.n == 1 and seq.group is None:
-            hashes = seq.block_hashes[: seq.num_published_blocks]
             owner = seq.request.tenant, seq.request.request_id
-            self._pin_prefix(hashes, self._now + seq.request.cache_pin_s, owner)
+            self._pin_prefix(seq.block_hashes, self._now + seq.request.cache_pin_s, owner)
 
     def take_pinned(self) -> tuple[Pinned, ...]:
         """Return the prompts pinned since the last call."""
@@ -205,7 +204,6 @@ class Pins:
                 self._let_go(block)
                 continue
             _, place = self._ends[block]
-            self._by_end.discard(block)
             self._disown(block)
             until, left_owner = other
             self._own(block, left_owner)
@@ -269,10 +267,8 @@ class Pins:
                 if self._owners.get(block) != owner:
                     self._add_other(block, until, owner)
                 continue
-            else:
-                self._by_end.discard(block)
-                if (former := self._disown(block)) not in (None, owner):
-                    self._add_other(block, old[0], former)
+            elif (former := self._disown(block)) not in (None, owner):
+                self._add_other(block, old[0], former)
             self._own(block, owner)
             # A block's pin ends no sooner than the pins of the blocks that continue it.
             self._set_end(block, until, -index)
@@ -282,6 +278,7 @@ class Pins:
     def _set_end(self, block: DeviceBlockId, until: float, place: int) -> None:
         self._next_end = min(self._next_end, until)
         self._ends[block] = until, place
+        self._by_end.discard(block)
         self._by_end.push((until,), block, place)
 
     def _add_other(self, block: DeviceBlockId, until: float, owner: Owner) -> None:

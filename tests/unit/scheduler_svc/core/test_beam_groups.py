@@ -88,6 +88,18 @@ def test_the_prompt_of_a_search_is_pinned_once():
     assert core.load().num_pinned_blocks == 2
 
 
+def test_when_a_search_resumes_its_leader_alone_pins_the_prompt():
+    core = make_core()
+    search(core, 0, range(9), cache_pin_s=10.0)
+    report(core, schedule(core), r0=LIKELY)
+    plan = schedule(core)
+    core.preemption.preempt(next(iter(core.beams)).leader)
+    answer(core, plan)
+    plans = schedule(core), schedule(core)
+    assert all(plan.new_sequences for plan in plans), "the best beam, then the other"
+    assert [pin.seq_key for plan in plans for pin in answer(core, plan).pinned] == [0]
+
+
 def test_beams_share_full_blocks_and_copy_the_partial_one():
     core = make_core()
     search(core, 0, [1, 2, 3, 4, 5])

@@ -1,9 +1,11 @@
 """Examples of pins: the blocks that stay cached, for how long, and when pins are given up."""
 
 import numpy as np
+import pytest
 from core_driver import ROUTER, answer, make_core, new, schedule, submit
 
-from scheduler_svc.core.interface.request import OutputSoFar
+from scheduler_svc.core.interface.events import Pinned
+from scheduler_svc.core.interface.request import OutputSoFar, SeqKey
 from scheduler_svc.core.invariants import check
 
 A, B, C = range(8), range(50, 58), range(100, 108)
@@ -72,9 +74,9 @@ def test_more_than_is_pinned_can_be_asked_for():
 def test_of_a_request_that_comes_back_with_output_the_prompt_is_pinned_and_no_more():
     core = make_core()
     outputs = (OutputSoFar(np.arange(9, dtype=np.int32), finished=False),)
-    submit(core, 0, A, max_tokens=12, cache_pin_s=10.0, outputs=outputs)
+    submit(core, 1, A, max_tokens=12, cache_pin_s=10.0, outputs=outputs)
     events = answer(core, schedule(core), 0)
-    assert [pin.num_tokens for pin in events.pinned] == [8]
+    assert events.pinned == (Pinned(ROUTER, SeqKey(1), 8),)
     assert core.load().num_pinned_blocks == 2
 
 
@@ -122,6 +124,15 @@ def test_a_completed_output_is_pinned_with_its_prompt():
     assert (core.load().num_pinned_blocks, num_found(core, tokens)) == (3, 12)
     core.schedule(now=15.0)  # 10 s after the last step was planned
     assert core.load().num_pinned_blocks == 0
+
+
+def test_several_completed_outputs_are_not_pinned():
+    core = make_core(max_pinned_share=1.0)
+    submit(core, 0, [*A, 1, 2], n=2, max_tokens=6, cache_pin_s=10.0)
+    answer(core, schedule(core), 0)
+    while core.running:
+        answer(core, schedule(core), 0, 1)
+    assert core.load().num_pinned_blocks == 2
 
 
 def test_an_output_is_unpinned_with_its_request():
@@ -240,6 +251,8 @@ def test_a_tenant_has_a_share_of_its_own():
     assert run(core, 1, B, cache_pin_s=10.0, tenant="a") == [0]
     assert run(core, 2, B, cache_pin_s=10.0, tenant="b") == [8]
     assert run(core, 3, C, cache_pin_s=10.0) == [8], "without a tenant there is one bound"
+    no_tenants = make_core(max_pinned_share=0.5, max_tenant_pinned_share=0.0)
+    assert run(no_tenants, 0, A, cache_pin_s=10.0) == [8]
     check(core)
     core.schedule(now=10.0)
     check(core)
@@ -285,6 +298,90 @@ def test_what_several_requests_have_pinned_ends_with_the_last_of_them():
     assert core.load().num_pinned_blocks == 0
 
 
+def test_what_an_earlier_request_has_pinned_stays_until_it_ends_or_is_unpinned():
+    core = make_core(max_pinned_share=1.0)
+    run(core, 0, A, cache_pin_s=20.0)
+    run(core, 1, [*A, *B], cache_pin_s=30.0)
+    core.unpin("", "request-1")
+    core.schedule(now=19.0)
+    assert core.load().num_pinned_blocks == 2
+    core.unpin("", "request-0")
+    check(core)
+    assert core.load().num_pinned_blocks == 0
+
+
+def test_pins_that_have_ended_leave_no_trace():
+    core = make_core(max_pinned_share=1.0)
+    run(core, 0, A, cache_pin_s=30.0, tenant="a")
+    run(core, 1, A, cache_pin_s=20.0, tenant="a")
+    core.schedule(now=30.0)
+    assert not core.pins.owned
+    assert not core.pins._num_of
+    run(core, 2, A, now=31.0, cache_pin_s=10.0)
+    core.unpin("", "request-2")
+    assert core.load().num_pinned_blocks == 0
+
+
+def test_a_pin_that_moves_keeps_its_tenant_and_both_its_requests():
+    core = make_core(max_pinned_share=0.5, defragment_interval_s=0.0)
+    run(core, 0, C)
+    run(core, 1, A, cache_pin_s=20.0, tenant="a")
+    run(core, 2, A, cache_pin_s=10.0, tenant="b")
+    core.defragment()
+    plan = schedule(core)
+    assert plan.renamed_src_block_ids.size == 2
+    answer(core, plan)
+    assert len(core.pins.tenants) == 2
+    core.unpin("a", "request-1")
+    check(core)
+    assert core.load().num_pinned_blocks == 2
+    core.unpin("b", "request-2")
+    check(core)
+    assert core.load().num_pinned_blocks == 0
+
+
+def test_of_a_prompt_that_is_pinned_when_its_time_has_passed_the_worker_is_not_told():
+    core = make_core(num_blocks=4, num_host_blocks=4, max_pinned_share=0.5)
+    run(core, 0, A)
+    run(core, 1, range(50, 65))  # needs all blocks: A is demoted
+    submit(core, 2, [*A, 9], max_tokens=4, cache_pin_s=10.0)
+    while not (plan := schedule(core)).swap_in_dst_block_ids.size:
+        answer(core, plan)
+    schedule(core)  # computes the prompt
+    assert [pin.num_tokens for pin in answer(core, plan).pinned] == [8]
+    assert schedule(core, now=10.0).pins == ()
+
+
+WINDOWS = {"kv_windows": (None, 8), "num_blocks": 25}
+"""A prompt of 16 tokens keeps six blocks: four, and two of the group with a window."""
+
+
+def test_with_a_window_a_prompt_is_pinned_as_a_whole_or_not_at_all():
+    core = make_core(**WINDOWS, max_pinned_share=6 / 25)
+    assert run(core, 0, range(16), cache_pin_s=10.0) == [16]
+    assert core.load().num_pinned_blocks == 6
+    assert run(core, 1, range(50, 66), cache_pin_s=10.0) == [0]
+    assert run(core, 2, range(16), cache_pin_s=10.0) == [16], "it is pinned already"
+    assert core.load().num_pinned_blocks == 6
+
+
+def test_with_a_window_a_tenant_has_a_share_of_its_own():
+    core = make_core(**WINDOWS, max_pinned_share=0.5, max_tenant_pinned_share=6 / 25)
+    assert run(core, 0, range(16), cache_pin_s=10.0, tenant="a") == [16]
+    assert run(core, 1, range(50, 66), cache_pin_s=10.0, tenant="a") == [0]
+    core = make_core(**WINDOWS, max_pinned_share=0.5, max_tenant_pinned_share=0.1)
+    assert run(core, 0, range(16), cache_pin_s=10.0) == [16]
+
+
+def test_with_a_window_a_prompt_is_not_pinned_if_a_block_of_it_is_gone():
+    core = make_core(**WINDOWS, max_pinned_share=0.5, max_num_batched_tokens=8)
+    submit(core, 0, range(16), cache_pin_s=10.0)
+    answer(core, schedule(core))
+    core.pool.forget(next(iter(core.running)).block_ids[:1])
+    assert [pin.num_tokens for pin in answer(core, schedule(core), 0).pinned] == [0]
+    assert core.load().num_pinned_blocks == 0
+
+
 def test_a_prompt_that_is_unpinned_before_its_swap_in_has_ended_is_not_pinned():
     core = make_core(num_blocks=4, num_host_blocks=4, max_pinned_share=0.5)
     run(core, 0, A)
@@ -312,8 +409,9 @@ def test_with_a_host_pins_go_down_before_a_sequence_is_preempted():
     assert num_found(core, A) == 8, "it is on the host"
 
 
-def test_with_a_host_pins_go_down_before_a_sequence_waits():
-    core = make_core(num_blocks=8, num_host_blocks=8, max_pinned_share=0.5)
+@pytest.mark.parametrize("num_host_blocks", [1, 8])
+def test_with_a_host_pins_go_down_before_a_sequence_waits(num_host_blocks):
+    core = make_core(num_blocks=8, num_host_blocks=num_host_blocks, max_pinned_share=0.5)
     run(core, 0, A, cache_pin_s=100.0)
     run(core, 1, B, cache_pin_s=50.0)
     submit(core, 2, range(60, 67), max_tokens=4)
