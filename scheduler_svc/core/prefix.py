@@ -243,9 +243,7 @@ class Publisher:
     def publish_windows(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Publish the full blocks of groups with a window that later tokens would see."""
         num_full, num_groups = num_computed_tokens // self._block_size, self._groups.num
-        if not self._is_enabled or seq.loading_block_ids or seq.num_published_blocks < num_full:
-            return
-        if len(seq.block_hashes) < num_full:  # its KV is wrong
+        if len(seq.block_hashes) < num_full:  # there is no prefix cache, or its KV is wrong
             return
         places = [p for p in self._groups.kept(num_computed_tokens) if p < num_full * num_groups]
         names = self._groups.names(seq.block_hashes, places)

@@ -118,9 +118,9 @@ class KvGroups:
         places = []
         for group in self._with_window:
             end = self._end(group, num_computed, len(table) // self.num)
-            first = self._first(group, num_computed) * self.num + group
             place = (end - 1) * self.num + group
-            while place >= first and table[place] == NULL_BLOCK:
+            # The loop ends, because each earlier chunk left room for the first token of the next.
+            while table[place] == NULL_BLOCK:
                 places.append(place)
                 place -= self.num
         places.sort()

@@ -129,5 +129,14 @@ def test_generated_tokens_are_found_while_their_sequence_runs():
     assert [num_computed for _, num_computed, _ in new(schedule(core))] == [8]
 
 
+def test_without_a_prefix_cache_the_blocks_of_an_ended_sequence_are_free():
+    core = make_core(enable_prefix_caching=False)
+    submit(core, 0, range(6), max_tokens=10)
+    while core.live.of_source(0):
+        answer(core, schedule(core), 0)
+    schedule(core)
+    assert (core.load().num_cached_blocks, core.load().num_free_blocks) == (0, 16)
+
+
 def test_a_source_whose_last_sequence_has_ended_is_forgotten(pair):
     assert not pair.core.live._by_source

@@ -1,4 +1,6 @@
-"""The tiers that a watcher of the prefix cache sees are those of KV events."""
+"""What a watcher of the prefix cache sees."""
+
+from core_driver import answer, make_core, schedule, submit
 
 from quire.v1.kv_pb2 import KV_TIER_UNSPECIFIED, KvTier
 from scheduler_svc.core.space.cache_watcher import CacheTier
@@ -8,3 +10,30 @@ def test_tiers_have_the_names_and_values_of_the_message():
     tiers = {f"KV_TIER_{tier.name}": tier.value for tier in CacheTier}
     unspecified = KvTier.Name(KV_TIER_UNSPECIFIED)
     assert tiers | {unspecified: KV_TIER_UNSPECIFIED} == dict(KvTier.items())
+
+
+class Watch:
+    """Notes the tokens of the blocks that are named."""
+
+    def __init__(self):
+        self.named = []
+
+    def table(self, _):
+        return {}
+
+    def on_named(self, seq, first, end, token_ids):
+        assert end <= len(seq.block_hashes)
+        self.named.append((first, end, token_ids[4 * first : 4 * end].tolist()))
+
+
+def test_blocks_are_named_once_and_with_their_tokens():
+    core, watch = make_core(), Watch()
+    core.watch_cache(watch)
+    submit(core, 0, range(10), max_tokens=8)
+    while core.live.of_source(0):
+        answer(core, schedule(core), 0)
+    assert watch.named == [
+        (0, 2, [*range(8)]),
+        (2, 3, [8, 9, 7, 7]),
+        (3, 4, [7, 7, 7, 7]),
+    ]

@@ -16,8 +16,8 @@ PROMPT = range(16)  # four blocks; three can be found, because the last token mu
 class Place:
     """A core with a waiting sequence, and tiers with given blocks."""
 
-    def __init__(self, **request):
-        self.core = make_core(num_host_blocks=8, num_disk_blocks=8)
+    def __init__(self, kv_windows=(None,), **request):
+        self.core = make_core(num_host_blocks=8, num_disk_blocks=8, kv_windows=kv_windows)
         submit(self.core, 0, PROMPT, **request)
         (self.seq,) = self.core.live
         self.hashes = []
@@ -26,12 +26,12 @@ class Place:
         self.pools = {"device": self.core.pool, "host": tier.pool, "disk": tier.disk.pool}
         self.lookup = self.core.lookup
 
-    def put(self, tier, *indices):
+    def put(self, tier, *places):
         """Cache these blocks of the prompt in a tier, and return them."""
         pool = self.pools[tier]
-        blocks = pool.allocate(len(indices))
-        for block, index in zip(blocks, indices, strict=True):
-            pool.publish([block], [self.hashes[index]])
+        blocks = pool.allocate(len(places))
+        for block, place in zip(blocks, places, strict=True):
+            pool.publish([block], self.core.groups.names(self.hashes, [place]))
         pool.drop(blocks)
         return blocks
 
@@ -130,6 +130,57 @@ def test_of_a_prompt_whose_last_token_begins_a_block_all_before_it_counts():
     assert place.lookup.num_cached_tokens(request) == 16
 
 
+WITH_WINDOW = {"kv_windows": (None, 8)}
+"""Even places are of the group without a window. After 12 tokens the window sees 3 and 5."""
+
+
+def test_with_a_window_each_block_is_found_in_the_nearest_tier_that_has_it():
+    place = Place(**WITH_WINDOW)
+    device, host = place.put("device", 0, 3), place.put("host", 0, 2, 4, 5)
+    place.pools["host"].share(host[2:3])
+    place.core.tier.swap_in(host[2:3], [9])
+    assert place.found() == (device, [9], [host[1], host[3]], 12)
+    found = place.lookup.find(place.seq)
+    assert (found.places, found.num_indices) == ([0, 3, 4, 2, 5], 3)
+
+
+def test_with_a_window_what_only_the_disk_has_counts_and_is_past_the_device():
+    place = Place(**WITH_WINDOW)
+    place.put("device", 0, 3)
+    place.put("host", 2)
+    place.put("disk", 4)
+    assert place.lookup.num_cached_tokens(place.seq.request) == 0, "the window lacks a block"
+    place.put("disk", 5)
+    names = place.core.groups.names(place.hashes, [2, 4, 5])
+    assert place.lookup.past_device(place.seq) == names
+    assert place.lookup.num_cached_tokens(place.seq.request) == 12
+
+
+def test_with_a_window_a_swapped_one_has_its_own_kv_from_where_it_is_nearest():
+    place = Place(**WITH_WINDOW)
+    place.seq.status, place.seq.num_computed_tokens = SeqStatus.SWAPPED, 10
+    place.seq.host_block_ids = tuple(range(10, 16))
+    device = place.put("device", 0, 3, 5)
+    place.put("host", 1)
+    assert place.found() == (device[:2], [], [11, 12, 14, 15], 10)
+    assert place.lookup.find(place.seq).places == [0, 3, 1, 2, 4, 5]
+
+
+def test_with_a_window_what_is_shared_is_found_if_no_block_of_it_is_gone():
+    place = Place(**WITH_WINDOW)
+    shared = place.lookup.find_beyond(place.seq, [5, 0, 6, 7, 8, 9])
+    assert (shared.ready, shared.places) == ([5, 6, 7, 8, 9], [0, 2, 3, 4, 5])
+    assert (shared.num_tokens, shared.num_indices) == (12, 3)
+    own = place.put("device", 0, 1)
+    found = place.lookup.find_beyond(place.seq, [5, 0, 6, 0, 8, 9])
+    assert (found.ready, found.num_tokens) == (own, 4), (
+        "its window would see the block that is gone"
+    )
+    place.put("device", 2, 3, 4, 5)
+    own = place.lookup.find(place.seq)
+    assert place.lookup.find_beyond(place.seq, [5, 0, 6, 7, 8, 9]) == own
+
+
 class FakeRows:
     """One row, with the prompt."""
 
@@ -140,13 +191,18 @@ class FakeRows:
         return np.array(PROMPT, np.int32)
 
 
-def test_a_block_is_published_when_it_is_full_and_no_other_is_on_its_way():
+def make_running(num_blocks):
+    """A place whose sequence has so many full blocks, none of them published, and a publisher."""
     place = Place()
-    (block,) = place.core.pool.allocate(1)
     core = place.core
-    publisher = Publisher(core.config, core.groups, core.pool, FakeRows())
-    place.seq.row, place.seq.block_ids = 0, [block]
+    place.seq.row, place.seq.block_ids = 0, core.pool.allocate(num_blocks)
     place.seq.block_hashes.clear()
+    return place, Publisher(core.config, core.groups, core.pool, FakeRows())
+
+
+def test_a_block_is_published_when_it_is_full_and_no_other_is_on_its_way():
+    place, publisher = make_running(num_blocks=1)
+    (block,) = place.seq.block_ids
     place.seq.loading_block_ids = (block,)
     publisher.publish_last([place.seq], [0])
     assert place.core.pool.find(place.hashes) == []
@@ -154,3 +210,9 @@ def test_a_block_is_published_when_it_is_full_and_no_other_is_on_its_way():
     publisher.publish_last([place.seq], [0])
     assert place.core.pool.find(place.hashes) == [block]
     assert place.seq.block_hashes == place.hashes[:1]
+
+
+def test_with_its_last_block_a_sequence_publishes_all_that_it_has_not_yet():
+    place, publisher = make_running(num_blocks=3)
+    publisher.publish_last([place.seq], [0])
+    assert place.core.pool.find(place.hashes) == place.seq.block_ids

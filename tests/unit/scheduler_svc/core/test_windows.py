@@ -152,6 +152,78 @@ def test_checkpoints_of_a_prompt_s_last_chunk_go_back_when_it_decodes():
     assert core.load().num_cached_blocks == 30 // core.config.block_size
 
 
+@pytest.mark.parametrize("others", [(), (None,)])
+def test_what_a_decode_s_window_has_passed_is_free_at_once_and_the_rest_is_found_at_its_end(others):
+    core = make_core(kv_windows=(*others, 8), num_blocks=17)
+    assert core.load().num_blocks == 16, "the null block is no sequence's"
+    submit(core, 0, range(2), max_tokens=20)
+    (seq,) = core.live
+    while core.live.of_source(0):
+        assert core.load().num_cached_blocks == 0
+        answer(core, schedule(core), 0)
+    schedule(core)
+    assert len(seq.block_hashes) == 5
+    names = core.groups.names(
+        seq.block_hashes, range(len(others), 5 * core.groups.num, core.groups.num)
+    )
+    assert [len(core.pool.find([name])) for name in names] == [0, 0, 0, 1, 1]
+
+
+def test_of_a_decode_whose_kv_is_wrong_nothing_is_found():
+    core = make_core(kv_windows=(None, 8))
+    submit(core, 0, range(8))
+    answer(core, schedule(core), 0)
+    answer(core, schedule(core), failed=[0])
+    schedule(core)
+    assert core.load().num_cached_blocks == 0
+
+
+def test_a_prefix_ends_where_all_groups_have_what_they_see():
+    core = make_core(kv_windows=(8, None), num_blocks=40)
+    submit(core, 0, range(33), max_tokens=1)
+    (seq,) = core.live
+    answer(core, schedule(core), 0)
+    assert core.lookup.num_cached_tokens(seq.request) == 32
+    for missing in ([9], [4]):  # of the group without a window; then of the window that ends there
+        core.pool.forget(core.pool.find(core.groups.names(seq.block_hashes, missing)))
+    assert core.lookup.num_cached_tokens(seq.request) == 8
+
+
+def test_blocks_that_a_prompt_has_passed_are_evicted_from_the_last_on():
+    core = make_core(kv_windows=(8,), num_blocks=17, max_num_batched_tokens=8)
+    submit(core, 0, range(40), max_tokens=1)
+    (seq,) = core.live
+    for _ in range(4):
+        answer(core, schedule(core))
+    passed = [core.pool.find([name])[0] for name in seq.block_hashes[2:4]]
+    assert core.pool.books.cached[-2:] == passed[::-1]
+
+
+def test_blocks_for_the_next_chunk_are_taken_in_the_order_of_the_table():
+    core = make_core(kv_windows=(8, 8), num_blocks=40, max_num_batched_tokens=8)
+    submit(core, 0, range(40), max_tokens=1)
+    for _ in range(2):
+        answer(core, schedule(core))
+    places = schedule(core).placements.reshape(-1, 3)[:, 1].tolist()
+    assert places == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_of_window"),
+    [
+        ({"max_num_batched_tokens": 20}, 8),  # 8 + 20 tokens, and a block that begins before them
+        ({"max_num_batched_tokens": 20, "max_prefill_chunk": 8}, 5),
+        ({"max_num_batched_tokens": 8, "num_draft_tokens": 3}, 6),  # 12 tokens of three steps
+        ({"max_num_batched_tokens": 64}, 16),  # no more than the sequence has
+    ],
+)
+def test_a_sequence_holds_blocks_for_its_window_and_what_one_chunk_or_the_drafts_may_bring(
+    limits, num_of_window
+):
+    groups = make_core(kv_windows=(None, 8), num_blocks=40, **limits).groups
+    assert groups.num_needed(64) == 16 + num_of_window
+
+
 @pytest.mark.parametrize("other", [None, 8])
 def test_a_decode_publishes_the_state_after_each_full_block(other):
     core = make_core(kv_windows=(other, STATE_WINDOW), num_blocks=40)
