@@ -56,11 +56,12 @@ def test_blocks_beyond_the_border_are_given_last_and_low_numbers_first():
     assert pool.allocate(2) == [0, 1]
     pool.drop([0])
     assert pool.allocate(4) == [0, 2, 3, 4]
-    pool.drop([4, 2])
+    pool.drop([3, 2])
     assert pool.num_available == 3
+    assert pool.allocate_before(2) is None, "2 is next"
     assert pool.allocate_before(3) == 2
-    assert pool.allocate_before(4) is None, "4 is next"
-    assert pool.allocate_before(5) == 4
+    assert pool.allocate_before(3) is None, "3 is next"
+    assert pool.allocate_before(4) == 3
 
 
 def test_an_untrusted_block_beyond_the_border_is_given_in_its_turn():
@@ -123,6 +124,20 @@ def test_of_blocks_published_together_each_is_named_once_and_the_first_is_found(
     assert names.tobytes() == one + one + other
 
 
+def test_labels_follow_moved_blocks_and_those_of_distrusted_blocks_are_dropped():
+    labels = NewLabels()
+    pool = BlockPool(4, DeviceBlockId, labels=labels)
+    pool.allocate(4)
+    labels.begin_step()
+    pool.publish([1, 2], [b"1" * 32, b"2" * 32])
+    pool.exchange(1, 3)
+    pool.forget([2, 0])  # no hash finds block 0
+    labels.begin_step()
+    blocks, names = labels.take()
+    assert blocks.tolist() == [3]
+    assert names.tobytes() == b"1" * 32
+
+
 def test_a_block_is_cached_if_nobody_holds_it_and_it_can_be_found():
     pool = make_pool()
     blocks = pool.allocate(4)
@@ -159,3 +174,48 @@ def test_a_resized_pool_knows_as_many_blocks_as_it_has(num_blocks):
     pool.resize(num_blocks)
     assert len(pool.ref_counts) == pool.num_blocks == num_blocks
     assert pool.allocate(num_blocks) == list(range(num_blocks))
+
+
+@pytest.mark.parametrize(
+    ("border", "num_blocks", "expected"), [(6, 9, 9), (6, 3, 3), (2, 9, 2), (4, 3, 3)]
+)
+def test_a_resized_pool_keeps_the_range_that_is_to_stay_empty(border, num_blocks, expected):
+    pool = make_pool()
+    pool.set_border(border)
+    pool.retire_from(min(num_blocks, 6))
+    pool.resize(num_blocks)
+    assert pool.books.border == expected
+
+
+def test_a_pool_that_shrinks_gives_none_of_the_blocks_that_leave():
+    pool = make_pool()
+    pool.set_border(3)
+    pool.retire_from(4)
+    assert pool.allocate(pool.num_available) == [0, 1, 2, 3]
+
+
+def test_a_pool_that_shrinks_evicts_what_would_be_evicted_last_first():
+    evicted = []
+    pool = make_pool(4, evicted=evicted)
+    for block in pool.allocate(4):
+        pool.publish([block], [b"%d" % block])
+        pool.drop([block])
+    pool.retire_from(2)
+    assert evicted == [(3, b"3"), (2, b"2")]
+
+
+def test_a_cached_block_that_changes_places_with_one_that_leaves_is_lost():
+    pool = make_pool()
+    pool.allocate(6)
+    pool.publish([1], [b"p"])
+    pool.drop([1])
+    pool.retire_from(4)
+    pool.exchange(4, 1)
+    assert pool.find([b"p"]) == []
+    assert (pool.ref_count(1), pool.num_cached, pool.num_leaving) == (1, 0, 1)
+
+
+def test_a_pool_loses_no_block_in_use_with_its_size():
+    pool = make_pool()
+    with pytest.raises(BrokenInvariantError, match=r"resize\(3\) with blocks in use beyond"):
+        pool.resize(3)

@@ -13,20 +13,21 @@ def test_tiers_have_the_names_and_values_of_the_message():
 
 
 class Watch:
-    """Notes the tokens of the blocks that are named."""
+    """Notes the tokens of the blocks that are named, and has the tables."""
 
     def __init__(self):
         self.named = []
+        self.tables = {}
 
-    def table(self, _):
-        return {}
+    def table(self, tier):
+        return self.tables.setdefault(tier, {})
 
     def on_named(self, seq, first, end, token_ids):
         assert end <= len(seq.block_hashes)
         self.named.append((first, end, token_ids[4 * first : 4 * end].tolist()))
 
 
-def test_blocks_are_named_once_and_with_their_tokens():
+def test_blocks_are_named_once_and_with_their_tokens_and_stand_in_the_table():
     core, watch = make_core(), Watch()
     core.watch_cache(watch)
     submit(core, 0, range(10), max_tokens=8)
@@ -37,3 +38,4 @@ def test_blocks_are_named_once_and_with_their_tokens():
         (2, 3, [8, 9, 7, 7]),
         (3, 4, [7, 7, 7, 7]),
     ]
+    assert [*watch.tables[CacheTier.DEVICE].values()] == [0, 1, 2, 3]

@@ -98,13 +98,19 @@ def test_a_prefix_that_others_hold_meanwhile_outlives_what_continues_it(eviction
     assert cache.evict_all() == "x1 a0"
 
 
+def shrink_and_grow(cache):
+    cache.pool.retire_from(0)
+    cache.pool.resize(2)
+
+
 @ALL
-def test_what_is_evicted_is_new_when_it_comes_again(eviction):
+@pytest.mark.parametrize("lose", [Cache.evict_all, shrink_and_grow])
+def test_what_is_lost_is_new_when_it_comes_again(eviction, lose):
     cache = Cache(eviction, num_blocks=2)
     cache.run("a0")
     cache.run("b0")
     cache.run("b0")
-    cache.evict_all()
+    lose(cache)
     cache.evicted.clear()
     cache.run("b0")
     cache.run("a0")
