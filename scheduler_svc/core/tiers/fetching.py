@@ -7,7 +7,7 @@ ended, sequences of both kinds are FETCHING and out of the queue, so that others
 return to their place in the queue.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from enum import Enum, auto
 
@@ -57,7 +57,8 @@ class Fetching:
         self._room = room
         self._queue = queue
         self._awaited: dict[Sequence, set[HostBlockId]] = {}
-        self._waiters: dict[HostBlockId, set[Sequence]] = {}
+        # Ordered, so that every run frees blocks in the same order
+        self._waiters: dict[HostBlockId, dict[Sequence, None]] = {}
 
     def __len__(self) -> int:
         return len(self._awaited)
@@ -73,7 +74,7 @@ class Fetching:
         return self._awaited
 
     @property
-    def waiters(self) -> Mapping[HostBlockId, AbstractSet[Sequence]]:
+    def waiters(self) -> Mapping[HostBlockId, Collection[Sequence]]:
         """For each host block that is being loaded, the sequences that wait for it."""
         return self._waiters
 
@@ -157,7 +158,7 @@ class Fetching:
         # For each disk block, the host block with its content, which may still be loading.
         on_host: list[HostBlockId | None] = []
         for index, source in enumerate(seq.disk_block_ids):
-            found = pool.find(hashes[index : index + 1]) if index < len(hashes) else []
+            found = pool.find(hashes[index : index + 1])
             on_host.append(found[0] if found else self._disk.target(source))
             if on_host[-1] is None and self._disk.is_storing(source):
                 return FetchStatus.LATER
@@ -211,7 +212,7 @@ class Fetching:
         seq.set_status(SeqStatus.FETCHING)
         self._awaited[seq] = awaited
         for target in awaited:
-            self._waiters.setdefault(target, set()).add(seq)
+            self._waiters.setdefault(target, {})[seq] = None
         return targets
 
     # --- ending ---------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ class Fetching:
             for seq in self._room.spilled_to(block):
                 self._give_up(seq)
         for target in map(HostBlockId, result.failed_host_block_ids.tolist()):
-            for seq in self._pop_waiters(target):
+            for seq in self._waiters.pop(target, ()):
                 if seq.disk_block_ids:
                     self._give_up(seq)
                 else:
@@ -231,16 +232,14 @@ class Fetching:
                     seq.fetched_block_ids = tuple(b for b in seq.fetched_block_ids if b != target)
                     self._arrive(seq, target)
         for target in map(HostBlockId, result.loaded_host_block_ids.tolist()):
-            for seq in self._pop_waiters(target):
+            for seq in self._waiters.pop(target, ()):
                 self._arrive(seq, target)
 
     def stop(self, seq: Sequence) -> None:
         """Let a sequence stop waiting for its loads, which continue for the prefix cache."""
         for target in self._awaited.pop(seq):
             if (waiters := self._waiters.get(target)) is not None:
-                waiters.discard(seq)
-                if not waiters:
-                    del self._waiters[target]
+                del waiters[seq]
 
     def first_expired(self, now: float) -> Sequence | None:
         """Return a fetching sequence whose deadline has passed, if any."""
@@ -248,9 +247,6 @@ class Fetching:
             if seq.request.deadline is not None and seq.request.deadline <= now:
                 return seq
         return None
-
-    def _pop_waiters(self, target: HostBlockId) -> list[Sequence]:
-        return sorted(self._waiters.pop(target, ()), key=lambda seq: seq.seq_id)
 
     def _arrive(self, seq: Sequence, target: HostBlockId) -> None:
         self._awaited[seq].discard(target)

@@ -75,6 +75,20 @@ def test_a_failed_store_leaves_the_disk_block_free():
     assert (load.num_free_disk_blocks, load.num_failed_disk_moves) == (4, 1)
 
 
+def test_a_disk_whose_only_block_is_being_written_loses_what_comes_next():
+    core = make_full(num_prompts=3, num_disk_blocks=1)
+    for key in (3, 4):
+        submit(core, key, [key + 1] * 9, max_tokens=1)
+        plan = schedule(core)
+        if key == 3:
+            assert stores(plan) == {0: 0}
+        answer(core, plan, 0)
+    assert not stores(plan)
+    submit(core, 5, [1], max_tokens=1)
+    answer(core, schedule(core), 0, stored_disk_block_ids=[0])
+    assert core.load().num_stored_blocks == 1
+
+
 def test_a_host_block_that_is_evicted_before_it_is_filled_is_lost():
     core = make_core(num_blocks=4, num_host_blocks=1, num_disk_blocks=4)
     run_to_disk(core, 0)
@@ -144,7 +158,14 @@ def test_a_prompt_on_the_disk_is_loaded_at_once_and_then_swapped_in():
     answer(core, plan)
     plan = schedule(core)
     assert [num_computed for _, num_computed, _ in new(plan)] == [8]
-    assert core.load().num_loaded_blocks == 2
+    load = core.load()
+    assert (load.num_loaded_blocks, load.num_failed_disk_moves) == (2, 0)
+
+
+def test_a_disk_of_one_block_is_used():
+    core = make_full(num_prompts=3, num_host_blocks=2, num_disk_blocks=1)
+    submit(core, 9, [1] * 9, max_tokens=1)
+    assert list(loads(schedule(core))) == [0]
 
 
 def test_of_a_prompt_that_ends_with_a_block_the_last_is_not_loaded():
@@ -187,6 +208,7 @@ def test_equal_prompts_share_their_loads():
     core = make_full()
     for key in (10, 11):
         submit(core, key, [1] * 9, max_tokens=1)
+    assert len(core.fetching) == 2, "the second takes no more room"
     plan = schedule(core)
     assert loads(plan) == {1: 3, 0: 0}
     assert core.tier.pool.ref_count(0) == 3, "two sequences and the load"
@@ -195,12 +217,48 @@ def test_equal_prompts_share_their_loads():
     assert core.load().num_loaded_blocks == 2
 
 
-def test_a_new_prompt_leaves_half_of_the_host_alone_until_its_turn():
-    core = make_full(num_prompts=3, num_host_blocks=2)
+def test_a_prompt_gets_what_it_shares_with_one_that_is_cancelled_while_loading():
+    core = make_full()
+    for key in (10, 11):
+        submit(core, key, [1] * 9, max_tokens=1)
+    plan = schedule(core)
+    core.cancel(ROUTER, [10])
+    check(core)
+    answer(core, plan, loaded_host_block_ids=[3, 0])
+    assert [num_computed for _, num_computed, _ in new(run_until_new(core))] == [8]
+
+
+def test_what_follows_a_block_that_no_tier_has_is_computed():
+    core = make_full()
+    submit(core, 10, [1] * 4 + [9] * 5, max_tokens=1)
+    assert loads(schedule(core)) == {1: 3}
+
+
+@pytest.mark.parametrize("num_prompts", [3, 4])
+def test_a_new_prompt_leaves_half_of_the_host_alone_until_its_turn(num_prompts):
+    core = make_full(num_prompts=num_prompts, num_host_blocks=2)
     submit(core, 9, [1] * 9, max_tokens=1)
-    assert not core.fetching._awaited, "it would take all of the host"
-    assert loads(schedule(core)) == {0: 0}
+    assert len(core.fetching) == 0, "it would take all of the host"
+    assert len(loads(schedule(core))) == num_prompts - 2
     assert len(core.fetching) == 1
+
+
+def test_at_its_turn_a_prompt_is_loaded_as_far_as_the_host_has_room():
+    core = make_full(num_prompts=6, num_host_blocks=3, num_disk_blocks=12)
+    for key in range(10, 13):
+        submit(core, key, [key - 9] * 9, max_tokens=1)
+    assert len(core.fetching) == 1
+    plan = schedule(core)
+    assert loads(plan) == {1: 0, 0: 1, 3: 2}, "two blocks of the first, and one of the second"
+    assert [num_computed for _, num_computed, _ in new(plan)] == [0], "of the third none"
+    disk_moves = {
+        "stored_disk_block_ids": stores(plan).values(),
+        "loaded_host_block_ids": loads(plan).values(),
+    }
+    answer(core, plan, 0, **disk_moves)
+    answer(core, schedule(core))  # swaps the first one's blocks in
+    assert loads(schedule(core)) == {2: 1}, "the rest of the second"
+    assert core.tier.pool.ref_count(2) == 1
 
 
 def test_loads_go_out_a_few_at_a_time():
@@ -240,6 +298,7 @@ def test_a_deadline_passes_while_a_prompt_is_loaded():
     core = make_full()
     submit(core, 10, [1] * 9, max_tokens=1, deadline=20.0)
     schedule(core, now=19.0)
+    assert core.take_expired() == ()
     assert core.schedule(20.0) is None
     check(core)
     assert [end.reason for end in core.take_expired()] == [FinishReason.DEADLINE]

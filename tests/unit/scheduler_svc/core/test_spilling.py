@@ -22,12 +22,13 @@ from scheduler_svc.core.interface.errors import MigrationRefusedError
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.sequence import SeqStatus
 from scheduler_svc.core.space.blocks import DeviceBlockId
+from scheduler_svc.core.tiers.fetching import FetchStatus
 
 
-def make_spilled(**overrides):
+def make_spilled(num_prompt=5, **overrides):
     """A core in which sequence 2, with seven tokens in two blocks, has just spilled both for 1.
 
-    Returns the core and the plan; only sequence 0 runs.
+    Its prompt has `num_prompt` tokens. Returns the core and the plan; only sequence 0 runs.
     """
     settings = {
         "num_host_blocks": 3,
@@ -38,7 +39,7 @@ def make_spilled(**overrides):
     core = make_core(num_blocks=6, **(settings | overrides))
     submit(core, 0, [1] * 6, max_tokens=14)
     submit(core, 1, [2] * 5, max_tokens=11)
-    submit(core, 2, [3] * 5, max_tokens=8)
+    submit(core, 2, [3] * num_prompt, max_tokens=8)
     plan = schedule(core)
     assert [blocks for _, _, blocks in new(plan)] == [[0, 1], [2, 3], [4, 5]]
     for rows in ((0, 1, 2), (0, 1)):
@@ -119,10 +120,75 @@ def test_a_spilled_sequence_does_not_wait_for_the_store_of_a_block_that_the_host
     answer(core, plan, 0, stored_disk_block_ids=[1])
     core.cancel(ROUTER, [0, 1])
     (seq,) = core.live
-    block = core.tier.take_free()  # as for a request that comes from another core
-    core.tier.pool.publish([block], seq.block_hashes[:1])
-    core.tier.pool.drop([block])
+    cache_on_host(core, seq.block_hashes[:1])
     assert list(loads(schedule(core))) == [1]
+
+
+def cache_on_host(core, hashes):
+    """Cache contents on the host, as for a request that comes from another core; return blocks."""
+    blocks = [core.tier.take_free() for _ in hashes]
+    core.tier.pool.publish(blocks, hashes)
+    core.tier.pool.drop(blocks)
+    return blocks
+
+
+@pytest.mark.parametrize("num_kept", [0, 1])
+def test_a_spilled_sequence_whose_blocks_are_all_on_the_host_again_is_not_loaded(num_kept):
+    core, plan = make_spilled(6, num_host_blocks=3 + num_kept, enable_prefix_caching=True)
+    answer(core, plan, 0, stored_disk_block_ids=stores(plan).values())
+    core.cancel(ROUTER, [0, 1])
+    (seq,) = core.live
+    assert (len(seq.host_block_ids), len(seq.block_hashes)) == (num_kept, 2)
+    kept = list(seq.host_block_ids)
+    cached = cache_on_host(core, seq.block_hashes[num_kept:])
+    plan = schedule(core)
+    assert not loads(plan)
+    if outs(plan):  # to make room on the device
+        answer(core, plan)
+        plan = schedule(core)
+    assert list(ins(plan)) == kept + cached
+
+
+def two_swapped(core):
+    """The swapped sequences 1 and 2 of `make_spilled`; 2 has spilled."""
+    return sorted((seq for seq in core.live if seq.row is None), key=lambda seq: seq.seq_key)
+
+
+def test_a_spilled_sequence_that_the_device_has_no_room_for_takes_no_host_blocks_of_others():
+    core, plan = make_spilled(enable_prefix_caching=True)
+    answer(core, plan, 0, stored_disk_block_ids=[0, 1])
+    first, second = two_swapped(core)
+    assert core.fetching.at_turn(second, has_room=False) is FetchStatus.LATER
+    assert len(first.host_block_ids) == 3
+    assert core.fetching.at_turn(second, has_room=True) is FetchStatus.FETCHING
+    check(core)
+    assert len(first.host_block_ids) == 1
+    assert core.load().num_spilled_blocks == 4
+
+
+def test_a_spilled_sequence_is_loaded_if_the_host_has_just_enough_room():
+    core, plan = make_spilled(enable_prefix_caching=True)
+    answer(core, plan, 0, stored_disk_block_ids=[0, 1])
+    _, seq = two_swapped(core)
+    core.cancel(ROUTER, [1])
+    cache_on_host(core, seq.block_hashes[:1])
+    others = [core.tier.take_free(), core.tier.take_free()]
+    for _ in range(2):  # it holds nothing while it waits
+        assert core.fetching.at_turn(seq, has_room=False) is FetchStatus.LATER
+        assert core.tier.pool.num_available == 1
+    core.tier.pool.drop(others[:1])
+    assert core.fetching.at_turn(seq, has_room=False) is FetchStatus.FETCHING
+
+
+def test_a_spilled_sequence_waits_while_swap_ins_hold_the_host_blocks():
+    core, plan = make_spilled()
+    answer(core, plan, 0, stored_disk_block_ids=[0, 1])
+    core.cancel(ROUTER, [0])
+    plan = schedule(core)
+    assert list(ins(plan)) == [0, 1, 2]
+    assert not loads(plan)
+    answer(core, plan)
+    assert list(loads(schedule(core))) == [0, 1]
 
 
 def test_a_step_without_tokens_left_loads_nothing():
