@@ -137,6 +137,48 @@ def test_it_is_shrunk_when_every_step_is_answered_that_was_sent_before():
     check(core)
 
 
+def test_it_is_shrunk_though_other_steps_follow():
+    core = core_of()
+    earlier = run_three(core, max_tokens=9)
+    core.shrink(8)
+    plan = schedule(core)  # holds none of the leaving blocks
+    answer(core, earlier, 0, 1, 2)
+    schedule(core)
+    assert not core.resizing.is_shrunk
+    answer(core, plan, 0, 1, 2)
+    assert core.resizing.is_shrunk
+
+
+def test_after_a_resize_another_may_follow():
+    core = core_of()
+    for num_blocks in (8, 6):
+        core.shrink(num_blocks)
+        assert core.schedule(0.0) is None
+        core.resize(num_blocks)
+        assert not core.resizing.is_shrinking
+        assert not core.resizing.is_shrunk
+    core.resizing.check(24)
+    core.resize(24)
+    assert core.load().num_free_blocks == 24
+
+
+def test_a_block_that_is_gone_gets_no_label():
+    core = core_of(num_blocks=8, num_host_blocks=8)
+    for key, prompt in enumerate(([1] * 9, [2] * 30)):  # the second displaces the first
+        submit(core, key, prompt, max_tokens=1)
+        answer(core, schedule(core), 0)
+    submit(core, 2, [1] * 9)
+    while (plan := schedule(core)).swap_in_dst_block_ids.tolist() != [0, 1]:
+        answer(core, plan)
+    answer(core, plan)  # publishes the blocks; the labels would go with the next plan
+    core.cancel(ROUTER, [2])
+    core.shrink(1)
+    assert core.schedule(0.0) is None
+    core.resize(1)
+    submit(core, 3, [3], max_tokens=2)
+    assert schedule(core).labelled_block_ids.tolist() == [0]
+
+
 def test_sequences_that_do_not_fit_any_more_are_preempted_and_come_again():
     core = core_of(num_host_blocks=8, preemption_mode=PreemptionMode.SWAP)
     answer(core, run_three(core, max_tokens=9), 0, 1, 2)
