@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from contract.sampling import EarlyStopping
-from scheduler_svc.core.beams.search import BeamCandidates, BeamSearcher
+from scheduler_svc.core.beams.search import BeamCandidates, BeamSearcher, num_common
 from scheduler_svc.core.interface.request import BeamParams
 
 END = 9
@@ -109,12 +109,54 @@ def test_when_it_stops(stopping):
     assert bool(search.beams) is (stopping is EarlyStopping.NEVER)
 
 
+def test_it_goes_on_while_a_beam_is_better_than_the_worst_of_the_done():
+    search = make_search(width=3)
+    search.advance([candidates(t9=-0.4, t1=-0.5, t2=-0.6, t3=-3.0)])
+    search.advance(
+        [candidates(t9=-0.5, t4=-1.5, t5=-9.0), candidates(t9=-1.9, t6=-9.0), candidates(t7=-9.0)]
+    )
+    assert [float(h.score) for h in search.hypotheses] == pytest.approx([-0.4, -0.5, -1.25])
+    assert search.beams  # -2.0 ÷ 2
+
+
+def test_it_stops_when_the_best_beam_is_as_good_as_the_worst_of_the_done():
+    search = make_search()
+    search.advance([candidates(t9=-1.0, t1=-1.0, t2=-3.0)])
+    search.advance([candidates(t9=-1.0, t5=-1.0), candidates(t6=-9.0)])
+    assert found(search) == [(END,), (1, END)]
+    assert search.beams == ()
+
+
+def test_if_length_is_penalized_a_beam_is_never_better_than_it_is_now():
+    search = make_search(length_penalty=-1.0, early_stopping=EarlyStopping.NEVER)
+    search.advance([candidates(t9=-0.1, t1=-0.2, t2=-0.3)])
+    search.advance([candidates(t5=-0.1, t9=-0.5), candidates(t6=-9.0)])
+    assert [float(h.score) for h in search.hypotheses] == pytest.approx([-0.1, -1.4])
+    assert search.beams  # -0.3 · 2; with eight tokens it would be -2.4
+
+
+def test_no_more_than_the_width_are_done():
+    search = make_search(early_stopping=EarlyStopping.NEVER)
+    search.advance([candidates(t9=-1.0, t1=-1.1, t2=-1.2)])
+    search.advance([candidates(t9=-0.1, t3=-0.5), candidates(t9=-0.2, t4=-0.6)])
+    assert found(search) == [(1, END), (2, END)]
+
+
 def test_candidates_that_are_too_few_leave_fewer_beams():
     search = make_search(width=3)
     assert search.advance([candidates(t1=-1.0, t9=-2.0)]) == (0,)
     assert (found(search), outputs(search)) == ([(END,)], [[1]])
     assert search.advance([candidates(t9=-1.0)]) == ()
     assert found(search) == [(1, END), (END,)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "num_both"),
+    [([], [1], 0), ([1, 2], [1, 2], 2), ([1, 2, 3], [1, 2], 2), ([1, 2], [1, 3, 2], 1)],
+)
+def test_what_two_outputs_have_in_common(one, other, num_both):
+    one, other = np.array(one, np.int32), np.array(other, np.int32)
+    assert num_common(one, other) == num_common(other, one) == num_both
 
 
 def noted_search() -> BeamSearcher:
