@@ -91,7 +91,7 @@ class BeamGroups:
         return num_rows, self._most_blocks_of_others(group)
 
     def _num_blocks_due(self, group: BeamGroup) -> int:
-        if group.parents is None and group.can_spread and not self._kv_groups.is_plain:
+        if group.can_spread and not self._kv_groups.is_plain:
             return self._most_blocks_of_others(group)
         return group.num_blocks_due(self._block_size) * self._kv_groups.num
 

@@ -32,6 +32,7 @@ def search(
     max_tokens: int = 8,
     n: int = 1,
     cache_pin_s: float | None = None,
+    end_token_ids: tuple[int, ...] = (),
 ):
     request = Request(
         source=ROUTER,
@@ -41,7 +42,7 @@ def search(
         n=n,
         max_tokens=max_tokens,
         sampling=b"",
-        beam=BeamParams(width, end_token_ids=()),
+        beam=BeamParams(width, end_token_ids),
         cache_pin_s=cache_pin_s,
     )
     core.submit(request, now=float(key))
@@ -168,6 +169,42 @@ def test_all_outputs_come_at_the_end_best_first():
     assert core.load().num_running == 0
 
 
+def test_outputs_that_end_with_a_token_and_outputs_that_are_not_found():
+    core = make_core()
+    search(core, 5, [1, 2], n=3, width=3, max_tokens=2, end_token_ids=(9,))
+    report(core, schedule(core), r0={9: -1.0, 4: -2.0})
+    news = report(core, schedule(core), r0={5: -1.0})
+    assert [(f.source, f.seq_key, f.reason, f.stop_token_id) for f in news.finished] == [
+        (ROUTER, 5, FinishReason.STOP, 9),
+        (ROUTER, 6, FinishReason.LENGTH, None),
+        (ROUTER, 7, FinishReason.ERROR, None),
+    ]
+
+
+def test_the_worker_keeps_the_state_of_a_search_with_its_best_beam():
+    core = make_core()
+    search(core, 0, [1, 2, 3])
+    plan = schedule(core)
+    assert [each.search for each in plan.new_sequences] == [None]
+    report(core, plan, r0=LIKELY)
+    first, second = schedule(core).new_sequences
+    assert len(first.search.beams) == 2
+    assert second.search is None
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "num_blocks"), [(5, 1, 0), (5, 2, 2), (4, 1, 0), (4, 2, 3)]
+)
+def test_a_search_needs_blocks_for_its_beams_unless_they_end_with_the_next_token(
+    num_prompt, max_tokens, num_blocks
+):
+    core = make_core()
+    search(core, 0, range(num_prompt), width=3, max_tokens=max_tokens)
+    schedule(core)
+    (group,) = core.beams
+    assert core.beams.demand(group) == (3, num_blocks)
+
+
 def test_others_decode_meanwhile():
     core = make_core()
     submit(core, 0, [1, 2])
@@ -262,6 +299,121 @@ def test_what_resumes_shares_what_it_has_in_common():
     report(core, resumed, **{f"r{row}": {5: -0.1, 4: -9.0}})
     report(core, others, **{f"r{other}": {6: -0.1, 4: -9.0}})
     assert tokens(schedule(core)) == [[1, 2, 3, 4, 5, 6, 0, 5], [1, 2, 3, 4, 5, 6, 1, 6]]
+
+
+def test_a_search_that_resumes_has_as_many_tokens_to_compute_again_as_it_had_computed():
+    core = make_core(enable_prefix_caching=False, max_num_batched_tokens=4, max_num_seqs=4)
+    search(core, 0, range(10))
+    plan = schedule(core)
+    core.preemption.preempt(next(iter(core.beams)).leader)
+    check(core)
+    answer(core, plan)
+    schedule(core)
+    assert core.load().num_recomputed_tokens == 4, "of ten"
+
+
+def test_a_search_left_with_one_beam_that_is_not_its_leader_resumes():
+    core = make_core(enable_prefix_caching=False)
+    search(core, 0, [1, 2], end_token_ids=(9,))
+    report(core, schedule(core), r0=LIKELY)
+    report(core, schedule(core), r0={9: -0.1}, r1={5: -0.1})
+    plan = schedule(core)
+    assert tokens(plan) == [[1, 2, 1, 5]]
+    report(core, plan, r1={6: -0.1})
+    plan = schedule(core)
+    core.preemption.preempt(next(iter(core.beams)).leader)
+    check(core)
+    answer(core, plan)
+    assert tokens(schedule(core)) == [[1, 2, 1, 5, 6]]
+    assert core.load().num_recomputed_tokens == 4
+
+
+def test_beams_that_resume_share_the_full_blocks_before_their_last_token():
+    core = make_core(enable_prefix_caching=False, max_num_batched_tokens=4, max_num_seqs=3)
+    search(core, 0, [1, 2, 3, 4], width=3)
+    report(core, schedule(core), r0=LIKELY)
+    plan = schedule(core)
+    (group,) = core.beams
+    core.preemption.preempt(group.leader)
+    answer(core, plan)
+    assert core.beams.demand(group) == (3, 2)
+    plan = schedule(core)
+    assert core.beams.num_blocks_due == 0, "the best beam is not computed yet"
+    schedule(core)
+    assert core.beams.num_blocks_due == 2
+    answer(core, plan)
+    assert [num_computed for _, num_computed, _ in new(schedule(core))] == [4, 4]
+
+
+def test_a_beam_that_resumes_finds_its_own_blocks():
+    core = make_core(enable_prefix_caching=True)
+    search(core, 0, [1, 2, 3, 4])
+    report(core, schedule(core), r0=LIKELY)
+    for _ in range(4):  # the second beam becomes the best
+        plan = schedule(core)
+        report(core, plan, r0={5: -1.0, 8: -9.0}, r1={5: -0.1, 8: -9.0})
+    plan = schedule(core)
+    assert tokens(plan) == [[1, 2, 3, 4, 1, 5, 5, 5, 5], [1, 2, 3, 4, 0, 5, 5, 5, 5]]
+    before = {int(each.token_ids[4]): each.block_ids[:2].tolist() for each in plan.new_sequences}
+    (group,) = core.beams
+    core.preemption.preempt(group.leader)
+    assert core.beams.demand(group) == (2, 2), "one of three blocks is shared"
+    answer(core, plan)
+    resumed = [*schedule(core).new_sequences, *schedule(core).new_sequences]
+    assert {int(each.token_ids[4]): each.block_ids[:2].tolist() for each in resumed} == before
+
+
+def test_a_search_cancelled_in_its_prompt_leaves_the_rows_of_its_beams():
+    core = make_core()
+    search(core, 0, [1, 2, 3])
+    search(core, 5, [1, 2, 4])
+    plan = schedule(core)
+    assert core.beams.rows == {0, 1}
+    core.cancel(ROUTER, [0])
+    check(core)
+    assert core.beams.rows == {1}
+    report(core, plan, r0=LIKELY, r1=LIKELY)
+    assert tokens(schedule(core)) == [[1, 2, 4, 0], [1, 2, 4, 1]]
+
+
+def test_the_place_of_a_beam_without_a_child_is_free_at_once():
+    core = make_core(enable_prefix_caching=False)
+    submit(core, 0, [9], max_tokens=20)
+    search(core, 5, [1, 2, 3, 4, 5])
+    report(core, schedule(core), r0={7: -1.0}, r1=LIKELY)
+    plan = schedule(core)
+    schedule(core)  # of sequence 0, while the beams are computed
+    report(core, plan, r0={7: -1.0}, r1={5: -9.0, 6: -9.1}, r2={7: -0.1, 8: -0.2})
+    assert [row for row, _, _ in new(schedule(core))] == [2, 1]
+
+
+@pytest.mark.parametrize(("policy", "charged"), [("fair", {"": 3 + 2 * 1 + 2 * 2}), ("fcfs", {})])
+def test_an_account_is_charged_for_each_beam_of_a_step(policy, charged):
+    core = make_core(policy=policy)
+    search(core, 0, [1, 2, 3])
+    report(core, schedule(core), r0=LIKELY)
+    report(core, schedule(core), r0=LIKELY, r1=LIKELY)
+    assert core.policy.accounts() == charged
+
+
+def test_with_windows_beams_that_resume_are_not_expected_to_share_blocks():
+    core = make_core(32, kv_windows=(8, None), enable_prefix_caching=False)
+    assert core.beams.num_blocks_due == 0
+    search(core, 0, [1, 2, 3, 4, 5, 6], width=3)
+    plan = schedule(core)
+    (group,) = core.beams
+    assert core.beams.demand(group) == (3, 2 * 2), "a copy for each of two beams, in each KV group"
+    report(core, plan, r0=LIKELY)
+    assert core.beams.num_blocks_due == 2 * 2
+    plan = schedule(core)
+    assert core.beams.num_blocks_due == 0
+    core.preemption.preempt(group.leader)
+    answer(core, plan)
+    assert core.beams.demand(group) == (3, 2 * 4), "two beams, two blocks in each KV group"
+    plan = schedule(core)
+    assert core.beams.num_blocks_due == 2 * 4
+    schedule(core)
+    assert core.beams.num_blocks_due == 0
 
 
 def test_a_cancel_of_one_output_is_one_of_all():
