@@ -10,6 +10,7 @@ from scheduler_svc.core.reports.describe import BlockState, Query, Tier, describ
 from scheduler_svc.core.sequence import SeqStatus
 from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, make_core, schedule, submit
 from tests.unit.scheduler_svc.core.test_moves import make_host_core
+from tests.unit.scheduler_svc.core.test_spilling import make_spilled
 
 FREE, CACHED, HELD, SHARED = (
     BlockState.FREE,
@@ -82,10 +83,11 @@ def test_sequences_come_in_pages(core):
 
 
 def test_long_tables_end_a_page(core, monkeypatch):
-    monkeypatch.setattr(module, "MAX_TABLE_BLOCKS", 3)
-    page = describe(core, Query(with_block_tables=True))
-    assert [seq.seq_id for seq in page.sequences] == [2]
-    assert page.next_seq_id == 3
+    for max_blocks, seq_ids in ((3, [2]), (4, [2, 3]), (5, [2, 3, 4])):
+        monkeypatch.setattr(module, "MAX_TABLE_BLOCKS", max_blocks)
+        page = describe(core, Query(with_block_tables=True))
+        assert [seq.seq_id for seq in page.sequences] == seq_ids
+        assert page.next_seq_id == (seq_ids[-1] + 1 if max_blocks < 5 else None)
     assert len(describe(core, Query()).sequences) == 3
 
 
@@ -98,13 +100,24 @@ def test_a_table_that_is_too_long_alone_makes_a_page(core, monkeypatch):
 
 def test_blocks_come_in_pages(core):
     whole = describe(core, Query()).tiers[0].states
-    device, host = describe(core, Query(first_block=4, max_blocks=3)).tiers
+    counts = describe(core, Query(with_ref_counts=True)).tiers[0].ref_counts
+    device, host = describe(core, Query(first_block=4, max_blocks=3, with_ref_counts=True)).tiers
     assert device.states.tolist() == whole[4:7].tolist()
+    assert device.ref_counts.tolist() == counts[4:7].tolist()
     assert device.next_block == host.next_block == 7
     device, host = describe(core, Query(first_block=7, max_blocks=3)).tiers
     assert len(device.states) == 2
     assert len(host.states) == 1
     assert device.next_block is host.next_block is None
+    device, host = describe(core, Query(first_block=7, max_blocks=2)).tiers
+    assert device.next_block is host.next_block is None, "it was the last"
+
+
+def test_nothing_is_described_if_nothing_is_asked_for(core):
+    description = describe(core, Query(max_sequences=0, max_blocks=0))
+    assert (description.sequences, description.next_seq_id) == ((), 2)
+    for tier in description.tiers:
+        assert (len(tier.states), tier.next_block) == (0, None)
 
 
 @pytest.mark.parametrize("query", [Query(max_sequences=1025), Query(max_blocks=65_537)])
@@ -121,6 +134,26 @@ def test_the_null_block_is_out_of_use():
     assert device.state_to_num_blocks[BlockState.FREE] == free
     assert device.states.tolist() == [BlockState.RETIRED] + [BlockState.FREE] * free
     assert not device.ref_counts.any()
+
+
+def test_blocks_on_the_disk_are_described():
+    core, _ = make_spilled()
+    sequences = describe(core, Query(with_block_tables=True)).sequences
+    assert sequences[2].disk_block_ids.tolist() == [0, 1]
+    assert (sequences[2].num_disk_blocks, sequences[2].num_computed_tokens) == (2, 7)
+    tiers = describe(core, Query()).tiers
+    assert [tier.tier for tier in tiers] == [Tier.DEVICE, Tier.HOST, Tier.DISK]
+    assert tiers[2].num_blocks == 4
+
+
+def test_a_sequence_that_was_preempted_without_its_kv_has_no_tokens_computed():
+    core = make_core()
+    submit(core, 0, [1] * 5)
+    plan = schedule(core)
+    core.preemption.preempt(next(iter(core.live)))
+    (seq,) = describe(core, Query()).sequences
+    assert (seq.status, seq.num_tokens, seq.num_computed_tokens) == (SeqStatus.WAITING, 5, 0)
+    answer(core, plan)
 
 
 def test_core_without_host_blocks_has_one_tier():
