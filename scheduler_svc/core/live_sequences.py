@@ -113,7 +113,6 @@ class LiveSequences:
         if not seq.siblings:
             return None
         first, *first.siblings = seq.siblings
-        seq.siblings = []
         self.num_siblings -= 1
         first.set_status(SeqStatus.WAITING)
         return first

@@ -396,6 +396,18 @@ def test_an_account_is_charged_for_each_beam_of_a_step(policy, charged):
     assert core.policy.accounts() == charged
 
 
+def test_an_account_is_charged_once_for_the_prompt_of_a_search():
+    core = make_core(policy="fair", enable_prefix_caching=False)
+    search(core, 0, [1, 2, 3, 4, 5, 6])
+    report(core, schedule(core), r0=LIKELY)
+    plan = schedule(core)
+    core.preemption.preempt(next(iter(core.beams)).leader)
+    answer(core, plan)
+    schedule(core)
+    assert chunks(schedule(core)) == {0: 3}, "of the prompt, two tokens are computed again"
+    assert core.policy.num_served("") == 6 + 2
+
+
 def test_with_windows_beams_that_resume_are_not_expected_to_share_blocks():
     core = make_core(32, kv_windows=(8, None), enable_prefix_caching=False)
     assert core.beams.num_blocks_due == 0
