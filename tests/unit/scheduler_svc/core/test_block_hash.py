@@ -4,7 +4,14 @@ from hashlib import sha256
 
 import numpy as np
 
-from contract.hashing import extend_chain, next_hash, root_hash, tail_hash
+from contract.hashing import (
+    extend_chain,
+    group_hash,
+    next_hash,
+    root_hash,
+    split_hashes,
+    tail_hash,
+)
 
 ROOT = sha256(b"quire.v1.prefix\0" + "sälz".encode()).digest()
 TOKENS = np.arange(11, dtype=np.int32)
@@ -39,3 +46,13 @@ def test_a_partial_block_is_named_by_the_tokens_that_it_has():
         assert tail_hash(chain, ROOT, TOKENS, 7, block_size=3) == name(SECOND, 6)
         assert tail_hash(chain, ROOT, TOKENS, 2, block_size=3) == name(ROOT, 0, 1)
     assert tail_hash([], ROOT, TOKENS, 2, block_size=3) == name(ROOT, 0, 1)
+
+
+def test_the_blocks_of_kv_groups_have_hashes_of_their_own():
+    assert group_hash(FIRST, 0) == FIRST
+    assert group_hash(FIRST, 2) == sha256(FIRST + bytes([2])).digest()
+
+
+def test_joined_hashes_are_split():
+    assert split_hashes(b"") == []
+    assert split_hashes(FIRST + SECOND + THIRD) == [FIRST, SECOND, THIRD]

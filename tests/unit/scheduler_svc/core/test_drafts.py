@@ -1,7 +1,7 @@
 """A worker that drafts: only the result of a step tells how many tokens it yielded."""
 
 import pytest
-from core_driver import answer, chunks, grown, make_core, new, schedule, submit
+from core_driver import ROUTER, answer, chunks, grown, make_core, new, schedule, submit
 
 from scheduler_svc.core.interface.errors import DeadlineError
 from scheduler_svc.core.interface.request import FinishReason
@@ -51,6 +51,19 @@ def test_tokens_of_several_rows_are_distinguished():
     events = answer(core, schedule(core), 0, 1, 1, 1)
     assert events.seq_keys.tolist() == [1, 2, 2, 2]
     assert [core.rows.num_tokens(row) for row in (0, 1)] == [7, 6]
+    plan = schedule(core)
+    core.cancel(ROUTER, [1])
+    events = answer(core, plan, 0, 1, 1)
+    assert events.seq_keys.tolist() == [2, 2]
+    assert core.rows.tokens(1).tolist() == [9, 8] + [7] * 6
+
+
+def test_a_single_draft_token_may_be_accepted():
+    core = make_core(num_draft_tokens=1)
+    submit(core, 1, PROMPT)
+    answer(core, schedule(core), 0)
+    answer(core, schedule(core), 0, 0)
+    assert core.rows.tokens(0).tolist() == [*PROMPT, 7, 7, 7]
 
 
 def test_a_sequence_ends_with_the_result_that_has_its_last_token():

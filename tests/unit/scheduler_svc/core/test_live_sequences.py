@@ -45,3 +45,15 @@ def test_a_lost_worker_gives_its_requests_back_oldest_first():
     core.submit(replace(seq.request, source=SourceId(7), first_seq_key=2), now=6.0)
     submit(core, 1, [3])
     assert [request.first_seq_key for request in core.drain()] == [5, 2, 1]
+
+
+def test_a_source_gets_the_tokens_of_its_own_sequences():
+    core = make_core()
+    submit(core, 5, [1])
+    (seq,) = core.live
+    core.submit(replace(seq.request, source=SourceId(7), first_seq_key=2), now=6.0)
+    events = answer(core, schedule(core), 0, 1)
+    assert list(zip(events.sources.tolist(), events.seq_keys.tolist(), strict=True)) == [
+        (ROUTER, 5),
+        (7, 2),
+    ]
