@@ -147,8 +147,8 @@ class Defragmenter:
         """Remove blocks beyond the pool's new size from the current pass."""
         if self._pass is not None:
             end = self._pool.num_blocks
+            # The targets are below all sources: if one is beyond the end, no source is left
             self._pass.sources = [block for block in self._pass.sources if block < end]
-            self._pass.free_targets = [block for block in self._pass.free_targets if block < end]
 
     def take_reports(self) -> tuple[DefragmentationReport, ...]:
         """Return the reports since the last call."""

@@ -51,6 +51,30 @@ def test_held_blocks_move_to_the_low_end_and_leave_their_places_when_the_step_is
     assert (report.num_moved_blocks, report.has_moved, report.after.rate) == (2, True, 0.0)
     load = core.load()
     assert (load.num_moved_blocks, load.num_defragmentations) == (2, 1)
+    core.schedule(0.0)
+    assert core.defragmenter.take_reports() == ()
+    assert core.defragmenter.due == float("inf"), "nothing is left to do"
+
+
+def test_a_pass_that_has_nothing_to_move_ends_at_once():
+    core = make_core(defragment_interval_s=0.0)
+    core.defragment()
+    assert core.schedule(0.0) is None
+    (report,) = core.defragmenter.take_reports()
+    assert (report.has_moved, report.num_moved_blocks) == (True, 0)
+
+
+def test_a_pass_that_is_requested_during_another_follows_it():
+    core = make_scattered(max_defragment_moves=1)
+    core.defragment()
+    plan = schedule(core)
+    core.defragment()
+    for _ in range(4):
+        following = schedule(core)
+        answer(core, plan, 2)
+        plan = following
+    moved = [report.num_moved_blocks for report in core.defragmenter.take_reports()]
+    assert moved == [2, 0]
 
 
 def test_the_table_follows_its_blocks():
@@ -117,6 +141,24 @@ def test_free_places_are_taken_before_cached_ones():
     assert core.load().num_moved_blocks == 3
 
 
+def test_no_block_changes_places_with_a_cached_one_beyond_it():
+    core = make_core(num_blocks=12, defragment_interval_s=0.0, max_defragment_moves=1)
+    for key in range(3):
+        submit(core, key, [10 * key + i for i in range(5)], max_tokens=1 + 11 * (key == 1))
+    answer(core, schedule(core), 0, 1, 2)  # now 0 and 4 are cached, and sequence 1 holds 2 and 3
+    core.defragment()
+    plan = schedule(core)
+    assert renamed(plan) == {3: 1}
+    submit(core, 3, range(5))
+    following = schedule(core)
+    assert new(following)[0][2][0] == 0, "the place for block 2"
+    assert renamed(following) == {}
+    answer(core, plan, 1)
+    answer(core, following, 1, 0)
+    schedule(core)
+    assert len(core.defragmenter.take_reports()) == 1
+
+
 def test_a_held_block_and_a_cached_one_change_places_and_are_found_there():
     core = make_core(num_blocks=4, defragment_interval_s=0.0)
     submit(core, 0, range(8), max_tokens=1)
@@ -180,7 +222,7 @@ def test_fragmentation_is_looked_at_in_intervals_and_mended_from_a_threshold_on(
 
 def test_below_the_threshold_it_is_only_reported():
     core = make_scattered(defragment_interval_s=10.0, defragment_threshold=0.41)
-    core.defragmenter.take_reports()
+    assert [report.has_moved for report in core.defragmenter.take_reports()] == [False]
     assert renamed(schedule(core, now=11.0)) == {}
     (report,) = core.defragmenter.take_reports()
     assert (report.has_moved, report.before.rate, report.after.rate) == (False, 0.4, 0.4)

@@ -353,6 +353,24 @@ def test_the_end_of_a_move_that_nobody_made_is_a_bug(name, what):
         answer(core, schedule(core), **{name: [2]})
 
 
+def test_the_end_of_a_load_that_was_not_sent_is_a_bug():
+    core = make_full(max_disk_moves=1)
+    submit(core, 10, [1] * 9, max_tokens=1)
+    plan = schedule(core)
+    assert loads(plan) == {1: 3}, "and block 0 afterwards"
+    with pytest.raises(BrokenInvariantError, match="no load to host block 0 is in progress"):
+        answer(core, plan, loaded_host_block_ids=[0])
+
+
+def test_the_end_of_a_store_that_was_not_sent_is_a_bug():
+    core = make_full(num_prompts=1)
+    submit(core, 10, [9], max_tokens=1)
+    plan = schedule(core)
+    core.tier.disk.keep(core.tier.take_free(), None)
+    with pytest.raises(BrokenInvariantError, match="no store to disk block 0 is in progress"):
+        answer(core, plan, 0, stored_disk_block_ids=[0])
+
+
 def test_a_disk_without_a_host_is_refused():
     with pytest.raises(ValueError, match="num_disk_blocks is 1; without host blocks it must be 0"):
         SchedulerConfig(

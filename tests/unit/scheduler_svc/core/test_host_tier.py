@@ -14,6 +14,7 @@ from core_driver import (
     submit,
 )
 
+from contract.hashing import root_hash
 from scheduler_svc.core.interface.config import PreemptionMode
 from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.invariants import check
@@ -228,6 +229,15 @@ def test_a_host_that_is_full_gives_up_its_oldest():
     core, plan = make_demoted(num_host_blocks=1)
     assert outs(plan) == {1: 0}, "the later move to host block 0"
     assert core.load().num_cached_host_blocks == 1
+
+
+def test_without_a_prefix_cache_an_evicted_host_block_is_not_written_to_the_disk():
+    core = make_core(num_host_blocks=1, num_disk_blocks=4, enable_prefix_caching=False)
+    blocks = core.tier.pool.allocate(1)  # an earlier scheduler has labelled it
+    core.tier.pool.publish(blocks, [root_hash("")])
+    core.tier.pool.drop(blocks)
+    core.tier.take_free()
+    assert not core.tier.disk.has_moves
 
 
 def test_no_more_than_the_limit_is_demoted():

@@ -96,6 +96,7 @@ def test_held_blocks_move_below_and_are_gone_when_the_step_is_answered():
     assert core.resizing.is_shrunk
     core.resize(4)
     check(core)
+    assert core.defragmenter.take_reports() == (), "nobody asked for a pass"
 
 
 def test_leaving_blocks_count_as_free_nowhere():
@@ -135,6 +136,36 @@ def test_it_is_shrunk_when_every_step_is_answered_that_was_sent_before():
     assert core.steps.last_answered >= 3, "with which the worker forgot the row"
     core.resize(4)
     check(core)
+
+
+def test_blocks_that_are_being_swapped_in_move_afterwards():
+    core = core_of(
+        num_host_blocks=8,
+        preemption_mode=PreemptionMode.SWAP,
+        enable_prefix_caching=False,
+        max_swap_blocks=1,
+    )
+    for key in range(2):
+        submit(core, key, [key] * 9, max_tokens=3)
+    answer(core, schedule(core), 0, 1)
+    (seq,) = core.live.find(ROUTER, [1])
+    core.preemption.preempt(seq)
+    answer(core, schedule(core), 0)
+    assert sorted(seq.block_ids) == [3, 4, 5]
+    core.cancel(ROUTER, [0])
+    core.shrink(3)
+    moved = []
+    while seq.loading_block_ids:
+        loading = {*seq.loading_block_ids}
+        plan = schedule(core)
+        moved += [src for src, _ in copied(plan)]
+        assert loading.isdisjoint(moved)
+        answer(core, plan)
+    plan = schedule(core)
+    moved += [src for src, _ in copied(plan)]
+    assert sorted(moved) == [3, 4, 5]
+    answer(core, plan, seq.row)
+    assert core.resizing.num_leaving_blocks == 0
 
 
 def test_it_is_shrunk_though_other_steps_follow():
@@ -246,6 +277,7 @@ def test_blocks_that_are_gone_are_not_moved_any_more():
     core.resize(5)
     check(core)
     assert copied(schedule(core)) == []
+    assert [report.num_moved_blocks for report in core.defragmenter.take_reports()] == [2]
 
 
 def test_pins_are_given_up_beyond_their_share_of_what_is_left():

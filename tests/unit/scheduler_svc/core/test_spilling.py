@@ -139,6 +139,7 @@ def test_a_spilled_sequence_whose_blocks_are_all_on_the_host_again_is_not_loaded
     core.cancel(ROUTER, [0, 1])
     (seq,) = core.live
     assert (len(seq.host_block_ids), len(seq.block_hashes)) == (num_kept, 2)
+    assert core.tier.disk.pool.find(seq.block_hashes[num_kept:]) == [*range(2 - num_kept)]
     kept = list(seq.host_block_ids)
     cached = cache_on_host(core, seq.block_hashes[num_kept:])
     plan = schedule(core)
@@ -248,7 +249,7 @@ def preempt_beside(*prompts):
         stored, loaded = stores(plan).values(), loads(plan).values()
         answer(core, plan, 0, 1, stored_disk_block_ids=stored, loaded_host_block_ids=loaded)
         plan = schedule(core)
-    assert core.load().num_loaded_blocks == 2
+    assert core.load().num_loaded_blocks == sum(len(prompt) // 4 for prompt in prompts)
     return core, plan
 
 
@@ -256,6 +257,13 @@ def test_fetched_blocks_of_a_waiting_prompt_are_released_for_a_swap_out():
     core, plan = preempt_beside([1] * 9)  # two blocks
     assert len(outs(plan)) == 3
     assert core.load().num_swapped == 1
+
+
+def test_fetched_blocks_stay_if_the_host_has_just_enough_room():
+    core, plan = preempt_beside([1] * 5)  # one block
+    assert len(outs(plan)) == 3
+    (waiting,) = [seq for seq in core.live if seq.status is SeqStatus.WAITING]
+    assert len(waiting.fetched_block_ids) == 1
 
 
 def test_no_more_blocks_are_released_than_needed():
