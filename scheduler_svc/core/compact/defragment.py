@@ -238,7 +238,6 @@ class Defragmenter:
                 continue
             dst, is_cached = self._take_target(current, src)
             if dst is None:
-                current.sources.clear()
                 break
             builder.copy(src, dst)
             if is_cached:

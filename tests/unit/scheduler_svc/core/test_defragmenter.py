@@ -131,6 +131,25 @@ def test_what_starts_meanwhile_and_shares_a_block_keeps_it_where_it_is():
     assert renamed(plan) == {}
 
 
+def test_a_block_that_another_sequence_has_found_meanwhile_is_not_moved_for_the_first():
+    core = make_core(num_blocks=12, defragment_interval_s=0.0, max_defragment_moves=1)
+    for key in range(3):
+        prompt = [10 * key + i for i in range(5)]
+        submit(core, key, prompt, max_tokens=12, reads_prefix_cache=key < 2)
+    answer(core, schedule(core), 0, 1, 2)
+    core.cancel(ROUTER, [0, 1])
+    core.defragment()
+    plan = schedule(core)
+    assert renamed(plan) == {5: 1}, "and block 4 would be next"
+    (seq,) = core.live
+    core.preemption.preempt(seq)
+    answer(core, plan)
+    submit(core, 3, [20 + i for i in range(5)], max_tokens=12)
+    plan = schedule(core)
+    assert [blocks for _, _, blocks in new(plan)] == [[1, 3], [4, 5]]
+    assert renamed(plan) == {}
+
+
 def test_free_places_are_taken_before_cached_ones():
     core = make_scattered(enable_prefix_caching=True)
     assert core.load().num_cached_blocks == 2, "the full first block of each that ended"

@@ -61,6 +61,7 @@ def test_an_idle_pool_is_shrunk_at_once():
     assert not core.resizing.is_shrunk, "that needs a look between two steps"
     assert core.schedule(0.0) is None
     assert core.resizing.is_shrunk
+    assert core.defragmenter.take_reports() == (), "nobody asked for a measurement"
     check(core)
     core.resize(5)
     check(core)
@@ -278,6 +279,22 @@ def test_blocks_that_are_gone_are_not_moved_any_more():
     check(core)
     assert copied(schedule(core)) == []
     assert [report.num_moved_blocks for report in core.defragmenter.take_reports()] == [2]
+
+
+def test_a_pass_that_has_begun_ends_with_a_report_though_the_pool_shrinks():
+    core = core_of(max_defragment_moves=1)
+    answer(core, run_three(core, max_tokens=12), 0, 1, 2)
+    core.cancel(ROUTER, [0, 1])
+    core.defragment()
+    plan = schedule(core)
+    assert copied(plan) == [(5, 1)]
+    core.shrink(5)
+    for _ in range(4):
+        following = schedule(core)
+        answer(core, plan, 2)
+        plan = following
+    assert core.resizing.is_shrunk
+    assert len(core.defragmenter.take_reports()) == 1
 
 
 def test_pins_are_given_up_beyond_their_share_of_what_is_left():
