@@ -104,8 +104,6 @@ class TokenBudget:
         if self._max_chunk is not None:
             room = min(room, self._max_chunk - num_in_step)
         granted = min(num_left, room)
-        if self._takes_whole_prompts and granted < num_left:
-            return 0
         self.num_tokens -= granted
         paid = granted if is_prompt else 0
         self.num_prompt_tokens = min(self.num_prompt_tokens - paid, self.num_tokens)
@@ -119,8 +117,10 @@ class TokenBudget:
         return self.num_prompt_tokens
 
     def has_room(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether this step can begin a prompt that has `num_tokens` left to compute."""
-        return self.prompt_room(seq) >= (num_tokens if self._takes_whole_prompts else 1)
+        """Whether this step can begin a sequence that has `num_tokens` left to compute."""
+        if self._takes_whole_prompts:
+            return self.prompt_room(seq) >= num_tokens
+        return num_tokens == 1 or self.prompt_room(seq) > 0
 
     def is_long(self, num_tokens: int) -> bool:
         """Whether a sequence with `num_tokens` known tokens left to compute counts as long."""

@@ -83,7 +83,7 @@ class Preemption:
         Returns:
             Whether enough blocks are available; if not, results of steps in flight must free them.
         """
-        while self._pressure.max_running is not None and self.has_too_many:
+        while self.has_too_many:
             self.num_for_memory += 1
             self.preempt(self._last(), can_swap=self._can_swap_for_memory)
         if not self._is_plain:
@@ -110,7 +110,7 @@ class Preemption:
         most = self._pressure.max_running
         if most is None or len(self._running) + self._beams.num_spares <= most:
             return False
-        return bool(self._running) and not self._running.is_alone
+        return not self._running.is_alone
 
     def num_blocks_due(self, step: StepId) -> int:
         """Return how many new blocks the running sequences need at `step`."""
@@ -145,7 +145,7 @@ class Preemption:
 
     def _preempt_one(self, seq: Sequence, *, can_swap: bool, must_swap: bool) -> None:
         assert seq.row is not None
-        seq.token_ids = self._rows.tokens(seq.row).copy()
+        token_ids = self._rows.tokens(seq.row).copy()
         num_computed = self._running.num_computed_tokens(seq)
         table = seq.block_ids
         if seq.copy_from:  # the copy has not been made yet
@@ -154,6 +154,7 @@ class Preemption:
         is_loading = bool(seq.loading_block_ids)
         num_swapped_out = 0
         self._running.stop(seq)
+        seq.token_ids = token_ids
         num_kept = num_computed
         if self._groups.has_states:
             # Steps in flight advance a recurrent state beyond the known tokens.

@@ -245,7 +245,16 @@ class Publisher:
         num_full, num_groups = num_computed_tokens // self._block_size, self._groups.num
         if len(seq.block_hashes) < num_full:  # there is no prefix cache, or its KV is wrong
             return
-        places = [p for p in self._groups.kept(num_computed_tokens) if p < num_full * num_groups]
+        # Blocks of the tokens with which it started were published when they were computed. They
+        # are not published again, because another sequence may have found them to be wrong.
+        first = len(seq.token_ids) // self._block_size
+        kept = self._groups.kept(num_computed_tokens)
+        places = [
+            place
+            for place in kept
+            if first <= place // num_groups < num_full
+            and place % num_groups not in self._groups.published
+        ]
         names = self._groups.names(seq.block_hashes, places)
         self._pool.publish([seq.block_ids[place] for place in places], names)
 

@@ -362,7 +362,7 @@ class RunningSet:
         del self._seqs[seq.seq_id]
         if seq.status is SeqStatus.DECODE:
             self.publisher.publish(seq, self._rows.num_tokens(seq.row) - 1)
-            if not self._groups.is_plain and seq.group is None:
+            if not self._groups.is_plain:
                 self.publisher.publish_windows(seq, self._rows.num_tokens(seq.row) - 1)
             self._decodes.stop(seq)
         else:
@@ -469,10 +469,12 @@ class RunningSet:
         placements: list[int] = []
         for seq in self._prefilling:
             places = self._missing(seq)
+            # Until it is announced, a sequence has the blocks that it took when it started
+            assert seq.row is not None
+            assert seq.announced or not places
             for place, block in zip(places, self._pool.allocate(len(places)), strict=True):
                 seq.block_ids[place] = block
-                if seq.announced and seq.row is not None:
-                    placements += (seq.row, place, block)
+                placements += (seq.row, place, block)
         builder.placements = placements
 
     def _wait_for(self, seq: Sequence, blocks: tuple[DeviceBlockId, ...]) -> None:

@@ -222,7 +222,7 @@ class Scheduler:
                 self.fetching.enqueue(seq)  # queues the sequence, perhaps after loads from the disk
         keys = range(request.first_seq_key, request.first_seq_key + request.n)
         for seq in self.live.find(request.source, keys):
-            if seq in self.queue and seq.status is SeqStatus.WAITING:
+            if seq.status is SeqStatus.WAITING:
                 self.queue.discount_cached(seq, self.lookup.find(seq).num_tokens)
 
     @core_input
@@ -481,7 +481,7 @@ class Scheduler:
         if self.preemption.num_preemptions == num_preemptions:
             self._admit(builder)
         for seq in budget.long_prefills:  # long prefills get the tokens that are left
-            if budget.num_tokens and seq.status is SeqStatus.PREFILL:
+            if budget.num_tokens:
                 self._compute(seq, builder)
         self.running.evict_ahead(step)
         if now >= self.defragmenter.due:  # last, because a step swaps out before it copies blocks
@@ -558,8 +558,8 @@ class Scheduler:
                     num_lacking += self._reserve
                     if not self.pins.go_down or num_lacking > len(self.pins):
                         return  # wait until running sequences free blocks
-                if num_lacking <= 0 or not self._has_rows(num_rows):
-                    return  # rows are short, not blocks, and pins hold no rows
+                if not self._has_rows(num_rows):
+                    return  # pins hold no rows
                 if not self.pins.give_up(num_lacking):
                     return
                 continue
@@ -641,18 +641,17 @@ class Scheduler:
         error: str | None = None,
     ) -> list[Finished]:
         """End a sequence in any state; if it is a beam, end its whole search."""
-        leader = seq if seq.group is None else seq.group.leader
-        if leader.status in QUEUED:
-            self.queue.remove(leader)
-        elif leader.status is SeqStatus.FETCHING:
-            self.fetching.stop(leader)
+        if seq.status in QUEUED:
+            self.queue.remove(seq)
+        elif seq.status is SeqStatus.FETCHING:
+            self.fetching.stop(seq)
         elif seq.group is not None:
             self.beams.stop(seq.group)
         elif seq.status in RUNNING:
             self.running.stop(seq)
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.pins.on_completed(seq)
-        self.host_room.release(leader)
+        self.host_room.release(seq)
         for output in seq.outputs:
             if (next_leader := self.live.remove(output)) is not None:
                 self.queue.push(next_leader)

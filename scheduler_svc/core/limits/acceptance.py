@@ -116,7 +116,7 @@ def check_deadline(
         return
     left_s = request.deadline - now
     if left_s <= 0:
-        raise DeadlineError(f"the deadline passed {-left_s:.3f} s ago")
+        raise DeadlineError(f"the deadline passed {now - request.deadline:.3f} s ago")
     num_tokens = len(request.prompt_token_ids)
     num_steps = max(1, -(-request.min_tokens // (config.num_draft_tokens + 1)))
     if _can_do(rates, num_tokens, num_steps, left_s):

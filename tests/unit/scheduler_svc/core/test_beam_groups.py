@@ -154,6 +154,16 @@ def test_at_a_border_each_beam_gets_a_block_and_nothing_is_copied():
     assert copies(second) == []
 
 
+def test_beams_give_back_what_lies_behind_their_window():
+    core = make_core(kv_windows=(8,), num_blocks=40)
+    search(core, 0, range(8), max_tokens=30)
+    report(core, schedule(core), r0=LIKELY)
+    for _ in range(20):
+        plan = schedule(core)
+        report(core, plan, **{f"r{row}": {5: -1.0, 6: -9.0} for row in chunks(plan)})
+    assert [len(core.groups.held(beam.block_ids)) for beam in core.running] == [2, 2]
+
+
 def test_all_outputs_come_at_the_end_best_first():
     core = make_core()
     search(core, 5, [1, 2], max_tokens=2, n=2)
@@ -479,6 +489,26 @@ def test_a_search_that_could_never_go_on_is_refused(overrides, problem):
         search(core, 0, [1, 2, 3, 4, 5], width=4, max_tokens=8)
     # One block of prompt is shared; positions 4 to 11 are in two more, for each beam.
     search(make_core(num_blocks=9), 0, [1, 2, 3, 4, 5], width=4, max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "kv_windows", "num_blocks"),
+    [
+        (1, (None,), 2),  # all beams end with the first token
+        (2, (None,), 1 + 4),  # a block of prompt is shared
+        (4, (None,), 1 + 4),  # the eighth token is the last that is computed
+        (5, (None,), 1 + 4 * 2),
+        (8, (None, None), 1 + 4 * 2 * 4),  # a null block; with groups nothing is shared
+    ],
+)
+def test_a_search_is_taken_with_as_many_blocks_as_it_may_need(max_tokens, kv_windows, num_blocks):
+    def take(num_blocks):
+        core = make_core(num_blocks, kv_windows=kv_windows)
+        search(core, 0, [1, 2, 3, 4, 5], width=4, max_tokens=max_tokens)
+
+    take(num_blocks)
+    with pytest.raises(RequestTooLongError):
+        take(num_blocks - 1)
 
 
 def test_eight_outputs_of_a_long_prompt_take_hardly_more_than_one():

@@ -39,3 +39,13 @@ def test_blocks_are_named_once_and_with_their_tokens_and_stand_in_the_table():
         (3, 4, [7, 7, 7, 7]),
     ]
     assert [*watch.tables[CacheTier.DEVICE].values()] == [0, 1, 2, 3]
+
+
+def test_a_watcher_sees_the_blocks_of_each_tier():
+    core, watch = make_core(num_host_blocks=4, num_disk_blocks=4), Watch()
+    core.watch_cache(watch)
+    pools = core.pool, core.tier.pool, core.tier.disk.pool
+    for pool, tier in zip(pools, CacheTier, strict=True):
+        blocks = pool.allocate(1)
+        pool.publish(blocks, [bytes(32)])
+        assert watch.tables[tier] == {bytes(32): blocks[0]}

@@ -59,6 +59,7 @@ RATES = WorkerRates(prefill_tokens_per_s=1000.0, step_s=0.02)
         (100, 10, 0.31, None),
         (100, 10, 0.29, r"deadline is in 0.290 s .* 10 steps .* take 0.300 s"),
         (1, 0, -0.25, "passed 0.250 s ago"),
+        (1, 0, 0.0, "passed 0.000 s ago"),
     ],
 )
 def test_a_deadline_that_cannot_be_met_is_refused(num_tokens, min_tokens, left_s, problem):
@@ -73,10 +74,19 @@ def test_a_deadline_that_cannot_be_met_is_refused(num_tokens, min_tokens, left_s
             core.check_deadline(item, 50.0, RATES)
 
 
+def test_a_deadline_that_can_just_be_met_is_accepted():
+    rates = WorkerRates(prefill_tokens_per_s=64.0, step_s=0.25)
+    make_core().check_deadline(request(1, num_tokens=32, deadline=0.75), 0.0, rates)
+
+
 def test_nothing_is_refused_for_rates_that_are_not_known():
     item = request(1, num_tokens=100, deadline=0.001)
     for rates in (WorkerRates(), WorkerRates(step_s=1.0), WorkerRates(prefill_tokens_per_s=1.0)):
         make_core().check_deadline(item, 0.0, rates)
+
+
+def test_a_request_without_a_deadline_may_take_any_time():
+    make_core().check_deadline(request(1, num_tokens=100, max_tokens=20), 0.0, RATES)
 
 
 def test_cached_tokens_are_not_counted_for_a_deadline_that_is_met_without_any():

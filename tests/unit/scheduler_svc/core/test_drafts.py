@@ -1,7 +1,7 @@
 """A worker that drafts: only the result of a step tells how many tokens it yielded."""
 
 import pytest
-from core_driver import ROUTER, answer, chunks, grown, make_core, new, schedule, submit
+from core_driver import ROUTER, answer, chunks, grown, make_core, new, outs, schedule, submit
 
 from scheduler_svc.core.interface.errors import DeadlineError
 from scheduler_svc.core.interface.request import FinishReason
@@ -89,6 +89,41 @@ def test_one_token_needs_no_decode():
     assert finished.reason is FinishReason.LENGTH
 
 
+def test_one_token_that_is_cancelled_does_not_come():
+    core = make_core(num_draft_tokens=K)
+    submit(core, 1, PROMPT, max_tokens=1)
+    plan = schedule(core)
+    core.cancel(0, [1])
+    assert not answer(core, plan, 0).finished
+
+
+def test_a_block_is_evicted_when_the_next_two_steps_may_need_it():
+    core = make_core(4, block_size=8, num_host_blocks=4, num_draft_tokens=1)
+    submit(core, 0, [1] * 25, max_tokens=1)
+    answer(core, schedule(core), 0)
+    submit(core, 1, [2] * 2, max_tokens=10)
+    num_demoted = []
+    for _ in range(4):
+        answer(core, schedule(core), 0)
+        num_demoted.append(core.load().num_demoted_blocks)
+    assert num_demoted == [0, 0, 1, 1]  # 4 known, two steps of 2, and a guess
+
+
+def test_full_blocks_can_be_found_while_their_sequence_decodes():
+    core, second = started(max_tokens=20)
+    answer(core, second, 0, 0, 0)
+    answer(core, schedule(core), 0)
+    schedule(core)
+    submit(core, 2, [*PROMPT, 7, 7, 7, 7, 7])
+    assert [num_computed for _, num_computed, _ in new(schedule(core))] == [8]
+
+
+@pytest.mark.parametrize(("max_tokens", "growth"), [(8, {}), (9, {0: 3})])
+def test_only_the_last_token_needs_no_slot(max_tokens, growth):
+    core, _ = started(max_tokens=max_tokens)  # 12 slots
+    assert grown(schedule(core)) == growth
+
+
 def test_a_stop_token_may_be_the_last_of_several():
     core, second = started()
     (finished,) = answer(core, second, 0, 0, stopped=[0]).finished
@@ -118,6 +153,28 @@ def test_a_sequence_that_fills_the_pool_has_room_to_its_end():
     assert core.load().num_running == 0
 
 
+def test_a_block_is_evicted_before_it_is_needed_while_it_can_be_demoted():
+    core = make_core(4, num_host_blocks=4, num_draft_tokens=1)
+    submit(core, 0, [1] * 13, max_tokens=1)
+    answer(core, schedule(core), 0)
+    submit(core, 1, [2], max_tokens=6)
+    moves = []
+    for _ in range(4):
+        plan = schedule(core)
+        moves.append((outs(plan), grown(plan)))
+        answer(core, plan, 0)
+    assert moves == [({2: 0}, {}), ({}, {}), ({}, {}), ({}, {0: 2})]
+
+
+def test_tables_of_several_groups_grow_as_one_does():
+    core = make_core(40, num_draft_tokens=K, kv_windows=(None, 8))
+    submit(core, 1, PROMPT, max_tokens=20)
+    plan = schedule(core)
+    while not answer(core, plan, 0).finished:
+        plan = schedule(core)
+    assert core.load().num_preemptions == 0
+
+
 def test_guesses_are_shorter_than_a_block():
     with pytest.raises(ValueError, match="num_draft_tokens is 4; it must be at least 0 and less"):
         make_core(block_size=4, num_draft_tokens=4)
@@ -134,3 +191,23 @@ def test_a_deadline_can_be_met_in_as_few_steps_as_guesses_may_need():
     with pytest.raises(DeadlineError, match="8 steps"):
         cores[0].check_deadline(requests[0], 0.0, rates)
     cores[1].check_deadline(requests[1], 0.0, rates)
+
+
+def test_no_block_comes_while_known_tokens_and_guesses_fit():
+    core = make_core(num_draft_tokens=K)
+    submit(core, 1, PROMPT, max_tokens=10)
+    answer(core, schedule(core), 0)
+    plan = schedule(core)
+    assert grown(plan) == {0: 2}
+    answer(core, plan, 0, 0, 0)
+    assert grown(schedule(core)) == {}  # 9 + 3
+
+
+def test_no_block_comes_while_what_a_step_in_flight_may_bring_fits():
+    core, second = started(max_tokens=20)
+    third = schedule(core)
+    answer(core, second, 0, 0, 0)
+    assert grown(third) == {0: 3}
+    assert grown(schedule(core)) == {}  # 9 + 4 + 3
+    answer(core, third, 0)
+    assert grown(schedule(core)) == {0: 4}  # 10 + 4 + 3

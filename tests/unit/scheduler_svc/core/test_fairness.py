@@ -50,6 +50,14 @@ def test_a_tenant_that_comes_back_has_no_credit():
     assert policy.num_served("busy") == 1500, "as the last that left"
 
 
+def test_a_new_tenant_has_no_debt_for_one_that_no_longer_waits():
+    core = make_core("fair")
+    core.submit(request(0, tenant="a", num_tokens=30), 0.0)
+    Worker(core).run()
+    core.submit(request(1, tenant="b"), 1.0)
+    assert (core.policy.num_served("a"), core.policy.num_served("b")) == (32, 0)
+
+
 def test_accounts_go_on_in_another_core():
     policy = TenantFair(weight_in=1, weight_out=1)
     served = {"steady": 1000, "burst": 1500, "gone": 10}

@@ -17,6 +17,7 @@ from core_driver import (
 from contract.hashing import root_hash
 from scheduler_svc.core.interface.config import PreemptionMode
 from scheduler_svc.core.interface.errors import BrokenInvariantError
+from scheduler_svc.core.interface.events import Preempted
 from scheduler_svc.core.invariants import check
 
 
@@ -84,6 +85,42 @@ def test_what_the_device_still_has_of_a_swapped_sequence_is_not_swapped_in():
     assert (num_computed, blocks[0]) == (4, 1)
     assert not ins(plan)
     assert core.load().num_recomputed_tokens == 0
+
+
+def test_kv_of_a_swapped_sequence_can_be_found_on_the_host():
+    core, plan = make_preempted()
+    assert outs(plan) == {1: 0}
+    core.cancel(ROUTER, [1])
+    assert core.load().num_cached_host_blocks == 1
+
+
+def test_a_swapped_sequence_resumes_in_a_step_without_room_for_prompts():
+    core = make_core(
+        num_host_blocks=4, preemption_mode=PreemptionMode.SWAP, enable_prefix_caching=False
+    )
+    for key in range(2):
+        submit(core, key, [key] * 3)
+    answer(core, schedule(core), 0, 1)
+    core.preemption.preempt(max(core.running, key=core.queue.sort_key))
+    submit(core, 2, [2] * 3)
+    for _ in range(4):
+        plan = core.schedule(0.0, max_paced_tokens=0)
+        answer(core, plan, 0, *chunks(plan))
+    assert [seq.seq_key for seq in core.running] == [0, 1]
+    assert core.rows.num_tokens(1) > 4
+
+
+def test_a_preempted_sequence_has_computed_nothing_while_cached_blocks_are_swapped_in():
+    core = make_core(num_blocks=8, num_host_blocks=8)
+    run_alone(core, 0, [1] * 9)
+    run_alone(core, 1, [2] * 30)
+    submit(core, 2, [1] * 9, traceparent="t")
+    while not ins(plan := schedule(core)):
+        answer(core, plan)
+    (seq,) = core.running
+    core.preemption.preempt(seq)
+    answer(core, plan)
+    assert schedule(core).trace_events[0] == Preempted(ROUTER, 2, 0, 0)
 
 
 def test_recompute_gives_the_host_nothing_however_fast_it_is():
@@ -372,25 +409,31 @@ def test_what_comes_of_a_prompt_that_breaks_the_model_is_forgotten_by_the_host_t
     assert new(plan)[0][1] == 0
 
 
-def test_while_swap_ins_wait_no_admission_evicts_blocks():
+@pytest.mark.parametrize(("num_tokens", "starts"), [(4, True), (5, False)])
+def test_while_swap_ins_wait_no_admission_evicts_blocks(num_tokens, starts):
     core = make_core(num_blocks=12, num_host_blocks=8, max_swap_blocks=2)
     for key, length in enumerate((16, 16, 16, 8, 8)):
         run_alone(core, key, [key] * length)
+    submit(core, 9, [8])
+    answer(core, schedule(core), 0)
     submit(core, 10, [0] * 17)
     while not ins(plan := schedule(core)):
-        answer(core, plan)
-    submit(core, 11, [9] * 8)
+        answer(core, plan, 0)
+    core.cancel(ROUTER, [9])
+    submit(core, 11, [9] * num_tokens)
     answer(core, plan)
+    assert core.load().num_free_blocks == 1
     plan = schedule(core)
-    assert (len(ins(plan)), new(plan)) == (2, [])
+    assert (len(ins(plan)), len(new(plan))) == (2, starts)
     answer(core, plan)
-    assert len(new(schedule(core))) == 2
+    assert len(new(schedule(core))) == 2 - starts
 
 
-def test_a_block_for_growth_is_evicted_two_steps_before_while_it_can_be_demoted():
-    core = make_core(num_blocks=4, num_host_blocks=4)
-    run_alone(core, 0, [1] * 13, max_tokens=1)
-    submit(core, 1, [2] * 2, max_tokens=4)
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_a_block_for_growth_is_evicted_two_steps_before_while_it_can_be_demoted(block_size):
+    core = make_core(num_blocks=4, num_host_blocks=4, block_size=block_size)
+    run_alone(core, 0, [1] * (3 * block_size + 1), max_tokens=1)
+    submit(core, 1, [2] * (block_size - 2), max_tokens=4)
     moves = []
     for _ in range(4):
         plan = schedule(core)

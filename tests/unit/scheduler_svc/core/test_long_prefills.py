@@ -1,5 +1,7 @@
 """Examples of long prompts: their share of a step, and short prompts that they do not delay."""
 
+from dataclasses import replace
+
 from policy_driver import Worker, make_core, request
 
 from scheduler_svc.core.pacing import PromptQueue
@@ -171,6 +173,27 @@ def test_a_prompt_is_long_by_what_keeps_the_device_busy():
     for key, num_tokens in enumerate([8, 9]):
         core.submit(request(key, num_tokens=num_tokens), 0.0)
     assert read_prompts(core) == PromptQueue(0, num_tokens=17, num_short_tokens=8, num_short=1)
+
+
+def test_an_output_that_forks_takes_nothing_from_prompts():
+    core = make_core(max_num_seqs=4, max_num_batched_tokens=16)
+    core.submit(replace(request(0, num_tokens=4, max_tokens=40), n=2), 0.0)
+    worker = Worker(core)
+    worker.step()
+    core.submit(request(9, num_tokens=6), 1.0)
+    worker.max_paced_tokens = 4
+    worker.step()
+    assert worker.chunks[1] == {1: 1, 2: 4}
+
+
+def test_a_prompt_of_two_tokens_may_be_long():
+    core = make_core(long_prefill_threshold=1)
+    core.submit(request(0, num_tokens=3), 0.0)
+    assert read_prompts(core) == PromptQueue(0, num_tokens=3, num_short_tokens=0, num_short=0)
+    worker = Worker(core)
+    worker.max_prompt_tokens = 1
+    worker.step()
+    assert read_prompts(core) == PromptQueue(0, num_tokens=2, num_short_tokens=0, num_short=0)
 
 
 def test_without_decodes_nothing_is_paced():

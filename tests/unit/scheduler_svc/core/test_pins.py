@@ -178,6 +178,15 @@ def test_pins_go_when_nobody_else_can_be_preempted():
     assert (load.num_preemptions, load.num_pinned_blocks) == (0, 0)
 
 
+def test_no_more_pins_are_given_up_than_a_decode_needs():
+    core = make_core(num_blocks=4, max_pinned_share=0.5)
+    run(core, 0, A, cache_pin_s=10.0)
+    submit(core, 1, range(20, 28), max_tokens=3)
+    answer(core, schedule(core), 0)
+    schedule(core)
+    assert (core.load().num_running, core.load().num_pinned_blocks) == (1, 1)
+
+
 def test_others_are_preempted_rather_than_pins_given_up():
     core = make_core(num_blocks=4, max_pinned_share=0.5)
     run(core, 0, A, cache_pin_s=100.0)
@@ -421,6 +430,28 @@ def test_with_a_host_pins_go_down_before_a_sequence_waits(num_host_blocks):
     load = core.load()
     assert (load.num_running, load.num_waiting, load.num_pinned_blocks) == (2, 0, 3)
     assert num_found(core, A) == 8
+
+
+def test_all_pins_go_down_for_a_sequence_that_needs_all_their_blocks():
+    core = make_core(num_blocks=8, num_host_blocks=8, max_pinned_share=0.5)
+    run(core, 0, A, cache_pin_s=100.0)
+    run(core, 1, B, cache_pin_s=50.0)
+    submit(core, 2, range(60, 67), max_tokens=4)
+    answer(core, schedule(core), 0)
+    submit(core, 3, range(70, 93), max_tokens=4)  # of six blocks, two are free
+    schedule(core)
+    assert (core.load().num_running, core.load().num_pinned_blocks) == (2, 0)
+
+
+def test_a_pin_of_a_block_that_a_sequence_holds_makes_no_room():
+    core = make_core(num_blocks=8, num_host_blocks=8, max_pinned_share=0.5)
+    run(core, 0, A, cache_pin_s=100.0)
+    run(core, 1, B, cache_pin_s=50.0)
+    submit(core, 2, [*B, 9], max_tokens=3)  # holds the pins that end first
+    answer(core, schedule(core), 0)
+    submit(core, 3, range(60, 76), max_tokens=1)  # of four blocks, three are free
+    schedule(core)
+    assert (core.load().num_running, core.load().num_pinned_blocks) == (2, 1)
 
 
 def test_without_a_host_a_sequence_waits_rather_than_pins_given_up():

@@ -1,6 +1,7 @@
 """Examples of policies: the order of admission, and the preempted sequence."""
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -120,13 +121,40 @@ def test_prompts_of_the_lowest_priority_hardly_delay_others():
     worker.step()
     core.submit(request(1, num_tokens=40, priority=-100), 1.0)
     core.submit(request(2, num_tokens=10), 2.0)
+    core.submit(request(3, num_tokens=40, priority=-100), 3.0)
     worker.chunks.clear()
     for _ in range(3):
         worker.step()
     assert [sum(chunk.values()) for chunk in worker.chunks] == [10 + 4, 4, 4]  # an eighth of 32
+    assert worker.admitted == [0, 2, 1], "together; 3 would hold blocks without computing"
     core.cancel(ROUTER, [0])
     worker.run()  # alone, it gets the whole of each step
     assert set(worker.ends.values()) == {FinishReason.LENGTH}
+
+
+def test_prompts_of_the_lowest_priority_get_all_that_delays_nobody():
+    core = make_core(max_num_seqs=4, max_num_batched_tokens=33)
+    core.submit(request(0, num_tokens=40, max_tokens=9, priority=-100), 0.0)
+    core.submit(request(1, num_tokens=4), 1.0)
+    worker = Worker(core)
+    worker.step()
+    assert worker.chunks == [{0: 4, 1: 29}], "nothing decodes"
+    worker.step()
+    core.submit(request(2, num_tokens=40, priority=-100), 2.0)
+    worker.step()
+    assert worker.chunks[-1] == {0: 32}, "only a batch decodes"
+
+
+def test_an_output_of_the_lowest_priority_that_forks_is_no_prompt():
+    core = make_core(max_num_seqs=4, max_num_batched_tokens=17, max_prefill_chunk=4)
+    core.submit(request(0, max_tokens=9), 0.0)
+    core.submit(request(1, num_tokens=40, priority=-100), 1.0)
+    core.submit(replace(request(2, num_tokens=2, priority=-100, max_tokens=9), n=2), 2.0)
+    worker = Worker(core)
+    worker.step()
+    assert worker.chunks == [{0: 4, 1: 4, 2: 2}]
+    worker.step()
+    assert worker.chunks[-1] == {1: 2, 3: 1}, "the batch has an eighth of the step"
 
 
 @pytest.mark.parametrize(

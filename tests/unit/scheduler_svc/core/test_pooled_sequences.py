@@ -33,14 +33,14 @@ def test_whole_prompts_wait_for_a_step_with_room():
     core = make_core(
         num_blocks=64, takes_whole_prompts=True, max_num_batched_tokens=64, max_prefill_chunk=8
     )
-    for key, length in enumerate((40, 30, 20, 63)):
+    for key, length in enumerate((40, 20, 10, 34, 63)):
         submit(core, key, [key + 1] * length, max_tokens=1, pools=True)
     plan = schedule(core)
-    assert chunks(plan) == {0: 40}, "the next one does not fit, and is not overtaken"
+    assert chunks(plan) == {0: 40, 1: 20}, "the next one does not fit, and is not overtaken"
     second = schedule(core)
-    assert chunks(second) == {1: 30, 2: 20}
-    answer(core, plan, 0)
-    answer(core, second, 1, 2)
+    assert chunks(second) == {2: 10, 3: 34}
+    answer(core, plan, 0, 1)
+    answer(core, second, 2, 3)
     assert list(chunks(schedule(core)).values()) == [63]
 
 
@@ -49,3 +49,11 @@ def test_short_memory_stops_no_whole_prompt():
     core.set_memory_level(MemoryLevel.CRITICAL)
     submit(core, 0, [1] * 60, max_tokens=1, pools=True)
     assert chunks(schedule(core)) == {0: 60}
+
+
+def test_a_step_has_time_for_the_longest_whole_prompt():
+    core = make_core(num_blocks=64, takes_whole_prompts=True, max_num_batched_tokens=128)
+    for key, length in enumerate((60, 3, 1)):
+        submit(core, key, [key + 1] * length, max_tokens=1, pools=True)
+    plan = core.schedule(0.0, None, 5)
+    assert chunks(plan) == {0: 60, 1: 3}, "a prompt has at most 63 tokens"

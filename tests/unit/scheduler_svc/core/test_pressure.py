@@ -130,6 +130,23 @@ def test_when_critical_the_last_half_is_preempted_and_halved_again_while_it_last
     assert num_running(core) == 8
 
 
+def test_when_critical_half_of_those_that_still_run_go_on():
+    core = make_core()
+    run_some(core, 8)
+    core.set_memory_level(WARNING)
+    core.cancel(ROUTER, [0, 1, 2, 3])
+    core.set_memory_level(CRITICAL)
+    step(core)
+    assert [seq.seq_key for seq in core.running] == [4, 5]
+
+
+def test_the_smallest_budget_lets_a_prompt_go_on_when_critical():
+    core = make_core(max_num_batched_tokens=3, max_num_seqs=3)
+    core.set_memory_level(CRITICAL)
+    submit(core, 0, range(5))
+    assert sum(chunks(schedule(core)).values()) == 1
+
+
 def test_a_level_that_comes_back_does_not_halve_sooner():
     core = make_core()
     run_some(core, 8)
@@ -182,6 +199,26 @@ def test_a_search_runs_whole_or_not_at_all():
     submit(core, 10, [2] * 6)
     assert core.schedule(0.0) is None, "the search waits for its result, and no sequence starts"
     assert core.load().num_waiting == 1
+
+
+def test_a_search_counts_as_many_sequences_as_it_has_beams():
+    core = make_core(num_blocks=32)
+    run_some(core, 1)
+    submit(core, 10, [1] * 6, beam=BeamParams(width=4, end_token_ids=()))
+    schedule(core)
+    core.set_memory_level(CRITICAL)
+    assert schedule(core).released_rows.tolist() == [1], "five rows are more than two"
+    assert core.load().num_memory_preemptions == 1
+
+
+def test_of_two_searches_one_is_preempted():
+    core = make_core(num_blocks=32)
+    for key in (0, 10):
+        submit(core, key, [key] * 3, beam=BeamParams(width=2, end_token_ids=()))
+    schedule(core)
+    core.set_memory_level(CRITICAL)
+    schedule(core)
+    assert num_running(core) == 1
 
 
 def test_a_repeated_level_changes_no_bound():

@@ -16,8 +16,10 @@ from scheduler_svc.core.interface.errors import (
     RequestTooLongError,
     TooManySequencesError,
 )
+from scheduler_svc.core.interface.events import Preempted, Started
 from scheduler_svc.core.interface.request import FinishReason, OutputSoFar
 from scheduler_svc.core.invariants import check
+from scheduler_svc.core.sequence import SeqStatus
 
 
 def test_a_prompt_is_computed_then_decodes_until_its_length():
@@ -55,6 +57,19 @@ def test_a_table_grows_in_the_step_that_crosses_the_border():
     assert growth == [{}, {0: 1}, {}, {}, {}, {0: 2}]
 
 
+def test_a_table_does_not_grow_for_a_step_after_the_last():
+    core = make_core()
+    submit(core, 0, [1, 2, 3], max_tokens=6)  # its last token, at position 8, is not computed
+    submit(core, 1, [4], max_tokens=20)
+    plans = [schedule(core)]
+    growth = []
+    for _ in range(6):
+        plans.append(schedule(core))
+        growth += grown(plans[-1])
+        answer(core, plans[-2], 0, 1)
+    assert growth == [0, 1]
+
+
 def test_a_long_prompt_is_computed_in_chunks_and_others_decode_meanwhile():
     core = make_core(max_num_batched_tokens=8)
     submit(core, 0, [1, 2])
@@ -74,6 +89,16 @@ def test_what_is_left_of_a_half_computed_prompt_counts_as_queued():
     assert core.num_queued_tokens == 6 + 5
 
 
+def test_what_is_cached_of_a_prompt_does_not_count_as_queued():
+    core = make_core()
+    submit(core, 0, range(9), max_tokens=1)
+    answer(core, schedule(core), 0)
+    submit(core, 1, [*range(8), 1, 2], max_tokens=1)
+    assert core.num_queued_tokens == 2
+    schedule(core)
+    assert core.num_queued_tokens == 0
+
+
 def test_equal_prompts_that_arrive_together_are_computed_once():
     core = make_core()
     submit(core, 0, [1, 2, 3, 4, 5, 6, 7, 8, 9])
@@ -90,6 +115,24 @@ def test_the_whole_prompt_found_still_computes_its_last_block():
     assert new(schedule(core)) == [(0, 0, [0, 1]), (1, 4, [0, 2])]
 
 
+def test_the_load_tells_how_much_was_looked_up_and_found():
+    core = make_core()
+    submit(core, 0, range(9), max_tokens=1)
+    answer(core, schedule(core), 0)
+    submit(core, 1, range(10), max_tokens=1)
+    schedule(core)
+    assert (core.load().prefix_cache_queries, core.load().prefix_cache_hits) == (19, 8)
+
+
+def test_a_row_has_an_owner_until_its_sequence_ends():
+    core = make_core()
+    submit(core, 5, [1, 2], max_tokens=1)
+    plan = schedule(core)
+    assert core.owner(0) == (ROUTER, 5)
+    answer(core, plan, 0)
+    assert core.owner(0) is None
+
+
 def test_another_salt_finds_nothing():
     core = make_core()
     submit(core, 0, [1, 2, 3, 4, 5])
@@ -97,9 +140,11 @@ def test_another_salt_finds_nothing():
     assert new(schedule(core)) == [(0, 0, [0, 1]), (1, 0, [2, 3])]
 
 
-def test_generated_tokens_are_found_by_the_next_turn():
-    core = make_core()
-    submit(core, 0, [1, 2, 3], max_tokens=6)
+@pytest.mark.parametrize("kv_windows", [(None,), (None, 8)])
+@pytest.mark.parametrize(("max_tokens", "num_found"), [(5, 4), (6, 8)])
+def test_generated_tokens_are_found_by_the_next_turn(kv_windows, max_tokens, num_found):
+    core = make_core(kv_windows=kv_windows)
+    submit(core, 0, [1, 2, 3], max_tokens=max_tokens)
     plans = [schedule(core)]
     while (plan := core.schedule(0.0)) is not None:
         plans.append(plan)
@@ -107,7 +152,7 @@ def test_generated_tokens_are_found_by_the_next_turn():
     answer(core, plans[-1], 0)
     submit(core, 1, [1, 2, 3, 7, 7, 7, 7, 7, 7, 2])
     (_, num_computed, _) = new(schedule(core))[0]
-    assert num_computed == 8
+    assert num_computed == num_found
 
 
 def test_eviction_takes_the_oldest_sequence_first_and_its_tail_before_its_head():
@@ -165,6 +210,21 @@ def test_the_last_to_come_is_preempted_and_resumes_with_its_tokens():
     assert [f.seq_key for f in events.finished] == [0]
 
 
+@pytest.mark.parametrize("kv_windows", [(None,), (None, 8)])
+def test_blocks_that_a_preempted_sequence_computes_again_can_be_found(kv_windows):
+    core = make_core(kv_windows=kv_windows)
+    submit(core, 0, range(9))
+    answer(core, schedule(core), 0)
+    (seq,) = core.running
+    core.preemption.preempt(seq)
+    core.pool.forget(list(core.pool.books.cached))
+    (resumed,) = new(plan := schedule(core))
+    assert resumed[1] == 0
+    answer(core, plan, resumed[0])
+    submit(core, 1, range(9))
+    assert [num_computed for _, num_computed, _ in new(schedule(core))] == [8]
+
+
 def test_siblings_share_the_prompt_and_copy_its_last_block():
     core = make_core()
     submit(core, 0, [1, 2, 3, 4, 5, 6], n=3)
@@ -176,6 +236,19 @@ def test_siblings_share_the_prompt_and_copy_its_last_block():
     assert second.copy_src_block_ids.tolist() == [1, 1]
     assert second.copy_dst_block_ids.tolist() == [2, 3]
     assert core.pool.ref_count(0) == 3
+
+
+def test_each_sibling_is_reported_as_admitted_once():
+    core = make_core()
+    submit(core, 0, range(9), n=3)
+    plan = schedule(core, now=2.0)
+    admitted = answer(core, plan, 0).admitted
+    assert [(a.seq_key, a.num_cached_tokens, a.queue_s) for a in admitted] == [
+        (0, 0, 2.0),
+        (1, 0, 2.0),
+        (2, 0, 2.0),
+    ]
+    assert not answer(core, schedule(core), 0, 1, 2).admitted
 
 
 def test_a_sibling_takes_over_when_the_first_is_cancelled():
@@ -206,6 +279,25 @@ def test_blocks_of_rows_without_finite_logits_cannot_be_found():
     assert "position 5" in (finished.error or "")
     submit(core, 1, [1, 2, 3, 4, 5])
     assert new(schedule(core))[0][1] == 0
+
+
+@pytest.mark.parametrize("kv_windows", [(None,), (8,)])
+def test_blocks_without_finite_logits_cannot_be_found_when_another_holder_stops(kv_windows):
+    core = make_core(kv_windows=kv_windows)
+    submit(core, 0, range(9))
+    submit(core, 1, [*range(8), 3], max_tokens=2)
+    answer(core, schedule(core), 1, failed=[0])
+    assert answer(core, schedule(core), 1).finished
+    submit(core, 2, range(9))
+    assert [num_computed for _, num_computed, _ in new(schedule(core))] == [0]
+
+
+def test_blocks_without_finite_logits_get_no_label():
+    core = make_core()
+    submit(core, 0, range(9))
+    submit(core, 1, range(9), reads_prefix_cache=False)  # has blocks with equal content
+    answer(core, schedule(core), 0, failed=[1])
+    assert schedule(core).labelled_block_ids.size == 0
 
 
 def test_a_cancelled_sequence_frees_its_blocks_within_two_steps():
@@ -263,6 +355,14 @@ def test_a_full_queue_refuses_and_says_how_full():
     submit(core, 0, [1], n=2)
     with pytest.raises(QueueFullError, match=r"2 sequences wait.*the limit is 2"):
         submit(core, 2, [1])
+
+
+def test_a_full_queue_takes_a_request_that_was_accepted_before():
+    core = make_core(max_waiting=1)
+    submit(core, 0, [1])
+    outputs = (OutputSoFar(np.array([7], np.int32), finished=False),) * 2
+    submit(core, 1, [1], n=2, outputs=outputs)
+    assert core.load().num_waiting == 3
 
 
 def test_more_sequences_than_may_ever_wait_are_refused_for_good():
@@ -334,3 +434,35 @@ def test_a_request_that_reads_no_prefix_cache_computes_its_whole_prompt():
     submit(core, 1, prompt, max_tokens=1, reads_prefix_cache=False)
     ((row, num_computed, _),) = new(plan := schedule(core))
     assert (num_computed, chunks(plan)[row]) == (0, 9)
+
+
+def test_a_traced_request_has_events_in_plans():
+    core = make_core()
+    submit(core, 0, range(9), max_tokens=1)
+    first = schedule(core)
+    assert first.trace_events == ()
+    answer(core, first, 0)
+    submit(core, 1, range(9), traceparent="t")
+    plan = schedule(core)
+    assert plan.trace_events == (Started(ROUTER, 1, 8, 0),)
+    answer(core, plan, 0)
+    (seq,) = core.running
+    core.preemption.preempt(seq)
+    plan = schedule(core)
+    assert plan.trace_events == (Preempted(ROUTER, 1, 9, 0), Started(ROUTER, 1, 8, 0))
+
+
+def test_an_observer_learns_of_each_preemption_before_and_after_it():
+    core = make_core()
+    submit(core, 0, [1, 2])
+    answer(core, schedule(core), 0)
+    (seq,) = core.running
+    seen = []
+
+    def observe(seq, can_swap):
+        seen.append((seq.seq_key, can_swap, seq.status))
+        return lambda: seen.append(seq.status)
+
+    core.preemption.observer = observe
+    core.preemption.preempt(seq, can_swap=False)
+    assert seen == [(0, False, SeqStatus.DECODE), SeqStatus.WAITING]

@@ -16,6 +16,7 @@ from takeover_driver import (
     prompt_charges,
 )
 
+from contract.info import MemoryLevel
 from contract.state import Holdings
 from contract.worker_limits import STATE_WINDOW
 from scheduler_svc.core.handover.takeover import REUNION_S
@@ -189,6 +190,20 @@ def test_a_sequence_that_ended_unheard_ends(
     assert pair.ends == [Finished(request.source, 0, reason, stop_token_id)]
     load = pair.core.load()
     assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+
+
+@pytest.mark.parametrize("kv_windows", [(None,), (None, 8)])
+def test_an_output_forks_from_one_that_is_far_ahead(monkeypatch, kv_windows):
+    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 1)  # no log-probabilities
+    pair, request = Pair(kv_windows=kv_windows), long_request(n=2)
+    pair.core.set_memory_level(MemoryLevel.CRITICAL)  # so the second output waits
+    pair.submit(request)
+    pair.step(9)
+    pair.received.clear()
+    pair.replace_core()
+    pair.submit(request)
+    pair.run()
+    assert_all_received(pair, request)
 
 
 def test_outputs_that_share_their_prompt_share_it_still():

@@ -142,6 +142,20 @@ def test_a_swapped_sequence_one_token_ahead_of_its_router_is_found():
     assert num_ahead > 20
 
 
+def test_unclaimed_rows_may_hold_more_blocks_than_a_smaller_pool_has():
+    pair = Pair(num_blocks=10, max_num_blocks=10, max_model_len=16)
+    for key in range(2):
+        pair.submit(make_request(key, prompt=[key] * 10, max_tokens=6))
+    pair.step(2)
+    pair.replace_core()
+    pair.core.shrink(5)
+    pair.step()
+    assert pair.core.takeover.unclaimed
+    pair.step(now=10.0)
+    assert not pair.core.takeover.unclaimed
+    assert pair.core.pool.num_available == 5
+
+
 def test_less_than_a_block_is_computed_again_of_what_was_swapped_out_far_ahead_of_its_source():
     pair = Pair(**CRAMPED)
     for request in REQUESTS:

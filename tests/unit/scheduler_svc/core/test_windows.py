@@ -54,6 +54,11 @@ def test_a_prompt_longer_than_the_pool_runs_behind_a_window():
     assert core.load().num_preemptions == 0
 
 
+def test_the_null_block_is_no_room_for_a_request():
+    core = make_core(kv_windows=(None, None), num_blocks=9)
+    assert core.max_request_len == 8 // 2 * 4
+
+
 def test_a_prefix_hit_needs_only_what_the_window_still_sees():
     core = make_core(kv_windows=(8,), num_blocks=17)
     submit(core, 0, range(32), max_tokens=1)
@@ -82,6 +87,103 @@ def test_a_prefix_hit_needs_only_the_blocks_of_the_last_chunk(num_shared, places
     found = core.lookup.find(seq)
     assert found.num_tokens == num_shared
     assert [place // 2 for place in found.places if place % 2] == places
+
+
+def test_siblings_share_what_the_window_of_their_prompt_shows():
+    core = make_core(kv_windows=(None, 8), num_blocks=40)
+    submit(core, 0, range(18), n=2)
+    ((_, _, parents),) = new(schedule(core))
+    plan = schedule(core)
+    ((row, num_computed, table),) = new(plan)
+    assert (num_computed, chunks(plan)) == (17, {row: 1})
+    assert table[:8:2] == parents[:8:2]
+    assert table[5:8:2] == parents[5:8:2]
+    assert table[1:5:2] == [0, 0]
+    assert plan.copy_src_block_ids.tolist() == parents[8:]
+
+
+def test_siblings_share_a_prompt_that_ends_with_a_block():
+    core = make_core(kv_windows=(8,), num_blocks=40, max_prefill_chunk=15)
+    submit(core, 0, range(16), n=2)
+    ((_, _, parents),) = new(first := schedule(core))
+    assert chunks(first) == {0: 15}
+    assert chunks(schedule(core)) == {0: 1}
+    answer(core, first)
+    ((_, num_computed, table),) = new(schedule(core))
+    assert (num_computed, table[:3]) == (15, [0, 0, parents[2]])
+
+
+def test_with_windows_a_sequence_goes_on_when_its_swap_in_is_confirmed():
+    core = make_core(
+        kv_windows=(None, 8),
+        num_blocks=40,
+        num_host_blocks=16,
+        enable_prefix_caching=False,
+        preemption_mode=PreemptionMode.SWAP,
+    )
+    submit(core, 0, range(5))
+    answer(core, schedule(core), 0)
+    (seq,) = core.running
+    core.preemption.preempt(seq)
+    answer(core, schedule(core))
+    plan = schedule(core)
+    assert plan.swap_in_src_block_ids.size
+    assert core.schedule(0.0) is None
+    answer(core, plan)
+    assert [num_computed for _, num_computed, _ in new(schedule(core))] == [5]
+
+
+def test_a_decode_needs_a_block_of_each_group():
+    core = make_core(kv_windows=(None, 8), num_blocks=1 + 2 * 2 + 2)
+    for key in range(2):
+        submit(core, key, [key] * 4)
+    answer(core, schedule(core), 0, 1)
+    schedule(core)
+    assert [seq.seq_key for seq in core.running] == [0]
+    assert core.load().num_preemptions == 1
+
+
+def test_with_windows_blocks_are_published_when_their_swap_in_is_confirmed():
+    core = make_core(
+        kv_windows=(None, 8),
+        num_blocks=40,
+        num_host_blocks=16,
+        preemption_mode=PreemptionMode.SWAP,
+    )
+    submit(core, 0, range(13))
+    answer(core, schedule(core), 0)
+    (seq,) = core.running
+    last_blocks = seq.block_ids[4:]
+    core.preemption.preempt(seq)
+    core.pool.forget(last_blocks)
+    while not (plan := schedule(core)).swap_in_src_block_ids.size:
+        answer(core, plan)
+    answer(core, plan)
+    submit(core, 1, range(13))
+    plan = schedule(core)
+    assert [num_computed for _, num_computed, _ in new(plan)] == [13, 12]
+
+
+def test_blocks_behind_a_window_without_finite_logits_cannot_be_found():
+    core = make_core(kv_windows=(8,), num_blocks=40, max_num_batched_tokens=8)
+    submit(core, 0, range(24))
+    answer(core, schedule(core))
+    answer(core, schedule(core))
+    answer(core, schedule(core), failed=[0])
+    assert core.load().num_cached_blocks == 0
+
+
+def test_a_prompt_is_preempted_if_a_decode_takes_a_block_of_its_next_chunk():
+    core = make_core(
+        kv_windows=(8,), num_blocks=1 + 6, max_num_batched_tokens=8, enable_prefix_caching=False
+    )
+    submit(core, 0, range(2))
+    submit(core, 1, range(40), max_tokens=1)  # a window and a chunk take five blocks
+    num_preemptions = []
+    for _ in range(4):
+        answer(core, schedule(core), 0)
+        num_preemptions.append(core.load().num_preemptions)
+    assert num_preemptions == [0, 0, 0, 1], "position 4 is the first of a block"
 
 
 def test_blocks_of_a_chunk_go_back_after_it():
@@ -139,6 +241,22 @@ def test_a_recurrent_sequence_is_swapped_out_with_its_last_checkpoint():
     again = schedule(core)
     assert not again.swap_in_src_block_ids.size, "the blocks are still cached"
     assert [each[1] for each in new(again)] == [4], "it goes on behind its only full block"
+
+
+def test_tokens_without_a_checkpoint_count_once_as_computed_again():
+    core = make_core(
+        kv_windows=(STATE_WINDOW,),
+        num_blocks=40,
+        num_host_blocks=20,
+        bytes_per_block=100,
+        preemption_mode=PreemptionMode.SWAP,
+    )
+    submit(core, 0, range(3))
+    answer(core, schedule(core), 0)
+    (seq,) = core.running
+    core.preemption.preempt(seq)
+    schedule(core)
+    assert core.load().num_recomputed_tokens == 3
 
 
 def test_checkpoints_of_a_prompt_s_last_chunk_go_back_when_it_decodes():
