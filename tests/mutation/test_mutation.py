@@ -38,7 +38,8 @@ def verdicts(root):
     """Return the verdict on each mutant of the code in `root`, by its changed line."""
     os.chdir(root)
     found = {}
-    mutants = list(mutants_of(Path("src/counting.py"), SOURCE))
+    path = Path("src/counting.py")
+    mutants = list(mutants_of(path, path.read_text()))
     exit_code = try_mutants(
         root, mutants, ["t"], 2, lambda mutant, verdict: found.update({mutant.added: verdict})
     )
@@ -66,6 +67,16 @@ def test_slips_of_the_hand(source, expected):
     assert expressions(source) == expected
 
 
+def write_tree(root, source, test):
+    for folder, name, text in (("src", "counting.py", source), ("t", "test_it.py", test)):
+        (root / folder).mkdir()
+        (root / folder / name).write_text(text)
+    (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\npythonpath = 'src'\n")
+    (root / "t" / "conftest.py").write_text(
+        "from hypothesis import settings\nsettings.register_profile('mutation')\n"
+    )
+
+
 def in_a_process_of_its_own(function, *args):
     """Call a function there: a fork of a process with gRPC's threads sometimes hangs."""
     with ProcessPoolExecutor(1, get_context("spawn")) as clean:
@@ -73,13 +84,7 @@ def in_a_process_of_its_own(function, *args):
 
 
 def test_a_mutant_that_the_tests_do_not_see_survives(tmp_path):
-    for folder, name, text in (("src", "counting.py", SOURCE), ("t", "test_it.py", TEST)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / name).write_text(text)
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\npythonpath = 'src'\n")
-    (tmp_path / "t" / "conftest.py").write_text(
-        "from hypothesis import settings\nsettings.register_profile('mutation')\n"
-    )
+    write_tree(tmp_path, SOURCE, TEST)
     assert in_a_process_of_its_own(verdicts, tmp_path) == (
         0,
         {
@@ -89,6 +94,48 @@ def test_a_mutant_that_the_tests_do_not_see_survives(tmp_path):
             "return (numbers)": Verdict.SURVIVED,
         },
     )
+
+
+def test_a_mutant_that_cannot_be_tried_is_no_detected_one(tmp_path):
+    write_tree(
+        tmp_path,
+        """\
+class Base:
+    def f(self):
+        pass
+class Counter(Base):
+    def count(self):
+        super().f()
+        return 1
+""",
+        """\
+from counting import Counter
+def test_counting():
+    assert Counter().count()
+""",
+    )
+    # without super(), the function has another closure
+    assert in_a_process_of_its_own(verdicts, tmp_path)[0] == pytest.ExitCode.INTERNAL_ERROR
+
+
+def test_a_test_that_finds_a_function_s_result_in_a_cache_is_run_too(tmp_path):
+    write_tree(
+        tmp_path,
+        """\
+from functools import lru_cache
+@lru_cache
+def one():
+    return 1
+""",
+        """\
+from counting import one
+def test_it_exists():
+    one()
+def test_one():
+    assert one() == 1
+""",
+    )
+    assert in_a_process_of_its_own(verdicts, tmp_path) == (0, {"return (2)": Verdict.KILLED})
 
 
 def test_what_is_listed_as_no_fault_is_not_drawn(monkeypatch):

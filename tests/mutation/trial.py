@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import _lru_cache_wrapper
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ import pytest
 
 from tests.mutation.mutants import Mutant
 
+_BROKEN = 70
+"""Exit code of a trial that failed outside the tests."""
 _MAX_BYTES = 4 << 30
 """A mutant that hangs may fill lists."""
 
@@ -98,10 +101,10 @@ class _Trials:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
             raise session.Interrupted("the tests cannot be imported")
-        runs = _run_without_fault(session)
+        functions, caches = _functions_in(self._root), _caches_in(self._root)
+        runs = _run_without_fault(session, caches)
         if failed := [test for test, run in runs.items() if not run.passed]:
             raise session.Interrupted(f"these tests fail without any fault: {', '.join(failed)}")
-        functions = _functions_in(self._root)
         running: dict[int, Mutant] = {}
         for mutant in self._mutants:
             place = _Place(str(self._root / mutant.path), mutant.line)
@@ -114,6 +117,8 @@ class _Trials:
                 self._finish_one(running)
             limits_s = [2 + math.ceil(2 * runs[test.nodeid].taken_s) for test in tests]
             code = _code(mutant, place)
+            for cache in caches:
+                cache.cache_clear()
             trial = _start(session, tests, limits_s, functions[place], code)
             running[trial] = mutant
         while running:
@@ -122,15 +127,21 @@ class _Trials:
 
     def _finish_one(self, running: dict[int, Mutant]) -> None:
         trial, status = os.wait()
-        exit_code = os.waitstatus_to_exitcode(status)
+        mutant, exit_code = running.pop(trial), os.waitstatus_to_exitcode(status)
+        if exit_code == _BROKEN:
+            raise RuntimeError(f"this mutant could not be tried:\n{mutant.diff()}")
         verdict = Verdict.KILLED if exit_code else Verdict.SURVIVED
         if exit_code == -signal.SIGXCPU:
             verdict = Verdict.TIMED_OUT
-        self._report(running.pop(trial), verdict)
+        self._report(mutant, verdict)
 
 
-def _run_without_fault(session: pytest.Session) -> dict[str, _Run]:
+def _run_without_fault(
+    session: pytest.Session, caches: Sequence["_lru_cache_wrapper[Any]"]
+) -> dict[str, _Run]:
     """Run all tests, in a fork, so that the trials start from the state before.
+
+    The caches are cleared before each test, because a cached function would not be called.
 
     Returns:
         Each test's run, by its ID.
@@ -139,7 +150,7 @@ def _run_without_fault(session: pytest.Session) -> dict[str, _Run]:
     if os.fork() == 0:
         _silence()
         with os.fdopen(writer, "wb") as out:
-            pickle.dump({test.nodeid: _note(session, test) for test in session.items}, out)
+            pickle.dump({test.nodeid: _note(session, test, caches) for test in session.items}, out)
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as out:
@@ -148,20 +159,25 @@ def _run_without_fault(session: pytest.Session) -> dict[str, _Run]:
     return runs
 
 
-def _note(session: pytest.Session, test: pytest.Item) -> _Run:
+def _note(
+    session: pytest.Session, test: pytest.Item, caches: Sequence["_lru_cache_wrapper[Any]"]
+) -> _Run:
     """Run a test and note which functions it calls."""
-    codes: set[CodeType] = set()
+    for cache in caches:
+        cache.cache_clear()
+    codes: dict[int, CodeType] = {}  # equal codes may be of two files
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
-            codes.add(frame.f_code)
+            codes[id(frame.f_code)] = frame.f_code
 
     before_s = time.process_time()
     sys.setprofile(profile)
     passed = _passes(session, test)
     sys.setprofile(None)
     taken_s = time.process_time() - before_s
-    return _Run(passed, taken_s, {_Place(c.co_filename, c.co_firstlineno) for c in codes})
+    called = {_Place(code.co_filename, code.co_firstlineno) for code in codes.values()}
+    return _Run(passed, taken_s, called)
 
 
 def _passes(session: pytest.Session, test: pytest.Item) -> bool:
@@ -179,6 +195,17 @@ def _functions_in(root: Path) -> dict[_Place, list[FunctionType]]:
             if code.co_filename.startswith(str(root)):
                 functions[_Place(code.co_filename, code.co_firstlineno)].append(function)
     return functions
+
+
+def _caches_in(root: Path) -> list["_lru_cache_wrapper[Any]"]:
+    """Return the caches of a tree's functions."""
+    return [
+        cache
+        for cache in gc.get_objects()
+        if isinstance(cache, _lru_cache_wrapper)
+        and isinstance(cache.__wrapped__, FunctionType)
+        and cache.__wrapped__.__code__.co_filename.startswith(str(root))
+    ]
 
 
 def _code(mutant: Mutant, place: _Place) -> CodeType:
@@ -211,20 +238,25 @@ def _start(
     Each test's limit is processor time, because other work may run on the machine.
 
     Returns:
-        The fork's process ID. It exits with 1 if a test fails.
+        The fork's process ID. It exits with 1 if a test fails, and with `_BROKEN` after an error
+        outside the tests.
     """
     if (trial := os.fork()) != 0:
         return trial
-    _silence()
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
-    for function in functions:
-        function.__code__ = code
-    for test, limit_s in zip(tests, limits_s, strict=True):
-        max_s = math.ceil(time.process_time()) + limit_s
-        resource.setrlimit(resource.RLIMIT_CPU, (max_s, resource.RLIM_INFINITY))
-        if not _passes(session, test):
-            os._exit(1)
-    os._exit(0)
+    try:
+        _silence()
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+        for function in functions:
+            function.__code__ = code
+        for test, limit_s in zip(tests, limits_s, strict=True):
+            max_s = math.ceil(time.process_time()) + limit_s
+            _, most_s = resource.getrlimit(resource.RLIMIT_CPU)
+            resource.setrlimit(resource.RLIMIT_CPU, (max_s, most_s))
+            if not _passes(session, test):
+                os._exit(1)
+        os._exit(0)
+    finally:
+        os._exit(_BROKEN)
 
 
 def _silence() -> None:
