@@ -5,6 +5,7 @@ Symbols: `N` output features of a linear map, `K` its input features.
 
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -398,11 +399,13 @@ def draw_weights(
 ) -> ModelT:
     """Do as `load_weights` does, without files: with random weights, drawn on the device.
 
-    One-dimensional tensors, such as norms, are filled with ones.
+    One-dimensional tensors, such as norms, are filled with ones. The same part of a tensor is the
+    same on each rank, whatever else the rank draws.
     """
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device)
 
     def fill(piece: Piece, out: torch.Tensor) -> None:
+        generator.manual_seed(zlib.crc32(f"{piece.name} {piece.where}".encode()))
         if len(piece.shape) == 1:
             out.fill_(1)
         elif out.dtype is torch.uint8:

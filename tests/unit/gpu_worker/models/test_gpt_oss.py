@@ -103,6 +103,41 @@ def test_experts_take_the_bytes_of_the_file(published, dtype, is_dummy):
     assert held == in_file
 
 
+class Ranks:
+    """One of several ranks, without the others."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def summed(self, part):
+        return part
+
+    def joined(self, part, _):
+        return part
+
+
+def test_ranks_draw_the_same_routers_and_norms_and_experts_differ(model_dirs):
+    directory = model_dirs.get("gpt_oss", num_hidden_layers=3)
+    places = [Place(rank, tensor_size=2) for rank in range(2)]
+    first, second = (
+        open_model(directory, place=place, is_dummy=True).load(
+            torch.float32, CPU, lambda _: None, Ranks(place)
+        )
+        for place in places
+    )
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(first.embedding, second.embedding)
+    for ours, theirs in zip(first.layers, second.layers, strict=True):
+        assert torch.equal(ours.input_norm, theirs.input_norm)
+        assert torch.equal(ours.mlp_norm, theirs.mlp_norm)
+        for of_ours, of_theirs in zip(
+            ours.feed_forward.route(x), theirs.feed_forward.route(x), strict=True
+        ):
+            assert torch.equal(of_ours, of_theirs)
+        outputs = [expert(x) for expert in ours.feed_forward.experts]
+        assert not torch.equal(outputs[0], outputs[1])
+
+
 @pytest.mark.parametrize(
     ("num_layers", "num_experts", "quantization", "gigabytes"),
     [
