@@ -1,7 +1,8 @@
 """The activations of feed-forward parts, by their names in config.json.
 
-A number's result depends on no other number. On CPUs the last bits of torch's SiLU and tanh GELU
-depend on a number's place in the tensor, so here they are made of operations without this fault.
+A number's result depends on no other number. On CPUs the last bits of torch's SiLU, its tanh GELU,
+and its GELU in float16 depend on a number's place in the tensor, so here they are made of
+operations without this fault.
 """
 
 import math
@@ -13,6 +14,12 @@ from torch.nn import functional
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Maps each element of a tensor; keeps its shape and dtype."""
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type != "cpu":
+        return functional.gelu(x)
+    return functional.gelu(x.float()).to(x.dtype)
 
 
 def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +38,7 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS: Final[dict[str, Activation]] = {
-    "gelu": functional.gelu,
+    "gelu": _gelu,
     "gelu_fast": _tanh_gelu,
     "gelu_new": _tanh_gelu,
     "gelu_pytorch_tanh": _tanh_gelu,

@@ -7,7 +7,7 @@ from transformers.activations import ACT2FN
 from gpu_worker.models.activations import ACTIVATIONS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_row_has_the_same_bits_alone(name, dtype):
     activation = ACTIVATIONS[name]
