@@ -169,8 +169,8 @@ def with_long_factors(fields: JsonFields, max_model_len: int | None) -> JsonFiel
 
 def _name(fields: JsonFields) -> str:
     # transformers 5 writes one dictionary; older versions write a number, and a dictionary for the
-    # scaling.
-    return "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
+    # scaling. With both dictionaries, transformers reads only the older one, unless it is empty.
+    return "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
 
 
 def _kind(rope: JsonFields) -> object:

@@ -37,7 +37,7 @@ def read_gpt_oss_config(fields: JsonFields) -> GptOssConfig:
         ModelError: A file or field is missing, malformed, or asks for something unsupported.
     """
     fields.allow_only("hidden_act", "silu")
-    if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
+    if fields.get("rope_parameters") is None and not fields.get("rope_scaling"):
         raise fields.unsupported("rope_parameters", "is missing")
     common = read_model_config(fields)
     head_dim = fields.positive_int("head_dim", default=64)

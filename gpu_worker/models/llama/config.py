@@ -295,6 +295,10 @@ def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig 
             f"is {by_kind.get(ignored[0])!r}; it must be in {' or '.join(kinds)}, because"
             f" {read_architecture(fields)} ignores it elsewhere",
         )
+    if scaling := fields.get("rope_scaling"):  # transformers merges both
+        raise fields.unsupported(
+            "rope_scaling", f"is {scaling!r}; with rope_parameters, only null is supported"
+        )
     full, windowed = (
         rope_from_fields(
             replace(

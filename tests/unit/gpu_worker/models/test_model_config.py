@@ -122,6 +122,14 @@ def test_as_many_kv_heads_as_heads_if_unsaid(tmp_path):
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3_SCALING}},
             RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
         ),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            },
+            RopeConfig(1e4, LinearScaling(2.0)),
+        ),
+        ({"rope_scaling": {}, "rope_parameters": {"rope_theta": 1e6}}, RopeConfig(1e6)),
     ],
 )
 def test_rope_as_old_and_new_transformers_write_it(tmp_path, changes, expected):
@@ -365,6 +373,14 @@ def test_unsupported_features_of_the_families_are_named(tmp_path, changes, messa
             "use_sliding_window is true; only false is supported",
         ),
         ({"architectures": ["Olmo3ForCausalLM"]}, "layer_types is missing"),
+        (
+            OLMO_3 | {"rope_parameters": {"full_attention": {}}, "rope_scaling": {"factor": 8.0}},
+            "rope_scaling is {'factor': 8.0}; with rope_parameters, only null is supported",
+        ),
+        (
+            {"architectures": ["GptOssForCausalLM"], "rope_scaling": {}},
+            "rope_parameters is missing",
+        ),
         (
             {"architectures": ["Starcoder2ForCausalLM"], "partial_rotary_factor": 0.5},
             "partial_rotary_factor is 0.5; only 1.0 is supported",
