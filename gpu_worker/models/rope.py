@@ -99,18 +99,26 @@ class RopeConfig:
 
 
 def rope_from_fields(
-    fields: JsonFields, *, default_theta: float = 10000.0, default_share: float = 1.0
+    fields: JsonFields,
+    *,
+    default_theta: float = 10000.0,
+    default_share: float = 1.0,
+    theta_field: str = "rope_theta",
+    share_field: str = "partial_rotary_factor",
 ) -> RopeConfig:
     """Parse the rotary position embedding of config.json.
+
+    `theta_field` and `share_field` are read if the dictionary has no `rope_theta` or
+    `partial_rotary_factor`.
 
     Raises:
         UnsupportedError: `rotary_table` does not support the embedding.
         ModelError: A field is missing or malformed.
     """
     rope = fields.nested(_name(fields))
-    top_level_theta = fields.number("rope_theta", default=default_theta)
+    top_level_theta = fields.number(theta_field, default=default_theta)
     theta = rope.number("rope_theta", default=top_level_theta)
-    top_level_share = fields.number("partial_rotary_factor", default=default_share)
+    top_level_share = fields.number(share_field, default=default_share)
     rotated_share = rope.number("partial_rotary_factor", default=top_level_share)
     kind = _kind(rope)
     scaling: RopeScaling | None

@@ -112,7 +112,7 @@ _FAMILIES: Final = {
         mlp_bias=(None, True),
         is_parallel=("use_parallel_residual", True),
         has_kv_heads=False,
-        # transformers 5 uses the names that all families share; older versions use these.
+        # transformers reads only these outside of `rope_parameters`.
         theta_field="rotary_emb_base",
         share_field="rotary_pct",
         rotary_share=0.25,
@@ -180,8 +180,9 @@ def read_layer_norm_config(fields: JsonFields) -> LayerNormConfig:
         raise fields.unsupported("qk_layernorm", "is true; only false is supported")
     rope = rope_from_fields(
         fields,
-        default_theta=fields.number(family.theta_field, default=10000.0),
-        default_share=fields.number(family.share_field, default=family.rotary_share or 1.0),
+        default_share=family.rotary_share or 1.0,
+        theta_field=family.theta_field,
+        share_field=family.share_field,
     )
     if family.rotary_share is None:
         rope.refuse_partial_rotation(fields)

@@ -281,12 +281,16 @@ def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
 
 def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig | None]:
     """Return the rotary embedding, and that of layers with a window if it is separate."""
-    options = {"default_theta": family.rope_theta, "default_share": family.rotary_share or 1.0}
+    read_rope = partial(
+        rope_from_fields,
+        default_theta=family.rope_theta,
+        default_share=family.rotary_share or 1.0,
+    )
     if not family.ropes_by_layer:
-        return rope_from_fields(fields, **options), None
+        return read_rope(fields), None
     by_kind = fields.nested("rope_parameters")
     if not by_kind.values:  # before transformers 5
-        rope = rope_from_fields(fields, **options)
+        rope = read_rope(fields)
         return rope, RopeConfig(rope.theta)
     kinds = "full_attention", "sliding_attention"
     if ignored := sorted(by_kind.values.keys() - set(kinds)):
@@ -300,11 +304,10 @@ def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig 
             "rope_scaling", f"is {scaling!r}; with rope_parameters, only null is supported"
         )
     full, windowed = (
-        rope_from_fields(
+        read_rope(
             replace(
                 fields, values={**fields.values, "rope_parameters": by_kind.nested(kind).values}
-            ),
-            **options,
+            )
         )
         for kind in kinds
     )

@@ -277,6 +277,7 @@ def test_experts_of_olmoe_have_the_size_of_a_dense_mlp(tmp_path):
         ({}, 0.25, 4),
         ({"rotary_pct": 0.5}, 0.5, 8),
         ({"rope_parameters": {"partial_rotary_factor": 1.0}}, 1.0, 16),
+        ({"rope_theta": 1e6, "partial_rotary_factor": 1.0}, 0.25, 4),
     ],
 )
 def test_what_neox_rotates(tmp_path, changes, share, rotary_dim):
