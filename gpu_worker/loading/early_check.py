@@ -15,7 +15,7 @@ from gpu_worker.models.text_part import text_part
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError, UnsupportedError, read_json
 from gpu_worker.weights.model_config import read_architecture
-from gpu_worker.weights.stored.format import check_dequantized, read_stored_format
+from gpu_worker.weights.stored.format import check_dequantized, check_mxfp4, read_stored_format
 from model_files.locate import Report, find_model
 
 _READERS: Final = {
@@ -50,6 +50,7 @@ def check_config(settings: WorkerSettings, report: Report) -> None:
         config = read_config(fields)
     except UnsupportedError:
         return  # transformers may support it
+    check_mxfp4(fields)
     read_stored_format(fields)
     if settings.max_model_len is not None and settings.max_model_len > config.max_model_len:
         raise ModelError(

@@ -49,7 +49,12 @@ from gpu_worker.weights.json_fields import JsonFields, ModelError, UnsupportedEr
 from gpu_worker.weights.model_config import ModelConfig, read_architecture
 from gpu_worker.weights.quantized_linear import Quantization
 from gpu_worker.weights.reader import Weights, draw_weights, load_weights
-from gpu_worker.weights.stored.format import Mxfp4Format, check_dequantized, read_stored_format
+from gpu_worker.weights.stored.format import (
+    Mxfp4Format,
+    check_dequantized,
+    check_mxfp4,
+    read_stored_format,
+)
 
 _TRANSFORMERS: Final = "transformers"
 
@@ -229,6 +234,7 @@ def open_model(
     lacking: UnsupportedError | None = None
     if model_class != _TRANSFORMERS and architecture in _NATIVE:
         implementation = _NATIVE[architecture]
+        check_mxfp4(fields)
         try:
             return _CheckpointSource(
                 *(directory, fields, implementation, quantization, place),

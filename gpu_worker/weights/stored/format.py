@@ -15,7 +15,7 @@ from model_files.gguf_config import QUANT_METHOD
 _GROUP_SIZES: Final = (32, 64, 128)
 MXFP4_GROUP_SIZE: Final = 32
 MXFP4_ARCHITECTURE: Final = "GptOssForCausalLM"
-"""The only one whose weights may be in MXFP4."""
+"""The only one whose weights may be in MXFP4, except for a user's class."""
 _DEQUANTIZED: Final = ("fp8", "mxfp4")
 _WHOLE: Final = -1
 """The group size in config.json that means one group of all input features."""
@@ -106,7 +106,6 @@ def read_stored_format(fields: JsonFields) -> StoredFormat | None:
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise config.error("quant_method", f"is {method!r}; supported: {', '.join(_METHODS)}")
-    _check_mxfp4(fields)
     return _METHODS[method](config)
 
 
@@ -120,11 +119,11 @@ def check_dequantized(fields: JsonFields) -> None:
             f"is {method!r}; of models that transformers runs, supported:"
             f" {', '.join(_DEQUANTIZED)}",
         )
-    _check_mxfp4(fields)
+    check_mxfp4(fields)
 
 
-def _check_mxfp4(fields: JsonFields) -> None:
-    """Raise ModelError if the weights are in MXFP4 and the model cannot have them so."""
+def check_mxfp4(fields: JsonFields) -> None:
+    """Raise ModelError if the weights are in MXFP4 and only a user's class may read them."""
     config = fields.nested("quantization_config")
     if config.get("quant_method") != "mxfp4":
         return

@@ -1,5 +1,6 @@
 """Models that run on a user's class."""
 
+import json
 import re
 import subprocess
 import sys
@@ -63,6 +64,16 @@ def test_its_checkpoint_is_checked_like_any_other(model_dirs):
     source = open_model(model_dirs.get("gpt2"), PATH)
     with pytest.raises(ModelError, match=r"has lm_head\.weight, unknown to GPT2LMHeadModel"):
         source.load(torch.float32, CPU, lambda _: None)
+
+
+@pytest.mark.usefixtures("example")
+def test_it_may_read_mxfp4(model_dirs, tmp_path):
+    config = json.loads((model_dirs.get("gpt2") / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert open_model(tmp_path, PATH).config.architecture == "GPT2LMHeadModel"
+    with pytest.raises(ModelError, match="'mxfp4', which is supported only for GptOssForCausalLM"):
+        open_model(tmp_path)
 
 
 @pytest.mark.usefixtures("example")

@@ -454,6 +454,10 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": [1]}, "rope_scaling is [1]; it must be an object"),
         (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config.quant_method is 'mxfp4', which is supported only for GptOss",
+        ),
+        (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor is 0.5; only 1.0 is supported",
         ),
