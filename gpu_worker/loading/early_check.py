@@ -49,7 +49,8 @@ def check_config(settings: WorkerSettings, report: Report) -> None:
     try:
         config = read_config(fields)
     except UnsupportedError:
-        return  # transformers may support it
+        check_dequantized(fields)  # transformers may support the rest
+        return
     check_mxfp4(fields)
     read_stored_format(fields)
     if settings.max_model_len is not None and settings.max_model_len > config.max_model_len:

@@ -59,6 +59,16 @@ def test_what_config_json_rules_out_is_refused_early(tmp_path, config, problem):
         check_config(WorkerSettings(model=str(tmp_path)), lambda *_: None)
 
 
+def test_quantization_that_ours_has_is_refused_early_if_transformers_must_run_it(
+    model_dirs, tmp_path
+):
+    config = json.loads((model_dirs.get("llama") / "config.json").read_text())
+    config |= {"clip_qkv": 8.0, "quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="quant_method is 'awq'; of models that transformers runs"):
+        check_config(WorkerSettings(model=str(tmp_path)), lambda *_: None)
+
+
 @pytest.mark.parametrize(
     ("method", "problem"),
     [
