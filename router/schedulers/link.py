@@ -66,7 +66,7 @@ class LinkOwner(Protocol):
         """Read the model's tokenizer; raises MisfitError if it cannot be read."""
 
     def check_fit(self, link: "SchedulerLink", model: ModelInfo) -> None:
-        """Check a scheduler's model before its use; raises MisfitError for an unfit model."""
+        """Check that the router can serve a scheduler's model; raises MisfitError if it cannot."""
 
     def connected(self, link: "SchedulerLink") -> None:
         """Called when the link is connected and has submitted its live requests."""

@@ -12,9 +12,9 @@ element of an array.
 The core uses these words. A *source* is the stream of a router. A request with n > 1 has a
 *leader*, the sequence that computes the prompt, and *siblings*, which fork from the leader. The
 beams of one search are a *group* (`BeamGroup`); a *KV group* is something else: a set of layers. A
-sequence's *rank* is its place in the policy's order. *Unclaimed* rows belong to sequences of an
-earlier scheduler that no router has submitted again. The states of sequences are in `sequence.py`;
-the states of blocks are in `space/blocks.py`.
+sequence's *rank* is its place in the policy's order. *Unclaimed* rows are left from an earlier
+scheduler: no router has submitted their requests again yet. The states of sequences are in
+`sequence.py`; the states of blocks are in `space/blocks.py`.
 
 `Scheduler` consists of parts, each with one duty. Callers may read from the parts and take their
 reports. Only the methods of `Scheduler` marked `core_input` affect what the core decides, so a

@@ -59,7 +59,7 @@ class ResponseCall:
 
 
 def output_text(inference: Inference, request: GenerateRequest) -> OutputText:
-    """Return a converter from tokens to text; the text is the same as in the live output."""
+    """Return an object that turns an output's tokens into the same text as `LiveOutput` does."""
     sampling, model = request.sampling, inference.model.info(request.model)
     ends = frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids)
     return OutputText(
