@@ -147,5 +147,6 @@ class ResumeRequest:
     """What the client has of each output, by the output's index. The client has nothing of an
     output that is absent."""
     has_prompt_scores: bool
+    """Whether the client has all scores of the prompt (`PromptScores`)."""
     deadline: float | None
     """As in `GenerateRequest`."""

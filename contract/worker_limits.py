@@ -73,7 +73,10 @@ class Limits:
 
     @property
     def has_windows(self) -> bool:
-        """Whether a KV group has a window; then block 0 is the null block, which holds no KV."""
+        """Whether there are several KV groups, or one with a window.
+
+        If so, block 0 is the null block, which holds no KV.
+        """
         return self.kv_windows != (None,)
 
     @property

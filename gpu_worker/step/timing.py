@@ -14,8 +14,8 @@ class BusyClock:
     """Adds up the device time of steps, without waiting for the device.
 
     On CUDA a span begins when the device reaches the span's first event, which the host enqueues in
-    `begin`. So `begin` comes right before the step's first launch: while the host moves blocks and
-    gathers inputs, a device without another step is idle. Used by one thread.
+    `begin`. So `begin` comes right before the model's first launch: while the host starts block
+    moves and gathers inputs, a device without another step counts as idle. Used by one thread.
     """
 
     def __init__(self, device: torch.device) -> None:

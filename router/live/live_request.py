@@ -507,7 +507,7 @@ class LiveRequest:
         while self.outputs_with_events:
             output = self.outputs_with_events[0]
             event = output.take()
-            # Otherwise the output's end, or the rest of a delta that was too large, is unread.
+            # The output stays while its end, or the rest of a delta that was too large, is unread.
             if event is None or (output.finished is None and not output.has_rest):
                 output.has_event = False
                 del self.outputs_with_events[0]

@@ -72,7 +72,8 @@ class LiveTable:
         gaps: list[float] | None = [] if is_new else None
         num_tokens = 0
         logprobs = events.logprobs
-        # All events of one step for a sequence are sent together.
+        # All events of one step for a sequence are sent together. So requests are flushed right
+        # after their tokens only if no sequence has several tokens in this step.
         flush_until = -math.inf
         if len(set(events.seq_keys)) == len(events.seq_keys):
             num_streams = len(events.seq_keys) + len(events.endings) + len(events.vectors)

@@ -358,7 +358,8 @@ class Schedulers:
         """Move the requests of a lost scheduler, and look for a standby that replaces it.
 
         The requests move only after `_RETURN_S`, because the scheduler may return, and its workers
-        still have the KV. If another scheduler has taken over these workers, they move at once.
+        still have the KV. If another scheduler has taken over these workers, the requests move at
+        once.
         """
         if link.hang is not None or not (link.is_connected or link.is_starting):
             for other in self._links:

@@ -54,7 +54,7 @@ class ServedModel:
         if model is None:
             raise self._schedulers.unavailable()
         adapter = None if name in ("", self.name) else self._adapters()[name]
-        # The limit leaves room for an output token, which a model for embeddings does not produce.
+        # The scheduler's limit counts an output token, which a model for embeddings never produces.
         num_unused = not model.abilities.generates
         return Model(
             self.name if adapter is None else adapter.name,

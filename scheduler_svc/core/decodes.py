@@ -40,7 +40,7 @@ class Decodes(Protocol):
         """Return the sequences that need new blocks at `step`; change nothing."""
 
     def num_due_soon(self, step: StepId) -> int:
-        """Return the blocks per KV group that the two steps after `step` need, or an estimate."""
+        """Return or estimate how many blocks per KV group the two steps after `step` need."""
 
     def take_due(self, step: StepId) -> list[Sequence]:
         """Return the sequences that need blocks at `step`; the caller must give them the blocks."""
@@ -124,10 +124,10 @@ class DraftedDecodes:
 
         min(n + f * (K + 1) + K, length - 1)
 
-    tokens: all tokens that may be known when the step computes, and its draft tokens. The last
-    token of a sequence is never computed. A table without this room gets one block in each step.
-    Since K is less than `block_size`, one block is enough for at least one token per step; a worker
-    drafts no more tokens than the table has room for.
+    tokens: all tokens that may be known when the step being planned computes, and its draft tokens.
+    The last token of a sequence is never computed. A table without this room gets one block in each
+    step. Since K is less than `block_size`, one block is enough for at least one token per step; a
+    worker drafts no more tokens than the table has room for.
     """
 
     def __init__(self, config: SchedulerConfig, rows: Rows, steps: StepsInFlight) -> None:

@@ -202,10 +202,10 @@ class Publisher:
 
         Blocks of groups with a window are published when the sequence stops (`publish_windows`):
         earlier, such a block could serve only a sequence that branches off exactly at its end.
-        Recurrent states are published here, because a sequence can resume only at a full block. The
-        block's last token is the input of the step before the one being planned, so its value is
-        known. This call is most of the cost of a steady step, so it reads and publishes the blocks
-        of all sequences at once.
+        Recurrent states are published here, because a sequence can resume only at a full block. All
+        tokens of a full block are known: its last one is the input of the step before the one being
+        planned, and the result with this token has arrived. This call is most of the cost of a
+        steady step, so it reads and publishes the blocks of all sequences at once.
 
         Args:
             seqs: Decoding sequences.

@@ -100,14 +100,14 @@ class RunningSet:
     def must_send(self) -> bool:
         """Whether a plan must be sent even if it computes nothing.
 
-        True if the worker must learn of released rows or block moves, or if disk moves
-        are in progress, because only the worker's next result reports their end.
+        True if the worker must learn of released rows or block moves. Also true if disk moves are
+        in progress and no step is in flight, because only the result of a step reports their end.
         """
         waits_for_disk = self._tier.disk.is_busy and not self._steps
         return bool(self._released_rows) or self._tier.has_moves or waits_for_disk
 
     def num_blocks_due(self, step: StepId) -> int:
-        """Return how many new blocks decodes need at `step`, and prefills if there are windows."""
+        """Return how many new blocks decodes, and prefills with windows, need at `step`."""
         num_due = self._decodes.num_due(step)
         if self._is_plain:
             return num_due
@@ -119,8 +119,8 @@ class RunningSet:
 
         Blocks of recurrent states are large, and a decode may not need a further one for a long
         time. So the passed blocks of a sequence that has just begun to decode are freed at once.
-        Steps in flight may still read the freed blocks, because only a later step writes to them,
-        and the worker runs steps and copies in order.
+        It does no harm if steps in flight still read the freed blocks: only a later step writes to
+        them, and the worker runs steps and copies in order.
         """
         begun = [seq for seq in self._begun if seq.status is SeqStatus.DECODE]
         self._begun = []
@@ -262,8 +262,9 @@ class RunningSet:
             if num_new > 0:
                 seq.num_charged_tokens = num_charged + num_new
                 self._policy.charge(seq.rank.account, num_new, 0)
-        # Publish blocks that this step is only going to compute. A sequence that finds them
-        # computes in this step or later, and in each layer a step stores KV before it reads any.
+        # Publish these blocks already, although this step has yet to compute them. A sequence that
+        # finds them computes in this step or later, and in each layer a step stores KV before it
+        # reads any.
         self.publisher.publish(seq, seq.num_computed_tokens)
         if seq.num_tokens_left:
             return False

@@ -277,9 +277,9 @@ class Scheduler:
         are computed. It *prefills* until a step has computed all of them: each step computes a
         chunk, in order, within the token budget. The last of these steps samples the next token.
         From then on the sequence *decodes*: every step computes the newest token and samples the
-        next. This method does not visit decoding sequences; it counts them, and gives a block to
-        each of the few that need one. This rule covers whole and chunked prompts, prefixes found in
-        the cache, preempted sequences that compute their tokens again, and beams.
+        next. These two phases cover whole and chunked prompts, prefixes found in the cache,
+        preempted sequences that compute their tokens again, and beams. This method does not visit
+        decoding sequences; it counts them, and gives a block to each of the few that need one.
 
         A step is planned in this order. (1) While decoding sequences lack blocks, or more sequences
         run than the worker's memory allows, the last running sequence in order is preempted. (2)
@@ -513,14 +513,14 @@ class Scheduler:
                | on the       | on the        | on the         | computed      | computed in   |
                | device       | host          | disk           | in this step  | later steps   |
         owner  | shared: one  | own blocks,   | the sequence   | own blocks    | own blocks,   |
-               | more holder  | or shared     | holds the host |               | taken now: it |
-               |              | with another  | blocks loaded  |               | can finish    |
-               |              | that swaps in | for it         |               | its prompt    |
+               | more holder  | or shared     | holds the host |               | taken now so  |
+               |              | with another  | blocks loaded  |               | that none is  |
+               |              | that swaps in | for it         |               | lacking later |
         fate   | read in      | swapped in    | loaded first,  | published     | published     |
                | place        | by this step; | while FETCHING | as soon as    | when computed |
-               |              | it computes   | and out of the | planned       |               |
-               |              | in the next   | queue; then    |               |               |
-               |              |               | on the host    |               |               |
+               |              | the sequence  | and out of the | planned       |               |
+               |              | computes from | queue; then    |               |               |
+               |              | the next on   | on the host    |               |               |
 
         The sequence computes blocks that the disk cannot deliver or the host has no room for. A
         SWAPPED sequence has its KV in its own host blocks (the last one may be partial); it shares

@@ -182,7 +182,8 @@ class Sequence:
     def traceparent(self) -> str:
         """The request's traceparent; empty for the later steps of a beam.
 
-        To the worker, each step of a beam is a new sequence, and it would record a span for each.
+        To the worker, each step of a beam is a new sequence. So the worker would record a span for
+        each step.
         """
         is_one_step = self.group is not None and len(self.token_ids) > self.num_prompt_tokens
         return "" if is_one_step else self.request.traceparent

@@ -347,7 +347,7 @@ class Fleet:
             self._streams.refuse(command.request, error)
 
     def _pull_prefix(self, command: SubmitRequest, session: Session, num_tokens: int) -> bool:
-        """Keep a request while its prefix is copied, if copying is faster; return whether it is.
+        """If copying is faster, keep a request while its prefix is copied, and return True.
 
         `num_tokens` is the number of tokens that the worker would have to compute otherwise.
         """

@@ -8,10 +8,10 @@ By default ("prefix") a request goes to the worker with the lowest cost, in toke
 
 The first two terms delay the request's first token. They are the time that Mooncake's Conductor
 estimates (queue + prefill; Qin et al., FAST 2025), expressed in tokens because the workers are
-alike. The third term is the cost of decoding sequences to each other. Without this term, all
-requests that share a prefix would crowd one worker as long as its queue is short (the load term of
-Preble, Srivatsa et al., ICLR 2025). If no worker has cached a part of the prompt or queued a
-request, the least loaded worker is chosen.
+alike. The third term is what decoding sequences cost each other. Without this term, all requests
+that share a prefix would crowd one worker as long as its queue is short (the load term of Preble,
+Srivatsa et al., ICLR 2025). If no worker has cached a part of the prompt or queued a request, the
+least loaded worker is chosen.
 
 With every method, workers with short memory come last, and prompts go to workers that prefill
 (`WorkerInfo.role`), if there are any. A decode worker takes a prompt if it has cached all but a few

@@ -130,7 +130,7 @@ class Session:
         self._wake.set()
 
     def expect(self, num_seqs: int, num_tokens: int) -> None:
-        """Count sequences in the load that will be posted when their prefix has arrived here."""
+        """Let the load count sequences that will be posted when their prefix has arrived here."""
         self._num_expected_seqs += num_seqs
         self._num_expected_tokens += num_tokens
         self._placement_load = None

@@ -10,8 +10,9 @@ chooses the next beams. In the next step:
                                  and starts with a copy of the partial one
     a beam without a child       ends: its sequence becomes spare, and a row stays reserved for it
 
-To the worker, each step of a beam is a new sequence that gets exactly one more token. So a beam
-never decodes, and no step in flight refers to it while its next step is prepared.
+To the worker, each step of a beam is a new sequence that gets exactly one more token. So no plan
+counts a beam as a decode, although its status is DECODE between its steps, and no step in flight
+refers to a beam while its next step is prepared.
 
 A search runs as a whole or waits as a whole. A preempted search keeps its beams' tokens but no KV;
 most of the KV is in shared blocks, which the prefix cache may still have. It resumes like a new

@@ -3,8 +3,9 @@
 The algorithm follows `transformers`' `generate(num_beams=width, do_sample=False)` step by step, and
 in float32, so that the outputs are equal token for token. Each step considers the `num_kept`
 likeliest continuations of all beams, best first. A continuation ends with an end token or at the
-maximum length. Those of the first `width` continuations that end become hypotheses; the best
-`width` hypotheses are kept. The first `width` continuations that do not end become the next beams.
+maximum length. If one of the first `width` continuations ends, it becomes a hypothesis; the best
+`width` hypotheses are kept. Of the continuations that do not end, the first `width` become the next
+beams.
 
 Equally likely continuations are ordered by beam, the better one first; within a beam, in the order
 of the worker's report.

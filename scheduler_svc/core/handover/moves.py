@@ -107,7 +107,7 @@ class Moves:
     # --- finding requests to move ---------------------------------------------------------------
 
     def find_requests(self, request_id: str | None = None) -> list[MovableRequest]:
-        """Return all live requests with this id, or all live ones; routers may use the same id."""
+        """Return all live requests with this id (routers may use the same one); None: with any."""
         seqs = [seq for seq in self._live if request_id in (None, seq.request.request_id)]
         return [self._describe(group) for group in _by_request(seqs)]
 

@@ -18,9 +18,10 @@ The core uses each part of the worker's report as follows:
     pins             stay for the rest of their time.
 
 Unclaimed blocks and rows stay reserved for `claim_s`. Once `REUNION_S` have passed, they are freed
-earlier, one row at a time, but only if nothing could run otherwise. Before `REUNION_S`, the first
-resubmitted request could take the blocks of the second, because requests are submitted one by one.
-When a row is freed, its labelled blocks stay cached and the others become free.
+earlier, one row at a time, but only if nothing could run otherwise. If rows were freed even before
+`REUNION_S`, the first resubmitted request could take the blocks of the second, because requests are
+submitted one by one. When a row is freed, its labelled blocks stay cached and the others become
+free.
 
 The worker may have sampled tokens that the router has not received. The core reports these tokens
 with their log-probabilities, so that they are not computed again. If the worker has not kept all of

@@ -16,7 +16,7 @@ class Eviction(StrEnum):
     LFU = "lfu"
     """The block with the fewest hits since it was published; ties are broken as in LRU."""
     FIFO = "fifo"
-    """The block that became cached first; hits do not count."""
+    """The block that a holder dropped for the first time longest ago; hits do not count."""
 
 
 class PreemptionMode(StrEnum):

@@ -19,9 +19,9 @@ def swap_root(request: Request, output_index: int, *, has_prefix_cache: bool) ->
 def identity(request: Request, output_index: int) -> bytes:
     """Return 32 bytes that identify a sequence of `request` to a later scheduler.
 
-    The identity covers the request's id, tenant, cache salt, sampling, search and limits, and the
-    number of prompt tokens. It does not cover the tokens: callers compare or hash them. It does not
-    depend on the router, or on how many output tokens the router knows.
+    The identity covers the request's id, tenant, cache salt, sampling, search and limits, the
+    number of prompt tokens, and the output's index. It does not cover the tokens: callers compare
+    or hash them. It does not depend on the router, or on how many output tokens the router knows.
     """
     parts = (
         b"quire.v1.sequence\0",

@@ -7,9 +7,9 @@ A block's state follows from its reference count and whether it has a hash:
     ref_count = 0, no hash   free, or retired while its pool shrinks (see below)
 
 Free and cached blocks are *available*: they can be allocated. A held block may have a hash, too;
-then every sequence that finds the block shares it. A plan writes only to blocks that have one
-holder and no hash until then. A full block may be published, and shared, as soon as the write to it
-is planned.
+then every sequence that finds the block shares it. When a write to a block is planned, the block
+has one holder and no hash. If the write fills the block, it may be published, and shared, as soon
+as the write is planned.
 
 Free blocks at or beyond the *border* are allocated last, lowest number first, so that the range
 that defragmentation has emptied stays empty. At first no block is beyond the border.
@@ -193,7 +193,7 @@ class BlockPool(Generic[BlockIdT]):
                     heappush(self._free_beyond, block)
 
     def publish(self, blocks: Sequence[BlockIdT], hashes: Sequence[BlockHash]) -> None:
-        """Let full blocks that are held be found by hash, unless a block has the same content."""
+        """Let held full blocks be found by hash, except those whose content is found already."""
         known, hash_to_block = self._hashes, self._hash_to_block
         if any(map(known.__getitem__, blocks)):
             new = [i for i, block in enumerate(blocks) if known[block] is None]

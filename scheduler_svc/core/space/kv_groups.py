@@ -77,7 +77,7 @@ class KvGroups:
         ]
 
     def ahead(self, first: int, num_computed: int, num_blocks: int) -> list[int]:
-        """Return the places, from block index `first` on, that need new blocks at the start.
+        """Return the places from block index `first` on where a starting sequence needs new blocks.
 
         Args:
             first: The number of block indices with KV, or behind a window.
