@@ -208,8 +208,11 @@ class Continuation:
         match error:
             case NotFoundError() | FailedPreconditionError() if self._is_resuming:
                 self._is_resuming = False
-            case AlreadyExistsError() if self.is_resumable and self._num_failures > 1:
-                self._is_resuming = True  # the service has not noticed that the earlier call broke
+            case AlreadyExistsError() if self.is_resumable and (
+                self._is_accepted or self._num_failures > 1
+            ):
+                # Another router has not noticed yet that an earlier call to it broke.
+                self._is_resuming = True
             case TooBusyError():
                 delay_s = max(delay_s, error.retry_after_s)
             case UnavailableError():

@@ -187,6 +187,17 @@ def test_the_id_of_a_call_that_has_not_been_seen_to_end_is_resumed():
         make().failed(AlreadyExistsError("is another's"), 0.0)
 
 
+def test_a_repeated_call_that_the_router_of_an_earlier_one_displaces_is_resumed():
+    continuation = make()
+    continuation.receive(delta(0, [1]))
+    for error in (LOST, NotFoundError("gone")):
+        continuation.failed(error, 0.0)
+    assert isinstance(continuation.next_request(), inference_pb2.GenerateRequest)
+    continuation.receive(delta(0, [1, 2]))
+    continuation.failed(AlreadyExistsError("is live at another router"), 0.0)
+    assert isinstance(continuation.next_request(), inference_pb2.ResumeRequest)
+
+
 def test_other_errors_are_final():
     continuation = make()
     continuation.receive(delta(0, [1]))
