@@ -208,7 +208,13 @@ class Service:
         """Waits until nothing runs or waits and no block is held; returns the load."""
 
         def idle() -> common_pb2.Load | None:
-            load = self.load()
+            try:
+                load = self.load()
+            except grpc.RpcError as error:
+                # The router has just lost a scheduler, and may connect to the next one.
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                return None
             return load if is_idle(load) else None
 
         try:
