@@ -199,11 +199,17 @@ def test_others_are_preempted_rather_than_pins_given_up():
     assert core.load().num_pinned_blocks == 2
 
 
-def test_a_prompt_found_on_the_host_is_pinned_when_its_swap_in_has_succeeded():
+def with_a_demoted_prompt_to_pin():
+    """Request 2 pins a prompt whose blocks are on the host."""
     core = make_core(num_blocks=4, num_host_blocks=4, max_pinned_share=0.5)
     run(core, 0, A)
     run(core, 1, range(50, 65))  # needs all blocks: A is demoted
     submit(core, 2, [*A, 9], max_tokens=4, cache_pin_s=10.0)
+    return core
+
+
+def test_a_prompt_found_on_the_host_is_pinned_when_its_swap_in_has_succeeded():
+    core = with_a_demoted_prompt_to_pin()
     plans = []
     while not (plans and plans[-1].chunk_rows.size):
         plans.append(schedule(core))
@@ -217,10 +223,7 @@ def test_a_prompt_found_on_the_host_is_pinned_when_its_swap_in_has_succeeded():
 
 
 def test_a_prompt_whose_sequence_is_gone_before_its_swap_in_has_ended_is_not_pinned():
-    core = make_core(num_blocks=4, num_host_blocks=4, max_pinned_share=0.5)
-    run(core, 0, A)
-    run(core, 1, range(50, 65))  # needs all blocks: A is demoted
-    submit(core, 2, [*A, 9], max_tokens=4, cache_pin_s=10.0)
+    core = with_a_demoted_prompt_to_pin()
     while not (plan := schedule(core)).swap_in_dst_block_ids.size:
         answer(core, plan)
     following = schedule(core)  # computes the prompt
@@ -350,10 +353,7 @@ def test_a_pin_that_moves_keeps_its_tenant_and_both_its_requests():
 
 
 def test_of_a_prompt_that_is_pinned_when_its_time_has_passed_the_worker_is_not_told():
-    core = make_core(num_blocks=4, num_host_blocks=4, max_pinned_share=0.5)
-    run(core, 0, A)
-    run(core, 1, range(50, 65))  # needs all blocks: A is demoted
-    submit(core, 2, [*A, 9], max_tokens=4, cache_pin_s=10.0)
+    core = with_a_demoted_prompt_to_pin()
     while not (plan := schedule(core)).swap_in_dst_block_ids.size:
         answer(core, plan)
     schedule(core)  # computes the prompt
@@ -392,10 +392,7 @@ def test_with_a_window_a_prompt_is_not_pinned_if_a_block_of_it_is_gone():
 
 
 def test_a_prompt_that_is_unpinned_before_its_swap_in_has_ended_is_not_pinned():
-    core = make_core(num_blocks=4, num_host_blocks=4, max_pinned_share=0.5)
-    run(core, 0, A)
-    run(core, 1, range(50, 65))  # needs all blocks: A is demoted
-    submit(core, 2, [*A, 9], max_tokens=4, cache_pin_s=10.0)
+    core = with_a_demoted_prompt_to_pin()
     while not (plan := schedule(core)).swap_in_dst_block_ids.size:
         answer(core, plan)
     following = schedule(core)  # computes the prompt
