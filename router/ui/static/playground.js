@@ -42,21 +42,27 @@ async function ask() {
   const began = performance.now();
   let first = null;
   let usage = null;
+  let said = "";
+  let frame = null;
+  // Lays out the text once in a frame: once for each token would take all of the page's time.
+  const show = () => {
+    frame = null;
+    keepingTheEnd(() => text.data = said);
+  };
   try {
     for await (const event of stream(`v1/${isChat() ? "chat/completions" : "completions"}`, body(prompt), running.signal)) {
       const choice = event.choices[0];
       const piece = choice?.text ?? choice?.delta?.content ?? "";
       if (piece) first ??= performance.now();
-      const messages = byId("messages");
-      const isAtEnd = messages.scrollHeight - messages.scrollTop - messages.clientHeight < 40;
-      text.data += piece;
+      said += piece;
       usage = event.usage ?? usage;
-      if (isAtEnd) messages.scrollTop = messages.scrollHeight; // not if the reader has scrolled up
+      frame ??= requestAnimationFrame(show);
     }
-    if (isChat()) history.push({ role: "user", content: prompt }, { role: "assistant", content: text.data });
+    if (isChat()) history.push({ role: "user", content: prompt }, { role: "assistant", content: said });
   } catch (error) {
     if (error.name !== "AbortError") say("error", error.message);
   } finally {
+    show();
     running = null;
     byId("send").disabled = false;
     byId("cancel").disabled = true;
@@ -95,7 +101,16 @@ function summary(usage, began, first) {
 
 function say(className, text) {
   const message = element("div", text, `message ${className}`);
-  byId("messages").append(message);
-  message.scrollIntoView({ block: "nearest" });
+  const messages = byId("messages");
+  messages.append(message);
+  messages.scrollTop = messages.scrollHeight;
   return message;
+}
+
+/** Makes a change to the messages, and shows their end if it was in sight before. */
+function keepingTheEnd(change) {
+  const messages = byId("messages");
+  const isAtEnd = messages.scrollHeight - messages.scrollTop - messages.clientHeight < 40;
+  change();
+  if (isAtEnd) messages.scrollTop = messages.scrollHeight;
 }
