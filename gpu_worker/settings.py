@@ -87,7 +87,8 @@ class WorkerSettings(ProcessSettings):
     kv_cache_dtype_skip_layers: str = ""
     """Layers whose KV is not quantized, numbered from 0, such as 0,1,23."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of the GPU's memory that weights, temporary tensors and KV may use together."""
+    """Share of the GPU's memory that may be in use, including what other processes use. KV gets
+    what they, weights and temporary tensors leave of this share."""
     memory_warning_share: Annotated[float, Field(ge=0, le=1)] | None = None
     """If less than this share of the device's memory is available, the number of running sequences
     may not grow, and prompts are computed in smaller parts. On a CPU, the device's memory is what

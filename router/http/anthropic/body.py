@@ -37,11 +37,13 @@ FIELD_TO_JSON: Final = MappingProxyType(
 )
 """Maps a chat's fields to their names in this API."""
 
-_TOOL_WORDS: Final = chat_tools.ToolWords(
+_WORDS: Final = chat_tools.ChatWords(
     path="tools[{}]".format,
     choice="tool_choice.type",
     forced='"any"',
     alone="tool_choice.disable_parallel_tool_use is true",
+    schema=FIELD_TO_JSON["structured.json_schema"],
+    thinking=FIELD_TO_JSON["thinking_budget"],
 )
 
 
@@ -191,7 +193,7 @@ class CountBody(CacheMarked):
             form=None if config.format is None else config.format.form(),
             thinking_budget=budget,
             effort=effort,
-            tool_words=_TOOL_WORDS,
+            words=_WORDS,
             continued=messages[-1].text if is_continued else "",
             template_kwargs=switched | (continued if is_continued else {}),
         )

@@ -20,7 +20,7 @@ from router.http.requests.schema import (
     session_pin_s,
 )
 from router.http.requests.structured import JsonSchema
-from router.http.requests.tools import ToolWords
+from router.http.requests.tools import ChatWords
 from router.http.strict_json import Listed, Schema, at_most
 
 FIELD_TO_JSON: Final[Mapping[str, str]] = MappingProxyType(
@@ -177,7 +177,11 @@ class ResponseBody(ResponseTools):
             form=self.text.format.form(),
             thinking_budget=self.reasoning.max_tokens,
             effort=self.reasoning.effort,
-            tool_words=ToolWords(self.function_paths.__getitem__),
+            words=ChatWords(
+                self.function_paths.__getitem__,
+                schema=FIELD_TO_JSON["structured.json_schema"],
+                thinking="reasoning.max_tokens",
+            ),
         )
 
     def request(self, prompt: str, request_id: str) -> GenerateRequest:

@@ -17,7 +17,7 @@ from router.http.requests.messages import (
     for_template,
 )
 from router.http.requests.schema import MAX_TOP_LOGPROBS, UNIMPLEMENTED, Body
-from router.http.requests.tools import ToolFields
+from router.http.requests.tools import ChatWords, ToolFields
 from router.http.strict_json import Schema
 from router.request.inference import Inference
 
@@ -108,6 +108,7 @@ class ChatBody(ToolFields, Body):
             form=self.structured(),
             thinking_budget=self.budget,
             effort=effort,
+            words=ChatWords(schema=self.structured_field_to_json["structured.json_schema"]),
             continued=self.messages[-1].text if self.continue_final_message else "",
             template_kwargs=kwargs,
             chat_template=self.chat_template,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from contract.errors import UnimplementedError
 from contract.sampling import StructuredOutput
 from router.http.requests.outputs import OutputPlan, plan_outputs
-from router.http.requests.tools import ToolFields, ToolUse, ToolWords
+from router.http.requests.tools import ChatWords, ToolFields, ToolUse
 from router.parsers.choosing import OutputParsers
 from router.request.inference import Inference
 from router.text.chat_template import ChatTemplate
@@ -41,8 +41,8 @@ class Conversation:
     """How much to think, if the chat template supports it."""
     continued: str = ""
     """The assistant's last message, if outputs continue it."""
-    tool_words: ToolWords = field(default_factory=ToolWords)
-    """The names of the tool fields in the client's JSON, for errors."""
+    words: ChatWords = field(default_factory=ChatWords)
+    """The names of fields in the client's JSON, for errors."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     """Replaces the model's template, if the service trusts requests' templates."""
@@ -54,7 +54,7 @@ class Conversation:
         """
         template = inference.text.chat_template(self.model, self.chat_template)
         parsers = inference.text.parsers(template)
-        tools = self.tools.tool_use(template, parsers, self.tool_words)
+        tools = self.tools.tool_use(template, parsers, self.words)
         prompt = await inference.text.render_chat(
             self.model,
             self.messages,
@@ -68,7 +68,7 @@ class Conversation:
         """Return the output plan of a chat whose prompt was prepared before."""
         template = inference.text.chat_template(self.model, self.chat_template)
         parsers = inference.text.parsers(template)
-        tools = self.tools.tool_use(template, parsers, self.tool_words)
+        tools = self.tools.tool_use(template, parsers, self.words)
         return await self._plan(inference, parsers, tools, prompt)
 
     async def _plan(
@@ -82,7 +82,7 @@ class Conversation:
                 prompt=prompt,
                 continued=self.continued,
                 thinking_budget=self.thinking_budget,
-                tool_words=self.tool_words,
+                words=self.words,
             )
         )
 

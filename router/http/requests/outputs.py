@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from contract.errors import InvalidArgumentError, UnimplementedError
 from contract.request import GenerateRequest, ThinkingMarkers
 from contract.sampling import StructuredOutput
-from router.http.requests.tools import Function, ToolUse, ToolWords
+from router.http.requests.tools import ChatWords, Function, ToolUse
 from router.parsers.call_grammar import (
     CallGrammar,
     ForcedFunction,
@@ -66,7 +66,7 @@ def plan_outputs(
     prompt: str,
     continued: str,
     thinking_budget: int | None,
-    tool_words: ToolWords,
+    words: ChatWords,
 ) -> OutputPlan:
     """Plan the outputs of a chat whose template has made `prompt`.
 
@@ -92,7 +92,7 @@ def plan_outputs(
     if thinking_budget is not None and thought is None:
         is_known = thinking is not None or parsers.reads_messages
         raise UnimplementedError(
-            f"thinking_budget is {thinking_budget}; with this model it must be unset: "
+            f"{words.thinking} is {thinking_budget}; with this model it must be unset: "
             + (
                 "the markers of its thinking are not tokens"
                 if is_known
@@ -103,7 +103,7 @@ def plan_outputs(
         parsers.new_reader, has_begun=has_begun, prompt_end=prompt[-_PROMPT_END_CHARS:]
     )
     if tools is not None and tools.wants_calls:
-        plan = _plan_calls(parsers, tools, form, thought, new_reader, tool_words)
+        plan = _plan_calls(parsers, tools, form, thought, new_reader, words)
     else:
         plan = _plan_text(parsers, form, thought, new_reader)
     return replace(plan, thinking=parsers.markers(has_begun=has_begun))
@@ -134,7 +134,7 @@ def _plan_calls(
     form: StructuredOutput | None,
     thought: Thought | None,
     new_reader: Callable[..., Reader],
-    words: ToolWords,
+    words: ChatWords,
 ) -> OutputPlan:
     """Plan outputs that may call functions; `form` has no effect if a call is forced."""
     written = None if parsers.family is None else parsers.family.written
@@ -165,7 +165,10 @@ def _plan_calls(
                 " unknown"
             )
         either = grammar.calls_or_form(
-            _checked(functions), _inline(form), thought, may_be_several=not tools.is_alone
+            _checked(functions),
+            _inline(form, words.schema),
+            thought,
+            may_be_several=not tools.is_alone,
         )
         return _formed(plan, either, before)
     stop = "" if parsers.family is None else parsers.family.stop
@@ -201,14 +204,13 @@ def _checked(functions: Sequence[ForcedFunction]) -> Sequence[ForcedFunction]:
     return functions
 
 
-def _inline(form: StructuredOutput) -> str:
-    """Return a form as a term of a grammar.
+def _inline(form: StructuredOutput, field: str) -> str:
+    """Return a form as a term of a grammar; `field` has its JSON schema in the client's JSON.
 
     Raises:
         InvalidArgumentError: The schema is not JSON or has an unsupported feature.
         UnimplementedError: The form is not a form of JSON.
     """
-    field = "structured_outputs.json"
     if form.json_object:
         return inline_json({"type": "object"})
     if form.json_schema is None:

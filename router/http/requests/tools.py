@@ -65,8 +65,8 @@ class NamedChoice(Schema):
 
 
 @dataclass(frozen=True, slots=True)
-class ToolWords:
-    """The names that an API's JSON has for a chat's tool fields and their values, for errors."""
+class ChatWords:
+    """The names that an API's JSON has for fields of a chat and their values, for errors."""
 
     path: Callable[[int], str] = "tools[{}].function".format
     """Returns the path of a function, given by its index."""
@@ -75,6 +75,10 @@ class ToolWords:
     """The value of `choice` that forces a call."""
     alone: str = "parallel_tool_calls is false"
     """How a client asks for at most one call."""
+    schema: str = "structured_outputs.json"
+    """The field with the JSON schema of the output."""
+    thinking: str = "thinking_budget"
+    """The field with the limit on thinking tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ class ToolFields(Schema):
     """Whether an output may have several calls; a named function is called only once."""
 
     def tool_use(
-        self, template: ChatTemplate, parsers: OutputParsers, words: ToolWords
+        self, template: ChatTemplate, parsers: OutputParsers, words: ChatWords
     ) -> ToolUse | None:
         """Return how the chat uses tools; None: not at all.
 

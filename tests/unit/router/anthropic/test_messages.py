@@ -512,6 +512,20 @@ async def test_features_that_the_model_lacks_are_refused_by_name(
     assert not inference.requests
 
 
+async def test_a_budget_without_tokens_that_mark_thinking_is_refused_by_name(client, inference):
+    inference.text.template = THINKS
+    budget = {"type": "enabled", "budget_tokens": 9}
+    with pytest.raises(anthropic.BadRequestError, match=r"budget_tokens is 9; .* not tokens"):
+        await client.messages.create(**ASK, thinking=budget)
+
+
+async def test_the_schema_of_an_output_with_tools_is_refused_by_name(client):
+    schema = {"allOf": [{"pattern": "a"}] * 9}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format\.schema has up"):
+        await client.messages.create(**ASK, tools=[ADD], output_config=config)
+
+
 async def test_max_tokens_is_required(client):
     with pytest.raises(anthropic.BadRequestError, match="max_tokens is missing"):
         await client.post("/v1/messages", body={"messages": HELLO}, cast_to=object)

@@ -353,11 +353,16 @@ async def test_a_call_that_was_cut_short_says_so(client, inference):
         ),
         (
             {"tools": [ADD], "extra_body": {"guided_json": "{"}},
-            "structured_outputs.json is not JSON",
+            "guided_json is not JSON",
         ),
         (
             {"tools": [ADD], "extra_body": {"guided_json": {"allOf": [{"pattern": "a"}] * 9}}},
-            "structured_outputs.json has up to 9 patterns and formats for one string",
+            "guided_json has up to 9 patterns and formats for one string",
+        ),
+        (
+            {"tools": [ADD], "response_format": {"type": "json_schema", "json_schema": {
+                "name": "x", "schema": {"allOf": [{"pattern": "a"}] * 9}}}},
+            "response_format.json_schema.schema has up to 9 patterns",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
