@@ -2,8 +2,11 @@
 
 The arguments of most ops are the library, and then those of the twin in `kernels.reference`, which
 defines the result. An op raises ValueError if shapes, dtypes, devices or strides do not fit.
-`kernels.ops` calls these ops if C supports the dtype of the first tensor. The fields of a call are
-in the order of the kernel's structure, which `kernels.cpu.library` lists.
+`kernels.ops` calls these ops if C supports the dtype of the first tensor. But `draw`,
+`selective_scan` and `delta_scan`, which exist only for CPUs, are called directly. They find the
+library themselves, and call the twin if there is no library; the two scans also call the twin if C
+does not support the dtype. The fields of a call are in the order of the kernel's structure, which
+`kernels.cpu.library` lists.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `N` width of a
 norm, `I` intermediate size, `P` block size, `M` max blocks per sequence, `V` vocabulary.
@@ -289,7 +292,7 @@ def suppress(
 def draw(
     logits: torch.Tensor, places: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Draw a token for some rows of logits, on CPUs only, in C or by the twin; return int64[N].
+    """Draw one token from each of the rows `places` of `logits`; return the token ids, int64[N].
 
     A token's weight is `exp((logit - max) / temperature)`. The drawn token is the first at which
     the running sum of weights, in token order, exceeds `uniform` times the sum of all weights. Each
@@ -298,7 +301,7 @@ def draw(
 
     Args:
         logits: float32[S, V]; not changed.
-        places: int64[N]: the rows to draw from.
+        places: int64[N]: the numbers of the rows.
         temperature: float32[N], above 0.
         uniform: float64[N] in [0, 1).
     """
@@ -328,7 +331,7 @@ def selective_scan(
     d: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance the states of Mamba layers by `T` tokens, on CPUs only, in C or by the twin.
+    """Advance the states of Mamba layers by `T` tokens.
 
     For each token, `state = state * exp(dt * a) + dt * x * b`, and the output is the sum over `N`
     of `state * c`, plus `d * x`. Everything is computed in float32, token by token. So no bit of a
@@ -382,7 +385,7 @@ def delta_scan(
     beta: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance the states of gated delta nets by `T` tokens, on CPUs only, in C or by the twin.
+    """Advance the states of gated delta nets by `T` tokens.
 
     First, queries and keys are scaled to length 1, and queries are divided by the square root of
     `K`. Then, for each token, `state = state * exp(g)`, `state = state + k (v - k state) * beta`,

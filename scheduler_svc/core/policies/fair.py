@@ -2,9 +2,10 @@
 
 Follows "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Each tenant has a
 counter of the tokens that it was served, weighted by their cost. The tenant with the lowest counter
-goes first. So if two tenants always have waiting requests, neither gets ahead of the other by more
-than the tokens of the requests that run at once. A tenant without waiting requests gains no credit:
-when it has one again, its counter is raised to the lowest counter of the waiting tenants.
+goes first. So while two tenants both have waiting requests, neither gets ahead of the other by more
+than about twice the weighted tokens of all requests that run at one time. A tenant without waiting
+requests gains no credit: when it has one again, its counter is raised to the lowest counter of the
+waiting tenants.
 """
 
 from collections.abc import Mapping
