@@ -104,9 +104,10 @@ def describe_exit(code: int) -> str:
 def _until_parent_ends(argv: tuple[str, ...]) -> tuple[str, ...]:
     """Return a command that runs `argv` and that the kernel kills when this process ends.
 
-    Only Linux can kill the command then; elsewhere, children survive a parent that is killed. The
-    command is a program that asks the kernel for this signal, and then executes `argv`.
-    `preexec_fn` would need a real fork, which may hang in a process with gRPC's threads.
+    Only Linux can kill the command then; elsewhere, children survive a parent that is killed. On
+    Linux the command is a short Python program (`_BECOME`), which asks the kernel to send it
+    SIGKILL when its parent ends, and then becomes `argv` by `execv`. `preexec_fn` would need a real
+    fork, which may hang in a process with gRPC's threads.
 
     Raises:
         FileNotFoundError: There is no program `argv[0]`.
