@@ -121,7 +121,7 @@ class WorkerInfo:
     """Whether the worker stores blocks in a far tier and fetches them from there."""
     abilities: Abilities = ONLY_GENERATES
 
-    # Only the worker itself sets the following fields.
+    # Set only at the worker; these fields are not sent to the scheduler.
     kv_dtype: str = "auto"
     """Number format of stored keys and values; "auto" is `dtype`."""
     host_block_bytes: int = 0

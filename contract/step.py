@@ -94,7 +94,7 @@ class Plan:
     """The changes before a step, and the prompt chunks that it computes.
 
     The worker applies a plan in this order: it releases, adds and extends rows; renames blocks in
-    block tables; records labels; starts disk moves; swaps out, swaps in, copies blocks; computes.
+    block tables; records labels; starts disk moves; swaps out or swaps in; copies blocks; computes.
     """
 
     step_id: StepId
@@ -117,7 +117,7 @@ class Plan:
     """Rows that compute known tokens; `chunk_lens` has the number of tokens of each."""
     chunk_lens: Int32Array = field(default_factory=no_ints)
     swap_out_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Device blocks to copy to host blocks `swap_out_dst_block_ids`, before swap-ins and copies."""
+    """Device blocks to copy to host blocks `swap_out_dst_block_ids`, before this plan's copies."""
     swap_out_dst_block_ids: Int32Array = field(default_factory=no_ints)
     swap_in_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Host blocks to copy to device blocks `swap_in_dst_block_ids`, which are valid from the next
