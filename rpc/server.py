@@ -40,7 +40,7 @@ _FLUSH_S = 2.0
 
 _GC_THRESHOLDS = (10_000, 0, 250)
 """Python's thresholds for collecting garbage, set so that few collections visit many objects at
-once. New objects are collected after 10,000 allocations without deallocation. Every second
+once. New objects are collected after 10,000 more allocations than deallocations. Every second
 collection includes the survivors of the last one. All objects are collected after five million
 allocations at the earliest. While thousands of requests came in one stream, a collection took at
 most 23 ms; with 25,000 in place of 10,000 it took 81 ms."""
@@ -100,7 +100,8 @@ async def serve(
     the port of gRPC. A drain then begins by closing both ports here.
 
     Raises CannotListenError if an address is not available, the errors of `on_started`, and the
-    error that ended grpcio's server. After that, the process must end, so that another can listen.
+    error that ended grpcio's server. After any of these errors the process must end, so that
+    another can listen.
     """
     stopping = stop if stop is not None else asyncio.Event()
     grace_s = settings.drain_s if on_drain is None else _FLUSH_S

@@ -355,7 +355,8 @@ class Connection(asyncio.Protocol):
             self._waiting.clear()
 
     def _leave_calls(self, calls: list[Call]) -> None:
-        # The handlers of all calls end at the next turn of the event loop.
+        # Each cancelled handler runs at the next turn of the event loop, so only some are cancelled
+        # in one turn.
         for call in calls[:_CALLS_AT_ONCE]:
             call.leave()
         if rest := calls[_CALLS_AT_ONCE:]:

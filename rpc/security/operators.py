@@ -22,9 +22,9 @@ class Operators:
         """Make a check from the process's security settings.
 
         `check_operator` raises unless the call has an operator's key; None: calls have no keys.
-        Without keys and certificates, callers on the Unix socket are operators, because its file
-        permissions protect it. With `obeys_loopback`, callers on the loopback interface, including
-        any proxy on this machine, are operators, too.
+        Without keys, all callers are operators if callers need certificates. Otherwise callers on
+        the Unix socket are, because its file permissions protect it; with `obeys_loopback`, so are
+        callers on the loopback interface, including any proxy on this machine.
         """
         self._check_operator = check_operator
         self._has_client_certificates = has_client_certificates
