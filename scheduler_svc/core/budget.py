@@ -19,9 +19,9 @@ tokens, because prompts need work space. Chosen, not measured: half of the budge
 sequences may run, a quarter when fewer must run."""
 
 _BACKGROUND_SHARE = 8
-"""In a step with other requests, requests of the lowest priority, such as batches, get 1 / 8 of the
-prompt tokens. Derived: all prompts together may make a step 1.4 times as long
-(--max-decode-slowdown), so batches alone make it 1.05 times as long."""
+"""While other requests are live, requests of the lowest priority, such as batches, get 1 / 8 of the
+prompt tokens of a step with decodes. Derived: all prompts together may make a step 1.4 times as
+long (--max-decode-slowdown), so batches alone make it 1.05 times as long."""
 
 
 class TokenBudget:

@@ -37,7 +37,7 @@ _WORTH_TOKENS = 128
 """Lower bound of `max_prompt_tokens`, on any device. Derived: reading the weights takes as
 long as computing some 16 tokens, so a step of this size loses an eighth of its time."""
 _MAX_PAYING = 2.0
-"""The prompts of a step may take up to this multiple of the spare time, to make their fixed cost
+"""The prompts of a step may take up to this multiple of the allowed time, to make their fixed cost
 worthwhile. Measured: a long prompt raises the p99 of the time between tokens to 1.41 times; it was
 2.28 times when the fixed cost did not count towards this limit ("Long prompts beside streams")."""
 _LONG_STEPS = 256

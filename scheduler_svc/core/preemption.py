@@ -55,7 +55,7 @@ class Preemption:
         self.num_for_memory = 0
         """Number of preemptions because the worker's memory was critical."""
         self.num_recomputed_tokens = 0
-        """Number of tokens whose KV swap-outs dropped, because they follow the last checkpoint."""
+        """Number of tokens whose KV a swap-out dropped, because they follow the last checkpoint."""
         self.observer: Callable[[Sequence, bool], Callable[[], None]] | None = None
         """A function for replays, called before each preemption with the sequence and whether it
         may be swapped out. It returns a function to call after the preemption."""

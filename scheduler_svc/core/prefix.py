@@ -245,8 +245,9 @@ class Publisher:
         num_full, num_groups = num_computed_tokens // self._block_size, self._groups.num
         if len(seq.block_hashes) < num_full:  # there is no prefix cache, or its KV is wrong
             return
-        # Blocks of the tokens with which it started were published when they were computed. They
-        # are not published again, because another sequence may have found them to be wrong.
+        # Blocks of the tokens with which the sequence started were published when they were
+        # computed. They are not published again, because another sequence may have found them to be
+        # wrong.
         first = len(seq.token_ids) // self._block_size
         kept = self._groups.kept(num_computed_tokens)
         places = [

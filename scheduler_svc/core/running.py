@@ -62,7 +62,7 @@ class RunningSet:
             if config.num_draft_tokens
             else SteadyDecodes(config, steps)
         )
-        self._begun: list[Sequence] = []  # with states; began to decode in the last step
+        self._begun: list[Sequence] = []  # began to decode in the last step; with recurrent layers
         self._released_rows: list[int] = []  # for the next plan
         self._trace_events: list[Started | Preempted] = []  # for the next plan
 
@@ -189,7 +189,7 @@ class RunningSet:
         return not any(parent.block_ids[place] == NULL_BLOCK for place in places)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start `child` with the blocks of `parent`, which has computed all tokens but the last.
+        """Start `child`: the blocks of `parent` have KV of all tokens of `child` but the last one.
 
         The child writes to the slot of the last token and to the slots after it. If the last
         token's slot is not the first of a block, the child's first step copies this block, in each
@@ -236,7 +236,7 @@ class RunningSet:
         insort(self._prefilling, beam, key=lambda other: other.order)
 
     def is_loaded(self, seq: Sequence) -> bool:
-        """Whether a sequence may compute in the step being planned, as its swap-ins were sent."""
+        """Whether a sequence may compute in the step being planned: all its swap-ins were sent."""
         return not any(map(self._tier.is_unsent, seq.loading_block_ids))
 
     def compute_chunk(self, seq: Sequence, builder: PlanBuilder) -> bool:

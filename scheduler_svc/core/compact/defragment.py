@@ -98,8 +98,9 @@ class _Pass:
     sources: list[DeviceBlockId]
     """The held blocks to move, in ascending order; the pass takes them from the end."""
     free_targets: list[DeviceBlockId]
-    """Blocks that had no holder when the pass began, in descending order. The pass takes them from
-    the end, and uses a block only if it is still cached."""
+    """Blocks below the border that had no holder when the pass began, in descending order. The pass
+    takes them from the end, and uses only those that are cached now: the pool provides the free
+    ones."""
     owners: _Owners
     evacuates: bool = False
     """Whether the pass only empties the blocks beyond the border; such a pass has no report."""

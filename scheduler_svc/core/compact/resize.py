@@ -2,7 +2,7 @@
 
 To grow, the worker allocates memory first; then the core calls `resize`. To shrink:
 
-    shrink      takes the blocks from the new end on out of use. Free blocks are retired at once.
+    shrink      takes all blocks beyond the new end out of use. Free blocks are retired at once.
                 Cached blocks are demoted, as many as one step can take. The defragmenter moves held
                 blocks below the end; if there is no room, sequences are preempted first.
     is_shrunk   becomes true when no block beyond the end is held, the worker knows which rows were

@@ -84,9 +84,10 @@ class Copies:
     def lend(self, hashes: Sequence[BlockHash]) -> Loan:
         """Hold blocks on the host to be read; copy blocks that only the device has there first.
 
-        The loan ends before the first block that neither pool has, that the host has no room for,
-        or whose copy would be one more than `max_swap_blocks`. Nothing is copied while swap-ins are
-        pending: a step cannot copy in both directions, and sequences wait for the swap-ins.
+        The loan has all blocks before the first one that neither pool has, that the host has no
+        room for, or whose copy would be one more than `max_swap_blocks`. Nothing is copied while
+        swap-ins are pending: a step cannot copy in both directions, and sequences wait for the
+        swap-ins.
         """
         num_left = 0 if self._tier.has_unsent_swap_ins else self._max_copied
         held: list[HostBlockId] = []

@@ -53,7 +53,7 @@ from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 _WITH_KV_BELOW = frozenset({SeqStatus.SWAPPED, SeqStatus.FETCHING})
-"""The states in which a sequence has its own KV on the host or the disk, or waits for its load."""
+"""The states in which a sequence has its own KV on the host or the disk, or waits for the disk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

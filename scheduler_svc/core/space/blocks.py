@@ -317,7 +317,8 @@ class BlockPool(Generic[BlockIdT]):
         self._free = [block for block in self._free if block < end]
         self._free_beyond = sorted(block for block in self._free_beyond if block < end)
         cached = [(block_hash, self._hash_to_block[block_hash]) for block_hash in self._cached]
-        # The host may have room for only a few, so the last blocks in eviction order go first.
+        # The host may have room for only a few, so the last blocks in eviction order are demoted
+        # first.
         for block_hash, block in reversed(cached):
             if block >= end:
                 self._cached.remove(block_hash)

@@ -8,7 +8,7 @@ the same chunk. A chunk is a window that begins again at each multiple of its le
 window holds these blocks::
 
     [0, first)      given back, because no later token reads them
-    [first, end)    held; `end` leaves room for one more chunk while the sequence prefills
+    [first, end)    held; `end` leaves room for the next chunk of a sequence that prefills
     [end, ..)       not allocated yet
 
 A place without a block has the null block, which is block 0. The core holds the null block forever,

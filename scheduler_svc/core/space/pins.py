@@ -1,11 +1,12 @@
 """Pins: blocks of prompts, and of their outputs, that stay in the prefix cache for a given time.
 
-A pin is a reference to a device block. All pins together hold at most a configured share of the
-blocks, and the pins of one tenant hold at most another, smaller share. Pins may be dropped early,
-those that end first before the others. Without a host tier this happens only if no sequence could
-run otherwise. With a host tier it happens as soon as a sequence would wait for pinned blocks: their
-content is demoted to the host, and promoted again when a prompt needs it. A block's pin belongs to
-the request that asked for the latest end; the pins of a request can be dropped by its id.
+A pin is a reference to a device block. All pins together hold at most the share `max_pinned_share`
+of the blocks, and the pins of one tenant at most `max_tenant_pinned_share`. Pins may be dropped
+early, those that end first before the others. Without a host tier this happens only if no sequence
+could run otherwise. With a host tier it happens as soon as a sequence would wait for pinned blocks:
+their content is demoted to the host, and promoted again when a prompt needs it. A block's pin
+belongs to the request that asked for the latest end; the pins of a request can be dropped by its
+id.
 
 Plans tell the worker the hashes of pinned blocks, so that a later scheduler can restore the pins.
 The worker is not told which pins were dropped early, because a later scheduler may have room for
