@@ -295,7 +295,7 @@ def _num_free_blocks(load: SchedulerLoad) -> int:
 
 
 def _has_room(load: SchedulerLoad, live: MovableRequest) -> bool:
-    """Whether a request can run at once and to its end, besides a block per running sequence."""
+    """Whether a request can run at once and to its end, and leaves a block per running sequence."""
     num_host_blocks = load.num_free_host_blocks + load.num_cached_host_blocks
     return (
         load.num_running + live.num_seqs <= load.max_num_seqs

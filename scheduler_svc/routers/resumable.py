@@ -226,7 +226,8 @@ class ResumableRequests:
 
         Raises:
             NotFoundError: The tenant has no such request, or it has expired.
-            InvalidArgumentError: Live sequences of the stream have the keys.
+            InvalidArgumentError: `first_seq_key` is too large, or the stream's live sequences
+                already have one of the keys.
         """
         kept = self._requests.get((message.tenant, message.request_id))
         if kept is None:

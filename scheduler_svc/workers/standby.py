@@ -46,7 +46,7 @@ async def wait_for_vacancy(
     newest epoch, and refuse the other standbys.
 
     Args:
-        workers: The function that finds the workers.
+        workers: Finds the workers.
         absence_s: How long a worker must have had no stream to a scheduler.
         silence_s: How long a scheduler with a stream to a worker must have been silent.
         tls: The TLS settings for calls to workers; None: plaintext.
