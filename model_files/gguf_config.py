@@ -112,7 +112,7 @@ class _Fields:
         return ModelError(f"{self._header.path}: {self.architecture}.{name} {problem}")
 
     def rope_factors(self, name: str) -> list[float] | None:
-        """Return the divisors of the rotary frequencies, which the file stores as a tensor."""
+        """Return the divisors of the rotary frequencies from their tensor; None: there is none."""
         tensor = self._header.tensors.get(f"{name}.weight")
         if tensor is None:
             return None
@@ -147,7 +147,7 @@ def _rope_scaling(fields: _Fields, head_dim: int) -> dict[str, Any] | None:
     short = fields.rope_factors("rope_factors_short")
     long = fields.rope_factors("rope_factors_long")
     if (factors := fields.rope_factors("rope_freqs")) is not None:
-        short = long = factors  # Llama 3.1's scaling, computed by the converter
+        short = long = factors  # Llama 3.1's scaling, as the program that made the file computed it
     if short is not None and long is not None:
         return {
             "rope_type": "longrope",
