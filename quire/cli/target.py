@@ -23,10 +23,10 @@ from rpc.status import calling
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
 _ANSWER_S: Final = 2.0
-"""How long a scheduler may take to answer. A stopped scheduler accepts connections, but never
+"""How long a scheduler may take to answer. A scheduler that hangs accepts connections, but never
 answers."""
 _CONNECTED_BUT: Final = "--tls-"
-"""A part of messages to which `rpc.security.tls.explain` has added a hint."""
+"""A message that contains this has a hint of `rpc.security.tls.explain`: a server was reached."""
 _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
 """Beginnings of gRPC's messages when no connection is possible."""
 

@@ -37,7 +37,7 @@ class TimeLimit:
 
 
 class Attempts:
-    """The calls of one request. The methods return coroutines or streams of the channel's stubs."""
+    """The calls of one request. Methods that start a call return the stub's coroutine or stream."""
 
     def __init__(
         self,

@@ -211,7 +211,8 @@ class Continuation:
             case AlreadyExistsError() if self.is_resumable and (
                 self._is_accepted or self._num_failures > 1
             ):
-                # Another router has not noticed yet that an earlier call to it broke.
+                # The router of an earlier call has not noticed yet that the call broke, so the
+                # request is live there.
                 self._is_resuming = True
             case TooBusyError():
                 delay_s = max(delay_s, error.retry_after_s)

@@ -43,7 +43,7 @@ class ServicePorts:
 class Processes:
     """The processes of a service, which talk through Unix sockets in its directory.
 
-    A *cell* is the number of a model: each model has its own workers and scheduler.
+    Each model has a cell with its own workers and scheduler; `cell` is the index of a cell.
     """
 
     def __init__(

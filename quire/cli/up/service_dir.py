@@ -79,7 +79,7 @@ _JSON: Final = TypeAdapter(ServiceInfo)
 
 
 class ServiceDir:
-    """A directory whose lock this process holds, until `remove` or the end of the process."""
+    """A directory whose lock this process holds, until it releases the lock or ends."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -91,8 +91,8 @@ class ServiceDir:
         parent = _root(root)
         making = _open_lock(parent)
         try:
-            # Hold a lock meanwhile, because a new directory without a lock looks like an ended
-            # service's.
+            # Hold the parent's lock meanwhile, because a new directory whose lock is free looks
+            # like an ended service's.
             fcntl.flock(making, fcntl.LOCK_EX)
             for stale in _left_behind(parent)[_MAX_KEPT:]:
                 shutil.rmtree(stale, ignore_errors=True)

@@ -50,9 +50,9 @@ class _Slot:
 class Supervisor:
     """Owns the children of one service.
 
-    Before `mark_started`, the start fails if a process ends with a code other than its
-    `harmless_exit_code`. After `mark_started`, such a process is restarted. `report` gets messages
-    for the user. `on_change` is called after each start and each end of a process.
+    A process that ends is restarted. But before `mark_started`, the start fails if a process ends
+    with a code other than its `harmless_exit_code`. `report` gets messages for the user.
+    `on_change` is called after each start and each end of a process.
     """
 
     def __init__(

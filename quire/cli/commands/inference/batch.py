@@ -194,7 +194,7 @@ async def _answer(session: aiohttp.ClientSession, line: Line, output: TextIO) ->
                 wait_s, lost_at = float(answer.headers.get("Retry-After", wait_s)), None
         except (aiohttp.ClientError, TimeoutError, ValueError) as failure:
             now = asyncio.get_running_loop().time()
-            lost_at = lost_at or now  # counts from the loss, because an answer may take longer
+            lost_at = lost_at or now  # counts from the loss: answers may take over `_PATIENCE_S`
             if now - lost_at > _PATIENCE_S:
                 error = {"code": "unreachable", "message": repr(failure)}
                 break
