@@ -24,7 +24,8 @@ _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
 _PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 _WHOLE: Final = "/$defs/parameters"
-"""Where the schema of one parameter contains the schema of all parameters: a JSON pointer."""
+"""A JSON pointer: where a parameter's schema has a copy of the schema of all parameters, if it has
+references to that schema."""
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,  # otherwise a model may write endless white space
@@ -167,8 +168,8 @@ class CallGrammar:
     ) -> str:
         """Return a term for calls.
 
-        `are_objects`: whether each call is one JSON term. `are_whole`: whether the beginning of the
-        first call is one text of the grammar, together with the text before the call.
+        `are_objects`: whether each call is one JSON term. `are_whole`: whether the text before the
+        first call and the beginning of that call, with its name, are one string of the grammar.
         """
         written = self._written
         may_be_several &= not written.is_alone
@@ -235,8 +236,8 @@ class CallGrammar:
                 rule if is_required else f"{rule}?"
                 for rule, is_required in zip(rules, are_required, strict=True)
             )
-        # Go from the last parameter to the first. `more` is what may follow a parameter, `options`
-        # are the possible beginnings.
+        # Go from the last parameter to the first. After each one, `more` is what may follow the
+        # parameter before it, and `options` has an alternative for each one that may come first.
         more, may_be_none = "", True
         options: list[str] = []
         for rule, is_required in zip(reversed(rules), reversed(are_required), strict=True):
@@ -284,7 +285,7 @@ class CallGrammar:
         return name
 
     def _literal(self, text: str) -> str:
-        """Return grammar terms for a text: tokens for its markers that are tokens, else strings."""
+        """Return terms for a text: a token for each marker that is one, strings for the rest."""
         parts, start = [], 0
         for marker in _MARKER.finditer(text):
             token_id = self._token_id(marker[0])

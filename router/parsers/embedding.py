@@ -23,7 +23,7 @@ def embedded(schema: Mapping[str, Any], place: str) -> Mapping[str, Any]:
 
 
 def with_refs_below(schema: Any, place: str) -> Any:
-    """Return a part of a schema, whose `$ref`s expect the whole schema to be at `place`."""
+    """Change the `$ref`s in a part of a schema, for a document with the whole schema at `place`."""
     if isinstance(schema, list):
         return [with_refs_below(each, place) for each in schema]
     if not isinstance(schema, Mapping):

@@ -28,7 +28,8 @@ class MessageGrammar:
     def before(self, answer: Answer) -> str:
         """Return rules for `before`: the messages before an answer, and the header of a form.
 
-        Returns no rules if the answer is text, whose grammar contains them.
+        Returns no rules if the answer is text, whose grammar contains them, or if the prompt has
+        begun the message with the form.
         """
         if answer == "text" or (answer == "form" and self.begun == "final"):
             return ""

@@ -97,7 +97,7 @@ class LiteralText:
     def end(self) -> bool:
         """Signal the end of the text; return whether the literal is complete.
 
-        A number is complete only at the end of the text, because more digits could have followed.
+        A number at the end of the text is complete only now, because digits could have followed.
         """
         if self._within == "number" and self._number in _NUMBER_ENDS:
             self._end_value()

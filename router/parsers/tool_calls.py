@@ -30,7 +30,7 @@ _MAX_NAME_CHARS: Final = 256
 _KEY: Final = re.compile(r"[^<>\"\n]*")
 _NULLS: Final = ("null", "None")
 _QUOTE_OR_SPACE: Final = '" \t\r\n'
-"""A value that begins with one of these is held back until its type is known."""
+"""A value that may be a string or null is held back to its end if it begins with one of these."""
 _MISTRAL_ID: Final = string.ascii_letters + string.digits
 
 
