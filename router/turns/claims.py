@@ -15,7 +15,7 @@ MAX_MODELS: Final = 100
 end at once, could make many queues."""
 
 _ORDER: Final = "ORDER BY priority DESC, created_at, position"
-# Each of these conditions matches a partial index, whose columns follow in the order of the query.
+# Each of these is the condition of a partial index, which has the turns in the order of the query.
 _LIVE: Final = "ended_at IS NULL AND group_id = ''"
 _LIVE_GROUPED: Final = "ended_at IS NULL AND group_id <> ''"
 

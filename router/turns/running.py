@@ -79,7 +79,7 @@ class _OutputTokens:
 
 
 class RunningTurn:
-    """Collects a turn's events. Readers get the end only after it is stored."""
+    """Collects a turn's events. Readers get the end once it is stored, or could not be stored."""
 
     def __init__(self, turn: Turn, kept: Iterable[Event] = ()) -> None:
         """`kept` are the events that are already stored."""

@@ -77,7 +77,7 @@ class TurnStore:
         self.database = database
         self._owner = owner
         self._last_tenant = ""
-        """The tenant of the last claimed turn of a group."""
+        """See `Shares.last_tenant`."""
 
     # --- for the owner --------------------------------------------------------------------------
 

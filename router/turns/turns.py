@@ -229,7 +229,7 @@ class Turns:
         elif not turn.status.has_ended:
             events = [*await self.store.events(turn.id)]
             left = RunningTurn(turn, events)
-            num_before = len(left.events)  # each output has one delta here
+            num_before = len(left.events)  # `left` joins the deltas of an output
             left.stop(FinishReason.CANCELLED)
             end = await self._end_of(left)
             await self.store.end(turn.tenant, turn.id, end, left.events[num_before:])
@@ -432,7 +432,7 @@ class Turns:
                     kept.set_exception(error)
             for running, (progress, _) in written.items():
                 if progress.end is not None:
-                    running.publish()  # its readers need not wait for the store
+                    running.publish()  # readers get the end although it is not stored
             raise
         if usage[1]:
             self._usage.kept()
