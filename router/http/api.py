@@ -31,8 +31,9 @@ from router.request.inference import Inference
 from router.turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", USAGE, FILES))
-"""Routes that web pages of other sites may not call: the routes for operators, and the upload of
-files. Browsers send an upload to any site without a preflight request."""
+"""Routes that `PageGuard` refuses to web pages of other sites even if the router listens beyond
+loopback: the routes for operators, and the upload of files. Browsers send an upload to any site
+without a preflight request."""
 
 
 def routes(

@@ -71,10 +71,10 @@ class LiveRequest:
     `QuireError` is raised before any event; a later failure is an `OutputFinished` with reason
     ERROR. The `Usage` is the last event.
 
-    Only `router/schedulers` calls the methods from `push_token` to `refuse`, except `replay`. These
-    methods never wait: unread tokens are merged into one pending delta per output. So a slow reader
-    costs the memory of its tokens (at most `max_model_len` per output) and does not slow down other
-    requests.
+    Of the methods from `push_token` to `refuse`, `Inference` calls `replay` and `router/schedulers`
+    calls the others. These methods never wait: unread tokens are merged into one pending delta per
+    output. So a slow reader costs the memory of its tokens (at most `max_model_len` per output) and
+    does not slow down other requests.
     """
 
     __slots__ = (
@@ -349,7 +349,7 @@ class LiveRequest:
         self._observe_end(output)
 
     def flush(self) -> None:
-        """Pass the events to the reader; called after each change."""
+        """Pass the events to the reader; must be called after changes, once for those of a step."""
         put, room = self._put, self._room
         if put is not None and self._failure is None:
             try:

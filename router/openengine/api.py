@@ -242,7 +242,7 @@ class _Answer:
         """Tokens that may end an output, by the output's index."""
         self._end: pb.GenerateResponse | None = None
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
-        """One entry per token of the prompt; the first token has none."""
+        """One entry per token of the prompt so far; the first token's entry is None."""
 
     def messages(self, event: Event) -> Iterator[pb.GenerateResponse]:
         """Yield the messages for an event; raises the failure of an output."""

@@ -118,7 +118,8 @@ class Cells:
     async def use(self, model: str, *, is_patient: bool = False) -> Inference:
         """Return the cell of a request's model; if models are loaded on demand, load it first.
 
-        For a patient request, no model that is busy with impatient requests is unloaded.
+        For a patient request (see `on_demand.py`), no model that is busy with impatient requests is
+        unloaded.
 
         Raises the errors of `of` and `OnDemand.wait_until_loaded`.
         """

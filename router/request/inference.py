@@ -103,7 +103,8 @@ class Inference:
     async def generate(self, request: GenerateRequest, *, is_kept: bool = False) -> LiveRequest:
         """Submit a request; the caller reads the result within `async with`.
 
-        If `is_kept` is true, the usage is stored with the turn, so it is not counted here.
+        If `is_kept` is true, the request computes a turn (`router/turns`). The usage is stored with
+        the turn, so it is not counted here.
 
         Raises `InvalidArgumentError` that names field, value and limit; `NotFoundError` for an
         unknown model; `AlreadyExistsError` if a request with this id is live; `TooBusyError` if
@@ -326,7 +327,8 @@ class Inference:
         try:
             now = asyncio.get_running_loop().time()
             new_share = share = self._quotas.begin(tenant, now, is_free=is_free)
-            # The stream's task will start the request, and needs this call's API key then
+            # The task that reads the scheduler's stream runs `_start_resumed`, which needs this
+            # call's API key.
             caller = copy_context()
             return await self.schedulers.resume(
                 request_id,

@@ -125,7 +125,8 @@ class OnDemand:
         """Record which models are loaded and in use; return the model to load next, if any."""
         now = asyncio.get_running_loop().time()
         # A router cannot connect to a scheduler that has had no model since its start. Without a
-        # scheduler the router is not ready, so it might never get a request that loads a model.
+        # scheduler the router is not ready, so it might never get a request that loads a model. So
+        # the first model is loaded without a request.
         is_any_ready = any(cell.schedulers.is_ready for cell in self._cells)
         for cell, demand in self._cells.items():
             has_live = cell.schedulers.num_live_seqs > 0

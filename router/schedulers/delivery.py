@@ -22,7 +22,7 @@ _LONGEST_HOLD_S: Final = 0.005
 """Maximum time for which a wave holds the event loop before other callbacks run."""
 _SCHEDSTAT: Final = "/proc/self/task/{}/schedstat"
 _MOST_BYTES: Final = 100
-"""How many bytes to read from the file; its three 64-bit numbers need fewer."""
+"""How many bytes to read from `_SCHEDSTAT`; its three 64-bit numbers need fewer."""
 
 
 class Delivery:

@@ -110,7 +110,7 @@ class SchedulerLink:
         """When the link was made or lost its scheduler, on the event loop's clock; None: the link
         is connected."""
         self.table = LiveTable(of_model(config.model_name))
-        """The live sequences of the scheduler; while none is connected, they wait for the next."""
+        """The scheduler's live sequences; without a scheduler, they wait for the next one."""
         self.room: int | None = None
         """The last known room in the scheduler's queues, in sequences; None: no limit reported."""
         self.is_unloaded = False

@@ -40,7 +40,7 @@ class TextThreads:
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread, unless the caller is cancelled before `work` starts.
 
-        Raises `TooBusyError` if `max_pending` tasks wait or run.
+        Raises `TooBusyError` if there are more than `max_pending` tasks, and this one is lost.
         """
         tenant = tenant_of_call()
         lost: Future[Any] | None = None

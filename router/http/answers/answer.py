@@ -259,7 +259,7 @@ class _Chunks:
             self._num_tokens = self._position.num_tokens
         self._usages: list[Usage] = []
         self._mark = uuid.uuid4().hex
-        """A placeholder for the text while a frame is made."""
+        """A placeholder for the text while an entry of `_frames` is made."""
         self._has_frames = call.usage_in_stream is not UsageInStream.ALWAYS
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """For each choice, an event's bytes before and after the JSON of its text."""

@@ -120,7 +120,7 @@ class SseResponse:
 
     @property
     def is_held(self) -> bool:
-        """Whether the head has been sent, but `start` has not been called yet."""
+        """Whether `before_events` has sent the head, and events wait for `start`."""
         return self._held is not None
 
     def has_room(self) -> bool:

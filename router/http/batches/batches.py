@@ -270,7 +270,7 @@ class Batches:
         async for found in self._pages(batch):
             await asyncio.to_thread(results.add, found, status)
         used = (await self.turns.store.count_group(batch.id)).used
-        if results.is_full:  # the last line may have ended after the check above
+        if results.is_full:  # the last line may have ended after the check in `_advance`
             status = "failed"
         now = time.time()
         shown = {

@@ -47,7 +47,7 @@ class Batch:
     created_at: float
     is_live: bool
     shown: Json
-    """The batch as its client sees it; while the batch is live, these counts are out of date."""
+    """The batch as its client sees it; while the batch is live, its counts are out of date."""
     key_name: str = ""
     """The name of the API key that created the batch."""
     output_expires_s: float | None = None
