@@ -188,9 +188,9 @@ class Streams:
             self.verdict.judge(stream, self._expected[index])
 
     async def _read(self, client: AsyncClient, case: Case) -> Stream:
-        stream = Stream()
         while True:
-            stream.times_s = [time.monotonic()]
+            # Each call has a new id, because the request of a refused call may still be live.
+            stream = Stream(times_s=[time.monotonic()])
             try:
                 async for event in client.generate(
                     case.prompt,
