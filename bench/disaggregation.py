@@ -93,7 +93,7 @@ class Load:
 
     name: str
     prompt: int
-    """The average number of tokens in a prompt; `output` is that in an output."""
+    """The average number of tokens in a prompt; `output` is the average in an output."""
     output: int
     ttft_s: float
     """The objective for the first token with the 8B model."""
