@@ -33,8 +33,8 @@ _MAPS: Final = Path("/proc/self/maps")
 class Kernel:
     """One C function `quire_NAME`, which takes a pointer to a structure of 8-byte fields.
 
-    Programs use two more functions of each kernel: `quire_NAME_count` returns the number of shares
-    of a call, and `quire_NAME_share` computes one share.
+    Programs use two more functions of each kernel: `quire_NAME_count` returns into how many shares
+    to cut the work of a call, and `quire_NAME_share` computes one share.
     """
 
     def __init__(self, library: ctypes.CDLL, name: str, fields: str) -> None:
