@@ -29,8 +29,8 @@ alone, before any fault.
   or out of use.
 
 With --turns, clients create stored responses (/v1/responses) instead, some of them in batches
-(/v1/batches). A process is killed every few seconds, and twice all processes are killed at the same
-time. Each response is read to its end, as a stream or at once, and its text is compared with the
+(/v1/batches). Every few seconds processes are killed: all at the same time, then each alone, and so
+on. Each response is read to its end, as a stream or at once, and its text is compared with the
 text of the same turn without faults:
 
 - `turns_lost`: turns that were accepted, but are missing or failed.
@@ -38,8 +38,8 @@ text of the same turn without faults:
 - `turns_contradicted`: turns with another text.
 
 With --agent N, an agent makes N turns with a tool through /v1/responses, then through /v1/messages,
-on simulated workers that replay the model's outputs. Every ten seconds a router, the scheduler or a
-worker is killed, in turn, and once all processes are killed at the same time. A transcript has the
+on simulated workers that replay the model's outputs. Every ten seconds processes are killed, in
+turn: all at the same time, a router, the scheduler, a worker, and so on. A transcript has the
 agent's texts, its calls of the tool, and their results. `transcripts_that_differ` counts the APIs
 whose transcript differs in any byte from that of an undisturbed run.
 

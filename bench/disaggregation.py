@@ -8,7 +8,7 @@ billion in fp8, with links of --link-gbit between workers. Prompts and outputs h
 lengths around the given means, no prefix is shared, and requests arrive at random (Poisson).
 
 A request is good if its first token comes within one objective, and if the average gap between its
-other tokens is within a second one, which has a strict and an easy value. With --quantile 0.95, 95
+tokens is within a second one, which has a strict and an easy value. With --quantile 0.95, 95
 of 100 gaps must be within the second objective, instead of their average. *Goodput* is the highest
 rate, per worker, at which 90 of 100 requests are good. "2P+1D" means two workers that prefill and
 one that decodes; "3" means three workers that do both. `--slowdown` is the scheduler's
@@ -93,7 +93,7 @@ class Load:
 
     name: str
     prompt: int
-    """The average number of tokens in a prompt; `output` is that in an output."""
+    """The average number of tokens in a prompt; `output` is the average in an output."""
     output: int
     ttft_s: float
     """The objective for the first token with the 8B model."""

@@ -125,7 +125,7 @@ def small_disk(directory: Path) -> Iterator[bool]:
 
 
 async def fill_and_free(directory: Path, has_space: asyncio.Lock) -> None:
-    """Until cancelled, fill the file system and free it again, unless a test needs the space."""
+    """Until cancelled, fill the file system and free it again, except while a worker restarts."""
     filler = directory / "filler"
     while True:
         async with has_space:

@@ -108,7 +108,8 @@ class Outcome:
     throughput: float
     """Output tokens per second."""
     no_room: float
-    """Share of the requests whose turn came; see the module's docstring."""
+    """`no room` in the module's docstring; `refused` is `no run`. Both are shares of the requests
+    whose turn came."""
     refused: float
     fragmentation: float
 

@@ -76,7 +76,7 @@ def windows(
     """Yield token ids to score: texts, cut after `max_tokens`, about `budget` tokens in all."""
     begin = tokenizer.encode("").ids[:1]
     if tokenizer.encode("a").ids[:1] != begin:
-        begin = []  # the token of an empty text ends texts
+        begin = []  # an empty text has no token, or one that the tokenizer adds at the end
     length = max_tokens - len(begin)
     num_tokens = 0
     for text in texts:

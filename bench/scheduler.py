@@ -33,8 +33,8 @@ from scheduler_svc.core.scheduler import Scheduler
 
 SIZES = (64, 256, 1024, 4096)
 WINDOW = 128
-"""The window of all groups but the first, and the length of all prompts: so each new block of these
-groups frees an old one."""
+"""The window of all groups but the first, and the least length of a prompt: so each new block of
+these groups frees an old one."""
 
 
 class Decoding:

@@ -5,8 +5,8 @@
 Two services of the same model run side by side; one speculates. In turn, each gets the same
 requests, at 1 and at 4 streams. Some prompts are Python from this machine's standard library,
 continued greedily: the model then repeats its prompt and itself. The others are random tokens at
-temperature 1, where nothing can be guessed. Both services must return the same outputs; greedy
-outputs of a bfloat16 model may rarely differ, so the share that agrees is printed.
+temperature 1, where nothing can be guessed. Both services should return the same outputs.
+In bfloat16 a few greedy outputs may differ, so the share of these that agrees is printed.
 """
 
 import argparse

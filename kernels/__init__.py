@@ -13,10 +13,11 @@ launches can be captured in a CUDA graph.
 
 Results do not depend on the batch. Tile sizes and splits do not depend on how many sequences or
 tokens a launch has, but only on a sequence's own length, the dtype, the model's shape and the
-device's configuration (`kernels.triton.configs`). There are two exceptions, which change the last
-bits of results: prefill attention splits positions if the launch has too few tokens to fill a GPU,
-and decodes may attend together to a shared prefix (`Sequences.shared`). In addition, torch's matrix
-products on a GPU add in an order that depends on the number of rows.
+device's configuration (`kernels.triton.configs`). There are three exceptions, which change the last
+bits of results: prefill attention splits positions if the launch has too few tokens to fill a GPU;
+decodes may attend together to a shared prefix (`Sequences.shared`); and the kernels for quantized
+or grouped maps choose tiles by the number of rows (`kernels.triton.linear.tile_sizes`). In
+addition, torch's matrix products on a GPU add in an order that depends on the number of rows.
 
 On a machine without a GPU, the tests run the kernels in Triton's interpreter, which needs
 `TRITON_INTERPRET=1` before the first import of Triton; they also compile the kernels for GPUs. The

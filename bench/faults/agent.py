@@ -23,7 +23,7 @@ from harness.case import SHIPPED_MODEL
 
 _ASK_AGAIN_S = 0.3
 _READ_S = 5.0
-"""A stream has a heartbeat each second."""
+"""A stream that is silent for this long has broken, because it has a heartbeat each second."""
 _TURN_S = 300.0
 _MODEL_LEN = 32_768
 _OK = 200

@@ -237,7 +237,7 @@ class ChaosService:
         return [_SCHEDULER, *(name for name in self._processes if name not in self._schedulers)]
 
     async def _resolve(self, name: str) -> str:
-        """Return the process's own name; for the serving scheduler, the ready one, if any is."""
+        """Return a process's name; for `_SCHEDULER`, a ready scheduler's, or else the first's."""
         if name != _SCHEDULER:
             return name
         for each in self._schedulers:

@@ -9,9 +9,9 @@ run with graphs and eagerly. `ms` is the time per step with two steps in flight,
 host's time to launch a step, and `device_ms` the device's time. `compiled` lists kernels that
 Triton had to compile or read from the disk after the warm-up: there must be none.
 
-With --loads, the benchmark also runs so many sequences from prompt to end: their output tokens per
-second are the limit of a service with as many clients. With --traces, it profiles three steps of
-each kind.
+With --loads, the benchmark instead runs so many sequences from prompt to end: their output tokens
+per second are the limit of a service with as many clients. With --traces, it also profiles three
+steps of each of three kinds.
 """
 
 import argparse

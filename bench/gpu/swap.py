@@ -118,7 +118,7 @@ class DecodeLoop:
 
 
 def decode_slowdown(given: argparse.Namespace, num_rounds: int) -> dict[str, float]:
-    """Return the median of step time with swaps ÷ step time without swaps, minus one."""
+    """Return the median step times with and without swaps, their ratio minus one, and the rate."""
     loop = DecodeLoop(given)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for index, swaps in turns(seconds, num_rounds, warm_ups=1):

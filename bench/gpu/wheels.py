@@ -4,8 +4,8 @@
     python bench/gpu/wheels.py install DIR SITE     into SITE, which goes to PYTHONPATH
     python bench/gpu/wheels.py sizes DIR            of the checkout and of DIR, with the limit
 
-A package that the machine has in a sufficient version is kept, because its transformers fits that
-version. Checkout and wheels travel together, and must stay below a limit.
+A package that the machine has in a sufficient version is kept, because the machine's transformers
+fits that version. Checkout and wheels travel together, and must stay below a limit.
 """
 
 import subprocess

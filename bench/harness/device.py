@@ -12,7 +12,7 @@ from contract.step import NewSequence, Plan, Result
 
 
 class Clock:
-    """Runs callbacks in the order of their times, in seconds; on a tie, in the order of `at`."""
+    """Runs callbacks in the order of their times, in seconds; on a tie, as they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -80,7 +80,8 @@ class DiskFile:
         self._record_bytes[disk_block] = 0
         self.found.pop(disk_block, None)
         if self._headers is not None:
-            # If the erasure fails, the old header does not have the next record's checksum.
+            # If the erasure fails, the old header stays, but the next record does not have its
+            # checksum. So no process uses that record under the old label.
             with contextlib.suppress(OSError):
                 self._headers.erase(disk_block)
 

@@ -36,7 +36,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 300.0
 _MAX_STORING_BYTES: Final = 256 * 1024**2
 """At most this many bytes wait to be stored; further blocks are not stored."""
 _SWEEP_SHARE: Final = 1 / 16
-"""The directory is swept each time that the worker has stored this share of the limit."""
+"""Each time that a worker has stored this share of the limit, it deletes what is over the limit."""
 _OBJECT: Final = re.compile(r"/quire-kv/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}(\.\d+-\d+)?$")
 """Matches the paths of objects, and of temporary files that a killed process left."""
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "created")

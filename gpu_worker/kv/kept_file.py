@@ -28,7 +28,8 @@ HEADER_BYTES: Final = 64
 
 _MAGIC: Final = b"QuireKV1"
 _FIRST: Final = struct.Struct("<8s32sQI")
-"""Magic, identity, generation, and a checksum of these three."""
+"""Magic, identity, generation, and a checksum of these three. A header of another generation counts
+as erased."""
 _HEADER: Final = struct.Struct("<32sQQQII")
 """Label, generation, age, bytes of the record, its checksum, and a checksum of these five."""
 _PREFIX: Final = "quire-kv-"

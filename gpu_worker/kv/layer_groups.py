@@ -27,14 +27,15 @@ estimated."""
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """The KV group and place of each layer."""
+    """The KV groups of a model, and the group of each layer."""
 
     windows: tuple[KvWindow, ...]
     """The window of each group."""
     group_of: tuple[int, ...]
     """The group of each layer, which determines the blocks of its KV."""
     num_state_groups: int = 0
-    """Number of last groups that hold states. Recurrent layers are numbered separately."""
+    """How many groups hold states; they are the last ones. Recurrent layers have numbers of their
+    own, and are not in `group_of`."""
     states_per_block: int = 1
     """Number of recurrent layers whose states one block holds."""
 

@@ -34,8 +34,9 @@ KvDtypes: TypeAlias = torch.dtype | tuple[torch.dtype, ...]
 _QUANTIZED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _ALIGNMENT: Final = 16
 _CHECKPOINT_BYTES: Final = 64 * 1024
-"""A model without attention has blocks long enough that a checkpoint of all its states takes at
-most this many bytes per token, half as many as the KV of Llama 3 8B. Chosen, not measured."""
+"""In a model without attention, each block has one copy of all states. Blocks are so long that this
+copy takes at most this many bytes per token, half as many as the KV of Llama 3 8B. Chosen, not
+measured."""
 _MAX_GROUPS_WITH_STATES: Final = 8
 """With more groups blocks could be smaller, but each group takes time. Chosen, not measured."""
 _MAX_BLOCK_SIZE: Final = 8192

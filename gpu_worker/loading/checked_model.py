@@ -46,8 +46,8 @@ _GPU_SATURATING_TOKENS = 2048
 """From this many tokens per step on, a GPU is bound by arithmetic. Not measured. Steps with more
 tokens are for prompts while no sequence decodes."""
 _GPU_MIN_PROMPT_TOKENS = 256
-"""About the number of tokens by which a GPU multiplies a 16-bit weight in the time that it needs to
-read the weight. Derived, not measured."""
+"""Up to about this many tokens, a GPU multiplies by a 16-bit weight in no more time than it takes
+to read the weight. Derived, not measured."""
 
 _log = structlog.get_logger()
 

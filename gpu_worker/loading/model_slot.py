@@ -255,7 +255,7 @@ class ModelSlot:
         _log.info("unloaded the model")
 
     def _settings_of(self, directory: Path) -> WorkerSettings:
-        """Return the settings for a model; those that fit only the flags' model are reset."""
+        """Return the settings for a model; the flags' name and adapters apply to theirs only."""
         if _is_same(directory, Path(self._settings.model)):
             return self._settings
         other = {"model": str(directory), "served_model_name": "", "lora": ()}

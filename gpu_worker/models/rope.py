@@ -108,8 +108,8 @@ def rope_from_fields(
 ) -> RopeConfig:
     """Parse the rotary position embedding of config.json.
 
-    `theta_field` and `share_field` are read if the dictionary has no `rope_theta` or
-    `partial_rotary_factor`.
+    The embedding is a dictionary, `rope_parameters` or `rope_scaling`. If it has no `rope_theta` or
+    `partial_rotary_factor`, `theta_field` or `share_field` is read from the fields beside it.
 
     Raises:
         UnsupportedError: `rotary_table` does not support the embedding.

@@ -38,7 +38,7 @@ class Rounding:
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error
-    """Raised at the first layer from the second sample on: later layers need not run again."""
+    """Raised at the first layer, for each sample but the first: later layers need not run again."""
 
 
 def read_samples(path: Path, tokenizer: Any, num_samples: int, length: int) -> torch.Tensor:

@@ -86,7 +86,7 @@ class Attachments:
             raise self.superseded(attachment)
 
     def superseded(self, attachment: Attachment | None) -> QuireError:
-        """Make the error that ends a stream after a new attachment; `attachment` may be unknown."""
+        """Make the error that ends the stream of `attachment` after a new one; None: not known."""
         assert self.newest is not None, "a scheduler has attached"
         newest = self.newest.epoch
         if attachment is not None and attachment.epoch < newest:

@@ -96,7 +96,7 @@ async def pull_kv(
     tls: ClientTls | None = None,
     transfer: NixlEngine | None = None,
 ) -> None:
-    """Fill int32[N] blocks with the result of `request` at the worker at `source_target`.
+    """Send `request` to the worker at `source_target`, and fill int32[N] blocks with the result.
 
     If `transfer` fails, the contents come in messages, and `transfer` avoids the source for some
     time.

@@ -30,7 +30,7 @@ _TIMED_GROUP: Final = 32
 """Input features of a group of 4-bit weights in the maps to time."""
 _TIMED_HEADS: Final = (32, 8, 128)
 _NUM_TIMED_SEQS: Final = 8
-"""The number of sequences for timing, with 16 MiB of KV in all. Each call attends to the next."""
+"""The number of sequences for timing, with 16 MiB of KV in all. A call attends to the next one."""
 _BLOCK_SIZE: Final = 16
 
 

@@ -33,8 +33,8 @@ _MAPS: Final = Path("/proc/self/maps")
 class Kernel:
     """One C function `quire_NAME`, which takes a pointer to a structure of 8-byte fields.
 
-    Programs use two more functions of each kernel: `quire_NAME_count` returns the number of shares
-    of a call, and `quire_NAME_share` computes one share.
+    Programs use two more functions of each kernel: `quire_NAME_count` returns into how many shares
+    to cut the work of a call, and `quire_NAME_share` computes one share.
     """
 
     def __init__(self, library: ctypes.CDLL, name: str, fields: str) -> None:
@@ -190,9 +190,9 @@ class Program:
     def __init__(self, library: Library, calls: Sequence[KernelCall], num_apart: int) -> None:
         """Prepare the calls, which must not disturb a thread that is late.
 
-        A call may change memory that another call uses only if the other call is at least
-        `num_apart` calls earlier. No call may change its own inputs, because a late thread may
-        repeat the work of other threads.
+        Memory that one call reads or writes may be overwritten only by calls that come at least
+        `num_apart` calls later. No call may change its own inputs, because a late thread may repeat
+        the work of other threads.
 
         Raises:
             ValueError: more than `num_apart` calls in a row join one another, and would wait for

@@ -18,8 +18,8 @@ from kernels.cpu.program.kv_ahead import NOTHING_AHEAD, PANEL, KvAhead
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 _KEPT_AS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 3}
-"""C's number for the format of a weight, by the dtype of its panels. An int16 holds four 4-bit
-weights."""
+"""C's number for the format of a weight, by the dtype of its panels (`PackedLinear.panels`). An
+int16 holds four 4-bit weights."""
 _KEPT_AS_MXFP4: Final = 4
 """C's number for MXFP4, which has int16 panels and uint8 scales."""
 _UNROLL: Final = 8

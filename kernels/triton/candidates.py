@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 TOKENS: Final = 2048  # tokens per tile; with more, the sums of lanes would not fit into registers
-BINS: Final = 256  # of gaps up to 32; weights beyond are below 2e-14
+BINS: Final = 256  # of gaps (`keys_of`) up to 32; weights beyond are below 2e-14
 _CHUNK: Final = 64  # tiles whose counts the program of a row reads at once; more would not fit
 _NUM_WARPS: Final = 16  # of that program
 
 
 @triton.jit
 def keys_of(logits, maxima, temperature, seq, token, logits_stride, V):
-    """Return the key of each token: the bits of `(max - logits[s, v]) / temperature`.
+    """Return the key of each token: the bits of its *gap*, `(max - logits[s, v]) / temperature`.
 
     The likeliest token has the key 0. The bits of floats that are not negative are ordered like the
     floats, so keys can be compared. Past V, keys are the largest int32.

@@ -26,7 +26,8 @@ class ExpertNames:
     maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """The gate, up and down maps of each expert."""
     shared: str = "shared_experts"
-    """The shared expert in the module. The map to its share has the same name with `_gate`."""
+    """The shared expert in the module. If its share of the sum depends on the token, a map computes
+    the share; this map has the same name with `_gate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

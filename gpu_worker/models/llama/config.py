@@ -93,7 +93,7 @@ class _Window:
     is_by_layer: bool = False
     """Whether only some layers have the window."""
     has_switch: bool = False
-    """Whether the window needs `use_sliding_window`."""
+    """Whether there is a window only if `use_sliding_window` is true."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ def record_calls(
     for rope in batch_dependent_ropes(config):
         rope["rope_type"] = "default"  # other types read positions, which have no values here
     name = register_attention(recorder.attend)
-    # In a bfloat16 model, the states in float32 are those that are always in float32.
+    # A bfloat16 model shows which states are float32 in a model of any dtype.
     dtype = {"dtype": torch.bfloat16} if is_recurrent else {}
     states: StateRecorder | None = None
     has_own = has_own_attention(config)

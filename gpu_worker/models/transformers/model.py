@@ -402,7 +402,8 @@ def _alone(whole: PreTrainedConfig, model_type: str) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[model_type]
     if isinstance(part, config_class):
         return part
-    # The library can run the part only within the whole, but another model equals it for text.
+    # The library can run the part only within the whole. But a model of type `model_type` computes
+    # the same for text.
     values = part.to_dict() | {"model_type": model_type, "norm_topk_prob": True}
     alone = config_class.from_dict(values | {"rope_parameters": plain_rope(part.rope_parameters)})
     # Chooses how tensors are renamed and transposed.

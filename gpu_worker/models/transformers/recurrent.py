@@ -240,8 +240,9 @@ def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size:
             at = place + position - begin
             cut.append((at, at + stop - position, read, table[position // block_size]))
             position = stop
-    # A piece may read what an earlier piece of this step writes: a piece of its own sequence, or a
-    # checkpoint of another sequence, which plans put first. Such pieces are computed in order.
+    # A piece may read what an earlier piece of this step writes: a piece of its own sequence, or of
+    # a sequence whose checkpoint it starts from; plans put that sequence first. Such pieces are
+    # computed in order.
     num_writes = Counter(write for *_, write in cut)
     together: list[tuple[int, int, int | None, int]] = []
     apart: list[tuple[int, int, int | None, int]] = []

@@ -114,7 +114,8 @@ class PiecewiseGraphs:
         """Capture all sizes, the largest first; see `DecodeGraphs.capture`.
 
         Raises:
-            PiecesError: Not every layer attends through `models.attention`.
+            PiecesError: Not every layer attends through `models.attention`, or the number of hidden
+                states is wrong.
         """
         for done, size in enumerate(reversed(self.sizes)):
             report(done / len(self.sizes))

@@ -40,8 +40,8 @@ static _Thread_local struct amx_shape amx_configured;
  * because gcc's AMX functions do not tell the compiler what they read. */
 INLINE void amx_sync(const void *read) { __asm__ volatile("" ::"r"(read) : "memory"); }
 
-/* Sets up the registers for up to AMX_ROWS rows, and for so many pairs of k at once that they divide
- * `steps`. */
+/* Sets up the registers for up to AMX_ROWS rows. An instruction then takes as many pairs of k as the
+ * largest power of two that divides `steps`, but at most AMX_STEPS. */
 static inline void amx_configure(int64_t rows, int64_t steps)
 {
     steps = min64(AMX_STEPS, steps & -steps);

@@ -7,9 +7,9 @@
  * queries. With bf16, the weights are rounded for the product, but not in the sum of weights.
  *
  * With AMX, all rows in bf16 use its products (amx.h), also the rows of a decode: registers of few rows
- * give the same sums as registers of many, and positions that a row does not see add zeros. The rounded
- * weights are the same as with AVX-512, with the same error; so no second product is needed for what
- * rounding took from them.
+ * give the same sums as registers of many, and positions that a row does not see add zeros. The weights
+ * are rounded as with AVX-512, so their error is the same, and no second product has to add what rounding
+ * took from them.
  *
  * Work is divided into items (attention_walk.h). An item is some query tokens of one sequence, for one kv
  * head and, if a lone token attends to more than one split, for one split. A share has the items that

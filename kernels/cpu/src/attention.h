@@ -32,7 +32,8 @@ struct attention {
     const int32_t *query_start_loc; /* [S + 1], or NULL: one token each */
     const float *sinks;           /* [H], or NULL */
     char *out;                    /* [T, H, DV], contiguous */
-    float *partials; /* memory for results of splits, [splits * H][DV + 2] of each lone token */
+    float *partials; /* memory for results of splits, [splits * H][DV in whole vectors + 2] of each token
+                        that is the only one of its sequence; such a token is called lone */
     int64_t query_stride_t, query_stride_h;
     int64_t key_stride_b, key_stride_p, key_stride_h;
     int64_t value_stride_b, value_stride_p, value_stride_h;
@@ -58,11 +59,11 @@ struct scratch {
     int64_t steps; /* D in steps of the product with keys */
     char *query;   /* [ITEM_ROWS][steps] of 4 bytes */
     char *keys;    /* [steps][COLUMNS] of 4 bytes */
-    char *values;  /* [COLUMNS steps][width] of 4 bytes */
+    char *values;  /* [steps of COLUMNS positions][width] of 4 bytes */
     float *scores; /* [BLOCK_ROWS][COLUMNS] */
     char *weights; /* [BLOCK_ROWS][COLUMNS] */
     char *dequantized; /* [COLUMNS][D + DV], in whole vectors, of the model's format */
-    char *zeros;   /* [max(D, DV)] of 4 bytes: what is read past the last position */
+    char *zeros;   /* [max(D, DV)] of 4 bytes: read behind the window, and past the last position */
     float *sum, *max;            /* [rows]: softmax's sum and maximum in the present split */
     float *acc;                  /* [rows][width] */
     float *all_sum, *all_max, *all_acc; /* the same over all splits so far */

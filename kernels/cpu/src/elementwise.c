@@ -273,7 +273,7 @@ void quire_clamped_swiglu(const struct clamped_swiglu *a)
 
 /* out[n] = x[rows[n]]. */
 struct gather {
-    int64_t num_rows, row_bytes, stride_bytes; /* the last of x */
+    int64_t num_rows, row_bytes, stride_bytes; /* stride_bytes: from one row of x to the next */
     const char *x;
     const int64_t *rows; /* [N] */
     char *out;           /* [N, row_bytes] */

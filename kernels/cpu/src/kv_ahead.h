@@ -66,8 +66,8 @@ INLINE void enter_seq(struct kv_ahead *ahead, int64_t seq)
     ahead->block = first_block(ahead->attention, seq);
 }
 
-/* Finds which runs a share of a map prefetches. The map has `num_tiles` tiles of rows, without the first
- * tile of each panel. */
+/* Finds which runs a share of a map prefetches. `num_tiles` is the number of tiles of rows, without the
+ * first tile of each part of the rows, which prefetches weights. */
 static struct kv_ahead kv_ahead_of(const struct kv_part *part, int64_t num_tiles, int64_t share,
                                    int64_t num_shares)
 {

@@ -47,7 +47,7 @@ struct linear {
     int64_t x_stride, out_stride;
     int64_t x_width;  /* K, or K - 1 */
     int64_t is_gated; /* the weight is [gate; up], 2 * num_out; out = silu(gate) * up */
-    int64_t is_low_rank; /* it gives the bits of low_rank.c, which has no products of AMX */
+    int64_t is_low_rank; /* results equal those of low_rank.c to the bit, so AMX is not used */
     struct kv_part next; /* what the map prefetches for the next attention */
 };
 

@@ -155,8 +155,9 @@ void quire_low_rank_down_share(const void *args, int64_t share, int64_t num_shar
     const struct row_adapters *rows = a->rows;
     int64_t num_vectors = ceil_div(most_ranks(rows, a->map), LANES);
     int64_t num_units = down_units(a, num_vectors);
-    share = num_shares - 1 - share; /* if units are fewer than shares, the first shares have them: other
-                                       threads can make up for work that begins early */
+    share = num_shares - 1 - share; /* if units are fewer than shares, the first share then has one, and
+                                       the last has none: other threads can make up for work that begins
+                                       early */
     int64_t unit = share_start(num_units, share, num_shares);
     int64_t last_unit = share_start(num_units, share + 1, num_shares);
     while (unit < last_unit) {

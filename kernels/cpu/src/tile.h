@@ -91,7 +91,7 @@ INLINE vf unpacked(step_kind kind, b_format format, const char *b, int t, int v)
             _mm512_load_si512(format == E2M1 ? numbers : integers));
     }
 #endif
-    if (kind == PAIRS) { /* integers of 8 bits, and numbers of 4, are bf16 in the upper half of a float */
+    if (kind == PAIRS) { /* as floats, these numbers of 8 or 4 bits have a bf16 and a lower half of zeros */
         vu even = (vu)unpacked(FLOATS, format, b, 2 * t, v);
         vu odd = (vu)unpacked(FLOATS, format, b, 2 * t + 1, v);
         return (vf)(even >> 16 | odd);
