@@ -2,10 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from gpu_worker.weights.json_fields import JsonFields
+from gpu_worker.weights.model_config import read_architecture
 
+_ORIGINAL_LEN: Final = "original_max_position_embeddings"
+_ORIGINAL_LENS: Final = {"Phi3ForCausalLM": 4096}
+"""By architecture: the original length if config.json has none outside of the dictionary."""
 _KNOWN_FIELDS = {
     "rope_type",
     "type",
@@ -14,7 +18,7 @@ _KNOWN_FIELDS = {
     "factor",
     "low_freq_factor",
     "high_freq_factor",
-    "original_max_position_embeddings",
+    _ORIGINAL_LEN,
     "attention_factor",
     "beta_fast",
     "beta_slow",
@@ -128,7 +132,7 @@ def rope_from_fields(
         case "linear":
             scaling = LinearScaling(rope.number("factor"))
         case "llama3":
-            scaling = _llama3_scaling(rope)
+            scaling = _llama3_scaling(fields, rope)
         case "yarn":
             scaling = _yarn_scaling(fields, rope)
         case "longrope":
@@ -185,12 +189,12 @@ def _kind(rope: JsonFields) -> object:
     return rope.get("rope_type", default=rope.get("type", default="default"))
 
 
-def _llama3_scaling(rope: JsonFields) -> Llama3Scaling:
+def _llama3_scaling(fields: JsonFields, rope: JsonFields) -> Llama3Scaling:
     scaling = Llama3Scaling(
         factor=rope.number("factor"),
         low_freq_factor=rope.number("low_freq_factor"),
         high_freq_factor=rope.number("high_freq_factor"),
-        original_max_position_embeddings=rope.positive_int("original_max_position_embeddings"),
+        original_max_position_embeddings=_original_len(fields, rope),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise rope.error(
@@ -202,9 +206,11 @@ def _llama3_scaling(rope: JsonFields) -> Llama3Scaling:
 
 
 def _original_len(fields: JsonFields, rope: JsonFields) -> int:
-    name = "original_max_position_embeddings"
+    """Return the original length. As in transformers, a field outside of the dictionary wins."""
     longest = fields.positive_int("max_position_embeddings")
-    return rope.positive_int(name, default=fields.positive_int(name, default=longest))
+    inside = rope.positive_int(_ORIGINAL_LEN, default=longest)
+    outside = _ORIGINAL_LENS.get(read_architecture(fields), inside)
+    return fields.positive_int(_ORIGINAL_LEN, default=outside)
 
 
 def _factor(fields: JsonFields, rope: JsonFields, original_len: int) -> float:

@@ -288,6 +288,8 @@ def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig 
     )
     if not family.ropes_by_layer:
         return read_rope(fields), None
+    # transformers reads the original length only in the dictionary of a kind of layer.
+    fields = replace(fields, values={**fields.values, "original_max_position_embeddings": None})
     by_kind = fields.nested("rope_parameters")
     if not by_kind.values:  # before transformers 5
         rope = read_rope(fields)

@@ -299,6 +299,9 @@ class TransformersSource:
         self._hf_config = _alone(config, str(fields.get("model_type"))) if self._is_part else config
         try:
             _refuse_config(self._hf_config)
+            if getattr(self._hf_config, "rope_parameters", None):
+                # Moves an original length outside of the dictionary into it, as models do later.
+                self._hf_config.standardize_rope_params()
             _choose_factors(self._hf_config, max_model_len)
             longest = _max_model_len(self._hf_config)
             self._recording = record_calls(
