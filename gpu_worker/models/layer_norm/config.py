@@ -58,6 +58,8 @@ class LayerNormConfig(ModelConfig):
     """Whether the feed-forward part takes the layer's input, as attention does."""
     has_mlp_norm: bool
     """Whether the feed-forward part has a norm of its own; otherwise it shares attention's."""
+    has_qk_norm: bool
+    """Whether the queries and keys of each head are normalized before rotation."""
     names: TensorNames
 
 
@@ -76,6 +78,7 @@ class _Family:
     output_bias: _Flag
     mlp_bias: _Flag
     is_parallel: _Flag = (None, False)
+    has_qk_norm: _Flag = (None, False)
     shares_norm: bool = False
     """Whether a parallel feed-forward part takes the same normalized input as attention."""
     adds_one_to_norms: bool = False
@@ -136,6 +139,7 @@ _FAMILIES: Final = {
         output_bias=(None, False),
         mlp_bias=(None, False),
         is_parallel=("use_parallel_residual", False),
+        has_qk_norm=("qk_layernorm", False),
         shares_norm=True,
         is_gated=True,
         rotary_share=0.25,
@@ -176,8 +180,6 @@ def read_layer_norm_config(fields: JsonFields) -> LayerNormConfig:
         raise fields.unsupported(
             "hidden_act", f"is {activation!r}; supported: {', '.join(supported)}"
         )
-    if fields.boolean("qk_layernorm", default=False):
-        raise fields.unsupported("qk_layernorm", "is true; only false is supported")
     rope = rope_from_fields(
         fields,
         default_share=family.rotary_share or 1.0,
@@ -214,6 +216,7 @@ def read_layer_norm_config(fields: JsonFields) -> LayerNormConfig:
         windows=(_window(fields) if family.has_window else None,) * common.num_layers,
         is_parallel=is_parallel,
         has_mlp_norm=not (is_parallel and family.shares_norm),
+        has_qk_norm=_read_flag(fields, family.has_qk_norm),
         names=family.names,
     )
 

@@ -36,6 +36,20 @@ class LayerNorm:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class HeadNorm:
+    """A layer norm of each head, without bias."""
+
+    weight: torch.Tensor
+    """float32 `[H, D]`."""
+    eps: float
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """`[T, H, D]` to `[T, H, D]`."""
+        normed = functional.layer_norm(heads.float(), self.weight.shape[1:], eps=self.eps)
+        return (normed * self.weight).to(heads.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
     """A feed-forward part without a gate."""
 
@@ -58,6 +72,8 @@ class Layer:
     qkv: Linear
     """E to (H + 2 * HKV) * D: queries, keys and values; or query, key and value of one head after
     the other."""
+    qk_norms: tuple[HeadNorm, HeadNorm] | None
+    """The norms of queries and of keys, before rotation."""
     attention_output: Linear
     """H * D to E."""
     mlp_norm: LayerNorm | None
@@ -148,6 +164,9 @@ class LayerNormDecoder:
             counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
             heads = mapped.view(-1, sum(counts), config.head_dim)
             query, key, value = torch.split(heads, counts, dim=1)
+        if layer.qk_norms is not None:
+            norm_query, norm_key = layer.qk_norms
+            query, key = norm_query(query), norm_key(key)
         return rotary_store_kv(query, key, value, self.cos_sin, positions, pool, index, metadata)
 
 
@@ -198,6 +217,7 @@ def _layer(config: LayerNormConfig, index: int, weights: Weights) -> Layer:
     return Layer(
         attention_norm=_norm(config, f"{layer}.input_layernorm", weights),
         qkv=_qkv(config, attention, weights),
+        qk_norms=_qk_norms(config, attention, weights) if config.has_qk_norm else None,
         attention_output=weights.summed(
             weights.split_inputs(config.num_heads, head_dim, output, bias=config.output_bias)
         ),
@@ -218,6 +238,22 @@ def _qkv(config: LayerNormConfig, attention: str, weights: Weights) -> Linear:
         modules = (f"{attention}.{name}" for name in names)
         parts = [(module, count, head_dim) for module, count in zip(modules, counts, strict=True)]
     return weights.split_outputs(config.hidden_size, *parts, bias=config.qkv_bias)
+
+
+def _qk_norms(
+    config: LayerNormConfig, attention: str, weights: Weights
+) -> tuple[HeadNorm, HeadNorm]:
+    def norm(module: str, num_heads: int) -> HeadNorm:
+        of_heads = [
+            weights.tensor(f"{module}.norms.{head}.weight", config.head_dim, dtype=torch.float32)
+            for head in weights.place.groups(num_heads)
+        ]
+        return HeadNorm(torch.stack(of_heads), config.layer_norm_eps)
+
+    return (
+        norm(f"{attention}.q_layernorm", config.num_heads),
+        norm(f"{attention}.k_layernorm", config.num_kv_heads),
+    )
 
 
 def _mlp(config: LayerNormConfig, mlp: str, weights: Weights) -> FeedForward:

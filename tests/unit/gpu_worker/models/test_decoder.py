@@ -21,6 +21,7 @@ VARIANTS = [
     ("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
     ("nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "hidden_act": "silu"}),
     ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True, "num_key_value_heads": 4}),
+    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     ("starcoder2", {"use_bias": False, "sliding_window": None, "tie_word_embeddings": True}),
     (
         "glm4_moe",

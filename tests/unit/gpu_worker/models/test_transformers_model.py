@@ -100,7 +100,6 @@ def test_a_native_family_runs_on_transformers_if_asked(model_dirs):
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish'; supported: gelu"),
-        ("stablelm", {"qk_layernorm": True}, "qk_layernorm is true; only false is supported"),
         ("stablelm", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is true; only false is supported"),
         (

@@ -25,7 +25,7 @@ FAMILIES = {
     "qwen3_moe": {},
     "gpt_neox": {},
     "nemotron": {},
-    "stablelm": {},
+    "stablelm": {"qk_layernorm": True},
     "starcoder2": {"num_key_value_heads": 1},
     "gpt_oss": {},
     "deepseek_v2": {},
