@@ -26,7 +26,8 @@ from safetensors.torch import save_file
 
 from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.lora.adapter import Adapter, adapted_maps
+from gpu_worker.lora.adapted_maps import adapted_maps
+from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.attention import Decoder
 from gpu_worker.models.llama.config import LlamaConfig

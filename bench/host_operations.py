@@ -158,7 +158,8 @@ from contract.sampling import SamplingParams  # noqa: E402
 from contract.step import NewSequence, Plan, StepId  # noqa: E402
 from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
-from gpu_worker.lora.adapter import AdaptedMap, Adapter, LowRankMap, adapted_maps  # noqa: E402
+from gpu_worker.lora.adapted_maps import AdaptedMap, adapted_maps  # noqa: E402
+from gpu_worker.lora.adapter import Adapter, LowRankMap  # noqa: E402
 from gpu_worker.lora.slots import AdapterSlots  # noqa: E402
 from gpu_worker.models.experts.config import ExpertsConfig  # noqa: E402
 from gpu_worker.models.llama.config import LlamaConfig, split_llama_config  # noqa: E402

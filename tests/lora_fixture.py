@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 ALL_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    *("qkv_proj", "gate_up_proj"),
+    *("qkv_proj", "gate_up_proj", "c_fc", "c_proj"),
+    *("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
 )
 """The maps of a layer; a model lacks some of them."""
 _PREFIX = "base_model.model."

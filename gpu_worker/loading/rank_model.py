@@ -20,10 +20,10 @@ from gpu_worker.loading.device import name_arithmetic
 from gpu_worker.loading.kv_memory import open_pool_memory
 from gpu_worker.loading.kv_tiers import LowerTiers, kv_identity, open_lower_tiers
 from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
+from gpu_worker.lora.adapted_maps import AdaptableConfig
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.models.attention import Decoder
-from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.parallel.member import Member
 from gpu_worker.ranks.collectives import Ranks
 from gpu_worker.ranks.shards import Place
@@ -351,7 +351,7 @@ def _adapter_slots(
     """
     if not adapters or device.type != "cuda":
         return None
-    assert isinstance(config, LlamaConfig), "other models have no adapters"
+    assert isinstance(config, AdaptableConfig), "other models have no adapters"
     slots = AdapterSlots(config, device)
     slots.compile(dtype)
     return slots

@@ -15,9 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from contract.lora import LoraAdapter
-from gpu_worker.lora.adapter import AdaptedMap, Adapter, LowRankMap, adapted_maps, native_adapter
-from gpu_worker.models.gpt_oss.config import GPT_OSS_ARCHITECTURE
-from gpu_worker.models.llama.config import LLAMA_ARCHITECTURES, LlamaConfig
+from gpu_worker.lora.adapted_maps import (
+    ADAPTABLE_ARCHITECTURES,
+    AdaptableConfig,
+    AdaptedMap,
+    adapted_maps,
+)
+from gpu_worker.lora.adapter import Adapter, LowRankMap, native_adapter
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 from gpu_worker.weights.linear import make_linear
 from gpu_worker.weights.model_config import ModelConfig
@@ -120,10 +124,10 @@ def load_adapter(
             the adapter asks for something unsupported, or its tensors do not fit the model; or the
             files changed while they were read.
     """
-    if not isinstance(model, LlamaConfig):
+    if not isinstance(model, AdaptableConfig):
         raise ModelError(
             f"{model.architecture} does not support LoRA adapters; they are supported for"
-            f" {', '.join((*LLAMA_ARCHITECTURES, GPT_OSS_ARCHITECTURE))} in our own implementation"
+            f" {', '.join(ADAPTABLE_ARCHITECTURES)} in our own implementation"
         )
     digest = _digest(directory)
     config = read_adapter_config(directory)

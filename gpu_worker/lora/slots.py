@@ -11,17 +11,10 @@ import numpy as np
 import torch
 
 from contract.arrays import Int32Array, Int64Array
-from gpu_worker.lora.adapter import (
-    AdaptedMap,
-    Adapter,
-    LowRankMap,
-    MapName,
-    adapted_maps,
-    with_maps,
-)
+from gpu_worker.lora.adapted_maps import AdaptableConfig, AdaptedMap, MapName, adapted_maps
+from gpu_worker.lora.adapter import Adapter, LowRankMap, with_maps
 from gpu_worker.memory.transfer import upload
-from gpu_worker.models.decoder_layer import DecoderLayer
-from gpu_worker.models.llama.config import LlamaConfig
+from gpu_worker.models.decoder_layer import LayerT
 from gpu_worker.weights.linear import Linear, PlainLinear
 from kernels import ops
 from kernels.grouped_maps import GroupedMaps
@@ -59,7 +52,7 @@ _Maps: TypeAlias = tuple[Mapping[MapName, SlottedMap], ...]
 class AdapterSlots:
     """The slots of a worker. Changed between steps, by the thread that runs them."""
 
-    def __init__(self, config: LlamaConfig, device: torch.device) -> None:
+    def __init__(self, config: AdaptableConfig, device: torch.device) -> None:
         self._device = device
         self._slot_of: dict[int, int] = {}
         by_layer = [tuple(adapted_maps(config, layer)) for layer in range(config.num_layers)]
@@ -156,7 +149,7 @@ class SlottedAdapters:
     def native(self) -> None:
         """None: the native decoder has no code for adapters in slots."""
 
-    def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
+    def onto(self, index: int, layer: LayerT) -> LayerT:
         """Copy the layer at this index, and add the adapters' additions to its maps."""
         maps = self._maps[index]
 

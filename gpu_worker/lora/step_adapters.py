@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from contract.arrays import Int64Array
-from gpu_worker.lora.adapter import Adapter, LowRankMap, MapName, with_maps
+from gpu_worker.lora.adapted_maps import MapName
+from gpu_worker.lora.adapter import Adapter, LowRankMap, with_maps
 from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.memory.transfer import upload
-from gpu_worker.models.decoder_layer import DecoderLayer, LayerAdapters
+from gpu_worker.models.decoder_layer import LayerAdapters, LayerT
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.program.low_rank import RowAdapters
 
@@ -91,7 +92,7 @@ class StepAdapters:
     native: RowAdapters | None
     """The adapters in the native decoder's form; None if it has no code for one of them."""
 
-    def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
+    def onto(self, index: int, layer: LayerT) -> LayerT:
         """Copy the layer at this index, and add the adapters' additions to its maps."""
         return with_maps(layer, lambda name, base: self._onto(index, name, base))
 

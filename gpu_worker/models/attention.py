@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.models.decoder_layer import LayerAdapters
+from gpu_worker.models.decoder_layer import LayerAdapters, LayerT
 from kernels import ops
 from kernels.sequences import Sequences, SharedPrefixes
 
@@ -67,6 +67,10 @@ class AttentionMetadata:
     def in_layer(self, pool: KvPool, layer: int) -> "AttentionMetadata":
         """Return the metadata with the slots and block tables of a layer."""
         return self.by_group[pool.groups.group_of[layer]] if self.by_group else self
+
+    def adapted(self, index: int, layer: LayerT) -> LayerT:
+        """Return the layer at this index, with the adapters' additions to its maps."""
+        return layer if self.adapters is None else self.adapters.onto(index, layer)
 
     @property
     def num_wanted(self) -> int:

@@ -1,16 +1,30 @@
-"""The parts of one layer of a Llama-shaped decoder: norms, attention maps, MLP or experts.
+"""The parts of one layer: its linear maps in most decoders, and all parts in a Llama-shaped one.
 
 Symbols: `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from gpu_worker.models.feed_forward import FeedForward
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.program.low_rank import RowAdapters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptableLayer:
+    """The linear maps of one layer, to which LoRA adapters may add."""
+
+    qkv: Linear
+    """E to (H + 2 * HKV) * D: queries, keys and values, in the order that the decoder splits."""
+    attention_output: Linear
+    """H * D to E."""
+    feed_forward: FeedForward
+
+
+LayerT = TypeVar("LayerT", bound=AdaptableLayer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,21 +38,16 @@ class QkNorm:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecoderLayer:
-    """The weights of one layer."""
+class DecoderLayer(AdaptableLayer):
+    """The weights of one layer of a Llama-shaped decoder."""
 
     input_norm: torch.Tensor | None
     """`[E]`, before attention."""
-    qkv: Linear
-    """E to (H + 2 * HKV) * D: queries, keys, values."""
     qk_norm: QkNorm | None
     window: int | None
     """Number of tokens that a token sees, itself included; None: all before it."""
-    attention_output: Linear
-    """H * D to E."""
     mlp_norm: torch.Tensor | None
     """`[E]`, before the feed-forward part."""
-    feed_forward: FeedForward
     attention_output_norm: torch.Tensor | None = None
     """`[E]`, applied to what attention adds to the residual."""
     mlp_output_norm: torch.Tensor | None = None
@@ -54,5 +63,5 @@ class LayerAdapters(Protocol):
     def native(self) -> RowAdapters | None:
         """The adapters in the form of the native decoder; None if it has no code for them."""
 
-    def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
+    def onto(self, index: int, layer: LayerT) -> LayerT:
         """Return the layer at this index, with the adapters' additions to its maps."""

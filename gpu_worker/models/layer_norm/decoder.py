@@ -12,6 +12,7 @@ from torch.nn import functional
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.activations import ACTIVATIONS, Activation
 from gpu_worker.models.attention import AttentionMetadata, attend, rotary_store_kv
+from gpu_worker.models.decoder_layer import AdaptableLayer
 from gpu_worker.models.feed_forward import FeedForward, build_gated_mlp
 from gpu_worker.models.layer_norm.config import LayerNormConfig, split_layer_norm_config
 from gpu_worker.models.rope_table import rotary_table
@@ -65,20 +66,14 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layer:
+class Layer(AdaptableLayer):
     """The weights of one layer."""
 
     attention_norm: LayerNorm
-    qkv: Linear
-    """E to (H + 2 * HKV) * D: queries, keys and values; or query, key and value of one head after
-    the other."""
     qk_norms: tuple[HeadNorm, HeadNorm] | None
     """The norms of queries and of keys, before rotation."""
-    attention_output: Linear
-    """H * D to E."""
     mlp_norm: LayerNorm | None
     """None: `attention_norm`."""
-    mlp: FeedForward
     window: int | None
     """Number of tokens that a token sees, itself included; None: all before it."""
 
@@ -114,7 +109,8 @@ class LayerNormDecoder:
         else:
             x = functional.embedding(token_ids, self.embedding)
         wanted = None if self.final_norm is None else metadata.wanted
-        for index, layer in enumerate(self.layers):
+        for index, plain_layer in enumerate(self.layers):
+            layer = metadata.adapted(index, plain_layer)
             normed = layer.attention_norm(x)
             query = self._store(index, layer, normed, positions, pool, metadata)
             if wanted is not None and index == len(self.layers) - 1:
@@ -122,6 +118,7 @@ class LayerNormDecoder:
                 metadata = wanted.metadata
                 if not len(query):
                     return x
+                layer = metadata.adapted(index, plain_layer)
             scale, window = self.config.head_dim**-0.5, layer.window
             attended = layer.attention_output(
                 attend(query, pool, index, metadata, scale, window=window)
@@ -129,7 +126,7 @@ class LayerNormDecoder:
             total = x + attended
             if layer.mlp_norm is not None:
                 normed = layer.mlp_norm(x if self.config.is_parallel else total)
-            x = total + layer.mlp(normed)
+            x = total + layer.feed_forward(normed)
         if self.final_norm is None:
             self._others.send_on(x)
             return metadata.select(x)
@@ -224,7 +221,7 @@ def _layer(config: LayerNormConfig, index: int, weights: Weights) -> Layer:
         mlp_norm=_norm(config, f"{layer}.post_attention_layernorm", weights)
         if config.has_mlp_norm
         else None,
-        mlp=weights.summed(_mlp(config, f"{layer}.mlp", weights)),
+        feed_forward=weights.summed(_mlp(config, f"{layer}.mlp", weights)),
         window=config.windows[index],
     )
 

@@ -104,7 +104,7 @@ class LlamaDecoder:
         wanted = None if self.final_norm is None else metadata.wanted
         out: torch.Tensor | None = None  # output of a branch; `_add` adds it
         for index, plain_layer in enumerate(self.layers):
-            layer = _adapted(index, plain_layer, metadata)
+            layer = metadata.adapted(index, plain_layer)
             normed, residual = self._add(out, residual, layer.input_norm)
             query = self._store(index, layer, normed, positions, pool, metadata)
             if wanted is not None and index == len(self.layers) - 1:
@@ -112,7 +112,7 @@ class LlamaDecoder:
                 metadata = wanted.metadata
                 if not len(query):
                     return residual
-                layer = _adapted(index, plain_layer, metadata)
+                layer = metadata.adapted(index, plain_layer)
             attended = attend(
                 *(query, pool, index, metadata, self.config.head_dim**-0.5),
                 window=layer.window,
@@ -209,10 +209,6 @@ def _norm_heads(heads: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Te
     num_norms = heads.shape[1] * heads.shape[2] // len(norm)
     together = heads.reshape(len(heads), num_norms, len(norm))
     return ops.rms_norm(together, norm, eps).view(heads.shape)
-
-
-def _adapted(index: int, layer: DecoderLayer, metadata: AttentionMetadata) -> DecoderLayer:
-    return layer if metadata.adapters is None else metadata.adapters.onto(index, layer)
 
 
 def _native_wanted(metadata: AttentionMetadata) -> NativeWanted | None:

@@ -30,6 +30,9 @@ LIMITS = Limits(
 PROMPTS = [random_prompt(length, seed=length) for length in (21, 40, 3, 33)]
 
 
+SOME_TARGETS = ("v_proj", "up_proj", "o_proj", "c_fc", "dense", "dense_h_to_4h")
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, two adapters, and the merged checkpoint for each adapter's number."""
@@ -40,7 +43,7 @@ class Case:
 
 def make_case(model, root):
     make_adapter(root / "a", model, seed=1)
-    make_adapter(root / "b", model, 2, rank=3, alpha=5, targets=("v_proj", "up_proj", "o_proj"))
+    make_adapter(root / "b", model, 2, rank=3, alpha=5, targets=SOME_TARGETS)
     merged = tuple(merge(root / f"merged-{name}", model, root / name) for name in "ab")
     return Case(model, (model, *merged))
 

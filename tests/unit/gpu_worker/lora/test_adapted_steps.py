@@ -35,9 +35,22 @@ def model_dirs(tmp_path_factory):
     return ModelDirs(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module", params=["llama", "phi3", "qwen2", "qwen3"])
+FAMILIES = {
+    "llama": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gpt_neox": {},
+    "nemotron": {},
+    "stablelm": {"use_parallel_residual": True, "qk_layernorm": True},
+    "starcoder2": {},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def case(request, model_dirs, tmp_path_factory):
-    return make_case(model_dirs.get(request.param), tmp_path_factory.mktemp("adapters"))
+    model = model_dirs.get(request.param, **FAMILIES[request.param])
+    return make_case(model, tmp_path_factory.mktemp("adapters"))
 
 
 class Oracle:
@@ -180,20 +193,20 @@ def plain_maps(monkeypatch):
 
 
 @pytest.mark.usefixtures("plain_maps")
-def test_rows_with_adapters_replay_graphs(llama, monkeypatch):
-    worker = Worker(llama, has_slots=True)
+def test_rows_with_adapters_replay_graphs(case, monkeypatch):
+    worker = Worker(case, has_slots=True)
     pieces, graphs = FakePieces(monkeypatch), FakeGraphs()
     for has_adapters in (False, True):
         worker.executor.capture_decodes(graphs, lambda _: None, has_adapters=has_adapters)
         worker.executor.capture_pieces(pieces, lambda _: None, has_adapters=has_adapters)
     numbers = [1, 0, 2, 2]
     results = worker.generate(PROMPTS, numbers, starts=[0, 3, 9, 20])
-    assert token_lists(results) == expected(llama, PROMPTS, numbers)
+    assert token_lists(results) == expected(case, PROMPTS, numbers)
     num_replays = graphs.num_replays, pieces.num_replays
     assert sum(num_replays) > 60, "no step was eager"
     worker.executor.reset()
     results = worker.generate(PROMPTS[:1], [0])
-    assert token_lists(results) == expected(llama, PROMPTS[:1], [0])
+    assert token_lists(results) == expected(case, PROMPTS[:1], [0])
     assert graphs.num_replays > num_replays[0]
 
 
@@ -246,13 +259,13 @@ def test_a_draft_model_guesses_with_graphs(llama, monkeypatch):
 
 @pytest.mark.parametrize("quantization", [None, Quantization.INT8])
 @pytest.mark.skipif(not has_native_linear, reason="needs native code")
-def test_company_changes_no_bit(llama, quantization):
+def test_company_changes_no_bit(case, quantization):
     numbers = [1, 0, 2, 1]
     alone = [
-        Worker(llama, torch.bfloat16, quantization).generate([prompt], [number])[0]
+        Worker(case, torch.bfloat16, quantization).generate([prompt], [number])[0]
         for prompt, number in zip(PROMPTS, numbers, strict=True)
     ]
-    worker = Worker(llama, torch.bfloat16, quantization)
+    worker = Worker(case, torch.bfloat16, quantization)
     assert worker.generate(PROMPTS, numbers, starts=[0, 1, 3, 7]) == alone
 
 

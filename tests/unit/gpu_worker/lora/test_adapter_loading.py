@@ -196,7 +196,16 @@ def test_layers_without_experts_are_added_to(model_dirs, tmp_path):
     assert [set(layer) for layer in loaded.layers] == [{"qkv", "down"}, {"qkv"}]
 
 
-@pytest.mark.parametrize(("family", "model_class"), [("gpt_neox", ""), ("llama", "transformers")])
+@pytest.mark.parametrize(
+    ("family", "model_class"), [("deepseek_v2", ""), ("llama", "transformers")]
+)
 def test_other_implementations_take_none(model_dirs, adapter, family, model_class):
     options = {"family": family, "model_class": model_class}
-    assert_refused(model_dirs, adapter, "LoRA", "LlamaForCausalLM", **options)
+    supported = "LlamaForCausalLM", "GptOssForCausalLM", "GPTNeoXForCausalLM"
+    assert_refused(model_dirs, adapter, "LoRA", *supported, **options)
+
+
+def test_another_familys_maps_are_refused(model_dirs, adapter):
+    edit_tensors(adapter, dict.clear)
+    known = "supported: query_key_value, dense, dense_h_to_4h, dense_4h_to_h"
+    assert_refused(model_dirs, adapter, "target_modules has 'q_proj'", known, family="gpt_neox")
