@@ -10,6 +10,8 @@ from gpu_worker.weights.model_config import read_architecture
 _ORIGINAL_LEN: Final = "original_max_position_embeddings"
 _ORIGINAL_LENS: Final = {"Phi3ForCausalLM": 4096}
 """By architecture: the original length if config.json has none outside of the dictionary."""
+_OLD_NAMES: Final = {"Phi3ForCausalLM": ("su", "yarn")}
+"""By architecture: older names of LongRoPE."""
 _KNOWN_FIELDS = {
     "rope_type",
     "type",
@@ -124,7 +126,7 @@ def rope_from_fields(
     theta = rope.number("rope_theta", default=top_level_theta)
     top_level_share = fields.number(share_field, default=default_share)
     rotated_share = rope.number("partial_rotary_factor", default=top_level_share)
-    kind = _kind(rope)
+    kind = _kind(fields, rope)
     scaling: RopeScaling | None
     match kind:
         case "default" | "dynamic":  # dynamic scaling differs only beyond max_position_embeddings
@@ -171,7 +173,7 @@ def with_long_factors(fields: JsonFields, max_model_len: int | None) -> JsonFiel
     """
     name = _name(fields)
     rope = fields.nested(name)
-    if max_model_len is None or _kind(rope) != "longrope":
+    if max_model_len is None or _kind(fields, rope) != "longrope":
         return fields
     if max_model_len <= _original_len(fields, rope):
         return fields
@@ -185,8 +187,9 @@ def _name(fields: JsonFields) -> str:
     return "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
 
 
-def _kind(rope: JsonFields) -> object:
-    return rope.get("rope_type", default=rope.get("type", default="default"))
+def _kind(fields: JsonFields, rope: JsonFields) -> object:
+    kind = rope.get("rope_type", default=rope.get("type", default="default"))
+    return "longrope" if kind in _OLD_NAMES.get(read_architecture(fields), ()) else kind
 
 
 def _llama3_scaling(fields: JsonFields, rope: JsonFields) -> Llama3Scaling:

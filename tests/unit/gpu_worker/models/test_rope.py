@@ -86,6 +86,14 @@ def test_phi_3_has_an_original_length_of_its_own(tmp_path, outside, inside, long
     assert assert_equals_transformers(tmp_path, longest + 1).max_model_len == 8192
 
 
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_phi_3_has_older_names_for_longrope(tmp_path, name):
+    rope = scaling("longrope", 64) | {"rope_type": name}
+    write(tmp_path, "phi3", 256, rope_scaling=rope)
+    assert assert_equals_transformers(tmp_path).max_model_len == 256
+    assert assert_equals_transformers(tmp_path, 257).max_model_len == 512
+
+
 def test_other_families_do_the_same(tmp_path):
     write(tmp_path, "gpt_neox", 32, rope_scaling=scaling("yarn", 64), rotary_pct=0.5)
     assert_equals_transformers(tmp_path)
