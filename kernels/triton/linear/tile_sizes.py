@@ -1,7 +1,8 @@
-"""The tile sizes of the products, and the choice among them by the number of rows.
+"""The tile sizes for linear maps, and the choice among them by the number of rows.
 
-The choice depends only on the number of rows, so a replayed graph uses the same tile. None of the
-sizes was measured. This module does not import Triton.
+The choice depends only on the numbers of rows and maps, which the host knows. A captured graph has
+fixed numbers, so it uses the same tile in each replay. None of the sizes was measured. This module
+does not import Triton.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,11 @@ of shared memory without spills."""
 
 
 def choose(choices: Sequence[TileSizes], num_rows: int, num_maps: int = 1) -> TileSizes:
-    """Return the first tile size with room for the rows of an average map, or else the last."""
+    """Return the first tile size with room for `num_rows / num_maps` rows, or else the last one.
+
+    This quotient is the average number of rows of a map. In a launch of several maps, for example
+    experts, only the device knows how many rows each map has.
+    """
     return next((each for each in choices if num_rows <= each.rows * num_maps), choices[-1])
 
 

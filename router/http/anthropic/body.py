@@ -244,7 +244,10 @@ class CountBody(CacheMarked):
 
     @property
     def cache_pin_s(self) -> float | None:
-        """The longest time for which a mark pins the prompt in the prefix cache; None: no marks."""
+        """How long to pin the prompt in the prefix cache; None: do not pin it.
+
+        This is the longest `ttl` of the `cache_control` fields in the body.
+        """
         return max((mark.ttl_s for mark in self._marks()), default=None)
 
 
@@ -269,7 +272,7 @@ class MessagesBody(CountBody):
     top_p: float = 1.0
 
     def request(self, prompt: str, request_id: str, *, max_model_len: int) -> GenerateRequest:
-        """Return the request for a prompt, before the output plan changes the request."""
+        """Return the request for a prompt, before `OutputPlan.applied_to` changes the request."""
         return GenerateRequest(
             prompt=prompt,
             model=self.model,
