@@ -39,15 +39,17 @@ def uniforms(seeds: Uint64Array, positions: Int64Array) -> npt.NDArray[np.float6
 
 
 def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the token at which the running sum of weights, in token order, exceeds `uniform`.
+    """Draw a token for each row, with probabilities proportional to the row's weights.
 
-    The search first finds the tile by the sums of tiles, then the token in that tile, because a
-    running sum over a whole vocabulary is slow on every device. Sums are float64 and per row, so a
-    row draws the same token in any batch.
+    The token is the first at which the running sum of the weights, in the order of token ids,
+    exceeds `uniform` times the sum of all the row's weights. A running sum over a whole vocabulary
+    is slow on every device. So the search first finds the tile of 256 tokens, by the sums of the
+    tiles, then the token in that tile. Sums are float64 and per row, so a row draws the same token
+    in any batch.
 
     Args:
         weights: float32[S, V], not negative; unnormalized probabilities.
-        uniform: float64[S] in [0, 1), a fraction of the row's sum.
+        uniform: float64[S] in [0, 1), one random number for each row.
 
     Returns:
         int64[S]: ids of tokens with positive weight. A row without such tokens, or with NaN, gets

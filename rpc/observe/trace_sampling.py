@@ -28,9 +28,10 @@ def sampler(new_trace_ratio: float) -> Sampler:
 
 
 class _AsLinked(Sampler):
-    """Samples spans without a parent.
+    """Decides which spans without a parent are recorded.
 
-    Records stalls, and spans that link to a recorded span. `unlinked` decides on all others.
+    Stalls of the event loop are always recorded, and so are spans that link to a recorded span.
+    `unlinked` decides on all others.
     """
 
     def __init__(self, unlinked: Sampler) -> None:

@@ -171,7 +171,7 @@ class BeamGroups:
             self._policy.charge(group.leader.rank.account, 0, len(group.places))
 
     def _begin_step(self, group: BeamGroup, parents: tuple[int, ...], builder: PlanBuilder) -> None:
-        """Assign sequences to the new beams, and compute the newest token of each beam."""
+        """Give each new beam a sequence, and plan to compute the beam's newest token."""
         places = group.places
         childless = set(range(len(places))).difference(parents)
         for index in childless:

@@ -69,7 +69,11 @@ def has_live_with(core: "Scheduler", salt: str) -> bool:
 
 
 def read_load(core: "Scheduler") -> SchedulerLoad:
-    """Take a snapshot of the load, in time proportional to the sequences that fetch or leave."""
+    """Take a snapshot of the load.
+
+    The time is proportional to the number of sequences that wait for the disk, or that are moving
+    to another core.
+    """
     return SchedulerLoad(
         memory_level=core.pressure.level,
         num_memory_preemptions=core.preemption.num_for_memory,
@@ -98,7 +102,7 @@ def read_load(core: "Scheduler") -> SchedulerLoad:
     )
 
 
-# A spare belongs to a search, whose beams run or are queued.
+# A spare does not wait itself: its search runs, or the search's leader waits in the queue.
 _NOT_QUEUED = RUNNING | {SeqStatus.SPARE}
 
 
