@@ -1,6 +1,7 @@
 """The bodies of /v1/messages and /v1/messages/count_tokens, and their conversion to a chat."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -32,7 +33,6 @@ FIELD_TO_JSON: Final = MappingProxyType(
         "stop": "stop_sequences",
         "structured": "output_config",
         "structured.json_schema": "output_config.format.schema",
-        "thinking_budget": "thinking.budget_tokens",
     }
 )
 """Maps a chat's fields to their names in this API."""
@@ -42,8 +42,8 @@ _WORDS: Final = chat_tools.ChatWords(
     choice="tool_choice.type",
     forced='"any"',
     alone="tool_choice.disable_parallel_tool_use is true",
-    schema=FIELD_TO_JSON["structured.json_schema"],
-    thinking=FIELD_TO_JSON["thinking_budget"],
+    forms=FIELD_TO_JSON,
+    thinking="thinking.budget_tokens",
 )
 
 
@@ -193,7 +193,7 @@ class CountBody(CacheMarked):
             form=None if config.format is None else config.format.form(),
             thinking_budget=budget,
             effort=effort,
-            words=_WORDS,
+            words=replace(_WORDS, thinking="thinking.type") if budget == 0 else _WORDS,
             continued=messages[-1].text if is_continued else "",
             template_kwargs=switched | (continued if is_continued else {}),
         )

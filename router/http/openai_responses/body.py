@@ -178,8 +178,8 @@ class ResponseBody(ResponseTools):
             thinking_budget=self.reasoning.max_tokens,
             effort=self.reasoning.effort,
             words=ChatWords(
-                self.function_paths.__getitem__,
-                schema=FIELD_TO_JSON["structured.json_schema"],
+                forms=FIELD_TO_JSON,
+                path=self.function_paths.__getitem__,
                 thinking="reasoning.max_tokens",
             ),
         )

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: the body, and its conversion to a call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -77,18 +78,25 @@ class ChatBody(ToolFields, Body):
     """vLLM's name for `thinking_budget`."""
 
     @property
+    def _budgets(self) -> Mapping[str, int]:
+        """The thinking budget in each field that sets it."""
+        named = {
+            "thinking_budget": self.thinking_budget,
+            "thinking_token_budget": self.thinking_token_budget,
+            "reasoning.max_tokens": None if self.reasoning is None else self.reasoning.max_tokens,
+        }
+        return {field: budget for field, budget in named.items() if budget is not None}
+
+    @property
     def budget(self) -> int | None:
-        """The thinking budget from any of its fields; raises InvalidArgumentError if two differ."""
-        named = [self.thinking_budget, self.thinking_token_budget]
-        if self.reasoning is not None:
-            named.append(self.reasoning.max_tokens)
-        given = [budget for budget in named if budget is not None]
-        if len(set(given)) > 1:
-            raise InvalidArgumentError(
-                "thinking_budget",
-                f"is {given[0]}, but {given[1]} under another name; both must be equal",
-            )
-        return given[0] if given else None
+        """The thinking budget; raises InvalidArgumentError if two of its fields differ."""
+        given = list(self._budgets.items())
+        for (field, budget), (other, its_budget) in pairwise(given):
+            if budget != its_budget:
+                raise InvalidArgumentError(
+                    field, f"is {budget}, but {other} is {its_budget}; both must be equal"
+                )
+        return given[0][1] if given else None
 
     @property
     def conversation(self) -> Conversation:
@@ -108,7 +116,10 @@ class ChatBody(ToolFields, Body):
             form=self.structured(),
             thinking_budget=self.budget,
             effort=effort,
-            words=ChatWords(schema=self.structured_field_to_json["structured.json_schema"]),
+            words=ChatWords(
+                forms=self.structured_field_to_json,
+                thinking=next(iter(self._budgets), "thinking_budget"),
+            ),
             continued=self.messages[-1].text if self.continue_final_message else "",
             template_kwargs=kwargs,
             chat_template=self.chat_template,

@@ -33,6 +33,8 @@ class Conversation:
     messages: Iterable[Mapping[str, Any]]
     """Messages in the form for chat templates (`Message.for_template`); a thread iterates over
     them."""
+    words: ChatWords
+    """The names of fields in the client's JSON, for errors."""
     tools: ToolFields = _NO_TOOLS
     form: StructuredOutput | None = None
     thinking_budget: int | None = None
@@ -41,8 +43,6 @@ class Conversation:
     """How much to think, if the chat template supports it."""
     continued: str = ""
     """The assistant's last message, if outputs continue it."""
-    words: ChatWords = field(default_factory=ChatWords)
-    """The names of fields in the client's JSON, for errors."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     """Replaces the model's template, if the service trusts requests' templates."""

@@ -92,7 +92,7 @@ def plan_outputs(
     if thinking_budget is not None and thought is None:
         is_known = thinking is not None or parsers.reads_messages
         raise UnimplementedError(
-            f"{words.thinking} is {thinking_budget}; with this model it must be unset: "
+            f"{words.thinking} is set; with this model it must be unset: "
             + (
                 "the markers of its thinking are not tokens"
                 if is_known
@@ -105,7 +105,7 @@ def plan_outputs(
     if tools is not None and tools.wants_calls:
         plan = _plan_calls(parsers, tools, form, thought, new_reader, words)
     else:
-        plan = _plan_text(parsers, form, thought, new_reader)
+        plan = _plan_text(parsers, form, thought, new_reader, words)
     return replace(plan, thinking=parsers.markers(has_begun=has_begun))
 
 
@@ -114,6 +114,7 @@ def _plan_text(
     form: StructuredOutput | None,
     thought: Thought | None,
     new_reader: Callable[[Tools | None], Reader],
+    words: ChatWords,
 ) -> OutputPlan:
     is_read = parsers.thinking is not None or parsers.reads_messages
     before = "" if thought is None else thought.before("form")
@@ -125,7 +126,7 @@ def _plan_text(
         before if form is not None else "",
         shows_special_tokens=is_read and parsers.hides_markers(),
     )
-    return plan if form is not None else _bounded(plan, thought)
+    return plan if form is not None else _bounded(plan, thought, words)
 
 
 def _plan_calls(
@@ -166,7 +167,7 @@ def _plan_calls(
             )
         either = grammar.calls_or_form(
             _checked(functions),
-            _inline(form, words.schema),
+            _inline(form, words),
             thought,
             may_be_several=not tools.is_alone,
         )
@@ -178,7 +179,7 @@ def _plan_calls(
     # A budget for messages needs a grammar of whole outputs, which must include the calls
     is_bounded = isinstance(thought, MessageGrammar) and thought.max_tokens is not None
     if not (strict or (is_bounded and grammar) or (tools.is_alone and not stop)):
-        return _bounded(plan, thought)
+        return _bounded(plan, thought, words)
     in_text = None
     if grammar is not None:
         in_text = grammar.calls_in_text(
@@ -204,8 +205,8 @@ def _checked(functions: Sequence[ForcedFunction]) -> Sequence[ForcedFunction]:
     return functions
 
 
-def _inline(form: StructuredOutput, field: str) -> str:
-    """Return a form as a term of a grammar; `field` has its JSON schema in the client's JSON.
+def _inline(form: StructuredOutput, words: ChatWords) -> str:
+    """Return a form as a term of a grammar.
 
     Raises:
         InvalidArgumentError: The schema is not JSON or has an unsupported feature.
@@ -213,10 +214,10 @@ def _inline(form: StructuredOutput, field: str) -> str:
     """
     if form.json_object:
         return inline_json({"type": "object"})
+    field = words.forms[f"structured.{form.form}"]
     if form.json_schema is None:
         raise UnimplementedError(
-            f"structured_outputs.{form.form} is set; with tools it must be unset, or tool_choice"
-            ' must be "none"'
+            f'{field} is set; with tools it must be unset, or tool_choice must be "none"'
         )
     try:
         schema = from_json(form.schema_text)
@@ -230,11 +231,11 @@ def _formed(plan: OutputPlan, grammar: str, before: str) -> OutputPlan:
     return replace(plan, structured=StructuredOutput(grammar=grammar), before_form=before)
 
 
-def _bounded(plan: OutputPlan, thought: Thought | None) -> OutputPlan:
+def _bounded(plan: OutputPlan, thought: Thought | None, words: ChatWords) -> OutputPlan:
     """Add the thinking budget, if there is one, to a plan for outputs of free text."""
     if thought is None or thought.max_tokens is None:
         return plan
-    named = {"structured": "thinking_budget", "structured.grammar": "thinking_budget"}
+    named = {"structured": words.thinking, "structured.grammar": words.thinking}
     return replace(_formed(plan, thought.text(), thought.before("text")), field_to_json=named)
 
 

@@ -108,7 +108,8 @@ class StructuredFields(Schema):
         """Maps a form's fields to their names in the client's JSON."""
         if self.response_format is not None and self.response_format.type != "text":
             return {"structured.json_schema": "response_format.json_schema.schema"}
-        prefix = "structured_outputs." if self.structured_outputs is not None else "guided_"
+        is_nested = self.structured_outputs is not None and self.structured_outputs.forms()
+        prefix = "structured_outputs." if is_nested else "guided_"
         kinds = {"json_schema": "json", "json_object": "json_object", "regex": "regex"}
         kinds |= {"choice": "choice", "grammar": "grammar"}
         return {f"structured.{form}": prefix + name for form, name in kinds.items()}

@@ -68,6 +68,8 @@ class NamedChoice(Schema):
 class ChatWords:
     """The names that an API's JSON has for fields of a chat and their values, for errors."""
 
+    forms: Mapping[str, str]
+    """Maps `structured.` and the kind of an output's form to the field that sets the form."""
     path: Callable[[int], str] = "tools[{}].function".format
     """Returns the path of a function, given by its index."""
     choice: str = "tool_choice"
@@ -75,10 +77,8 @@ class ChatWords:
     """The value of `choice` that forces a call."""
     alone: str = "parallel_tool_calls is false"
     """How a client asks for at most one call."""
-    schema: str = "structured_outputs.json"
-    """The field with the JSON schema of the output."""
     thinking: str = "thinking_budget"
-    """The field with the limit on thinking tokens."""
+    """The field that limits thinking."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -512,11 +512,19 @@ async def test_features_that_the_model_lacks_are_refused_by_name(
     assert not inference.requests
 
 
-async def test_a_budget_without_tokens_that_mark_thinking_is_refused_by_name(client, inference):
-    inference.text.template = THINKS
-    budget = {"type": "enabled", "budget_tokens": 9}
-    with pytest.raises(anthropic.BadRequestError, match=r"budget_tokens is 9; .* not tokens"):
-        await client.messages.create(**ASK, thinking=budget)
+@pytest.mark.parametrize(
+    ("thinking", "field"),
+    [
+        ({"type": "enabled", "budget_tokens": 9}, "thinking.budget_tokens"),
+        ({"type": "disabled"}, "thinking.type"),
+    ],
+)
+async def test_a_limit_on_thinking_without_token_markers_is_refused_by_name(
+    client, inference, thinking, field
+):
+    inference.text.template = ChatTemplate("{{ messages }}<think></think>", {})
+    with pytest.raises(anthropic.BadRequestError, match=f"{field} is set; .* are not tokens"):
+        await client.messages.create(**ASK, thinking=thinking)
 
 
 async def test_the_schema_of_an_output_with_tools_is_refused_by_name(client):

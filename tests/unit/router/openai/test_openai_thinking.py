@@ -158,12 +158,17 @@ async def test_effort_is_what_the_template_knows(client, thinks):
             {"extra_body": BUDGETS[0]},
             "markers of its thinking are not tokens",
         ),
+        (
+            THINKS,
+            {"extra_body": {"reasoning": {"max_tokens": 3}}},
+            "reasoning.max_tokens is set; with this model it must be unset",
+        ),
         (THINKS, {"extra_body": BUDGETS[0]}, "markers of its thinking are not tokens"),
         (THINKS, {"extra_body": {"thinking_budget": -1}}, "thinking_budget is -1"),
         (
             THINKS,
             {"extra_body": {"thinking_budget": 1, "thinking_token_budget": 2}},
-            "thinking_budget is 1, but 2 under another name",
+            "thinking_budget is 1, but thinking_token_budget is 2; both must be equal",
         ),
     ],
 )

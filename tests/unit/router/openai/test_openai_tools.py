@@ -349,7 +349,15 @@ async def test_a_call_that_was_cut_short_says_so(client, inference):
         ({"tool_choice": NAMED}, 'tool_choice names the function "add"; tools has no such'),
         (
             {"tools": [ADD], "extra_body": {"guided_regex": "a"}},
-            "structured_outputs.regex is set; with tools it must be unset, or tool_choice must be",
+            "guided_regex is set; with tools it must be unset, or tool_choice must be",
+        ),
+        (
+            {"tools": [ADD], "extra_body": {"structured_outputs": {"regex": "a"}}},
+            "structured_outputs.regex is set; with tools it must be unset",
+        ),
+        (
+            {"tools": [ADD], "extra_body": {"structured_outputs": {}, "guided_json": "{"}},
+            "guided_json is not JSON",
         ),
         (
             {"tools": [ADD], "extra_body": {"guided_json": "{"}},
