@@ -26,11 +26,10 @@ from safetensors.torch import save_file
 
 from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.lora.adapted_maps import adapted_maps
+from gpu_worker.lora.adapted_maps import AdaptableConfig, adapted_maps
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.attention import Decoder
-from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.step.input_batch import build_input_batch
 from gpu_worker.step.rows import Rows, ScheduledRows
@@ -63,7 +62,7 @@ class Steps:
 
     def __init__(self, directory: Path, rank: int) -> None:
         source = open_model(directory)
-        assert isinstance(source.config, LlamaConfig), "only these models have adapters"
+        assert isinstance(source.config, AdaptableConfig), "only these models have adapters"
         self._model: Decoder = source.load(_DTYPE, _DEVICE, lambda _: None)
         self._limits = Limits(
             max_num_seqs=32,
@@ -112,7 +111,7 @@ class Steps:
         return time.perf_counter() - began
 
 
-def random_adapters(config: LlamaConfig, rank: int) -> Mapping[int, Adapter]:
+def random_adapters(config: AdaptableConfig, rank: int) -> Mapping[int, Adapter]:
     """Load random adapters; return them by number."""
     adapters = {}
     for number in range(1, _NUM_ADAPTERS + 1):
@@ -122,7 +121,7 @@ def random_adapters(config: LlamaConfig, rank: int) -> Mapping[int, Adapter]:
     return adapters
 
 
-def write_adapter(directory: Path, config: LlamaConfig, rank: int) -> None:
+def write_adapter(directory: Path, config: AdaptableConfig, rank: int) -> None:
     """Write a random adapter as PEFT does."""
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": _MODULES}
     (directory / "adapter_config.json").write_text(json.dumps(fields))

@@ -46,7 +46,7 @@ from harness.case import SHIPPED_MODEL, BenchError, Results, Table, arguments, m
 
 from contract.errors import QuireError
 from contract.sampling import BeamSearch, SamplingParams
-from gpu_worker.models.llama.config import LlamaConfig
+from gpu_worker.lora.adapted_maps import AdaptableConfig
 from gpu_worker.models.registry import open_model
 from quire.client import AsyncClient
 from quire.v1 import kv_pb2, scheduler_pb2
@@ -219,7 +219,7 @@ async def run_format(given: argparse.Namespace, name: str) -> tuple[Streams, Cou
         adapter, disk = Path(root) / _ADAPTER, Path(root) / "disk"
         adapter.mkdir()
         config = open_model(given.model).config
-        assert isinstance(config, LlamaConfig), "adapters are for these"
+        assert isinstance(config, AdaptableConfig), "adapters are for these"
         write_adapter(adapter, config, rank=4)
         worker_flags = [
             *(f"--dtype={dtype}", f"--kv-cache-dtype={kv_dtype or 'auto'}"),

@@ -76,6 +76,8 @@ class Verdict:
 
     num_streams: int = 0
     num_tokens: int = 0
+    num_refused: int = 0
+    """Calls that failed before a token, and were made again."""
     lost: int = 0
     duplicated: int = 0
     contradicted: int = 0
@@ -189,7 +191,8 @@ class Streams:
 
     async def _read(self, client: AsyncClient, case: Case) -> Stream:
         while True:
-            # Each call has a new id, because the request of a refused call may still be live.
+            # Each call has a new id: if the caller cannot tell whether a call was accepted, its
+            # request may still be live.
             stream = Stream(times_s=[time.monotonic()])
             try:
                 async for event in client.generate(
@@ -202,7 +205,8 @@ class Streams:
                 ):
                     stream.take(event)
             except (UnavailableError, TooBusyError) as error:
-                if not stream.outputs:  # a refused request has promised nothing
+                if not stream.outputs:  # such a call has promised nothing
+                    self.verdict.num_refused += 1
                     await asyncio.sleep(_ASK_AGAIN_S)
                     continue
                 stream.error = f"{type(error).__name__}: {error}"

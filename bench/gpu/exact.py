@@ -44,9 +44,9 @@ from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.kv.layout import kv_dtypes
+from gpu_worker.lora.adapted_maps import AdaptableConfig
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.lora.slots import AdapterSlots
-from gpu_worker.models.llama.config import LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.step.executor import Executor
@@ -133,7 +133,7 @@ def make_executor(
     if kind.has_drafts:
         drafter = ModelDrafter(model, pool("auto"), 2, limits, device)
     if adapters and backend is not None:
-        assert isinstance(config, LlamaConfig)
+        assert isinstance(config, AdaptableConfig)
         slots = AdapterSlots(config, device)
     memory = pool(kind.kv_dtype)
     host_pool = None

@@ -12,7 +12,8 @@ from kernels.cpu.program.low_rank import MAPS
 AdaptableConfig: TypeAlias = LlamaConfig | LayerNormConfig
 """The config of a decoder that may have adapters."""
 ADAPTABLE_ARCHITECTURES: Final = (
-    *(*LLAMA_ARCHITECTURES, GPT_OSS_ARCHITECTURE),
+    *LLAMA_ARCHITECTURES,
+    GPT_OSS_ARCHITECTURE,
     *LAYER_NORM_ARCHITECTURES,
 )
 

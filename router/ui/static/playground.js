@@ -62,6 +62,7 @@ async function ask() {
   } catch (error) {
     if (error.name !== "AbortError") say("error", error.message);
   } finally {
+    cancelAnimationFrame(frame);
     show();
     running = null;
     byId("send").disabled = false;
