@@ -10,6 +10,8 @@ from gpu_worker.weights.model_config import read_architecture
 _ORIGINAL_LEN: Final = "original_max_position_embeddings"
 _ORIGINAL_LENS: Final = {"Phi3ForCausalLM": 4096}
 """By architecture: the original length if config.json has none outside of the dictionary."""
+_ONLY_INSIDE: Final = ("Olmo3ForCausalLM",)
+"""Architectures that ignore an original length outside of the dictionary."""
 _OLD_NAMES: Final = {"Phi3ForCausalLM": ("su", "yarn")}
 """By architecture: older names of LongRoPE."""
 _KNOWN_FIELDS = {
@@ -209,11 +211,16 @@ def _llama3_scaling(fields: JsonFields, rope: JsonFields) -> Llama3Scaling:
 
 
 def _original_len(fields: JsonFields, rope: JsonFields) -> int:
-    """Return the original length. As in transformers, a field outside of the dictionary wins."""
+    """Return the original length. As in transformers, a field outside of the dictionary wins.
+
+    OLMo 3 is the exception: transformers reads only the dictionary of a kind of layer.
+    """
+    architecture = read_architecture(fields)
     longest = fields.positive_int("max_position_embeddings")
     inside = rope.positive_int(_ORIGINAL_LEN, default=longest)
-    outside = _ORIGINAL_LENS.get(read_architecture(fields), inside)
-    return fields.positive_int(_ORIGINAL_LEN, default=outside)
+    if architecture in _ONLY_INSIDE:
+        return inside
+    return fields.positive_int(_ORIGINAL_LEN, default=_ORIGINAL_LENS.get(architecture, inside))
 
 
 def _factor(fields: JsonFields, rope: JsonFields, original_len: int) -> float:

@@ -12,7 +12,7 @@ from gpu_worker.models.experts.config import (
     read_qwen_experts,
     split_experts,
 )
-from gpu_worker.models.rope import RopeConfig, rope_from_fields, rotary_dim
+from gpu_worker.models.rope import LongRopeScaling, RopeConfig, rope_from_fields, rotary_dim
 from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import JsonFields, ModelError
 from gpu_worker.weights.model_config import ModelConfig, read_architecture, read_model_config
@@ -288,8 +288,6 @@ def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig 
     )
     if not family.ropes_by_layer:
         return read_rope(fields), None
-    # transformers reads the original length only in the dictionary of a kind of layer.
-    fields = replace(fields, values={**fields.values, "original_max_position_embeddings": None})
     by_kind = fields.nested("rope_parameters")
     if not by_kind.values:  # before transformers 5
         rope = read_rope(fields)
@@ -313,6 +311,10 @@ def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig 
         )
         for kind in kinds
     )
+    # `with_long_factors` does not look into these dictionaries. transformers runs such a model.
+    for kind, rope in zip(kinds, (full, windowed), strict=True):
+        if isinstance(rope.scaling, LongRopeScaling):
+            raise by_kind.unsupported(kind, "has LongRoPE, which is supported only in rope_scaling")
     return full, windowed
 
 

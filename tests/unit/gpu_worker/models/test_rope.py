@@ -7,8 +7,10 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from gpu_worker.models.llama.config import read_llama_config
 from gpu_worker.models.registry import open_model
 from gpu_worker.models.rope_table import rotary_table
+from gpu_worker.weights.json_fields import UnsupportedError, read_json
 
 FIELDS = {
     "vocab_size": 500,
@@ -94,6 +96,18 @@ def test_phi_3_has_older_names_for_longrope(tmp_path, name):
     assert assert_equals_transformers(tmp_path, 257).max_model_len == 512
 
 
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_phi_3_with_an_older_name_may_have_its_length_only_outside(tmp_path, name):
+    """transformers refuses such a config, so both are ours."""
+    older = {**SCALINGS["longrope"], "type": name}
+    for max_model_len, longest in ((None, 256), (256, 256), (257, 512)):
+        write(tmp_path, "phi3", 256, rope_scaling=older)
+        config = open_model(tmp_path, max_model_len=max_model_len).config
+        assert config.max_model_len == longest
+        write(tmp_path, "phi3", 256, rope_scaling=scaling("longrope", 256))
+        assert config == assert_equals_transformers(tmp_path, max_model_len)
+
+
 def test_other_families_do_the_same(tmp_path):
     write(tmp_path, "gpt_neox", 32, rope_scaling=scaling("yarn", 64), rotary_pct=0.5)
     assert_equals_transformers(tmp_path)
@@ -106,6 +120,40 @@ def test_dictionaries_by_kind_of_layer_have_their_own_lengths(tmp_path, is_old):
     rope = {"rope_scaling": full} if is_old else {"rope_parameters": by_kind}
     write(tmp_path, "olmo3", 32, layer_types=["full_attention"], sliding_window=512, **rope)
     assert_equals_transformers(tmp_path, layer_type="full_attention")
+
+
+@pytest.mark.parametrize(
+    ("outside", "inside", "max_model_len", "longest"),
+    [(64, 128, 100, 128), (128, 64, 65, 512), (64, None, 65, 512)],
+)
+def test_olmo_3_chooses_factors_by_the_length_inside(
+    tmp_path, outside, inside, max_model_len, longest
+):
+    rope = scaling("longrope", inside)
+    write(
+        *(tmp_path, "olmo3", outside),
+        layer_types=["full_attention"],
+        sliding_window=512,
+        rope_scaling=rope,
+    )
+    ours = assert_equals_transformers(tmp_path, max_model_len, layer_type="full_attention")
+    assert ours.max_model_len == longest
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_transformers_runs_longrope_by_kind_of_layer(tmp_path, kind):
+    by_kind = {"full_attention": {}, "sliding_attention": {}, kind: scaling("longrope", 64)}
+    write(
+        *(tmp_path, "olmo3", 32),
+        layer_types=["full_attention", "sliding_attention"],
+        num_hidden_layers=2,
+        sliding_window=512,
+        rope_parameters=by_kind,
+    )
+    with pytest.raises(UnsupportedError, match=f"rope_parameters.{kind} has LongRoPE"):
+        read_llama_config(read_json(tmp_path / "config.json"))
+    assert open_model(tmp_path).config.max_model_len == 64
+    assert open_model(tmp_path, max_model_len=65).config.max_model_len == 512
 
 
 def test_a_model_that_transformers_runs_has_the_same_context(tmp_path):
