@@ -248,6 +248,7 @@ def _replace_linear(module: nn.Module) -> None:
 
 _NAMES_ALONE: Final = {f"^{re.escape(prefix)}": alone for prefix, alone in PREFIXES.items()}
 """Renames tensors as `name_alone` does."""
+_ORIGINAL_LEN: Final = "original_max_position_embeddings"
 _LAYER_TYPES: Final = {"full_attention", "sliding_attention", CHUNKED}
 _RECURRENT_TYPES: Final = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 _RECURRENT_FAMILIES: Final = {
@@ -300,6 +301,8 @@ class TransformersSource:
         try:
             _refuse_config(self._hf_config)
             if getattr(self._hf_config, "rope_parameters", None):
+                if getattr(self._hf_config, _ORIGINAL_LEN, 0) is None:  # null counts as absent
+                    delattr(self._hf_config, _ORIGINAL_LEN)
                 # Moves an original length outside of the dictionary into it, as models do later.
                 self._hf_config.standardize_rope_params()
             _choose_factors(self._hf_config, max_model_len)
@@ -465,7 +468,7 @@ def _max_model_len(config: PreTrainedConfig) -> int:
         raise ModelError(f"max_position_embeddings is {length}; it must be a positive integer")
     # Beyond these lengths, rotation would depend on the longest sequence of a batch.
     ends = [
-        rope.get("original_max_position_embeddings")
+        rope.get(_ORIGINAL_LEN)
         for rope in batch_dependent_ropes(config)
         if "long_factor" not in rope or rope["short_factor"] != rope["long_factor"]
     ]
@@ -475,7 +478,7 @@ def _max_model_len(config: PreTrainedConfig) -> int:
 def _choose_factors(config: PreTrainedConfig, max_model_len: int | None) -> None:
     """Choose LongRoPE's factors in a config of transformers, as `with_long_factors` does."""
     for rope in batch_dependent_ropes(config):
-        original = rope.get("original_max_position_embeddings")
+        original = rope.get(_ORIGINAL_LEN)
         if max_model_len is None or original is None or "long_factor" not in rope:
             continue
         if max_model_len > original:

@@ -156,6 +156,14 @@ def test_transformers_runs_longrope_by_kind_of_layer(tmp_path, kind):
     assert open_model(tmp_path, max_model_len=65).config.max_model_len == 512
 
 
+@pytest.mark.parametrize("model_class", ["", "transformers"])
+def test_a_null_outside_counts_as_absent(tmp_path, model_class):
+    rope = scaling("longrope", 64)
+    write(tmp_path, "llama", None, rope_scaling=rope, original_max_position_embeddings=None)
+    assert open_model(tmp_path, model_class).config.max_model_len == 64
+    assert open_model(tmp_path, model_class, max_model_len=65).config.max_model_len == 512
+
+
 def test_a_model_that_transformers_runs_has_the_same_context(tmp_path):
     write(tmp_path, "llama", 64, rope_parameters=scaling("longrope", 32))
     assert open_model(tmp_path, "transformers").config.max_model_len == 64
