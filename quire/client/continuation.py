@@ -82,7 +82,7 @@ class Continuation:
         self._is_accepted = False
         """Whether any call has delivered an event."""
         self._may_be_live = False
-        """Whether the service may have accepted a call whose connection was lost."""
+        """Whether the service may have accepted, or has accepted, a call that brought no event."""
         self._num_failures = 0
         """Failures since the last new event."""
         self._failing_since = 0.0
@@ -212,8 +212,8 @@ class Continuation:
                 self._is_accepted or self._num_failures > 1
             ):
                 # The router of an earlier call has not noticed yet that the call broke, so the
-                # request is live there.
-                self._is_resuming = True
+                # request is live there. An accepted request is not given up like a refused one.
+                self._is_resuming = self._may_be_live = True
             case TooBusyError():
                 delay_s = max(delay_s, error.retry_after_s)
             case UnavailableError():

@@ -198,6 +198,22 @@ def test_a_repeated_call_that_the_router_of_an_earlier_one_displaces_is_resumed(
     assert isinstance(continuation.next_request(), inference_pb2.ResumeRequest)
 
 
+@pytest.mark.parametrize("is_budget_empty", [False, True])
+def test_a_request_that_turns_out_to_be_live_is_resumed_after_any_number_of_refusals(
+    is_budget_empty,
+):
+    budget = RetryBudget()
+    policy = Retry()
+    request = inference_pb2.GenerateRequest(resumable=True)
+    continuation = Continuation(request, policy, budget)
+    for _ in range(1 if is_budget_empty else policy.max_attempts - 1):
+        continuation.failed(UnavailableError("no scheduler"), 0.0)
+    while is_budget_empty and budget.failed():
+        pass
+    continuation.failed(AlreadyExistsError("is live at another router"), 0.0)
+    assert isinstance(continuation.next_request(), inference_pb2.ResumeRequest)
+
+
 def test_other_errors_are_final():
     continuation = make()
     continuation.receive(delta(0, [1]))
