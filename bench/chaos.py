@@ -17,8 +17,8 @@ alone, before any fault.
 
 - `lost`, `duplicated`, `contradicted`: the numbers of tokens that are missing, came twice, or are
   not the expected ones.
-- `refused`: the number of calls that failed as UNAVAILABLE or RESOURCE_EXHAUSTED before a token
-  had come, and were made again; shown, but not judged.
+- `refused`: the number of calls that failed before a token had come, for example as UNAVAILABLE
+  without a scheduler, and were made again with the same id; shown, but not judged.
 - `stall_p50_s`, `stall_p99_s`: the longest pause of a stream after a fault that it lived through;
   `kill_and_stop_stall_p99_s`: the longest pause after a fault of a process, not of a link.
 - `recomputed_after_scheduler_kill`: tokens that were computed again for a new scheduler, in a first

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from contract.errors import QuireError, TooBusyError, UnavailableError
+from contract.errors import AlreadyExistsError, QuireError, TooBusyError, UnavailableError
 from contract.sampling import BeamSearch
 from quire.client import AsyncClient, OutputDelta, OutputFinished, SamplingParams
 from quire.client.retry import Retry
@@ -190,10 +190,10 @@ class Streams:
             self.verdict.judge(stream, self._expected[index])
 
     async def _read(self, client: AsyncClient, case: Case) -> Stream:
+        stream = Stream()
+        was_refused = False
         while True:
-            # Each call has a new id: if the caller cannot tell whether a call was accepted, its
-            # request may still be live.
-            stream = Stream(times_s=[time.monotonic()])
+            stream.times_s = [time.monotonic()]
             try:
                 async for event in client.generate(
                     case.prompt,
@@ -204,8 +204,12 @@ class Streams:
                     **case.options,
                 ):
                     stream.take(event)
-            except (UnavailableError, TooBusyError) as error:
-                if not stream.outputs:  # such a call has promised nothing
+            except (UnavailableError, TooBusyError, AlreadyExistsError) as error:
+                # A call without an event has promised nothing. Its request may still be live, so
+                # only the next call with this id may find that it exists already.
+                is_own = was_refused or not isinstance(error, AlreadyExistsError)
+                if is_own and not stream.outputs:
+                    was_refused = True
                     self.verdict.num_refused += 1
                     await asyncio.sleep(_ASK_AGAIN_S)
                     continue
