@@ -21,6 +21,7 @@ from router.http.anthropic.blocks import (
 )
 from router.http.requests import tools as chat_tools
 from router.http.requests.chat import ThinkingBudget
+from router.http.requests.chat_words import ChatWords
 from router.http.requests.conversation import Conversation, Effort, thinking_switch
 from router.http.requests.messages import for_template
 from router.http.strict_json import Listed, Schema
@@ -37,7 +38,7 @@ FIELD_TO_JSON: Final = MappingProxyType(
 )
 """Maps a chat's fields to their names in this API."""
 
-_WORDS: Final = chat_tools.ChatWords(
+_WORDS: Final = ChatWords(
     path="tools[{}]".format,
     choice="tool_choice.type",
     forced='"any"',

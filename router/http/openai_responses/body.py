@@ -12,6 +12,7 @@ from contract.sampling import SamplingParams, StructuredOutput
 from router.http.answers.objects import Json
 from router.http.openai_responses.items import Item, messages_of, parse_items
 from router.http.openai_responses.tools import ResponseTools
+from router.http.requests.chat_words import ChatWords
 from router.http.requests.conversation import Conversation, Effort
 from router.http.requests.schema import (
     MAX_METADATA,
@@ -20,7 +21,6 @@ from router.http.requests.schema import (
     session_pin_s,
 )
 from router.http.requests.structured import JsonSchema
-from router.http.requests.tools import ChatWords
 from router.http.strict_json import Listed, Schema, at_most
 
 FIELD_TO_JSON: Final[Mapping[str, str]] = MappingProxyType(

@@ -10,6 +10,7 @@ from pydantic import Field
 from contract.errors import InvalidArgumentError
 from router.http.answers.answer import ClientCall
 from router.http.answers.chat_shape import ChatShape
+from router.http.requests.chat_words import ChatWords
 from router.http.requests.conversation import Conversation, Effort
 from router.http.requests.messages import (
     Messages,
@@ -18,7 +19,7 @@ from router.http.requests.messages import (
     for_template,
 )
 from router.http.requests.schema import MAX_TOP_LOGPROBS, UNIMPLEMENTED, Body
-from router.http.requests.tools import ChatWords, ToolFields
+from router.http.requests.tools import ToolFields
 from router.http.strict_json import Schema
 from router.request.inference import Inference
 

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from contract.errors import UnimplementedError
 from contract.sampling import StructuredOutput
+from router.http.requests.chat_words import ChatWords
 from router.http.requests.outputs import OutputPlan, plan_outputs
-from router.http.requests.tools import ChatWords, ToolFields, ToolUse
+from router.http.requests.tools import ToolFields, ToolUse
 from router.parsers.choosing import OutputParsers
 from router.request.inference import Inference
 from router.text.chat_template import ChatTemplate

@@ -10,7 +10,8 @@ from pydantic_core import from_json
 from contract.errors import InvalidArgumentError, UnimplementedError
 from contract.request import GenerateRequest, ThinkingMarkers
 from contract.sampling import StructuredOutput
-from router.http.requests.tools import ChatWords, Function, ToolUse
+from router.http.requests.chat_words import ChatWords
+from router.http.requests.tools import Function, ToolUse
 from router.parsers.call_grammar import (
     CallGrammar,
     ForcedFunction,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError, UnimplementedError
+from router.http.requests.chat_words import ChatWords
 from router.http.strict_json import Listed, Schema, excerpt
 from router.parsers.choosing import OutputParsers
 from router.text.chat_template import ChatTemplate
@@ -62,23 +63,6 @@ class NamedChoice(Schema):
 
     type: Literal["function"]
     function: FunctionRef
-
-
-@dataclass(frozen=True, slots=True)
-class ChatWords:
-    """The names that an API's JSON has for fields of a chat and their values, for errors."""
-
-    forms: Mapping[str, str]
-    """Maps `structured.` and the kind of an output's form to the field that sets the form."""
-    path: Callable[[int], str] = "tools[{}].function".format
-    """Returns the path of a function, given by its index."""
-    choice: str = "tool_choice"
-    forced: str = '"required"'
-    """The value of `choice` that forces a call."""
-    alone: str = "parallel_tool_calls is false"
-    """How a client asks for at most one call."""
-    thinking: str = "thinking_budget"
-    """The field that limits thinking."""
 
 
 @dataclass(frozen=True, slots=True)

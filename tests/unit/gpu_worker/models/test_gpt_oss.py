@@ -21,6 +21,7 @@ from gpu_worker.weights.reader import Weights
 from gpu_worker.weights.stored.format import read_stored_format
 from kernels.cpu import linear as native_linear
 from kernels.cpu.library import native
+from tests.lone_rank import LoneRank
 from tests.mxfp4_fixture import write_mxfp4
 from tests.unit.gpu_worker.models.against_transformers import (
     NUM_TOKENS,
@@ -103,25 +104,12 @@ def test_experts_take_the_bytes_of_the_file(published, dtype, is_dummy):
     assert held == in_file
 
 
-class Ranks:
-    """One of several ranks, without the others."""
-
-    def __init__(self, place):
-        self.place = place
-
-    def summed(self, part):
-        return part
-
-    def joined(self, part, _):
-        return part
-
-
 def test_ranks_draw_the_same_routers_and_norms_and_experts_differ(model_dirs):
     directory = model_dirs.get("gpt_oss", num_hidden_layers=3)
     places = [Place(rank, tensor_size=2) for rank in range(2)]
     first, second = (
         open_model(directory, place=place, is_dummy=True).load(
-            torch.float32, CPU, lambda _: None, Ranks(place)
+            torch.float32, CPU, lambda _: None, LoneRank(place)
         )
         for place in places
     )

@@ -24,6 +24,7 @@ from gpu_worker.weights.read_ahead import (
 from gpu_worker.weights.tensor_file import Extent, Piece
 from model_files.locate import find_model
 from tests.gguf_fixture import SIZES, write_gguf
+from tests.lone_rank import LoneRank
 from tests.unit.gpu_worker.models.paged_loop import CPU
 
 MIB = 2**20
@@ -252,19 +253,6 @@ def test_the_bytes_of_a_gguf_file(model_dirs, tmp_path, family):
             assert found == whole.numpy().tobytes()
 
 
-class Ranks:
-    """One of several ranks, without the others."""
-
-    def __init__(self, place):
-        self.place = place
-
-    def summed(self, part):
-        return part
-
-    def joined(self, part, _):
-        return part
-
-
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_neox"])
 def test_a_load_uses_what_was_planned_in_that_order(model_dirs, monkeypatch, family):
     directory = model_dirs.get(family, max_shard_size="50KB")
@@ -285,7 +273,7 @@ def test_a_load_uses_what_was_planned_in_that_order(model_dirs, monkeypatch, fam
         used.clear()
         source = open_model(directory, place=place)
         source.load(
-            torch.float32, CPU, lambda _: None, Ranks(place) if place.num_ranks > 1 else None
+            torch.float32, CPU, lambda _: None, LoneRank(place) if place.num_ranks > 1 else None
         )
         assert used
         assert used == [piece for piece, _ in planned]
