@@ -192,6 +192,7 @@ class Streams:
     async def _read(self, client: AsyncClient, case: Case) -> Stream:
         stream = Stream()
         was_refused = False
+        ask_until = time.monotonic() + _TIMEOUT_S
         while True:
             stream.times_s = [time.monotonic()]
             try:
@@ -208,7 +209,7 @@ class Streams:
                 # A call without an event has promised nothing. Its request may still be live, so
                 # only the next call with this id may find that it exists already.
                 is_own = was_refused or not isinstance(error, AlreadyExistsError)
-                if is_own and not stream.outputs:
+                if is_own and not stream.outputs and time.monotonic() < ask_until:
                     was_refused = True
                     self.verdict.num_refused += 1
                     await asyncio.sleep(_ASK_AGAIN_S)
