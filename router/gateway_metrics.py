@@ -1,4 +1,4 @@
-"""Gauges of the whole cell on the router's own port, for gateways that choose among cells.
+"""Gauges of a whole cell in a router's `/metrics`, for gateways that choose among cells.
 
 The model server protocol of the Gateway API Inference Extension asks for these gauges. Each gauge
 has two names, Quire's and vLLM's, so an endpoint picker that knows vLLM needs no configuration.
@@ -52,7 +52,7 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[Load], float]], ...]] = (
 
 
 class GatewayMetrics(Collector):
-    """The load of each model's schedulers together, as of the last `refresh`."""
+    """Exports each model's load, summed over its schedulers, as of the last `refresh`."""
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
@@ -74,7 +74,7 @@ class GatewayMetrics(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the gauges; a model whose schedulers have not answered has no samples."""
+        """Return the gauges; the load of a model whose schedulers have not answered is absent."""
         name_to_load = [
             (cell.model.name, load)
             for cell, load in zip(self._cells.all, self._loads, strict=True)

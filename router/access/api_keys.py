@@ -34,8 +34,8 @@ class Caller:
     is_operator: bool = False
     """Whether the caller may make operators' calls, such as listing the holders of KV blocks."""
     key_name: str = ""
-    """The key's name in usage reports: its name in the file of keys, or the first digits of the
-    key's hash."""
+    """The name of the key in usage reports: `name` in the file of keys or, if the file gives none,
+    the first digits of the key's hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +62,19 @@ def current_caller() -> Caller:
 
 
 def tenant_of_call() -> str:
-    """Return the tenant of the call's API key; empty if calls have no keys."""
+    """Return the tenant of the call's API key; empty if the router uses no API keys."""
     caller = _caller.get()
     return "" if caller is None else caller.tenant
 
 
 def key_of_call() -> str:
-    """Return the name of the call's API key; empty if calls have no keys."""
+    """Return the name of the call's API key; empty if the router uses no API keys."""
     caller = _caller.get()
     return "" if caller is None else caller.key_name
 
 
 def enter_as(tenant: str, key_name: str = "") -> None:
-    """Make a tenant the `current_caller` of this task, to continue one of the tenant's calls."""
+    """Make a tenant the `current_caller` of this task, which runs a stored call of the tenant."""
     _caller.set(Caller(tenant, key_name=key_name))
 
 

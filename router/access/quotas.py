@@ -1,9 +1,12 @@
 """Quotas of tenants: requests and tokens per minute, and requests and tokens in flight.
 
 Each router counts on its own. When a request begins, its tenant is charged for the prompt and the
-maximum number of output tokens. When it ends, output tokens that it did not produce are refunded.
-The tokens of a resumable request without a reader count as in flight for as long as the request may
-run.
+maximum number of output tokens. When the request ends, the output tokens that it did not produce
+are refunded.
+
+If the client of a resumable request leaves, the request may go on at the scheduler, and the router
+does not learn when the request ends. So the request's tokens count as in flight for as long as the
+scheduler keeps a request that no client resumes.
 """
 
 from collections.abc import Mapping
@@ -66,9 +69,9 @@ class Meter:
     """The time of creation."""
     num_live: int = 0
     num_tokens_in_flight: int = 0
-    """Tokens of live requests, and of requests whose reader has left."""
+    """Tokens of live requests, and of requests that may go on although their client has left."""
     _left: dict[str, tuple[float, int]] = field(init=False, default_factory=dict)
-    """For each request whose reader has left: the time until which it may run, and its tokens."""
+    """For each request whose client has left: the time until which it may run, and its tokens."""
     _requests: TokenBucket | None = field(init=False, default=None)
     _tokens: TokenBucket | None = field(init=False, default=None)
 
@@ -81,7 +84,7 @@ class Meter:
     def begin(self, now: float, *, is_free: bool = False) -> "QuotaShare":
         """Count a request until its `QuotaShare` ends.
 
-        A free request costs nothing and is always allowed.
+        A free request is never refused, and takes nothing from `requests_per_minute`.
 
         Raises:
             QuotaError: The quota is used up; nothing is counted.
@@ -166,7 +169,7 @@ class Meter:
         self._left[request_id] = until, num_in_flight
 
     def take_up(self, request_id: str, num_tokens: int = 0) -> None:
-        """Count `num_tokens` of a resumed request, instead of the tokens that `leave` kept."""
+        """Replace the tokens in flight that `leave` kept for a request with `num_tokens`."""
         _, num_left = self._left.pop(request_id, (0.0, 0))
         self.num_tokens_in_flight += num_tokens - num_left
 
@@ -203,7 +206,10 @@ class QuotaShare:
         self._meter.end(self._num_in_flight, max(0, self._num_charged - num_tokens))
 
     def leave(self, request_id: str, now: float, until: float) -> None:
-        """Refund nothing, because the request may run until `until`. Called instead of `end`."""
+        """End the share of a request whose client has left, but which may run until `until`.
+
+        Nothing is refunded. Called instead of `end`.
+        """
         self._meter.leave(request_id, self._num_in_flight, now, until)
 
 

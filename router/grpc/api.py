@@ -71,7 +71,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Cancel(  # noqa: N802
         self, request: inference_pb2.CancelRequest, context: CallContext
     ) -> inference_pb2.CancelResponse:
-        """Cancel a request whose stream the client may have lost."""
+        """Cancel a resumable request by its id, even if the client has lost its stream."""
         tenant = metadata_of(context).get(TENANT_KEY, "")
         await self._cells.cancel(request.request_id, tenant, request.model)
         return inference_pb2.CancelResponse()

@@ -1,6 +1,6 @@
 """Checks the API key of every gRPC call, before any API sees it.
 
-All calls need a key, except calls of the methods listed here.
+All calls need a key, except calls of `_OPEN_METHODS`.
 """
 
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""Limits clients' gRPC requests before they are parsed: bytes, quota, and number of fields."""
+"""Checks clients' gRPC requests before parsing: size, the tenant's quota, number of fields."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -148,12 +148,12 @@ def _request_type(method: str) -> Descriptor:
 
 
 def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> None:
-    """Count the fields of a serialized message; stop at the limit.
+    """Check that a serialized message, including its submessages, has at most `most` fields.
 
-    Malformed bytes are left to the parser to refuse.
+    Malformed bytes pass this check; the parser refuses them.
 
     Raises:
-        InvalidArgumentError: The message has more than `most` fields.
+        InvalidArgumentError: The message has more fields.
     """
     if len(data) <= 2 * most:  # a field has at least two bytes
         return
@@ -196,7 +196,7 @@ def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> N
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the varint at an index, and the index after it; raises IndexError at the end."""
+    """Return the varint at an index, and the index after it; raises IndexError if malformed."""
     value = 0
     for i in range(_MAX_VARINT_BYTES):
         byte = data[at + i]

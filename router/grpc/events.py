@@ -1,4 +1,8 @@
-"""Writes a request's events to a gRPC call. On Quire's own server, a new token wakes no task."""
+"""Writes a request's events to a gRPC call.
+
+On Quire's own gRPC server, the task that receives tokens from the scheduler also writes them, so no
+other task has to wake.
+"""
 
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -19,8 +23,8 @@ async def write_events(
 ) -> None:
     """Write the messages that `messages_of` makes of each event, until the last event.
 
-    An error of `messages_of` ends the stream and is raised here. `write` replaces `context.write`
-    if several requests share a call, because grpcio allows one write at a time.
+    If `messages_of` raises an error, the stream ends with this error. `write` replaces
+    `context.write` if several requests share a call, because grpcio allows one write at a time.
     """
     if isinstance(context, Call):
         call: Call = context

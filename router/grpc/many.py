@@ -27,8 +27,11 @@ from rpc.observe import telemetry
 from rpc.status import error_to_status
 
 _MOST_UNSENT_BYTES: Final = 256 * 1024
-"""The limit is about the size of a step's events for 4,096 streams. It is far below the 4 MiB that
-clients accept."""
+"""Once the next message has this size, requests put no more events into it.
+
+This is about the size of a step's events for 4,096 streams, and far below the largest message that
+clients accept, 4 MiB.
+"""
 _MOST_UNSENT_ERRORS: Final = 1024
 _CANCELLED_AT_ONCE: Final = 64
 """How many requests to cancel in one turn of the event loop; each takes about 0.1 ms to end."""
@@ -57,9 +60,9 @@ class _Request:
 class ManyCall:
     """The requests of one call, and the next message with their events.
 
-    A `ManyCall` is the `ClientRoom` of its requests. While a message waits for a slow client,
-    events collect in the next message. Once that message is full, each request merges its own
-    events.
+    While a message waits for a slow client, events collect in the next message. Once that message
+    is full, each request merges its own events. As a `ClientRoom`, a `ManyCall` tells its requests
+    whether the next message has room.
     """
 
     def __init__(self, cells: Cells, context: CallContext) -> None:
@@ -110,7 +113,7 @@ class ManyCall:
             raise error from None
 
     async def _cancel_in_slices(self) -> None:
-        """Cancel all requests, a slice per turn; the task group would cancel all in one turn."""
+        """Cancel all requests, but only a few in each turn of the event loop."""
         requests = list(self._number_to_request.values())
         for i in range(0, len(requests), _CANCELLED_AT_ONCE):
             for request in requests[i : i + _CANCELLED_AT_ONCE]:
@@ -178,7 +181,7 @@ class ManyCall:
                 )
 
     def _on_ended(self, request: _Request) -> None:
-        """Answer the client's `leave`, unless the request has ended otherwise."""
+        """Forget the task of a request; if `leave` ended the request, tell the client."""
         self._num_running -= 1
         self._has_ended.set()
         request.task = None  # a cancelled task refers to its frame, and so to this request

@@ -1,4 +1,4 @@
-"""The gRPC API for operators: KV events, adapters, models, live requests."""
+"""The gRPC API for operators: KV events, adapters, models, live requests, usage."""
 
 from contextlib import aclosing
 from dataclasses import asdict

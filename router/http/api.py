@@ -31,9 +31,11 @@ from router.request.inference import Inference
 from router.turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", USAGE, FILES))
-"""Routes that `PageGuard` refuses to web pages of other sites even if the router listens beyond
-loopback: the routes for operators, and the upload of files. Browsers send an upload to any site
-without a preflight request."""
+"""Routes that a router without API keys always refuses to web pages of other sites (`PageGuard`).
+
+The router refuses all other routes to these pages only if it listens on loopback. `FILES` is in the
+list because a browser lets a page upload a file to another site without a preflight request.
+"""
 
 
 def routes(

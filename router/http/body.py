@@ -1,8 +1,8 @@
 """Reads and parses the bodies of calls.
 
-Large bodies are parsed in a thread, so that other calls do not wait. Each limit is checked before
-the work that it limits: bytes received, the tenant's quota, bytes after decompression, and then the
-number of JSON values (`strict_json`).
+Large bodies are parsed in a thread, so that other calls do not wait. A body must pass these checks,
+in this order: its size, the tenant's quota, its size after decompression, and its number of JSON
+values (`strict_json`). The first check that fails ends the work on the body.
 """
 
 import zlib
@@ -39,9 +39,10 @@ def _thread() -> TextThreads:
 
 
 def check_kind(request: web.Request) -> None:
-    """Raise UnsupportedMediaTypeError if the call's body, which is ignored, is not JSON.
+    """Raise UnsupportedMediaTypeError if the call has a body whose Content-Type is not JSON.
 
-    Browsers let web pages of other sites send bodies of other types without asking the router.
+    Routes call this even if they ignore the body. For a page of another site, a browser asks the
+    router for permission (CORS) before it sends JSON, but not before it sends other types.
     """
     if request.can_read_body:
         _check_content_type(request)

@@ -155,7 +155,7 @@ async def embed(
 
 
 def _name(field: str, inputs: Sequence[object]) -> Callable[[int], str]:
-    """Return the name of an input for errors: the field, with the index if there are several."""
+    """Return a function from an input's index to its name in errors, such as "input[2]"."""
     return (field if len(inputs) == 1 else field + "[{}]").format
 
 

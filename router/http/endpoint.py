@@ -77,7 +77,7 @@ async def _fail(
 
 
 def is_resumable(request: web.Request) -> bool:
-    """Whether Last-Event-ID may resume the call's stream; may raise InvalidArgumentError."""
+    """Return the value of the header `X-Quire-Resumable`; may raise InvalidArgumentError."""
     text = request.headers.get(RESUMABLE_HEADER, "false").lower()
     if text not in ("true", "false"):
         raise InvalidArgumentError(
@@ -87,7 +87,7 @@ def is_resumable(request: web.Request) -> bool:
 
 
 def check_not_resumable(request: web.Request) -> None:
-    """Raise UnimplementedError for a resumable call to a route that cannot resume."""
+    """Raise UnimplementedError if `X-Quire-Resumable` is true; for routes without resumption."""
     if is_resumable(request):
         raise UnimplementedError(
             f"{RESUMABLE_HEADER} is true; streams of {request.path} cannot be resumed"

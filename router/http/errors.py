@@ -127,7 +127,7 @@ def failure_response(error: Exception, *, path: str, request_id: str = "") -> we
 
 
 def error_from_validation(error: ValidationError) -> InvalidArgumentError:
-    """Return an error that names a body's first invalid field, its value and the limit."""
+    """Return an error that names a body's first invalid field, its value, and what is valid."""
     detail = error.errors(include_url=False, include_context=False)[0]
     field = _field_path(detail["loc"]) or "body"
     return InvalidArgumentError(field, _problem(detail))

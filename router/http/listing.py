@@ -14,7 +14,7 @@ _MAX_NUMBER_DIGITS = 9
 
 @dataclass(frozen=True, slots=True)
 class PageQuery:
-    """The entries of a list that a client wants."""
+    """Which entries of a list a client wants."""
 
     limit: int
     after: str | None = None

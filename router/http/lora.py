@@ -31,7 +31,7 @@ class UnloadAdapterBody(Schema):
 
 
 async def load_adapter(operations: Operations, body: LoadAdapterBody, remote: str | None) -> str:
-    """Load an adapter for a caller at address `remote`; return vLLM's text."""
+    """Load an adapter for a caller at address `remote`; return the text that vLLM would answer."""
     try:
         loaded = await operations.load_adapter(
             body.lora_name, body.lora_path, peer_of(remote), body.base_model_name
@@ -45,6 +45,6 @@ async def load_adapter(operations: Operations, body: LoadAdapterBody, remote: st
 async def unload_adapter(
     operations: Operations, body: UnloadAdapterBody, remote: str | None
 ) -> str:
-    """Unload an adapter; return vLLM's text. May raise QuireError."""
+    """Unload an adapter; return the text that vLLM would answer. May raise QuireError."""
     await operations.unload_adapter(body.lora_name, peer_of(remote))
     return f"Success: LoRA adapter {body.lora_name!r} removed successfully."

@@ -34,8 +34,8 @@ from router.live.live_request import ClientRoom, LiveRequest
 from router.request.inference import Inference
 
 _STARTED_AT_ONCE: Final = 32
-"""How many readers start in one turn of the event loop, because each may pass on all events of its
-request at once."""
+"""How many requests of a call `_read_all` starts to read in one turn of the event loop. More would
+delay other calls, because each request may have many events to pass on at once."""
 
 
 class UsageInStream(Enum):
@@ -264,7 +264,7 @@ class _Chunks:
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """For each choice, an event's bytes before and after the JSON of its text."""
         self._is_text_only = self._has_frames and self._position is None and call.shape.is_text_only
-        """Whether a choice with a frame needs nothing but the text of its deltas."""
+        """Whether each delta of a choice that has a frame is sent as this frame and a text."""
 
     def sink(self, i: int) -> Callable[[Event], None]:
         """Return the function that sends an event of request `i`."""

@@ -44,13 +44,14 @@ class ChatShape:
         """Make the shape of one call.
 
         Args:
-            token_text: Returns the name of a token in log-probabilities.
+            token_text: Returns the text that stands for a token in log-probabilities.
             token_bytes: Returns the bytes of a token.
             has_logprobs: Whether to show log-probabilities of outputs.
             has_prompt_logprobs: Whether to show log-probabilities of the prompt.
             has_token_ids: Whether to show token ids.
             prompt_token_ids: Returns the prompt's token ids, once the call has started.
-            new_reader: Makes the reader of one output; None: the whole output is text.
+            new_reader: Makes the `Reader` that finds thinking and calls in one output; None: the
+                whole output is text.
             stop: Stop strings that end a tool call; the reader must read them as well.
         """
         self._token_text = token_text
@@ -76,7 +77,7 @@ class ChatShape:
             self._scores = [*(self._scores or ()), *scores.logprobs]
 
     def once(self) -> Json:
-        """Return the prompt's token ids and log-probabilities, if requested, only once."""
+        """Return the requested fields about the prompt; only the first call returns any."""
         said: Json = {}
         if self._has_said_once:
             return said
@@ -199,7 +200,10 @@ class ChatShape:
 
 
 def last_pieces(reader: Reader, finished: OutputFinished, stop: Sequence[str]) -> list[Piece]:
-    """Return an output's last pieces; a stop string that is in `stop` goes to the reader first."""
+    """Return the pieces that `reader` has held back when an output ends.
+
+    If a stop string in `stop` ended the output, the reader reads this string first.
+    """
     pieces: list[Piece] = []
     if finished.stop_string is not None and finished.stop_string in stop:
         pieces += reader.push(finished.stop_string)

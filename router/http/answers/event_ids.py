@@ -33,7 +33,7 @@ class StreamPosition:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all outputs that the client has."""
+        """How many tokens the client has, of all outputs together."""
         return sum(part.num_tokens for part in self._received.values())
 
     def advance(self, event: OutputDelta | OutputFinished) -> str:

@@ -151,7 +151,7 @@ class CompletionShape:
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprob | None],
     ) -> Json:
-        """Return text and log-probabilities; the first time, if requested, the prompt, too."""
+        """Return the fields of new text; a choice's first ones include the prompt, if requested."""
         if self._is_echo_only:
             text, token_ids, logprobs = "", (), ()
         shown: Json = {"token_ids": list(token_ids)} if self._has_token_ids else {}
@@ -268,5 +268,5 @@ def end_json(finished: OutputFinished) -> Json:
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can represent."""
+    """Return a log-probability, with `LOWEST_LOGPROB` instead of -inf."""
     return max(logprob, LOWEST_LOGPROB)

@@ -10,7 +10,8 @@ from aiohttp import ClientConnectionResetError, web
 from router.http.strict_json import json_bytes
 
 STARTED: Final = web.RequestKey("started", web.StreamResponse)
-"""The request's key for a response whose head has been sent; no other response is possible then."""
+"""Key of an HTTP request's response, set once its head is sent; then no other response can be sent.
+"""
 HEARTBEAT: Final = b":\n\n"
 _HEARTBEAT_S = 1.0
 _MOST_UNSENT_BYTES = 64 * 1024
@@ -18,7 +19,7 @@ _MOST_UNSENT_BYTES = 64 * 1024
 
 
 class SseResponse:
-    """A response that streams events, and the `ClientRoom` of the requests that it answers.
+    """A response that streams events; as a `ClientRoom`, it tells whether the client takes more.
 
     Callers of `put` check `has_room` first, so a slow client slows only its own request. Events are
     written to the connection's transport directly, because aiohttp's coroutines would take longer
@@ -111,7 +112,7 @@ class SseResponse:
 
     @contextlib.asynccontextmanager
     async def before_events(self) -> AsyncIterator[None]:
-        """Send status, headers and heartbeats now; events follow after `start`."""
+        """Send status and headers, and heartbeats until the block ends; events follow `start`."""
         await self.start()
         with self.heartbeats():
             yield
@@ -180,7 +181,7 @@ class SseResponse:
 
 
 WAITING: Final = web.RequestKey("waiting", SseResponse)
-"""The request's key for a stream whose head was sent while its model was still loading."""
+"""Key of an HTTP request's response, set if its head was sent while the model was still loading."""
 
 
 def sse_of(

@@ -22,7 +22,7 @@ log = structlog.get_logger()
 async def use_model(
     cells: Cells, model: str, http: web.Request, headers: dict[str, str], *, is_streamed: bool
 ) -> Inference:
-    """Call `Cells.use`; if it must load a model for a stream, send heartbeats meanwhile."""
+    """Call `Cells.use`; if loading a stream's model takes long, the stream gets heartbeats."""
     if cells.on_demand is None or not is_streamed:
         return await cells.use(model)
     using = asyncio.create_task(cells.use(model))
@@ -55,15 +55,15 @@ async def stream(
         request_id: Names the call in the log.
         head: Returns the bytes between the headers and the first event.
         is_accepted: Whether the call can no longer be refused, so that the status is sent at once.
-            If the status was sent before, heartbeats continue at once.
 
     Raises:
-        QuireError: The call was refused; nothing has been sent.
+        QuireError: The call was refused before this function sent anything.
     """
     sending = asyncio.create_task(send)
     try:
         # A refusal comes soon and can still set the status. If a long prompt takes longer, send the
-        # headers before its first token, or a proxy may assume that the service hangs.
+        # headers before its first token, or a proxy may assume that the service hangs. If the
+        # headers were sent while the model was loading, continue the heartbeats at once.
         await asyncio.wait(
             (sending, sse.first_event),
             timeout=0 if is_accepted or sse.is_held else STATUS_WITHIN_S,

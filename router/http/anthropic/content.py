@@ -32,7 +32,7 @@ class ContentEvents:
         *,
         shows_thinking: bool = True,
     ) -> None:
-        """Take `new_reader` and `stop` from an `OutputPlan`.
+        """`new_reader` and `stop` are those of the output's `OutputPlan`.
 
         If `shows_thinking` is false, thinking blocks are empty.
         """
@@ -135,7 +135,7 @@ def collected(events: Iterable[Json]) -> list[Json]:
 
 
 def _parsed(arguments: str) -> object:
-    """Return a tool call's input; if the text was cut short, only its complete part."""
+    """Parse the JSON of a tool call's input; if it was cut short, parse its complete part."""
     try:
         value = from_json(arguments, allow_partial=True)
     except ValueError:

@@ -1,1 +1,1 @@
-"""OpenAI's Files and Batches: each line of a file is a turn of the lowest priority."""
+"""OpenAI's Files and Batches: each line of a batch is a stored turn of the lowest priority."""

@@ -63,7 +63,7 @@ _KINDS: Final = {TurnStatus.COMPLETED: "output", TurnStatus.FAILED: "error"}
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Files and batches, for the clients of one router."""
+    """Creates, shows, cancels and ends batches, and finds files, for the clients of one router."""
 
     cells: Cells
     turns: Turns
@@ -356,7 +356,10 @@ def _numbered(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _checked_lines(content: bytes, endpoint: str, max_bytes: int) -> tuple[int, list[Json]]:
-    """Return the number of lines, and the errors in them."""
+    """Return the number of lines, and the batch's `errors`: those of lines and of the whole file.
+
+    The check ends early, and the number is too small, if there are too many errors or lines.
+    """
     errors: list[Json] = []
     seen: set[str] = set()
     num_lines = 0

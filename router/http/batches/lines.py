@@ -56,7 +56,8 @@ _UNSUPPORTED: Final = (
     "prompt_logprobs",
     "return_token_ids",
 )
-"""Fields that make no sense in a file, or whose data a stored turn lacks."""
+"""Fields that a batch's line must not set. They make no sense in a file, such as `stream`, or ask
+for data that a stored turn does not have, such as `prompt_logprobs`."""
 
 _CLIENTS_FAULT: Final = (
     grpc.StatusCode.INVALID_ARGUMENT.value[0],
@@ -68,7 +69,7 @@ _BAD_REQUEST: Final = 400
 
 @dataclass(frozen=True, slots=True)
 class BatchLines:
-    """Computes the results of lines; a `TurnKind`."""
+    """The `TurnKind` that makes the requests and results of batch lines."""
 
     cells: Cells
 
@@ -183,7 +184,7 @@ async def _off_loop(turn: Turn, work: Callable[[Turn], T]) -> T:
 
 
 def _body_of(turn: Turn) -> Schema:
-    """Return a line's request; may raise InvalidArgumentError."""
+    """Return the field `body` of a turn's line, validated; may raise InvalidArgumentError."""
     asked = parse_line(turn.body)
     for field in _UNSUPPORTED:
         if asked["body"].get(field):

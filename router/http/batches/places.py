@@ -11,7 +11,7 @@ _RETRY_AFTER_S: Final = 5.0
 
 
 class Places:
-    """The running calls of one kind, for all tenants."""
+    """Counts and limits the running calls of one kind, per tenant and in all."""
 
     def __init__(self, kind: str, *, per_tenant: int, in_all: int) -> None:
         """`kind` describes the calls in errors."""

@@ -201,7 +201,10 @@ class BatchStore:
         return await self._database.run(work)
 
     async def fill(self, batch: Batch, turns: Sequence[Turn]) -> bool:
-        """Store more turns of a batch; return False if the batch takes none, at least for now.
+        """Store more turns of a batch.
+
+        Returns False, and stores none, if the batch is no longer `VALIDATING`, or if another router
+        is changing it at this moment.
 
         Transactions must be short, because they delay turns that clients wait for.
         """
@@ -267,7 +270,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def end_queued(self, batch: Batch) -> None:
-        """End those turns of a batch that no router has started."""
+        """Cancel each turn of a batch, unless a router has started the turn."""
 
         def work(cursor: Cursor, db: DatabaseConnection) -> int:
             now = db.now(cursor)
@@ -378,7 +381,7 @@ def _file_row(file: File, content: bytes | bytearray) -> Mapping[str, Any]:
 
 
 def _insert(cursor: Cursor, table: str, row: Mapping[str, Any]) -> bool:
-    """Insert a row; return whether its key was free."""
+    """Insert a row, and return True, unless the tenant has a row with the same idempotency key."""
     cursor.execute(
         f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})"  # noqa: S608 - constants
         " ON CONFLICT DO NOTHING",

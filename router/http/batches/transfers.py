@@ -26,7 +26,7 @@ _READ_BYTES: Final = 2**16
 _PIECE_BYTES: Final = 2**20
 _UPLOAD_S: Final = 600.0
 _PIECE_S: Final = 60.0
-"""How long a client may take to read most of a piece."""
+"""How long a client may take to read a piece, except the piece's end, which is buffered."""
 _ENCODINGS: Final = ("Content-Encoding", "Content-Transfer-Encoding")
 _UNENCODED: Final = ("identity", "binary", "8bit", "7bit")
 
@@ -58,7 +58,7 @@ async def receive(request: web.Request, to: BinaryIO, names: Collection[str]) ->
     Raises:
         BodyTooLargeError: The file or the body is too large.
         InvalidArgumentError: The body is malformed, takes too long, or has wrong fields.
-        UnsupportedMediaTypeError: The body is not multipart/form-data, or the file is encoded.
+        UnsupportedMediaTypeError: The body is not multipart/form-data, or a part is encoded.
     """
     if request.content_type != "multipart/form-data":
         raise UnsupportedMediaTypeError(

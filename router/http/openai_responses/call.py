@@ -99,7 +99,7 @@ async def body_of(turn: Turn) -> ResponseBody:
 
 
 async def restored(inference: Inference, turn: Turn) -> ResponseCall:
-    """Return the call of a turn that was prepared before, to make its events again."""
+    """Return the call of a stored turn, to make the response's events from the stored output."""
     body = await body_of(turn)
     head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
     prompt = ""
