@@ -80,8 +80,8 @@ class ClientCall:
     def is_resumable(self) -> bool:
         """Whether the call's stream can be resumed from an event's id.
 
-        The call must have one request, because an id names only one, and no prompt
-        log-probabilities, because they are sent only once.
+        An id names one request, so the call must have only one. Prompt log-probabilities are sent
+        only once, so the call must not ask for them.
         """
         return (
             self.stream
@@ -127,7 +127,7 @@ async def _open(inference: Inference, call: ClientCall, request: GenerateRequest
 
 
 def _catch_up(call: ClientCall, request: GenerateRequest, live: LiveRequest) -> None:
-    """Give the shape the text that the client already has, to restore the shape's state.
+    """Restore the state of the call's shape: pass it the text that the client already has.
 
     Raises `FailedPreconditionError` if log-probabilities of that text were lost.
     """

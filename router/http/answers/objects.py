@@ -51,7 +51,7 @@ class ChoiceShape(Protocol):
     object_name: str
     chunk_object_name: str
     is_text_only: bool
-    """Whether `delta` returns only the delta's text from a choice's second delta on."""
+    """Whether `delta` returns only the new text, except for a choice's first delta."""
 
     def score(self, index: int, scores: PromptScores) -> None:
         """Add more prompt log-probabilities of a choice; called before its first delta."""
@@ -75,7 +75,7 @@ class ChoiceShape(Protocol):
 class CompletionShape:
     """Choices of /v1/completions.
 
-    The legacy log-probabilities have each token's offset in the text: the total length of the
+    Log-probabilities of completions have each token's offset in the text: the total length of the
     tokens before it. The offset is wrong if one of those tokens ends within a character.
     """
 

@@ -12,8 +12,11 @@ from router.http.requests import messages as chat
 from router.http.strict_json import Listed, Schema, at_most, json_bytes
 
 _NO_PROMPT = "x-anthropic-billing-header:"
-"""The beginning of the system block in which Claude Code sends its version. The block is left out,
-because it differs between sessions: with it, their prompts would share no prefix."""
+"""The beginning of the system block in which Claude Code sends its version.
+
+The chat leaves this block out. The block differs between sessions, so with it the prompts of two
+sessions would share no prefix.
+"""
 
 
 def _as_blocks(value: object) -> object:

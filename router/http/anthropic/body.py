@@ -223,7 +223,7 @@ class CountBody(CacheMarked):
     def _thinking(
         self, template: ChatTemplate, parsers: OutputParsers
     ) -> tuple[int | None, dict[str, Any]]:
-        """Return the budget for thinking, and the template's variable that turns it on or off."""
+        """Return the budget for thinking, and template variables that turn thinking on or off."""
         switch = thinking_switch(template)
         match self.thinking:
             case ThinkingWithBudget(budget_tokens=budget):

@@ -185,7 +185,7 @@ class Batches:
     # --- completion -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Advance all live batches; several routers may do so at once."""
+        """Advance all live batches, every `tick_s`; several routers may do so at once."""
         next_sweep = 0.0
         broken: set[str] = set()  # retried at the next sweep
         while True:

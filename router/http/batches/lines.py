@@ -177,7 +177,7 @@ class BatchLines:
 
 
 async def _off_loop(turn: Turn, work: Callable[[Turn], T]) -> T:
-    """Return `work(turn)`, which parses the turn's line; a thread does this for a large line."""
+    """Return `work(turn)`; for a large turn, whose line takes long to parse, use a thread."""
     if len(turn.body) <= MAX_PARSED_AT_ONCE_BYTES:
         return work(turn)
     return await asyncio.to_thread(work, turn)

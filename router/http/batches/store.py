@@ -182,7 +182,11 @@ class BatchStore:
         )
 
     async def created_by(self, tenant: str, call: CallKey) -> str | None:
-        """Return the id of the batch that a call created; may raise AlreadyExistsError."""
+        """Return the id of the batch that this call has created, if any.
+
+        Raises:
+            AlreadyExistsError: A different call has the same idempotency key.
+        """
         return await self._database.run(
             lambda cursor, _: _with_key(cursor, "batches", tenant, call)
         )
@@ -206,7 +210,7 @@ class BatchStore:
         Returns False, and stores none, if the batch is no longer `VALIDATING`, or if another router
         is changing it at this moment.
 
-        Transactions must be short, because they delay turns that clients wait for.
+        `turns` should have at most `SLICE` turns: a transaction delays turns that clients wait for.
         """
 
         def work(cursor: Cursor, db: DatabaseConnection) -> bool:
