@@ -128,10 +128,10 @@ def write_adapter(directory: Path, config: AdaptableConfig, rank: int) -> None:
     tensors = {}
     for layer in range(config.num_layers):
         for adapted in adapted_maps(config, layer):
-            for module, num_out in adapted.modules:
-                name = f"base_model.model.{module}"
+            for module in adapted.modules:
+                name = f"base_model.model.{module.name}"
                 tensors[f"{name}.lora_A.weight"] = 0.02 * torch.randn(rank, adapted.num_in)
-                tensors[f"{name}.lora_B.weight"] = 0.02 * torch.randn(num_out, rank)
+                tensors[f"{name}.lora_B.weight"] = 0.02 * torch.randn(module.num_out, rank)
     save_file(tensors, directory / "adapter_model.safetensors")
 
 

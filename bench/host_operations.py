@@ -337,8 +337,7 @@ def _adapter(number: int) -> Adapter:
     """Make an adapter that adds a little to every map of the decoder."""
 
     def low_rank(of: AdaptedMap) -> LowRankMap:
-        num_out = sum(num for _, num in of.modules)
-        down, up = torch.randn(_RANK, of.num_in), torch.randn(num_out, _RANK)
+        down, up = torch.randn(_RANK, of.num_in), torch.randn(of.num_local_out, _RANK)
         return LowRankMap(PlainLinear(down, None), PlainLinear(up / 100, None), _RANK)
 
     layers = tuple(

@@ -37,8 +37,8 @@ def run_rank(member: Member) -> NoReturn:
         try:
             from gpu_worker.loading.worker_model import load_rank  # noqa: PLC0415 - torch takes seconds
 
-            executor, limits = load_rank(member, follower.welcome)
-            follower.follow(executor, limits)
+            executor, limits, loader = load_rank(member, follower.welcome)
+            follower.follow(executor, limits, loader)
         except ModelError as error:
             follower.fail(str(error))
         except Exception as error:  # noqa: BLE001 - without this rank the others cannot continue

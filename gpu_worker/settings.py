@@ -60,7 +60,7 @@ class WorkerSettings(ProcessSettings):
     Maps that are quantized in the checkpoint stay as they are. Unset: not quantized."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters as NAME=DIR, in PEFT's format, separated by commas. A request whose model is
-    NAME uses that adapter. Only for Quire's own implementations, on one device (docs/models.md)."""
+    NAME uses that adapter. Only for Quire's own implementations (docs/models.md)."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """The largest number of tokens in a sequence, prompt and output together; unset: the model's
     limit. In a model with LongRoPE, this limit selects the factors (docs/models.md)."""
@@ -219,8 +219,6 @@ class WorkerSettings(ProcessSettings):
     @property
     def adapter_obstacle(self) -> str | None:
         """The setting that rules out adapters; None if the model decides."""
-        if self.num_ranks > 1:
-            return "tensor_parallel_size or pipeline_parallel_size"
         if self.batch_invariant:
             return "batch_invariant"
         return f"model_class, which is {self.model_class}" if self.model_class else None

@@ -129,7 +129,7 @@ def check_model(member: Member, report: Callable[[str, float | None], None]) -> 
         kv_memory.check_size(settings, bytes_per_block, device)
     else:
         _check_without_kv(settings, config)
-    load_one = partial(load_adapter, model=config, dtype=dtype, device=device)
+    load_one = partial(load_adapter, model=config, dtype=dtype, device=device, place=place)
     adapters = dict(enumerate((load_one(*each) for each in settings.adapter_directories), start=1))
     return CheckedModel(
         settings=settings,

@@ -1,5 +1,6 @@
 """Loads one rank's part of a model: its weights, its KV memory, and its executor."""
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -36,6 +37,7 @@ from gpu_worker.step.executor import Executor
 from gpu_worker.step.graphs.cuda_graphs import CudaGraphs, GraphBackend, GraphsOfAll, LostRankError
 from gpu_worker.step.warm_up import warm_up
 from gpu_worker.weights.model_config import ModelConfig
+from model_files.errors import ModelError
 from model_files.locate import find_model
 
 _GIB = 1024**3
@@ -109,6 +111,8 @@ def _load_rank_model(
     checked = check_model(member, report)
     settings, device = checked.settings, checked.device
     ranks = meet(member.place, device)
+    if ranks is not None:
+        _check_same_adapters(checked.adapters, ranks)
     report("loading weights", 0.0)
     model = checked.source.load(
         checked.dtype, device, lambda done: report("loading weights", done), ranks
@@ -128,7 +132,7 @@ def _load_rank_model(
     if member.place.rank == 0 and checked.has_kv:  # only rank 0 samples
         structured = _structured_output(checked.directory, limits.vocab_size, eos_token_ids, device)
     drafter = _drafter(settings, limits, draft_model)
-    slots = _adapter_slots(config, checked.adapters, device, checked.dtype)
+    slots = _adapter_slots(config, checked.adapters, device, checked.dtype, member.place)
     executor = Executor(
         model,
         memory.pool,
@@ -195,6 +199,15 @@ def _load_rank_model(
         identity=memory.identity,
         load_adapter=checked.load_adapter,
     )
+
+
+def _check_same_adapters(adapters: Mapping[int, Adapter], ranks: Ranks) -> None:
+    """Check that all ranks have read the same contents of the adapters that the settings name."""
+    digest = hashlib.sha256(b"".join(adapter.id.digest for adapter in adapters.values())).digest()
+    value = float(int.from_bytes(digest[:6]))  # exact
+    least, negated_most = ranks.least(value, -value)
+    if least != -negated_most:
+        raise ModelError("lora names adapters whose files differ between the ranks' machines")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -343,7 +356,11 @@ def _structured_output(
 
 
 def _adapter_slots(
-    config: ModelConfig, adapters: Mapping[int, Adapter], device: torch.device, dtype: torch.dtype
+    config: ModelConfig,
+    adapters: Mapping[int, Adapter],
+    device: torch.device,
+    dtype: torch.dtype,
+    place: Place,
 ) -> AdapterSlots | None:
     """Make a GPU's slots for adapters; None on a CPU, or if the worker starts without adapters.
 
@@ -352,7 +369,7 @@ def _adapter_slots(
     if not adapters or device.type != "cuda":
         return None
     assert isinstance(config, AdaptableConfig), "other models have no adapters"
-    slots = AdapterSlots(config, device)
+    slots = AdapterSlots(config, device, place)
     slots.compile(dtype)
     return slots
 

@@ -22,6 +22,7 @@ from gpu_worker.loop import StepLoop
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.memory.available import device_available_bytes
 from gpu_worker.memory.watch import MemoryMonitor, watch_device
+from gpu_worker.parallel.adapter_loading import FollowersLoader, load_on_all_ranks
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.leading_executor import LeadingExecutor
 from gpu_worker.parallel.member import Member
@@ -80,7 +81,10 @@ def load(
         _publish(settings, loaded, info)
         shares = settings.memory_warning_share, settings.memory_critical_share
         memory_monitor = watch_device(loaded.device, *shares)
-        load_adapter = _load_adapter(settings, loaded.load_adapter)
+        load_one = loaded.load_adapter
+        if leader is not None:
+            load_one = load_on_all_ranks(leader, load_one)
+        load_adapter = _load_adapter(settings, load_one)
         far = None
         if settings.far_kv_url:
             far = _open_far(settings, loaded, info)
@@ -222,7 +226,7 @@ def _publish(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> N
         )
 
 
-def load_rank(member: Member, welcome: dict[str, int]) -> tuple[Executor, Limits]:
+def load_rank(member: Member, welcome: dict[str, int]) -> tuple[Executor, Limits, FollowersLoader]:
     """Load the part of a rank other than 0, after rank 0 has sent `welcome`.
 
     Raises:
@@ -234,7 +238,7 @@ def load_rank(member: Member, welcome: dict[str, int]) -> tuple[Executor, Limits
         return Ranks(place, find_store(address, welcome["store_port"]), device)
 
     loaded = load_rank_model(member, lambda *_: None, meet)
-    return loaded.executor, loaded.limits
+    return loaded.executor, loaded.limits, FollowersLoader(loaded.load_adapter)
 
 
 def refuse_adapters(obstacle: str) -> AdapterLoader:

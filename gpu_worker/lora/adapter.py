@@ -11,8 +11,9 @@ import torch
 from contract.lora import LoraAdapter
 from gpu_worker.lora.adapted_maps import ATTENTION_OUTPUT, DOWN, GATE_UP, QKV, MapName
 from gpu_worker.models.decoder_layer import LayerT
-from gpu_worker.models.feed_forward import GatedMlp
+from gpu_worker.models.feed_forward import FeedForward, GatedMlp
 from gpu_worker.models.layer_norm.decoder import Mlp
+from gpu_worker.ranks.collectives import SummedMap
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.program.low_rank import NativeAdapter, PackedPair
@@ -35,18 +36,34 @@ class LowRankMap:
 
 
 def with_maps(layer: LayerT, change: Callable[[MapName, Linear], Linear]) -> LayerT:
-    """Copy the layer, with `change` applied to each map. Experts stay as they are."""
-    mlp = layer.feed_forward
-    if isinstance(mlp, GatedMlp):
-        mlp = replace(mlp, gate_up=change(GATE_UP, mlp.gate_up), down=change(DOWN, mlp.down))
-    elif isinstance(mlp, Mlp):
-        mlp = replace(mlp, up=change(GATE_UP, mlp.up), down=change(DOWN, mlp.down))
+    """Copy the layer, with `change` applied to each map. Experts stay as they are.
+
+    If several ranks split a map's inputs, `change` gets this rank's part, so that the ranks sum the
+    additions together with the results of the parts.
+    """
     return replace(
         layer,
         qkv=change(QKV, layer.qkv),
-        attention_output=change(ATTENTION_OUTPUT, layer.attention_output),
-        feed_forward=mlp,
+        attention_output=_within(
+            layer.attention_output, lambda part: change(ATTENTION_OUTPUT, part)
+        ),
+        feed_forward=_within(layer.feed_forward, lambda part: _mlp_with_maps(part, change)),
     )
+
+
+def _mlp_with_maps(mlp: FeedForward, change: Callable[[MapName, Linear], Linear]) -> FeedForward:
+    if isinstance(mlp, GatedMlp):
+        return replace(mlp, gate_up=change(GATE_UP, mlp.gate_up), down=change(DOWN, mlp.down))
+    if isinstance(mlp, Mlp):
+        return replace(mlp, up=change(GATE_UP, mlp.up), down=change(DOWN, mlp.down))
+    return mlp
+
+
+def _within(whole: FeedForward, change: Callable[[FeedForward], FeedForward]) -> FeedForward:
+    """Change a map, or this rank's part of a map that the ranks sum."""
+    if isinstance(whole, SummedMap):
+        return replace(whole, part=change(whole.part))
+    return change(whole)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

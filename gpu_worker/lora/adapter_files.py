@@ -22,6 +22,7 @@ from gpu_worker.lora.adapted_maps import (
     adapted_maps,
 )
 from gpu_worker.lora.adapter import Adapter, LowRankMap, native_adapter
+from gpu_worker.ranks.shards import ALONE, Place
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 from gpu_worker.weights.linear import make_linear
 from gpu_worker.weights.model_config import ModelConfig
@@ -108,16 +109,22 @@ _MAX_NAMES_SHOWN: Final = 5
 
 
 def load_adapter(
-    name: str, directory: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device
+    name: str,
+    directory: Path,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    place: Place = ALONE,
 ) -> Adapter:
-    """Load an adapter for a model. Steps may run at the same time.
+    """Load this rank's part of an adapter for a model. Steps may run at the same time.
 
     Args:
         name: The name that requests use.
         directory: Where the adapter is.
-        model: The model that the adapter changes.
+        model: The config of the whole model that the adapter changes.
         dtype: The dtype of weights and activations.
         device: Where to put the adapter.
+        place: This rank's place.
 
     Raises:
         ModelError: The model's implementation supports no adapters; a file is missing or damaged;
@@ -132,18 +139,19 @@ def load_adapter(
     digest = _digest(directory)
     config = read_adapter_config(directory)
     path = directory / _WEIGHTS_FILE
-    layers = [tuple(adapted_maps(model, index)) for index in range(model.num_layers)]
-    modules = [module for maps in layers for of in maps for module, _ in of.modules]
+    layers = [tuple(adapted_maps(model, index, place)) for index in range(model.num_layers)]
+    # The names of the whole model are checked, so that all ranks refuse the same adapters.
+    modules = [module.name for maps in layers for of in maps for module in of.modules]
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             adapted = _adapted_modules(path, frozenset(file.keys()), config, modules)
             loaded = tuple(
                 {
                     of.name: _low_rank_map(path, file, of, adapted, config, dtype, device)
-                    for of in maps
-                    if adapted & {module for module, _ in of.modules}
+                    for of in layers[index]
+                    if adapted & {module.name for module in of.modules}
                 }
-                for maps in layers
+                for index in place.layers(model.num_layers)
             )
     except (OSError, SafetensorError) as error:
         if (directory / _PICKLED).exists() and not path.exists():
@@ -194,19 +202,23 @@ def _low_rank_map(
 ) -> LowRankMap:
     """Make one pair for a fused map: all A stacked, `[R, K]`; all B on a diagonal, `[N, R]`.
 
-    If R is odd, a rank of zeros is added, because our own kernel computes ranks in pairs.
+    K and N are this rank's inputs and outputs. If R is odd, a rank of zeros is added, because our
+    own kernel computes ranks in pairs.
     """
     rank = config.rank
-    num_ranks = rank * sum(module in adapted for module, _ in of.modules)
+    num_ranks = rank * sum(module.name in adapted for module in of.modules)
     num_ranks += num_ranks % 2
-    down = torch.zeros(num_ranks, of.num_in)
-    up = torch.zeros(sum(num_out for _, num_out in of.modules), num_ranks)
+    down = torch.zeros(num_ranks, len(of.inputs))
+    up = torch.zeros(of.num_local_out, num_ranks)
     first_rank = first_out = 0
-    for module, num_out in of.modules:
-        if module in adapted:
+    for module in of.modules:
+        num_out = sum(map(len, module.outputs))
+        if module.name in adapted:
             ranks = slice(first_rank, first_rank + rank)
-            down[ranks] = _tensor(path, file, module + _A, (rank, of.num_in))
-            b = _tensor(path, file, module + _B, (num_out, rank))
+            a = _tensor(path, file, module.name + _A, (rank, of.num_in))
+            down[ranks] = a[:, of.inputs.start : of.inputs.stop]
+            b = _tensor(path, file, module.name + _B, (module.num_out, rank))
+            b = torch.cat([b[part.start : part.stop] for part in module.outputs])
             up[first_out : first_out + num_out, ranks] = b.float() * config.scale
             first_rank += rank
         first_out += num_out

@@ -15,6 +15,7 @@ from gpu_worker.lora.adapted_maps import AdaptableConfig, AdaptedMap, MapName, a
 from gpu_worker.lora.adapter import Adapter, LowRankMap, with_maps
 from gpu_worker.memory.transfer import upload
 from gpu_worker.models.decoder_layer import LayerT
+from gpu_worker.ranks.shards import ALONE, Place
 from gpu_worker.weights.linear import Linear, PlainLinear
 from kernels import ops
 from kernels.grouped_maps import GroupedMaps
@@ -52,19 +53,21 @@ _Maps: TypeAlias = tuple[Mapping[MapName, SlottedMap], ...]
 class AdapterSlots:
     """The slots of a worker. Changed between steps, by the thread that runs them."""
 
-    def __init__(self, config: AdaptableConfig, device: torch.device) -> None:
+    def __init__(self, config: AdaptableConfig, device: torch.device, place: Place = ALONE) -> None:
+        """Make empty slots for this rank's layers. `config` is that of the whole model."""
         self._device = device
         self._slot_of: dict[int, int] = {}
-        by_layer = [tuple(adapted_maps(config, layer)) for layer in range(config.num_layers)]
+        layers = place.layers(config.num_layers)
+        by_layer = [tuple(adapted_maps(config, layer, place)) for layer in layers]
         num_weights = 2 * sum(map(len, by_layer))
         self._addresses = torch.zeros(num_weights, NUM_SLOTS, dtype=torch.int64, device=device)
         self._sizes = torch.zeros(num_weights, NUM_SLOTS, dtype=torch.int32, device=device)
         tables = iter(zip(self._addresses, self._sizes, strict=True))
 
         def halves(of: AdaptedMap) -> SlottedMap:
-            num_out = sum(num for _, num in of.modules)
+            num_in, num_out = len(of.inputs), of.num_local_out
             nothing: list[torch.Tensor | None] = [None] * NUM_SLOTS
-            down = GroupedMaps(of.num_in, MAX_RANKS, nothing, *next(tables))
+            down = GroupedMaps(num_in, MAX_RANKS, nothing, *next(tables))
             up = GroupedMaps(MAX_RANKS, num_out, nothing.copy(), *next(tables), is_by_input=True)
             return SlottedMap(down, up)
 

@@ -44,7 +44,7 @@ from gpu_worker.models.text_part import (
     text_part,
 )
 from gpu_worker.ranks.collectives import Ranks
-from gpu_worker.ranks.shards import Place
+from gpu_worker.ranks.shards import ALONE, Place
 from gpu_worker.weights.json_fields import JsonFields, ModelError, UnsupportedError, read_json
 from gpu_worker.weights.model_config import ModelConfig, read_architecture
 from gpu_worker.weights.quantized_linear import Quantization
@@ -196,7 +196,7 @@ def open_model(
     directory: Path,
     model_class: str = "",
     quantization: Quantization | None = None,
-    place: Place = Place(),  # noqa: B008 - it never changes
+    place: Place = ALONE,
     max_model_len: int | None = None,
     *,
     is_dummy: bool = False,

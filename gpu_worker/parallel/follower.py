@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import structlog
@@ -20,6 +21,7 @@ from quire.v1 import worker_pb2
 
 if TYPE_CHECKING:
     from contract.worker_limits import Limits
+    from gpu_worker.parallel.adapter_loading import FollowersLoader
     from gpu_worker.step.executor import Executor, LaunchedStep
 
 _RETRY_S: Final = 0.5
@@ -37,6 +39,8 @@ class Follower:
         """
         self._link = _connect(member)
         self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        """The adapters to load."""
         try:
             self._link.send(Frame(Kind.HELLO, member.hello()))
             welcome = self._link.receive()
@@ -46,10 +50,12 @@ class Follower:
         """How the ranks find each other."""
         threading.Thread(target=self._read, name="rank 0", daemon=True).start()
 
-    def follow(self, executor: "Executor", limits: "Limits") -> NoReturn:
+    def follow(self, executor: "Executor", limits: "Limits", loader: "FollowersLoader") -> NoReturn:
         """Repeat rank 0's calls of the executor. Never returns: the process ends with rank 0."""
+        threading.Thread(target=self._load, args=(loader,), name="adapters", daemon=True).start()
         executor.bind_thread()
         pending: deque[LaunchedStep] = deque()
+        adapters = dict(limits.adapters)
         while True:
             frame = self._frames.get()
             match frame.kind:
@@ -68,6 +74,16 @@ class Follower:
                     executor.reset()
                 case Kind.DISTRUST:
                     executor.distrust()
+                case Kind.ADD_ADAPTER:
+                    adapter, number = loader.take(), int(frame.content)
+                    executor.add_adapter(number, adapter)
+                    adapters[adapter.id] = number
+                    limits = replace(limits, adapters=adapters.copy())
+                case Kind.REMOVE_ADAPTER:
+                    number = int(frame.content)
+                    executor.remove_adapter(number)
+                    adapters = {each: n for each, n in adapters.items() if n != number}
+                    limits = replace(limits, adapters=adapters.copy())
                 case _:
                     raise AssertionError(f"rank 0 has sent {frame.kind!r}")
 
@@ -79,6 +95,15 @@ class Follower:
             _log.warning("rank 0 has ended")
         _end(problem)
 
+    def _load(self, loader: "FollowersLoader") -> None:
+        """Load adapters one after another, while the main thread runs steps."""
+        try:
+            while True:
+                answer = loader.answer(self._loads.get())
+                self._link.send(Frame(Kind.ADAPTER, answer))
+        except Exception as error:  # noqa: BLE001 - rank 0 waits for the answer
+            self.fail(repr(error))
+
     def _read(self) -> None:
         """Receive rank 0's frames, even while this rank computes or waits for another rank."""
         while True:
@@ -88,7 +113,10 @@ class Follower:
                 _end(f"rank 0 is lost: {error}")
             if frame.kind is Kind.CLOSE:
                 os._exit(0)  # exit without cleanup, because a collective may hang
-            self._frames.put(frame)
+            if frame.kind is Kind.LOAD_ADAPTER:
+                self._loads.put(frame.content)
+            else:
+                self._frames.put(frame)
 
 
 def _connect(member: Member) -> Link:

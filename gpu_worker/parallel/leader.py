@@ -7,6 +7,7 @@ ends at once, and all other ranks end with it. The scheduler sees one lost worke
 
 import json
 import os
+import queue
 import selectors
 import socket
 import sys
@@ -30,7 +31,10 @@ _log = structlog.get_logger()
 
 
 class Leader:
-    """Rank 0's connections to the other ranks. Called from one thread at a time."""
+    """Rank 0's connections to the other ranks.
+
+    One thread at a time sends calls of the executor, and one loads adapters.
+    """
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Listen, and start this machine's other ranks.
@@ -50,6 +54,8 @@ class Leader:
         # The other ranks get the port on which this process really listens: the setting may be 0.
         self.member = Member(settings.model_copy(update={"master_port": port}))
         self._links: dict[int, Link] = {}
+        self._answers: dict[int, queue.SimpleQueue[bytes]] = {}
+        """What each rank has answered to the last LOAD_ADAPTER."""
         self._is_closing = False
         self._lock = threading.RLock()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -75,6 +81,7 @@ class Leader:
             except TimeoutError:
                 continue
             self._meet(Link(connected))
+        self._answers = {rank: queue.SimpleQueue() for rank in self._links}
         for link in self._links.values():
             link.send(Frame(Kind.WELCOME, json.dumps(welcome).encode()))
         self._watcher.start()
@@ -86,6 +93,10 @@ class Leader:
                 link.send(frame)
         except OSError as error:
             self.give_up(f"a rank is lost: {error}")
+
+    def take_answers(self) -> dict[int, bytes]:
+        """Wait for each other rank's answer to a LOAD_ADAPTER; return the answers by rank."""
+        return {rank: answers.get() for rank, answers in self._answers.items()}
 
     def close(self) -> None:
         with self._lock:
@@ -123,16 +134,23 @@ class Leader:
         self._links[rank] = link
 
     def _watch(self) -> None:
-        """Wait until a rank fails or is lost, then end the group. Ranks send nothing else."""
+        """Receive answers until a rank fails or is lost, then end the group."""
         with selectors.DefaultSelector() as selector:
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)
-            key, _ = selector.select()[0]
-        rank = key.data
-        try:
-            problem = f"rank {rank}: {self._links[rank].receive().content.decode()}"
-        except OSError:
-            problem = f"rank {rank} is lost"
+            while (problem := self._receive(selector.select()[0][0].data)) is None:
+                pass
         with self._lock:
             if not self._is_closing:
                 self.give_up(problem)
+
+    def _receive(self, rank: int) -> str | None:
+        """Receive a frame of a rank; return why the rank ends, if it does."""
+        try:
+            frame = self._links[rank].receive()
+        except OSError:
+            return f"rank {rank} is lost"
+        if frame.kind is Kind.ADAPTER:
+            self._answers[rank].put(frame.content)
+            return None
+        return f"rank {rank}: {frame.content.decode()}"

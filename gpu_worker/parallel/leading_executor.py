@@ -72,12 +72,16 @@ class LeadingExecutor:
             f"num_blocks is {num_blocks}: a pool on several devices cannot be resized"
         )
 
-    def add_adapter(self, number: int, adapter: Adapter) -> None:  # noqa: ARG002
-        """Refuse, because each rank would need its part of the adapter."""
-        raise UnimplementedError("a model on several devices cannot have adapters")
+    def add_adapter(self, number: int, adapter: Adapter) -> None:
+        """See `Executor.add_adapter`. `load_on_all_ranks` must have loaded the adapter last."""
+        self._leader.send(Frame(Kind.ADD_ADAPTER, str(number).encode()))
+        with self._together():
+            self._executor.add_adapter(number, adapter)
 
     def remove_adapter(self, number: int) -> None:
-        """Do nothing: there are no adapters."""
+        self._leader.send(Frame(Kind.REMOVE_ADAPTER, str(number).encode()))
+        with self._together():
+            self._executor.remove_adapter(number)
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ A frame is a kind, a length, and that many bytes.
 
 import socket
 import struct
+import threading
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -39,6 +40,15 @@ class Kind(IntEnum):
     """End, because rank 0 ends."""
     FAILED = 8
     """The other rank's last frame: why it ends, as text."""
+    LOAD_ADAPTER = 9
+    """Read an adapter while steps continue, and answer with ADAPTER. The content is the adapter's
+    name and directory, as JSON."""
+    ADAPTER = 10
+    """The other rank's answer: the adapter's digest, or why it was not loaded, as JSON."""
+    ADD_ADAPTER = 11
+    """Make the adapter that was read last available to steps: its number, as text."""
+    REMOVE_ADAPTER = 12
+    """Free an adapter as soon as no row uses it: its number, as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,7 @@ class Frame:
 
 
 class Link:
-    """One end of a connection. Each direction is used by one thread at a time."""
+    """One end of a connection. Any thread may send, and one thread at a time receives."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -57,10 +67,12 @@ class Link:
             if hasattr(socket, name):
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._socket = connected
+        self._sending = threading.Lock()
 
     def send(self, frame: Frame) -> None:
         """Send a frame; raises OSError if the connection is closed."""
-        self._socket.sendall(_HEADER.pack(frame.kind, len(frame.content)) + frame.content)
+        with self._sending:
+            self._socket.sendall(_HEADER.pack(frame.kind, len(frame.content)) + frame.content)
 
     def receive(self) -> Frame:
         """Wait for a frame; raises OSError if the connection is closed, or the frame is invalid."""

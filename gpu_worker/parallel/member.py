@@ -54,8 +54,7 @@ class Member:
 
     def hello(self) -> bytes:
         """Return this rank's first message to rank 0."""
-        alike = self.settings.model_dump(mode="json", include=set(_ALIKE))
-        return json.dumps({"rank": self.place.rank, "settings": alike}).encode()
+        return json.dumps({"rank": self.place.rank, "settings": self._alike()}).encode()
 
     def check(self, hello: bytes) -> int:
         """Check another member's `hello`; return its rank.
@@ -66,8 +65,8 @@ class Member:
         """
         said: dict[str, Any] = json.loads(hello)
         rank, theirs = said["rank"], said["settings"]
-        ours = self.settings.model_dump(mode="json", include=set(_ALIKE))
-        for name in _ALIKE:
+        ours = self._alike()
+        for name in ours:
             if theirs.get(name) != ours[name]:
                 raise ModelError(
                     f"{name.replace('_', '-')} is {theirs.get(name)} at rank {rank}; it must be"
@@ -76,6 +75,12 @@ class Member:
         if not isinstance(rank, int) or not 0 < rank < self.place.num_ranks:
             raise ModelError(f"rank is {rank}; it must be from 1 to {self.place.num_ranks - 1}")
         return rank
+
+    def _alike(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks."""
+        alike = self.settings.model_dump(mode="json", include=set(_ALIKE))
+        # Each machine may have the adapters' files elsewhere.
+        return alike | {"lora": [name for name, _ in self.settings.adapter_directories]}
 
     def to_json(self) -> bytes:
         """Return the input for the process that runs this rank."""

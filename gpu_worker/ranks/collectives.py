@@ -8,6 +8,7 @@ Symbols: `T` tokens, `S` sequences, `E` hidden size, `K` input features, `N` out
 
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +22,22 @@ from gpu_worker.ranks.shards import Place
 
 RowMap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Maps `[T, K]` to `[T, N]`, such as a `Linear`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SummedMap:
+    """A map `[T, K]` to `[T, N]` that sums the results of `part` over the ranks of a stage."""
+
+    part: RowMap
+    """This rank's part; its inputs are this rank's share."""
+    group: dist.ProcessGroup | None
+    """The ranks of the stage."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum to every rank of the stage."""
+        out = self.part(x).contiguous()
+        dist.all_reduce(out, group=self.group)
+        return out
 
 
 def open_store(address: str) -> tuple[Store, int]:
@@ -65,18 +82,12 @@ class Ranks:
             if first <= place.rank < first + place.tensor_size:
                 self._stage = group
 
-    def summed(self, part: RowMap) -> RowMap:
+    def summed(self, part: RowMap) -> "SummedMap":
         """Make a map `[T, K]` to `[T, N]` that sums the results of `part` over the stage's ranks.
 
         Every rank of the stage gets the sum.
         """
-
-        def apply(x: torch.Tensor) -> torch.Tensor:
-            out = part(x).contiguous()
-            dist.all_reduce(out, group=self._stage)
-            return out
-
-        return apply
+        return SummedMap(part, self._stage)
 
     def joined(self, part: RowMap, num_out: int) -> RowMap:
         """Make a map that joins the ranks' results of `part` to `num_out` outputs per row.

@@ -6,6 +6,7 @@ there, and rank 0 talks to the scheduler.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from model_files.errors import ModelError
 
@@ -108,3 +109,7 @@ class Place:
         count = -(-vocab_size // self.tensor_size)
         start = min(count * self.tensor_rank, vocab_size)
         return range(start, min(start + count, vocab_size))
+
+
+ALONE: Final = Place()
+"""The place of a process that holds the whole model."""

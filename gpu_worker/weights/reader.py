@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from gpu_worker.ranks.collectives import Ranks
-from gpu_worker.ranks.shards import Place
+from gpu_worker.ranks.shards import ALONE
 from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.checkpoint import Checkpoint
 from gpu_worker.weights.json_fields import ModelError
@@ -64,7 +64,7 @@ class Weights:
         """
         self.names = names
         self.ranks = ranks
-        self.place = Place() if ranks is None else ranks.place
+        self.place = ALONE if ranks is None else ranks.place
         """Which part of the model to build."""
         self.dtype = dtype
         """The dtype of all weights and activations."""

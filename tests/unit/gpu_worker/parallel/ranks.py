@@ -19,12 +19,16 @@ from contract.step import NewSequence, Plan
 from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import kv_dtypes
+from gpu_worker.lora.adapted_maps import AdaptableConfig
+from gpu_worker.lora.adapter_files import load_adapter
+from gpu_worker.lora.slots import AdapterSlots
 from gpu_worker.models.registry import open_model
 from gpu_worker.ranks.collectives import Ranks, find_store, open_store
 from gpu_worker.ranks.shards import Place
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.graphs.cuda_graphs import GraphsOfAll
 from gpu_worker.weights.quantized_linear import Quantization
+from kernels.cpu import linear
 from rpc.observe import logs
 from tests.unit.gpu_worker.fake_graphs import FakePieces
 
@@ -39,6 +43,7 @@ SAMPLING = (
     SamplingParams(seed=4, temperature=0.8, ignore_eos=True, min_tokens=3, top_k=20),
 )
 PROMPT_LENS = (5, 40, 17, 1)
+ADAPTERS = (1, 0, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Case:
     quantization: str | None = None
     has_graphs: bool = False
     """Whether the ranks replay their steps, decodes whole and others in pieces, from fakes."""
+    adapters: Sequence[str] = ()
+    """Directories of LoRA adapters, numbered from 1; row i uses adapter `ADAPTERS[i]`."""
 
     @property
     def alone(self) -> "Case":
@@ -105,12 +112,22 @@ def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:
     )
     dtypes = kv_dtypes("auto", frozenset(), dtype, config.num_layers)
     pool = KvPool(config, limits.num_blocks, BLOCK_SIZE, dtypes, device)
-    executor = Executor(model, pool, limits, (), device, ranks=ranks)
-    patches, graphs = pytest.MonkeyPatch(), None
+    patches, graphs, slots = pytest.MonkeyPatch(), None, None
+    if case.adapters and case.has_graphs:  # as on a GPU: adapters in slots, and not packed for C
+        patches.setattr(linear, "can_pack", lambda _: False)
+        assert isinstance(source.config, AdaptableConfig)
+        slots = AdapterSlots(source.config, device, place)
+    adapters = {
+        number: load_adapter(str(number), Path(directory), source.config, dtype, device, place)
+        for number, directory in enumerate(case.adapters, 1)
+    }
+    executor = Executor(
+        model, pool, limits, (), device, ranks=ranks, adapters=adapters, slots=slots
+    )
     if case.has_graphs and ranks is not None:
         graphs = FakePieces(patches)
         for capture in (executor.capture_decodes, executor.capture_pieces):
-            capture(GraphsOfAll(graphs, ranks), lambda _: None)
+            capture(GraphsOfAll(graphs, ranks), lambda _: None, has_adapters=bool(adapters))
     prompts = [np.random.default_rng(n).integers(5, 500, n).astype(np.int32) for n in PROMPT_LENS]
     first = Plan(
         step_id=1,
@@ -125,6 +142,7 @@ def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:
                 block_ids=np.arange(BLOCKS_PER_ROW, dtype=np.int32) + row * BLOCKS_PER_ROW,
                 sampling=SAMPLING[row],
                 max_total_tokens=len(prompt) + NUM_TOKENS,
+                adapter=ADAPTERS[row] if adapters else 0,
             )
             for row, prompt in enumerate(prompts)
         ),

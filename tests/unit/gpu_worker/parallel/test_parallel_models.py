@@ -6,6 +6,7 @@ from bench.quantize import FORMS, write
 from gpu_worker.models.registry import open_model
 from gpu_worker.ranks.shards import Place
 from gpu_worker.weights.json_fields import ModelError
+from tests.lora_fixture import ALL_TARGETS, make_adapter
 from tests.models_fixture import ModelDirs
 from tests.mxfp4_fixture import write_mxfp4
 from tests.unit.gpu_worker.parallel.ranks import NUM_TOKENS, Case, run, run_ranks
@@ -39,6 +40,16 @@ LATENT_SIZES = {
     "intermediate_size": 128,
     "moe_intermediate_size": 64,
 }
+WITH_ADAPTERS = [
+    (f"{family} adapters{graphs}", sizes)
+    for families, sizes in (
+        ("llama mistral phi3 gpt_neox stablelm nemotron starcoder2 gpt_oss", TENSOR),
+        ("qwen2 gpt_neox", PIPELINE),
+    )
+    for family in families.split()
+    for graphs in ("", " graphs")
+    if not (family == "gpt_oss" and graphs)  # on a CPU, experts read numbers on the host
+]
 SHARED_OUT = [
     *((family, TENSOR) for family in FAMILIES if family != "olmo2"),
     *((family, PIPELINE) for family in OF_A_PIPELINE),
@@ -64,10 +75,42 @@ def results(tmp_path_factory):
         directory = dirs.get(family, **FAMILIES[family])
         cases.append(Case(str(directory), *sizes, has_graphs=True))
     keys += graphs
+    for name, sizes in WITH_ADAPTERS:
+        family = name.split()[0]
+        directory = dirs.get(family, **FAMILIES[family])
+        adapters = two_adapters(directory)
+        has_graphs = name.endswith("graphs")
+        cases.append(Case(str(directory), *sizes, has_graphs=has_graphs, adapters=adapters))
+    keys += WITH_ADAPTERS
     rank_0, rank_1 = run_ranks(cases, 2)
     alone = {case: run(case, Place(), None) for case in {case.alone for case in cases}}
     expected = [alone[case.alone] for case in cases]
     return dict(zip(keys, zip(expected, rank_0, rank_1, strict=True), strict=True))
+
+
+def two_adapters(model):
+    """Two adapters of different ranks and maps; the second leaves some layers' maps as they are."""
+    adapters = []
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    first = attention if model.name.startswith("gpt_oss") else ALL_TARGETS
+    for seed, targets in ((1, first), (2, ("v_proj", "up_proj", "o_proj", "qkv_proj", "dense"))):
+        directory = model.parent / f"{model.name}-adapter-{seed}"
+        if not directory.exists():
+            make_adapter(directory, model, seed, rank=5 - seed, targets=targets)
+        adapters.append(str(directory))
+    return tuple(adapters)
+
+
+@pytest.mark.parametrize(("name", "sizes"), WITH_ADAPTERS)
+def test_ranks_with_adapters_sample_what_one_does(results, name, sizes):
+    alone, *ranks = results[name, sizes]
+    for rank in ranks:
+        assert rank["tokens"] == alone["tokens"]
+        assert rank["num_replays"] == (NUM_TOKENS if name.endswith("graphs") else 0)
+    assert ranks[0]["prompt"] == pytest.approx(alone["prompt"], abs=1e-3)
+    plain = results[name.split()[0], sizes][0]["tokens"]
+    differ = [tokens != without for tokens, without in zip(alone["tokens"], plain, strict=True)]
+    assert differ == [True, False, True, True]
 
 
 @pytest.mark.parametrize(("name", "sizes"), SHARED_OUT)
