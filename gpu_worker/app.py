@@ -1,4 +1,4 @@
-"""Runs a worker: starts its servers, then loads the model, which takes longer."""
+"""Runs a worker: starts its servers first, then loads the model."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -30,7 +30,8 @@ async def run_worker(
 
     Raises:
         ModelError: The model cannot be served as the settings ask, or not even one KV block fits.
-        StepsFailedError: The device failed. The worker drains first, which tells the scheduler.
+        StepsFailedError: The device failed. The worker has drained by then, so the scheduler knows
+            that the worker ends.
     """
     stop = stop if stop is not None else asyncio.Event()
     health = Health()

@@ -87,8 +87,8 @@ class _UnderWay:
 class TransferMeter:
     """Counts bytes and seconds of copies between device and host. Called from one thread.
 
-    CUDA events time a GPU's copies. The first `measure` or `count_ended` after a copy's end counts
-    the copy.
+    CUDA events time a GPU's copies. After a copy has ended, the next call of `measure` or
+    `count_ended` counts the copy.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:

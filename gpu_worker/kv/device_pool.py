@@ -47,7 +47,7 @@ class KvPool:
         groups: LayerGroups | None = None,
         attention: AttentionBackend = ops,
     ) -> None:
-        """Allocate zeroed memory: attention may read an unwritten slot and multiply it by 0.
+        """Allocate zeroed memory: attention may multiply an unwritten slot by 0; 0 x NaN is NaN.
 
         Args:
             config: The config of the model or of this rank's part.

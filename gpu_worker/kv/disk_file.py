@@ -1,8 +1,9 @@
 """The file of the disk tier: one record per disk block, each valid as a whole or not at all.
 
-The length and checksum of each record are in memory, where no disk error can change them. They
-reveal a record that is torn, short, stale, misplaced or changed. A file without a name disappears
-with the process. A kept file also has lengths and checksums on the disk (`kept_file.py`).
+The length and checksum of each record are in memory, where no disk error can change them. Each read
+checks both, and so detects a record that is torn, short, stale, misplaced or changed. A file
+without a name disappears with the process. A file that is kept for a later process also has the
+lengths and checksums on the disk (`kept_file.py`).
 """
 
 import contextlib
@@ -34,10 +35,10 @@ class DiskFile:
         codec: RecordCodec | None,
         identity: bytes | None = None,
     ) -> None:
-        """Create the file, which takes space on the disk as records are written.
+        """Create the file. It takes space on the disk only for records that have been written.
 
-        With `identity` the file is kept: the next process with this identity opens it, and finds
-        its named records.
+        With `identity` the file is kept: the next process with this identity opens the file, and
+        finds the records that have a label.
 
         Raises:
             OSError: No file can be created in `directory`.
@@ -61,7 +62,7 @@ class DiskFile:
         """int64[num_blocks]: length of each record; 0: the disk block is empty."""
         self._checksums = np.zeros(num_blocks, np.uint32)
         self.found: dict[int, Named] = {}
-        """Records that an earlier process has named and this one has not overwritten, oldest
+        """Records that an earlier process has labelled and this one has not overwritten, oldest
         first."""
         if self._headers is not None:
             self.found = {each.block: each for each in self._headers.read(block_bytes)}
@@ -71,7 +72,7 @@ class DiskFile:
 
     @staticmethod
     def extent_bytes(block_bytes: int, codec: RecordCodec | None) -> int:
-        """Return the bytes reserved per disk block: whole pages, so writes do not share a page."""
+        """Return the bytes reserved per disk block: whole pages, so no two blocks share a page."""
         record_bytes = block_bytes if codec is None else codec.record_bytes
         return -(-record_bytes // PAGE_BYTES) * PAGE_BYTES
 

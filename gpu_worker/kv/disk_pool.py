@@ -50,7 +50,7 @@ class _Move:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EndedMoves:
-    """Moves that have ended, by their targets."""
+    """The targets of moves that have ended."""
 
     stored: Int32Array
     """Disk blocks."""
@@ -114,7 +114,7 @@ class DiskPool:
         self._logged: set[_MoveKind] = set()
 
     def take_found(self) -> tuple[Int32Array, Labels]:
-        """Return the blocks that an earlier process has stored and named, oldest first.
+        """Return the blocks that an earlier process has stored and labelled, oldest first.
 
         Returns:
             int32[N] blocks and uint8[N, 32] labels.
@@ -124,7 +124,10 @@ class DiskPool:
         return np.array(list(found), np.int32), labels.reshape(len(found), HASH_BYTES)
 
     def scratch(self, count: int) -> Int32Array:
-        """Return int32[count] blocks to overwrite: unlabelled ones first, then the oldest."""
+        """Return int32[count] blocks that a measurement may overwrite.
+
+        Blocks without labels come first, then the oldest ones.
+        """
         oldest = np.array(list(self._file.found), np.int32)
         empty = np.setdiff1d(np.arange(self.num_blocks, dtype=np.int32), oldest)
         return np.concatenate([empty, oldest])[:count]
@@ -143,7 +146,7 @@ class DiskPool:
                 self._warn_once(_MoveKind.STORE, error)
 
     def distrust(self, blocks: Int32Array | None = None) -> None:
-        """Hide blocks whose content may be wrong from later processes; None: hide all blocks."""
+        """Hide from later processes `blocks`, whose content may be wrong; None: hide all blocks."""
         self._file.distrust(None if blocks is None else blocks.tolist())
 
     def store(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
@@ -284,7 +287,7 @@ class DiskPool:
             raise
 
     def _warn_once(self, kind: _MoveKind, problem: Exception) -> None:
-        """Log the first failure of each kind only, because a full disk causes thousands."""
+        """Log only the first failure of each kind, because a full disk causes thousands."""
         if kind not in self._logged:
             self._logged.add(kind)
             _log.warning("a disk move of a KV block failed", move=kind, problem=str(problem))

@@ -27,16 +27,17 @@ from gpu_worker import metrics
 
 _MAGIC: Final = b"QuireFr1"
 _HEADER: Final = struct.Struct("<8s32sQI")
-"""Magic, label, bytes of the content, their CRC-32."""
+"""Magic, label, length of the content in bytes, CRC-32 of the content."""
 _NUM_THREADS: Final = 8
-"""Number of threads for loads. The other calls have as many threads of their own."""
+"""Number of threads for loads. The same number of other threads make all other
+calls."""
 _LOAD_S: Final = 2.0
 _MAX_FAILURES: Final = 3
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 300.0
 _MAX_STORING_BYTES: Final = 256 * 1024**2
 """At most this many bytes wait to be stored; further blocks are not stored."""
 _SWEEP_SHARE: Final = 1 / 16
-"""Each time that a worker has stored this share of the limit, it deletes what is over the limit."""
+"""Whenever a worker has stored this share of `max_bytes`, it deletes old objects (`_sweep`)."""
 _OBJECT: Final = re.compile(r"/quire-kv/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}(\.\d+-\d+)?$")
 """Matches the paths of objects, and of temporary files that a killed process left."""
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "created")
@@ -72,11 +73,11 @@ class FarStore:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the worker does not use the store for now, because calls failed."""
+        """Whether the worker avoids the store for now, because several calls in a row failed."""
         return monotonic() < self._paused_until_s
 
     def close(self) -> None:
-        """Let the threads end after all earlier calls; does not wait for them."""
+        """Tell the threads to end after all earlier calls, and return at once."""
         for work in (self._loads, self._stores) * _NUM_THREADS:
             work.put(None)
 
@@ -167,7 +168,7 @@ class FarStore:
             self._system.pipe_file(path, data)
 
     def _sweep(self) -> None:
-        """Delete the oldest objects beyond the limit, including other workers' objects."""
+        """Delete the oldest objects, of all workers, until the others take at most `max_bytes`."""
         found = self._system.find(self._root, detail=True).items()
         objects = [
             (_time_of(info), path, info["size"]) for path, info in found if _OBJECT.search(path)
@@ -237,7 +238,7 @@ def _header(label: bytes, content: bytes) -> bytes:
 
 
 def _time_of(info: dict[str, Any]) -> str:
-    """Return the time of an object's last change, as text that sorts within one storage."""
+    """Return the time of an object's last change, as text; an earlier time sorts first."""
     for key in _TIMES:
         if (when := info.get(key)) is not None:
             return f"{when:020.6f}" if isinstance(when, float | int) else str(when)

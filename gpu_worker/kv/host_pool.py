@@ -5,9 +5,10 @@ host: Y, or fewer with a codec.
 
 On CUDA the copies run on two separate streams, one per direction (`copy_streams.py`). Later
 computation may overwrite blocks that are being swapped out, so the computing stream first gathers
-them in a staging area, from which they are copied to the host. If the blocks do not fit there, the
-computing stream waits for the copies instead. The computation of the next step waits for a swap-in.
-On a CPU all copies are done when a call returns.
+them in a staging area, from which they are copied to the host. If the blocks do not fit there, or a
+codec encodes them, the computing stream waits for the copies instead. A step's swap-ins run beside
+its computation, and the computation of the next step waits for them. On a CPU all copies are done
+when a call returns.
 """
 
 import mmap
@@ -34,7 +35,7 @@ _log = structlog.get_logger()
 
 
 class HostRegistry(Protocol):
-    """The CUDA runtime's calls used here; each returns 0 or an error number."""
+    """The CUDA runtime's calls that pin memory; each returns 0 or an error number."""
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's
         ...
@@ -44,11 +45,11 @@ class HostRegistry(Protocol):
 
 
 def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
-    """Allocate uint8[num_bytes], at least 1 byte, zeroed and pinned.
+    """Allocate uint8[num_bytes], zeroed and pinned; `num_bytes` must be at least 1.
 
     The memory is unpinned and freed with its last view. Torch's own allocator for pinned memory
-    rounds up to a power of two, such as 5 GiB to 8 GiB. This function uses it, with a warning, only
-    if CUDA cannot register the memory.
+    rounds up to a power of two, such as 5 GiB to 8 GiB. So this function uses torch's allocator
+    only if CUDA cannot register the memory, and then logs a warning.
     """
     memory = mmap.mmap(-1, num_bytes)
     array = np.frombuffer(memory, np.uint8)
@@ -64,9 +65,10 @@ def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
 
 
 def _forget_error() -> None:
-    """Launch a kernel, so that torch raises the last error of CUDA's runtime here.
+    """Launch a kernel, and ignore the error that torch then raises.
 
-    Torch raises that error once, at the next kernel. Otherwise the first step would raise it.
+    Torch raises the last error of CUDA's runtime once, at the next kernel. Without this function,
+    that kernel would belong to the first step.
     """
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
@@ -80,7 +82,8 @@ _CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
 """Bytes encoded or decoded at once, by device. The workspace is several times as large; on a CPU it
 should fit in the caches."""
 STAGING_BYTES = 64 * 1024**2
-"""Size of the staging area on a GPU. The link to the host copies it in about a millisecond."""
+"""Size of the staging area on a GPU. A copy of this size to the host takes about a
+millisecond."""
 
 
 class HostPool:
@@ -107,7 +110,7 @@ class HostPool:
             num_blocks: Number of host blocks.
             codec: How blocks are encoded; None: bit for bit as on the device.
             has_checksums: Whether a swap-in fails if the block has changed since its swap-out.
-            streams: Orders the copies; None: streams of the device if it is a GPU.
+            streams: Orders the copies; None: new streams if the device is a GPU.
         """
         self.num_blocks = num_blocks
         self._codec = codec
@@ -170,8 +173,8 @@ class HostPool:
         """Copy host blocks `src` to device blocks `dst`; visible after the next `begin_step`.
 
         Args:
-            src: int32[N] host blocks that `swap_out` has filled in earlier steps, or that `accept`
-                was called for.
+            src: int32[N] host blocks that `swap_out` has filled in earlier steps, or that were
+                passed to `accept`.
             dst: int32[N] distinct device blocks, parallel to `src`.
 
         Returns:
@@ -316,9 +319,10 @@ def _copy_runs(
 
 
 def runs(src: Int32Array, dst: Int32Array) -> Iterator[tuple[int, int, int]]:
-    """Yield (first source, first target, count) for the longest runs of consecutive pairs.
+    """Yield the longest runs of pairs of `src` and `dst` in which both numbers increase by 1.
 
-    Targets are distinct, so the order of pairs does not matter.
+    A run is (first of `src`, first of `dst`, number of pairs). Numbers in `dst` are distinct, so
+    the order of the copies does not matter, and runs are sorted by `src`.
     """
     if not len(src):
         return

@@ -1,13 +1,14 @@
 """KV files that outlive their process: ownership, and labels of their records.
 
-A file begins with a page that identifies the model and layout of its KV, the *identity*. Then
-each block has a header: the label of its content, the length and checksum of its record, and the
-header's own checksum.
-A header is written after its record, when the step that stored the record has its result. It is
-erased before the record is overwritten, or if the content may be wrong. If the process is killed,
-each record therefore has the right label or none. Only erasures of wrong content are synced, so a
-power loss may bring back older headers and records. A record that does not belong to its header
-still has another checksum than the header says.
+A file begins with a page that holds the *identity*, a hash of the model and layout of the KV. Then
+come the headers of all blocks: each holds the label of a block's content, the length and checksum
+of its record, and the header's own checksum. The records follow.
+
+A header is written when a step's result reports the record as stored. The header is erased before
+the record is overwritten, or if the content may be wrong. If the process is killed, each record
+therefore has the right label or none. An erasure is synced to the disk only if the content may
+be wrong, so a loss of power may bring back older headers and records. The checksum in a header then
+reveals a record that does not belong to it.
 
 A file belongs to the process that has locked it.
 """
@@ -31,7 +32,8 @@ _FIRST: Final = struct.Struct("<8s32sQI")
 """Magic, identity, generation, and a checksum of these three. A header of another generation counts
 as erased."""
 _HEADER: Final = struct.Struct("<32sQQQII")
-"""Label, generation, age, bytes of the record, its checksum, and a checksum of these five."""
+"""Label, generation, age (larger if written later), length of the record in bytes, the record's
+checksum, and a checksum of these five."""
 _PREFIX: Final = "quire-kv-"
 _SUFFIX: Final = ".blocks"
 _MAX_FILES: Final = 1024
@@ -104,7 +106,7 @@ class Headers:
     """The first page of a kept file, and the header of each block after it."""
 
     def __init__(self, fd: int, identity: bytes, num_blocks: int) -> None:
-        """Read the first page, and erase headers of another identity; may raise OSError."""
+        """Read the first page, and empty the file if it has another identity; may raise OSError."""
         self._fd = fd
         self._identity = identity
         self._num_blocks = num_blocks
@@ -172,5 +174,5 @@ class Headers:
 
 
 def _sealed(data: bytes) -> bytes:
-    """Return `data` with its last four bytes as the checksum of the others."""
+    """Return `data` with its last four bytes replaced by a checksum of the other bytes."""
     return data[:-4] + struct.pack("<I", isal_zlib.crc32(data[:-4]))

@@ -1,8 +1,8 @@
 """Divides a model's layers into KV groups: layers with the same window, as many as fit in a block.
 
-All groups allocate blocks from one pool, so a block has the same size in each. It holds the KV of
-some tokens in the layers of one group, which may differ in kv heads and head dim. If the layers of
-a group do not fill its blocks, the rest is unused.
+All groups allocate blocks from one pool, so a block has the same size in each. A block holds the KV
+of some tokens in the layers of one group. These layers may differ in kv heads and head dim. If the
+layers of a group do not fill a block, the rest of the block is unused.
 """
 
 import math
@@ -16,13 +16,14 @@ from contract.worker_limits import STATE_WINDOW, Chunk, KvWindow, window_length
 MAX_GROUPS: Final = 16
 """The largest number of groups, unless layers have more kinds of windows."""
 _NUM_TOKENS: Final = 8192
-"""The length of the sequence whose memory is compared. Chosen, not measured."""
+"""A block size is judged by the memory that a sequence of this length takes. The length is chosen,
+not measured."""
 _COST_OF_A_GROUP: Final = 0.0075
-"""Another group must save this share of the memory, because it takes time. When 64 sequences of
-8,192 tokens decode, it takes 40 us of the worker and 2 us of the scheduler, together 0.4 % of a
-step of 10 ms. For a prompt of 8,192 tokens it takes 0.6 ms of the scheduler, which is 0.6 % of
-100 ms. Measured on a CPU, without graphs; the times of step and prompt are those of a fast GPU,
-estimated."""
+"""Each further group must save this share of a sequence's memory, because a group takes time. When
+64 sequences of 8,192 tokens decode, a group takes 40 us of the worker and 2 us of the scheduler in
+each step, together 0.4 % of 10 ms. In a prompt of 8,192 tokens, a group takes 0.6 ms of the
+scheduler, which is 0.6 % of 100 ms. The times of a group are measured on a CPU, without graphs. The
+10 ms of a step and the 100 ms of a prompt are estimates for a fast GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,10 @@ class LayerGroups:
     windows: tuple[KvWindow, ...]
     """The window of each group."""
     group_of: tuple[int, ...]
-    """The group of each layer, which determines the blocks of its KV."""
+    """The group of each layer; the layer's KV is in the blocks of this group."""
     num_state_groups: int = 0
-    """How many groups hold states; they are the last ones. Recurrent layers have numbers of their
-    own, and are not in `group_of`."""
+    """How many groups hold states of recurrent layers; they are the last groups. Recurrent layers
+    are numbered separately, and are not in `group_of`."""
     states_per_block: int = 1
     """Number of recurrent layers whose states one block holds."""
 

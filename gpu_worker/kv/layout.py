@@ -4,11 +4,12 @@ Symbols: `P` block size (token slots), `HKV` kv heads, `D` head dim.
 
 For each layer of its group in turn, a block holds the keys, then the values, each `[P][HKV][D]`. If
 the layer is quantized, the keys are followed by their scales `[P][HKV]`, and so are the values.
-Quantized numbers and scales take multiples of 16 bytes, so that the next part is aligned for any
-dtype and for wide reads. Blocks of all groups have the size that the largest group needs.
+In a quantized layer, each array of numbers or scales is padded to a multiple of 16 bytes, so that
+the next array is aligned for any dtype and for wide reads. Blocks of all groups have the size that
+the largest group needs.
 
-With multi-head latent attention a block holds keys only. A token's key is its latent, which is also
-its value, followed by the rotated key that all heads share.
+With multi-head latent attention a block holds keys only. A token's key is its latent, followed by
+the rotated key that all heads share. The latent is also the token's value.
 """
 
 from collections.abc import Set as AbstractSet
@@ -34,9 +35,9 @@ KvDtypes: TypeAlias = torch.dtype | tuple[torch.dtype, ...]
 _QUANTIZED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _ALIGNMENT: Final = 16
 _CHECKPOINT_BYTES: Final = 64 * 1024
-"""In a model without attention, each block has one copy of all states. Blocks are so long that this
-copy takes at most this many bytes per token, half as many as the KV of Llama 3 8B. Chosen, not
-measured."""
+"""In a model without attention, each block has one copy of all states. The block size is chosen so
+that this copy takes at most this many bytes per token, half as many as the KV of Llama 3 8B. The
+limit is chosen, not measured."""
 _MAX_GROUPS_WITH_STATES: Final = 8
 """With more groups blocks could be smaller, but each group takes time. Chosen, not measured."""
 _MAX_BLOCK_SIZE: Final = 8192
@@ -89,7 +90,7 @@ class BlockLayout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Storage dtype of the first layer; of the states, if no layer has KV."""
+        """Storage dtype of the first layer; that of the states if no layer has KV."""
         return self.keys[0].dtype if self.keys else torch.float32
 
     @property
@@ -164,8 +165,8 @@ def place_states(
 ) -> tuple[LayerGroups, int]:
     """Add the groups of recurrent layers to the groups of attention; find a block size for both.
 
-    If the model has attention, the block size is large enough for `_MAX_GROUPS_WITH_STATES` groups
-    to suffice. Otherwise one group holds all states.
+    If the model has attention, blocks are so large that `_MAX_GROUPS_WITH_STATES` groups hold all
+    layers. Otherwise one group holds all states.
 
     Args:
         config: The config of a model with states.

@@ -28,7 +28,7 @@ _STAGING_BYTES: Final = 16 * 1024**2
 """Size of the staging buffer, unless one block is larger. A checksum and a copy of this size delay
 a step by about 1 ms."""
 _READ_S: Final = 5.0
-"""Longest read of one staging buffer; a longer one counts as hung."""
+"""Longest time of one read to the staging buffer; a read that takes longer counts as hung."""
 _POLL_S: Final = 0.0001
 _AVOID_S: Final = 60.0
 """How long a worker is avoided after a read from it has failed."""
@@ -55,7 +55,7 @@ class NixlEngine:
     """
 
     def __init__(self, agent: Any, host_blocks: Bytes) -> None:
-        """Register uint8[BH, E], whose memory must stay in place until `close`."""
+        """Register all host blocks, an array with a row per block; it must exist until `close`."""
         self._agent = agent
         self._block_bytes: int = host_blocks.shape[1]
         self._host_blocks = host_blocks.reshape(-1)
@@ -71,7 +71,7 @@ class NixlEngine:
         self._calling = threading.Lock()
         """Held for each call to the agent."""
         self._peers: dict[bytes, str] = {}
-        """Maps agents' metadata to their names, the most recently used last."""
+        """Maps agents' metadata to their names, the most recently added last."""
         self._avoided: dict[int, float] = {}
         self._retired: deque[Bytes] = deque()
         """Buffers of failed reads, which may still be written. Each is kept until `_MAX_RETIRED`
@@ -89,12 +89,12 @@ class NixlEngine:
         return len(self._staging) // self._block_bytes
 
     def is_usable(self, instance_id: int) -> bool:
-        """Whether reading from a worker is worth a try."""
+        """Whether `read` may be called for a worker: not after `close`, nor soon after `avoid`."""
         is_avoided = time.monotonic() < self._avoided.get(instance_id, 0.0)
         return not (self._is_closed or is_avoided)
 
     def avoid(self, instance_id: int) -> None:
-        """Do not read from a worker for some time."""
+        """Make `is_usable` false for a worker, for `_AVOID_S` seconds."""
         now_s = time.monotonic()
         self._avoided = {each: s for each, s in self._avoided.items() if s > now_s}
         self._avoided[instance_id] = now_s + _AVOID_S

@@ -43,8 +43,7 @@ _LARGEST_GPU_BYTES = 120 * 2**30
 _CPU_SATURATING_TOKENS = 512
 """From this many tokens per step on, a CPU is bound by arithmetic."""
 _GPU_SATURATING_TOKENS = 2048
-"""From this many tokens per step on, a GPU is bound by arithmetic. Not measured. Steps with more
-tokens are for prompts while no sequence decodes."""
+"""From this many tokens per step on, a GPU is bound by arithmetic. Not measured."""
 _GPU_MIN_PROMPT_TOKENS = 256
 """Up to about this many tokens, a GPU multiplies by a 16-bit weight in no more time than it takes
 to read the weight. Derived, not measured."""
@@ -54,7 +53,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedModel:
-    """What a rank will load, and how it will serve it."""
+    """A model that has passed `check_model`, and how this rank will serve it."""
 
     settings: WorkerSettings
     """Adjusted for the model: if its attention has chunks, steps run without CUDA graphs."""
@@ -165,7 +164,7 @@ def _check_without_kv(settings: WorkerSettings, config: ModelConfig) -> None:
 
 
 def _check_can_share(config: ModelConfig, groups: LayerGroups, device: torch.device) -> None:
-    """Check that decodes can share prefixes: on a GPU, with layers that all see every token."""
+    """Check that decodes can read a shared prefix once: on a GPU, if all layers see every token."""
     if device.type != "cuda":
         raise ModelError(
             f"shared_prefix_attention is true; it must be false on {device.type}, which has no"
@@ -251,7 +250,7 @@ def _for_chunks(
     limits: Limits,
     device: torch.device,
 ) -> WorkerSettings:
-    """Return the settings adjusted for chunked attention, if the model has it.
+    """Return the settings, with `enforce_eager` set if the model's attention has chunks.
 
     Raises:
         ModelError: A block would belong to two chunks.
@@ -322,10 +321,10 @@ def _with_states(
 def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
     """Return the limits, except `num_blocks`, which is computed from them.
 
-    On a CPU, a decode step of a 125M model is bound by reading the weights up to about 64 rows;
-    more rows would only slow each other down. A step takes 2048 prompt tokens or more, so that
-    short prompts that arrive together begin to decode together. If such a step takes too long, the
-    scheduler sends fewer tokens. From 512 tokens on, a CPU is bound by arithmetic.
+    By default a worker on a CPU has 64 rows: with up to about 64 rows, a decode step of a 125M
+    model takes as long as reading the weights, and with more rows it takes longer. By default a
+    step may have 2048 tokens or more, so that short prompts that arrive together begin to decode
+    together. If such a step takes too long, the scheduler sends fewer tokens.
     """
     is_gpu = device.type == "cuda"
     max_model_len = settings.max_model_len or config.max_model_len

@@ -54,12 +54,14 @@ def device_name(device: torch.device) -> str:
 
 
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in; "auto": the checkpoint's, or float32 where that is slow.
+    """Return the dtype to compute in.
 
-    CPUs have no arithmetic for float16, and only some have it for bfloat16. On the others, our
-    kernels in C compute bfloat16 in float32, and read half as many bytes as for float32. Compiled
-    for AVX2, a linear map of bfloat16 took 0.5 to 0.8 times as long as one of float32, for 1 to 256
-    rows (Zen 5, busy with other work). Torch, which computes experts, was not measured.
+    "auto" is the checkpoint's dtype, except on a CPU. There, float16 becomes float32. Bfloat16
+    stays if the CPU can multiply bfloat16 numbers, or if Quire's kernels in C compute all layers.
+    On other CPUs these kernels compute in float32, but read half as many bytes as with float32
+    weights. Compiled for AVX2, a linear map took 0.5 to 0.8 times as long, for 1 to 256 rows
+    (Zen 5, busy with other work). If neither is true, torch computes some layers, such as experts.
+    Torch's times were not measured, so bfloat16 becomes float32.
     """
     dtype: torch.dtype = getattr(torch, resolve_dtype(name, config))
     if name != "auto" or device.type != "cpu" or dtype is torch.float32:
@@ -116,7 +118,7 @@ def log_kernels(device: torch.device) -> None:
 
 
 def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
-    """Decide by the setting `amx` what uses Intel's AMX on a CPU, and log why.
+    """Decide, as the setting `amx` asks, what uses Intel's AMX on a CPU, and log why.
 
     Returns names in `kernels.cpu.amx_choice.USES`. Call this after `set_num_threads` and
     `pin_threads`, because it measures times, which depend on the threads.
@@ -143,12 +145,12 @@ def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
 
 
 def name_arithmetic(device: torch.device, amx_uses: Sequence[str]) -> str:
-    """Name the properties of this device, besides versions, that decide the last bits of results.
+    """Name what decides the last bits of results on this device, besides versions of libraries.
 
-    On a GPU, this is its model: libraries choose kernels by it, and we choose tiles and the way to
-    multiply fp8. On a CPU, these are its instruction sets, by which torch, oneDNN and our kernels
-    choose the order of sums; a digest of our kernels' machine code; and the operations that use
-    AMX.
+    On a GPU, the text names the GPU's model, by which libraries choose kernels, and Quire chooses
+    tiles and the way to multiply fp8. On a CPU, the text names the instruction sets, by which
+    torch, oneDNN and Quire's kernels choose the order of sums; a digest of the machine code of
+    Quire's kernels; and the operations that use AMX.
     """
     if device.type != "cpu":
         return repr((device.type, device_name(device)))

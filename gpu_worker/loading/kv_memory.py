@@ -94,9 +94,10 @@ def free_cpu_kv_bytes() -> int:
 def free_host_kv_bytes(device: torch.device, role: Role = Role.BOTH) -> int:
     """Return the default host memory for KV, in bytes.
 
-    With a GPU it is 4 GiB, or a quarter of the free memory if that is less, because no other
-    process can use pinned memory. On a CPU it is 0, because the device pool is in the same memory.
-    But prefill and decode workers always need host memory, because sequences move through it.
+    With a GPU it is only 4 GiB, or a quarter of the free memory if that is less, because the memory
+    is pinned, so no other process can use it. On a CPU it is 0, because the device pool is in the
+    same memory. But prefill and decode workers get the same amount on a CPU as with a GPU, because
+    sequences move from worker to worker through host memory.
     """
     if device.type != "cuda" and role is Role.BOTH:
         return 0
@@ -114,11 +115,12 @@ def free_gpu_kv_bytes(
     *,
     num_graph_sets: int,
 ) -> int:
-    """Return the KV memory on a GPU: `utilization` of its memory, less what the largest step needs.
+    """Return the bytes for KV on a GPU: a share of its memory, less what the largest step needs.
 
-    The function runs that step, with all `ranks` if the model is on several devices. It ignores
-    `limits.num_blocks`. The result also leaves room for `num_graph_sets` sets of CUDA graphs,
-    because no other step can use the memory of graphs: see `graph_bytes`.
+    The share is `utilization`. The function runs the largest step, with all `ranks` if the model is
+    on several devices. It ignores `limits.num_blocks`. The result also leaves room for
+    `num_graph_sets` sets of CUDA graphs, which hold memory that steps without graphs cannot use:
+    see `graph_bytes`.
     """
     profiled = _run_largest_step(model, config, limits, dtypes, device, ranks)
     if num_graph_sets:
@@ -193,7 +195,7 @@ def graph_bytes(
 
 
 def _driver_bytes(pieces: PiecewiseGraphs, device: torch.device, ranks: Ranks | None) -> int:
-    """Return the driver's bytes for the pieces of one size; 0 if they cannot be captured."""
+    """Return the bytes that the driver keeps for graphs of one size; 0 if capturing them fails."""
     backend: GraphBackend = CudaGraphs(device)
     if ranks is not None:
         backend = GraphsOfAll(backend, ranks)
@@ -246,8 +248,9 @@ def open_pool_memory(
 ) -> ElasticMemory | None:
     """Map resizable memory of `num_blocks` blocks; None if the pool's size is fixed.
 
-    On a GPU the size is fixed unless the operator sets max-kv-memory-gb, because the driver's calls
-    have not run on hardware yet. On a CPU it is fixed, with a warning, if the system refuses to
+    The size is fixed if max-kv-memory-gb is 0, on several devices, and with a draft model. If
+    max-kv-memory-gb is unset, the size is also fixed on a GPU, because the calls of CUDA's driver
+    have not run on a GPU yet. On a CPU it is then fixed, with a warning, if the system refuses to
     reserve the addresses.
 
     Raises:

@@ -57,11 +57,12 @@ def kv_identity(
     """Return a hash of everything, except earlier tokens, that determines the KV of a token.
 
     `arithmetic` names the hardware and kernels that compute the KV
-    (`gpu_worker.loading.device.name_arithmetic`). Other hardware or kernels compute other last
-    bits, so without `arithmetic` a request's tokens would depend on whether its KV was found.
-    With a far tier, which other machines share, the model's files are hashed by name and content.
-    Otherwise they are hashed by name, size and time of change, so copies count as different.
-    `config` is hashed too, because `max_model_len` selects LongRoPE's factors, which rotate keys.
+    (`gpu_worker.loading.device.name_arithmetic`). The last bits of KV from other hardware or
+    kernels differ, and could change a request's tokens, so such KV counts as different. With a far
+    tier, which other machines share, the model's files are hashed by name and content. Otherwise
+    they are hashed by name, size and time of change, so copies count as different. `config` is
+    hashed, too, because it depends on more than the files: the setting `max_model_len` selects
+    LongRoPE's factors, which rotate keys.
     """
     describe = _content if settings.far_kv_url else _size_and_time
     files = sorted((path.name, describe(path)) for path in directory.iterdir() if path.is_file())

@@ -59,9 +59,10 @@ def measure_rates(
 
 
 def rates_of_all(own: Rates, block_bytes: int, ranks: Ranks) -> tuple[Rates, int]:
-    """Return the rates that the slowest ranks allow, and a block's bytes, summed over all ranks.
+    """Return the rates of all ranks together, and the bytes of a block, summed over all ranks.
 
-    Workers on several devices have no disk tier, so there is no disk rate.
+    The slowest rank determines each rate. Workers on several devices have no disk tier, so there is
+    no disk rate.
     """
     total_bytes = ranks.total(block_bytes)[0]
     blocks_per_s, prefill_tokens_per_s = ranks.least(

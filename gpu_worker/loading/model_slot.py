@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gpu_worker.service.adapters import AdapterServicer
 
 _NO_MEMORY: Final = ("out of memory", "can't allocate memory", "Cannot allocate memory")
-"""Messages of out-of-memory errors of torch and the system that have no specific type."""
+"""Parts of the messages of out-of-memory errors that have no type of their own."""
 
 _UNLOADED: Final = "its model is unloaded"
 
@@ -255,7 +255,11 @@ class ModelSlot:
         _log.info("unloaded the model")
 
     def _settings_of(self, directory: Path) -> WorkerSettings:
-        """Return the settings for a model; the flags' name and adapters apply to theirs only."""
+        """Return the settings for a model.
+
+        The served name and the adapters of the flags belong to the model of the flags. Any other
+        model gets neither.
+        """
         if _is_same(directory, Path(self._settings.model)):
             return self._settings
         other = {"model": str(directory), "served_model_name": "", "lora": ()}

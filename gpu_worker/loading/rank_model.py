@@ -228,7 +228,10 @@ def _open_memory(
     ranks: Ranks | None,
     undo: ExitStack,
 ) -> _Memory:
-    """Allocate the KV pool and the tiers below it; all ranks use the sizes of the smallest ones."""
+    """Allocate the KV pool and the tiers below it.
+
+    All ranks use the same number of blocks of a tier: as many as the rank with the fewest has.
+    """
     settings, device, limits = checked.settings, checked.device, checked.limits
     config = checked.source.local_config
     num_blocks = _num_blocks(
@@ -338,7 +341,7 @@ def _drafter(
 def _structured_output(
     directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
 ) -> RowGrammars | None:
-    """Make the grammar compiler for the model; None, with a warning, if it supports no grammars."""
+    """Make the model's grammar compiler; None, with a warning, if the model takes no grammars."""
     if not eos_token_ids:
         _log.warning("no structured output: the model has no end-of-sequence token")
         return None
@@ -396,8 +399,8 @@ def _capture_graphs(
 ) -> None:
     """Capture graphs for each kind of step; if a capture fails, log a warning and continue.
 
-    With a drafter, all steps use the graphs of `capture_pieces`, because their tokens come from the
-    host.
+    With a drafter, a step's tokens come from the host, so all steps use the graphs of
+    `capture_pieces`.
     """
     kinds: list[tuple[str, Callable[..., None]]] = [("steps with prompts", executor.capture_pieces)]
     if drafter is None:

@@ -36,8 +36,8 @@ def pin_threads(wanted: str, device: torch.device, num_threads: int, number: int
         wanted: The setting, "on" or "off".
         device: Where the model runs.
         num_threads: The number of threads.
-        number: This process's number among those that share the cores. It gets the cores after
-            those of lower numbers.
+        number: This process's number among those that share the cores. Process 0 gets the first
+            cores.
 
     Raises:
         ModelError: There are too few cores.
@@ -74,7 +74,7 @@ def num_usable_cores() -> int:
 
 
 def usable_cores() -> list[int]:
-    """Return a CPU of each physical core that this process may use, socket after socket.
+    """Return one logical CPU of each core that this process may use, socket after socket.
 
     If the system does not tell cores apart, return all CPUs that this process may use.
     """

@@ -34,7 +34,7 @@ class LosslessCodec:
             itemsize: 2 or 4; 1 if the numbers have no exponent worth separating.
         """
         self.record_bytes = block_bytes
-        """The largest size of a record. A record of this size is the block itself."""
+        """The largest size of a record. A record of this size is the block, uncompressed."""
         self._itemsize = itemsize
         self._num_numbers = block_bytes // itemsize
         self._number = np.dtype(f"<u{itemsize}")
@@ -49,7 +49,7 @@ class LosslessCodec:
         return rest.data, memoryview(compressed)
 
     def decode(self, record: Bytes, out: Bytes) -> None:
-        """Decode a record that is smaller than a block to `out`, uint8[block_bytes]."""
+        """Decode `record`, which is smaller than a block, to `out`, uint8[block_bytes]."""
         num_rest = self.record_bytes - self._num_numbers
         exponents = np.frombuffer(self._decompress(record[num_rest:].data), np.uint8)
         if self._itemsize == 1:
@@ -70,7 +70,7 @@ class LosslessCodec:
         numbers |= signs
 
     def _split(self, block: Bytes) -> tuple[Bytes, Bytes]:
-        """Return the lower bytes, and the highest byte, of each number rotated left by one bit."""
+        """Rotate each number left by one bit; return all lower bytes, and all highest bytes."""
         if self._itemsize == 1:
             return block[:0], block
         numbers = block.view(self._number)

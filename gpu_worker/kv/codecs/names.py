@@ -38,7 +38,7 @@ class CodecSpec:
         return self.codec in (Codec.INT8, Codec.FP8)
 
     def __str__(self) -> str:
-        """Return the text that `parse_codec` parses."""
+        """Return the name and level, as `parse_codec` takes them."""
         return self.codec.value if self.level is None else f"{self.codec.value}:{self.level}"
 
 

@@ -27,7 +27,7 @@ class QuantizedCodec:
     def __init__(
         self, spec: CodecSpec, block_bytes: int, head_dim: int, dtype: torch.dtype
     ) -> None:
-        """Set up for blocks of `block_bytes` bytes that hold `dtype`.
+        """Set up for blocks of `block_bytes` bytes that hold numbers of `dtype`.
 
         Args:
             spec: A quantizing codec.

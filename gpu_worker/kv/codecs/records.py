@@ -24,10 +24,10 @@ class RecordCodec(Protocol):
         """The largest size of a record."""
 
     def encode(self, block: Bytes) -> Record:
-        """Encode a block as a record. A record as long as the block is the block itself."""
+        """Encode a block as a record. A record of the block's size is the block, not encoded."""
 
     def decode(self, record: Bytes, out: Bytes) -> None:
-        """Decode a record that is shorter than a block to `out`."""
+        """Decode `record`, which is smaller than a block, to `out`."""
 
 
 class QuantizedRecords:
@@ -37,7 +37,7 @@ class QuantizedRecords:
     """
 
     def __init__(self, codec: QuantizedCodec, num_parts: int) -> None:
-        """`codec` encodes one of `num_parts` equal parts of a block."""
+        """A block has `num_parts` equal parts, and `codec` is set up for parts of this size."""
         self._codec = codec
         self._num_parts = num_parts
         self.record_bytes = num_parts * codec.record_bytes
