@@ -60,8 +60,8 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
     stays if the CPU can multiply bfloat16 numbers, or if Quire's kernels in C compute all layers.
     On other CPUs these kernels compute in float32, but read half as many bytes as with float32
     weights. Compiled for AVX2, a linear map took 0.5 to 0.8 times as long, for 1 to 256 rows
-    (Zen 5, busy with other work). If neither is true, torch computes some layers, such as experts.
-    Torch's times were not measured, so bfloat16 becomes float32.
+    (Zen 5, busy with other work). If torch computes some layers, such as experts, on these CPUs,
+    bfloat16 becomes float32, because the speed of torch there was not measured.
     """
     dtype: torch.dtype = getattr(torch, resolve_dtype(name, config))
     if name != "auto" or device.type != "cpu" or dtype is torch.float32:
