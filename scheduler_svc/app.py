@@ -57,7 +57,9 @@ async def run_scheduler(
     stop: asyncio.Event | None = None,
     resolver: Resolver | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stop`, then drain. `resolver` replaces the system's resolver.
+    """Serve until SIGTERM, SIGINT or `stop`, then drain.
+
+    `resolver` looks up the workers' host names; None: the system's resolver.
 
     Raises:
         StaleEpochError: A newer scheduler has taken over the workers.

@@ -1,9 +1,9 @@
 """Divides the tokens of a step among the sequences.
 
 A step computes one token for each sequence that decodes. The rest of `max_num_batched_tokens` goes
-to sequences with known tokens to compute, which are mostly prompt tokens. `begin_step` limits the
-prompt tokens of a step to what the pacer (`pacing.py`) and memory pressure allow.
-`grant` decides how many tokens each sequence computes.
+to known tokens that are not computed yet, mostly prompt tokens. `begin_step` limits the prompt
+tokens of a step to what the pacer (`pacing.py`) and memory pressure allow. `grant` decides how many
+known tokens each sequence computes.
 """
 
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.sequence import Sequence
 
 _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
-"""Maps each memory level to a divisor. The token budget divided by it limits a step's prompt
-tokens, because prompts need work space. Chosen, not measured: half of the budget when no more
-sequences may run, a quarter when fewer must run."""
+"""When memory is short, prompts may take only 1 / 2 or 1 / 4 of the token budget, because prompts
+need work space. Chosen, not measured: half when the number of running sequences may not grow, a
+quarter when it must fall."""
 
 _BACKGROUND_SHARE = 8
 """While other requests are live, requests of the lowest priority, such as batches, get 1 / 8 of the
@@ -59,9 +59,9 @@ class TokenBudget:
 
         Args:
             num_decodes: Number of sequences that compute one token each.
-            max_paced_tokens: The pacer's bound on prompt tokens if the step has decodes, since
-                prompts delay decodes; None: no bound.
-            max_prompt_tokens: The pacer's bound on prompt tokens in any step; None: no bound.
+            max_paced_tokens: The pacer's bound on the prompt tokens of a step with decodes; None:
+                no bound.
+            max_prompt_tokens: The pacer's bound on the prompt tokens of any step; None: no bound.
             has_foreground: Whether some live request is above the lowest priority.
         """
         left = most = self._max_num_batched_tokens - num_decodes
@@ -127,7 +127,7 @@ class TokenBudget:
         return 0 < self.long_threshold < num_tokens
 
     def may_start(self, num_tokens: int, prefilling: Iterable[Sequence]) -> bool:
-        """Whether a sequence with `num_tokens` to compute may start beside those in `prefilling`.
+        """Whether a sequence with `num_tokens` to compute may start while others prefill.
 
         At most `max_long_prefills` long sequences prefill at the same time. While a long sequence
         waits for this reason, short sequences overtake it in the queue.

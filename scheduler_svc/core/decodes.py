@@ -40,7 +40,7 @@ class Decodes(Protocol):
         """Return the sequences that need new blocks at `step`; change nothing."""
 
     def num_due_soon(self, step: StepId) -> int:
-        """Return or estimate how many blocks per KV group the two steps after `step` need."""
+        """Return about how many blocks per KV group the two steps after `step` need."""
 
     def take_due(self, step: StepId) -> list[Sequence]:
         """Return the sequences that need blocks at `step`; the caller must give them the blocks."""
@@ -120,14 +120,16 @@ class DraftedDecodes:
     next token, and keeps the right ones. So a step yields 1 to K + 1 tokens for each sequence. The
     number is known only from the step's result, so sequences get blocks for all tokens that steps
     in flight may yield.
-    With `n` known tokens and `f` steps in flight, a block table needs room for::
+
+    With `n` known tokens and `f` steps in flight, a block table needs room for this many tokens::
 
         min(n + f * (K + 1) + K, length - 1)
 
-    tokens: all tokens that may be known when the step being planned computes, and its draft tokens.
-    The last token of a sequence is never computed. A table without this room gets one block in each
-    step. Since K is less than `block_size`, one block is enough for at least one token per step; a
-    worker drafts no more tokens than the table has room for.
+    When the step being planned begins, up to `n + f * (K + 1)` tokens are known; the step adds K
+    draft tokens. `length` is the sequence's maximum length, whose last token is never computed.
+
+    A table without this room gets one block in each step. This is enough to go on, because K is
+    less than `block_size`, and a worker drafts no more tokens than the table has room for.
     """
 
     def __init__(self, config: SchedulerConfig, rows: Rows, steps: StepsInFlight) -> None:

@@ -27,11 +27,12 @@ class BeamGroup:
         self.seqs = seqs
         self.outputs = seqs[: request.n]
         self.places: list[Sequence] = []
-        """The sequence of each beam; empty unless the search runs. At first only the best beam has
-        a sequence. While `parents` is set, the list has the sequences of the previous beams."""
+        """The sequence of each beam; empty unless the search runs. When a search starts or resumes,
+        only its best beam has a sequence. While `parents` is set, these are the sequences of the
+        previous beams."""
         self.parents: tuple[int, ...] | None = None
-        """For each new beam, the index in `places` of the beam that it continues. Set from the
-        choice of the new beams until their step begins; None otherwise."""
+        """For each new beam, the index in `places` of the beam that it continues. The choice of new
+        beams sets this field, and the beginning of their step resets it to None."""
         self.reports: dict[SeqId, BeamCandidates] = {}
         """The candidates of the beams that have computed their newest token."""
 
@@ -41,7 +42,7 @@ class BeamGroup:
         return self.seqs[0]
 
     def queue_leader(self) -> None:
-        """Give the waiting leader the best beam's tokens."""
+        """Give the leader the best beam's tokens, before the caller queues the leader."""
         leader, best = self.leader, self.search.beams[0]
         leader.token_ids, leader.block_hashes = best.token_ids, []
         leader.max_total_tokens = self.search.num_tokens + 1
@@ -78,13 +79,13 @@ class BeamGroup:
 
     @property
     def can_spread(self) -> bool:
-        """Whether only the best beam runs and the others can start from the blocks it computed."""
+        """Whether a resumed search can start its other beams: the best beam has all its KV."""
         is_alone = len(self.places) < len(self.search.beams) and self.parents is None
         leader = self.leader
         return is_alone and leader.status is SeqStatus.DECODE and not leader.loading_block_ids
 
     def num_blocks_due(self, block_size: int) -> int:
-        """Return an upper bound on the blocks of each KV group that the next step's beams need."""
+        """Return an upper bound on the new blocks that the beams' next step needs per KV group."""
         if self.parents is None:
             return self._num_blocks_of_others(block_size) if self.can_spread else 0
         if (self.search.num_tokens - 1) % block_size == 0:  # the parents' blocks are full
@@ -93,7 +94,10 @@ class BeamGroup:
         return max(0, len(self.parents) - len(self.places))
 
     def demand(self, block_size: int) -> tuple[int, int]:
-        """Return how many rows the search needs, and blocks per KV group besides its leader's."""
+        """Return what a queued search needs to run: its rows, and its blocks per KV group.
+
+        The blocks are those that it needs in addition to the leader's.
+        """
         width, num_tokens, request = len(self.seqs), self.search.num_tokens, self.leader.request
         if len(self.search.beams) > 1:
             return width, self._num_blocks_of_others(block_size)
@@ -102,12 +106,12 @@ class BeamGroup:
         return width, width - (num_tokens % block_size > 0)
 
     def num_shared_blocks(self, beam: int, block_size: int) -> int:
-        """Return how many of its first full blocks a beam has in common with the best beam."""
+        """Return how many full blocks at the beginning a beam can share with the best beam."""
         tokens, best = (self.search.beams[i].token_ids[:-1] for i in (beam, 0))
         return num_common(tokens, best) // block_size
 
     def _num_blocks_of_others(self, block_size: int) -> int:
-        """Return how many blocks of each KV group the beams other than the best one need."""
+        """Return how many blocks per KV group the beams need besides those of the best beam."""
         num_blocks = -(-self.search.num_tokens // block_size)
         others = range(1, len(self.search.beams))
         return sum(num_blocks - self.num_shared_blocks(beam, block_size) for beam in others)

@@ -11,8 +11,8 @@ chooses the next beams. In the next step:
     a beam without a child       ends: its sequence becomes spare, and a row stays reserved for it
 
 To the worker, each step of a beam is a new sequence that gets exactly one more token. So no plan
-counts a beam as a decode, although its status is DECODE between its steps, and no step in flight
-refers to a beam while its next step is prepared.
+counts a beam as a decode, although a beam has the status DECODE between its steps. While the next
+step of a beam is prepared, no step in flight refers to the beam.
 
 A search runs as a whole or waits as a whole. A preempted search keeps its beams' tokens but no KV;
 most of the KV is in shared blocks, which the prefix cache may still have. It resumes like a new
@@ -40,7 +40,7 @@ _NO_ROWS: frozenset[int] = frozenset()
 
 
 class BeamGroups:
-    """The running searches. Starts and stops them, begins their steps and applies candidates."""
+    """Starts and stops the running searches, begins their steps, and applies their candidates."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class BeamGroups:
 
     @property
     def rows(self) -> frozenset[int]:
-        """The rows whose candidates `apply_candidates` reads."""
+        """The rows of all running beams; the caller must pass their candidates to the core."""
         if not self._groups:  # true in almost every step
             return _NO_ROWS
         places = chain.from_iterable(group.places for group in self)
@@ -85,7 +85,10 @@ class BeamGroups:
         return sum(map(self._num_blocks_due, self))
 
     def demand(self, group: BeamGroup) -> tuple[int, int]:
-        """Return how many rows a search needs, and how many blocks in addition to its leader's."""
+        """Return what a queued search needs to run: its rows, and its blocks in all KV groups.
+
+        The blocks are those that it needs in addition to the leader's.
+        """
         num_rows, num_blocks = group.demand(self._block_size)
         if self._kv_groups.is_plain or len(group.search.beams) == 1:
             return num_rows, num_blocks * self._kv_groups.num
@@ -114,7 +117,7 @@ class BeamGroups:
         self._rows.num_reserved += len(group.seqs) - 1
 
     def stop(self, group: BeamGroup) -> None:
-        """Take the rows and blocks away from a running search; it keeps its beams' tokens."""
+        """Take the rows and blocks away from a running search; the search keeps its tokens."""
         del self._groups[group.leader.seq_id]
         self._rows.num_reserved -= len(group.spares)
         for seq in group.places:

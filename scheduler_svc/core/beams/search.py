@@ -94,7 +94,7 @@ class BeamSearcher:
 
         Args:
             state: The state of a search with equal parameters.
-            best: The tokens of the best beam, prompt and output; more tokens may follow.
+            best: The prompt and output of the best beam of `state`, perhaps with newer tokens.
         """
         start = self._num_prompt_tokens
         both = (*state.beams, *state.hypotheses)
@@ -117,10 +117,11 @@ class BeamSearcher:
         return True
 
     def advance(self, candidates: Sequence[BeamCandidates]) -> tuple[int, ...]:
-        """Choose the next beams from `candidates`, which are parallel to the beams.
+        """Choose the next beams from `candidates`, which are parallel to `beams`.
 
-        Each beam must have `num_kept` candidates that `min_tokens` allows, or all that exist. A
-        smaller vocabulary may lead to fewer beams and hypotheses.
+        Each beam must have `num_kept` candidates that `min_tokens` allows, or all that exist. If
+        the vocabulary is smaller than `num_kept`, there may be fewer than `width` beams or
+        hypotheses.
 
         Returns:
             For each new beam, the index of the old beam that it continues.
@@ -145,7 +146,10 @@ class BeamSearcher:
     def _likeliest(
         self, candidates: Sequence[BeamCandidates]
     ) -> tuple[npt.NDArray[np.intp], Int32Array, Float32Array]:
-        """Return the beam, token and total log-probability of the `num_kept` best, best first."""
+        """Return beam, token and total log-probability of the `num_kept` likeliest continuations.
+
+        The likeliest continuation comes first.
+        """
         parents = np.repeat(np.arange(len(candidates)), [len(c.token_ids) for c in candidates])
         token_ids = np.concatenate([c.token_ids for c in candidates])
         totals = np.concatenate(
@@ -193,6 +197,9 @@ def num_common(one: Int32Array, other: Int32Array) -> int:
 def _beside(
     best: Int32Array, start: int, token_ids: Int32Array, logprob: np.float32
 ) -> OutputState:
-    """Describe an output by its difference from `best`; `token_ids` begin at position `start`."""
+    """Describe an output by the tokens in which it differs from `best`.
+
+    `token_ids` lacks the first `start` tokens, which the output has in common with `best`.
+    """
     num_common_tokens = num_common(best[start:], token_ids)
     return OutputState(start + num_common_tokens, token_ids[num_common_tokens:], logprob)

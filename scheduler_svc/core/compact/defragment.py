@@ -1,22 +1,22 @@
 """Moves held blocks to the low end of the pool, so that the free blocks become one run.
 
-If H blocks are held, the held blocks at H and beyond exchange places with available blocks below H.
-A *pass* lists these blocks and the tables that name them. Then each step moves a few of the blocks,
-highest first, by copies in its plan. Sequences keep running meanwhile, so each entry of the lists
-is checked again before use:
+If H blocks are held, the held blocks with the number H or a higher one move to numbers below H. A
+*pass* lists these blocks and the tables that name them. Then each step moves a few of the blocks,
+highest first, by copies in its plan. Sequences keep running during a pass, so each entry of the
+lists is checked again before use:
 
     source    a held block. All its holders must be tables or pins that the pass knows. So a block
               does not move while a step in flight holds it, a fork copies from it, it is being
               swapped in, or this plan copies to it.
-    target    a free or a cached block. If the target is free, the source moves there, and its old
-              block is held until the step's result. If the target is cached, the two blocks
-              exchange contents by two copies in one plan, since all reads come before all writes.
-              Free blocks below H are used first, then cached ones. If all listed blocks have been
-              allocated, any free block below the source is used.
+    target    a free or a cached block. If the target is free, the source is copied to it, and is
+              not reused before the step's result. If the target is cached, the two blocks exchange
+              contents by two copies in one plan, since all reads come before all writes. Free
+              blocks below H are used first, then cached ones. If none of these is left, any free
+              block below the source is used.
 
-While the pool shrinks, passes of another kind run first, until none is needed. They *evacuate* the
-blocks beyond the pool's new end: they move the blocks to any available ones below the end, and
-evict cached blocks to make room.
+While the pool shrinks, passes of another kind run instead. They *evacuate* the blocks beyond the
+pool's new end: they move the held blocks to available ones below the end, and evict cached blocks
+to make room.
 
 Beginning a pass takes time in proportion to the pool and the tables. Within a pass, a step takes
 time in proportion to its moves. Without a pass, the cost of a step is one comparison.
@@ -99,8 +99,8 @@ class _Pass:
     """The held blocks to move, in ascending order; the pass takes them from the end."""
     free_targets: list[DeviceBlockId]
     """Blocks below the border that had no holder when the pass began, in descending order. The pass
-    takes them from the end, and uses only those that are cached now: the pool provides the free
-    ones."""
+    takes them from the end, and uses only those that are cached now. It gets free blocks from
+    the pool instead."""
     owners: _Owners
     evacuates: bool = False
     """Whether the pass only empties the blocks beyond the border; such a pass has no report."""

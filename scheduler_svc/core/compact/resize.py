@@ -1,13 +1,14 @@
 """Changes the number of device blocks while the core runs.
 
-To grow, the worker allocates memory first; then the core calls `resize`. To shrink:
+To grow, the worker allocates memory first; then the caller calls `resize`. To shrink:
 
     shrink      takes all blocks beyond the new end out of use. Free blocks are retired at once.
-                Cached blocks are demoted, as many as one step can take. The defragmenter moves held
-                blocks below the end; if there is no room, sequences are preempted first.
-    is_shrunk   becomes true when no block beyond the end is held, the worker knows which rows were
-                released, and all steps that may have touched these blocks have results. Then the
-                worker frees the blocks.
+                Cached blocks are evicted; one step can demote only some of them, and the others are
+                lost. The defragmenter moves held blocks below the end; if there is no room,
+                sequences are preempted first.
+    is_shrunk   becomes true when no block beyond the end is held, a plan has told the worker which
+                rows were released, and all steps sent until then have results. Then the worker
+                frees the blocks.
     resize      is called with the new size if the worker has freed the blocks. Otherwise it is
                 called with the old size, and the blocks are in use again.
 """
@@ -124,7 +125,7 @@ class Resizing:
         self._defragmenter.on_resized()
 
     def on_planned(self) -> None:
-        """Record the step sent last, once no block beyond the new end is held.
+        """Record which step was sent last, as soon as no block beyond the new end is held.
 
         Call this method after each plan. No later plan names these blocks.
         """

@@ -82,12 +82,12 @@ class Copies:
     # --- source core ----------------------------------------------------------------------------
 
     def lend(self, hashes: Sequence[BlockHash]) -> Loan:
-        """Hold blocks on the host to be read; copy blocks that only the device has there first.
+        """Hold host blocks with these hashes, so that the caller can read them.
 
-        The loan has all blocks before the first one that neither pool has, that the host has no
-        room for, or whose copy would be one more than `max_swap_blocks`. Nothing is copied while
-        swap-ins are pending: a step cannot copy in both directions, and sequences wait for the
-        swap-ins.
+        A block that only the device has is copied to the host first. The loan ends before the first
+        block that neither pool has or that cannot be copied: the host has no room, or the loan has
+        copied `max_swap_blocks` blocks already. Nothing is copied while swap-ins are pending: a
+        step cannot copy in both directions, and sequences wait for the swap-ins.
         """
         num_left = 0 if self._tier.has_unsent_swap_ins else self._max_copied
         held: list[HostBlockId] = []
@@ -123,7 +123,10 @@ class Copies:
         return self._tier.pool.num_available // 2
 
     def expect(self, hashes: Sequence[BlockHash]) -> Room:
-        """Reserve host blocks for the first `num_expectable` of `hashes`, all of them `missing`."""
+        """Reserve host blocks for the first `num_expectable` of `hashes`.
+
+        `missing` must have returned these hashes.
+        """
         taken = tuple(hashes[: self.num_expectable])
         blocks = tuple(self._tier.take_free() for _ in taken)
         room = Room(RoomId(next(self._ids)), taken, blocks, self._step_of_last_move)
@@ -149,6 +152,6 @@ class Copies:
 
     @property
     def _step_of_last_move(self) -> StepId:
-        """The step after whose result all block moves requested so far are done."""
+        """The step whose result says that all block moves requested so far are done."""
         last = self._steps.last
         return StepId(last + 1) if self._tier.has_moves else last

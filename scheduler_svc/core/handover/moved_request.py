@@ -44,8 +44,8 @@ class CopyProgress:
     hashes: tuple[BlockHash, ...]
     """The hashes of the request's full blocks, including blocks that steps in flight compute."""
     decodes: bool
-    """Whether the request can leave, some of its sequences run, and each of them has gained a
-    token."""
+    """Whether the request can leave now and decodes: at least one of its sequences runs, and each
+    running one has gained a token since it started, and does not end with a step in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class MovedSequence:
     num_computed_tokens: int
     """Tokens with KV in the blocks. Without blocks: tokens that the source core had computed."""
     num_charged_tokens: int
-    """How many of the first prompt tokens the source core's policy has charged for."""
+    """Prompt tokens that the source core's policy has charged to the request's account."""
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
     was_admitted: bool

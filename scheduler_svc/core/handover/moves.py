@@ -107,12 +107,12 @@ class Moves:
     # --- finding requests to move ---------------------------------------------------------------
 
     def find_requests(self, request_id: str | None = None) -> list[MovableRequest]:
-        """Return all live requests with this id (routers may use the same one); None: with any."""
+        """Return the live requests with this id; None: all. Two routers may use the same id."""
         seqs = [seq for seq in self._live if request_id in (None, seq.request.request_id)]
         return [self._describe(group) for group in _by_request(seqs)]
 
     def first_swapped(self) -> MovableRequest | None:
-        """Return the first request that waits as a whole and has a SWAPPED sequence, if any.
+        """Return the first request whose sequences all wait, at least one of them SWAPPED.
 
         "First" is in the order of the queue. `begin_export` may still refuse the request, because
         some of its KV is on the disk.
@@ -134,7 +134,10 @@ class Moves:
         return [(request.source, request.first_seq_key) for request in requests]
 
     def progress(self, source: SourceId, first_seq_key: SeqKey) -> CopyProgress | None:
-        """Return the state of a request before its move; None if it has ended or is leaving."""
+        """Return which blocks of a request can be copied, and whether the request can leave.
+
+        None if the request has ended or is leaving.
+        """
         seqs = self._group(source, first_seq_key)
         if not seqs or any(seq.status is SeqStatus.MIGRATING for seq in seqs):
             return None
@@ -184,7 +187,9 @@ class Moves:
         return Export(export_id, moved, self._step_of_last_move)
 
     def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
-        """Remove an exported request, or queue it here again; release the host blocks to copy.
+        """Remove an exported request if it `leaves`; otherwise queue it here again.
+
+        In both cases, release the host blocks that the export holds.
 
         Returns:
             The output indices of the sequences that have not ended since `begin_export`.
@@ -281,7 +286,7 @@ class Moves:
 
     @property
     def _step_of_last_move(self) -> StepId:
-        """The step after whose result all block moves requested so far are done.
+        """The step whose result says that all block moves requested so far are done.
 
         Block moves that have not been sent are part of the next plan.
         """
@@ -308,7 +313,7 @@ class Moves:
         )
 
     def _decodes(self, seqs: list[Sequence]) -> bool:
-        """Return `CopyProgress.decodes`; false if a step in flight samples a last token."""
+        """Return the value of `CopyProgress.decodes`."""
         running = [seq for seq in seqs if seq.row is not None]
         if not running:
             return False

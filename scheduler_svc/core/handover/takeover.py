@@ -12,16 +12,16 @@ The core uses each part of the worker's report as follows:
     swapped blocks   are host and disk blocks with labels, including a partial last block. The
                      tokens of the resubmitted request lead to the same hashes, and the sequence is
                      SWAPPED again. Without a prefix cache the hashes are unique to the sequence. A
-                     block with tokens that the router has not received cannot be found in this
-                     way, so its tokens, less than a block, are computed again.
+                     block with tokens that the router has not received is not found, because its
+                     hash is unknown; its tokens are computed again.
     labelled blocks  become cached blocks, so that the prefix cache is as before, in all tiers.
     pins             stay for the rest of their time.
 
-Unclaimed blocks and rows stay reserved for `claim_s`. Once `REUNION_S` have passed, they are freed
-earlier, one row at a time, but only if nothing could run otherwise. If rows were freed even before
-`REUNION_S`, the first resubmitted request could take the blocks of the second, because requests are
-submitted one by one. When a row is freed, its labelled blocks stay cached and the others become
-free.
+Unclaimed rows and their blocks stay reserved for `claim_s` seconds. After the first `REUNION_S`
+seconds, rows may be freed before `claim_s` ends: one at a time, and only if nothing could run
+otherwise. No row is freed earlier, because routers submit their requests one by one, and the first
+request could take the blocks of the second. When a row is freed, its labelled blocks stay cached
+and the others become free.
 
 The worker may have sampled tokens that the router has not received. The core reports these tokens
 with their log-probabilities, so that they are not computed again. If the worker has not kept all of
@@ -83,7 +83,7 @@ class Takeover:
         host_room: HostRoom,
         finish: Callable[..., list[Finished]],
     ) -> None:
-        """Begin without unclaimed rows; `finish` is `Scheduler._finish`."""
+        """`finish` is `Scheduler._finish`."""
         self.num_recomputed_tokens = 0
         """Number of tokens that adopted sequences compute again, because their KV was lost."""
         self.num_adopted_tokens = 0
@@ -154,9 +154,9 @@ class Takeover:
         return True
 
     def num_held_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request have KV that no other request can use.
+        """Return how many tokens of a resubmitted request have KV that only this request can use.
 
-        These are tokens of unclaimed rows, and, without a prefix cache, of swapped-out sequences.
+        This KV is in unclaimed rows and, without a prefix cache, in swapped-out blocks.
         """
         return sum(self._num_held_tokens(request, index) for index in range(request.n))
 
@@ -185,7 +185,7 @@ class Takeover:
     # --- adopted sequences ----------------------------------------------------------------------
 
     def with_separate_outputs(self, request: Request) -> Request:
-        """Mark a request's outputs as diverged if one after the first has an unclaimed row.
+        """Mark a request's outputs as diverged if any but the first has an unclaimed row.
 
         Diverged outputs do not fork from the first one. The outputs may have diverged at the worker
         although the router has not received any token yet.
@@ -208,7 +208,7 @@ class Takeover:
         return self._adopt_running(seq) or self._adopt_swapped(seq)
 
     def _find_row(self, request: Request, output_index: int) -> HeldRow | None:
-        """Return the unclaimed row of an output whose tokens agree with the request's, if any."""
+        """Return the output's unclaimed row, if its tokens agree with those of the request."""
         if not self._unclaimed:
             return None
         rows = self._unclaimed.get(identity(request, output_index), ())
@@ -216,7 +216,7 @@ class Takeover:
         return next((row for row in rows if _is_same(row.token_ids, known)), None)
 
     def _resume_search(self, leader: Sequence, group: BeamGroup) -> None:
-        """Restore the state of a search; admission will look up its KV or compute it again."""
+        """Restore the state of a search; its KV is looked up when the search is admitted."""
         row = self._find_row(leader.request, 0)
         if row is None:
             return
@@ -357,13 +357,14 @@ class Takeover:
     ) -> "_SwappedKv | None":
         """Look on host and disk for the KV of an output, up to its last block, full or partial.
 
-        With a prefix cache, the result is None if the worker has only full blocks or only a prompt,
-        because admission finds such blocks by itself.
+        With a prefix cache, the result is None if the output has no tokens yet or its last block is
+        not found, because admission finds full blocks by itself.
 
         Args:
             request: The request.
             output_index: The index of the output.
-            chain: With a prefix cache, the known hashes of the output's blocks; extended in place.
+            chain: With a prefix cache, the hashes of the output's full blocks that are known; this
+                method adds the others.
         """
         has_cache, size = self._config.enable_prefix_caching, self._config.block_size
         known = _known_tokens(request, output_index)
@@ -413,7 +414,7 @@ class Takeover:
         return None
 
     def _table(self, row: HeldRow) -> list[DeviceBlockId]:
-        """Return the block table of a row, with the null block in place of passed blocks."""
+        """Return the block table of a row, with the null block for blocks behind the window."""
         table = [DeviceBlockId(block) for block in row.block_ids.tolist()]
         if self._groups.is_plain:
             return table
