@@ -15,7 +15,7 @@ from scheduler_svc.core.sequence import SeqStatus, Sequence
 
 
 class LiveSequences:
-    """Holds every sequence from its request's arrival to its end, and maintains sibling lists.
+    """Holds each sequence from the arrival of its request until the sequence ends.
 
     The first sequence of a new request is the leader: it computes the prompt, and the others, its
     siblings, fork from it. The sequences of a resubmitted request have diverged and do not fork;

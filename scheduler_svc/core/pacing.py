@@ -1,13 +1,20 @@
 """Learns how long a worker's steps take, and limits the prompt tokens of the next step.
 
-A step has one result, so a prompt in it delays every decoding sequence of the step. The limit is
-the number of prompt tokens that fit in the allowed time. The pacer learns three durations from the
-steps: the time of a step that only decodes, by the number of sequences; the time per prompt token,
-from steps with many prompt tokens; and the fixed cost of having any prompt tokens, from steps with
-few. The fixed cost includes reading the KV of all earlier tokens. The limit has three lower bounds:
-a prompt must not spend most of its time on the fixed cost; prompts must not queue up
-(`least_tokens`); and the tokens that the worker's device computes almost for free are always
-allowed (`SchedulerConfig.min_prompt_tokens`).
+A step has one result, so a prompt in it delays every decoding sequence of the step. The operator
+sets by how much prompts may lengthen a step (`Pace`); the limit is the number of prompt tokens that
+fit in this *allowed time*. The pacer learns three durations from the steps:
+
+- the time of a step that only decodes, by the number of sequences
+- the time per prompt token, from steps with many prompt tokens
+- the fixed cost of having any prompt tokens in a step, from steps with few; the fixed cost includes
+  reading the KV of all earlier tokens
+
+The limit of a step with decodes is never below any of these numbers:
+
+- as many tokens as take the same time as the fixed cost; but tokens and fixed cost together take at
+  most `_MAX_PAYING` times the allowed time
+- `least_tokens`, so that prompts do not queue up
+- the tokens that the device computes almost for free (`SchedulerConfig.min_prompt_tokens`)
 
 The pacer's estimates also determine when to send the next step, and when a step is so late that its
 worker may hang.
@@ -45,19 +52,20 @@ _LONG_STEPS = 256
 the pace allows. Chosen, to keep queues of prompts from growing."""
 _MANY_DECODES = 16
 """Beside at least this many decodes, short prompts are spread over several steps. Measured, in
-comparison with one step for all: eight streams had 0.87 of the throughput; in three measurements,
-32 streams had 0.96, 0.89 and 0.96 of the throughput, and 0.63 to 0.73 of the time to the first
-token."""
+comparison with all prompts in one step: 8 streams had 0.87 of the throughput; in three
+measurements, 32 streams had 0.96, 0.89 and 0.96 of the throughput, and 0.63 to 0.73 of the time to
+the first token."""
 _SHORT_STEPS = 16
 """Number of steps over which short prompts are spread beside many decodes. Chosen: fewer steps make
 longer gaps between tokens."""
 _WORTHWHILE_PART = 8
-"""Beside many decodes, a step computes at least 1 / 8 of the tokens that keep the device busy.
-Measured at 32 streams, in comparison with 64 tokens, which were 1 / 8: with 32 tokens, first tokens
-came later; with 128, the throughput was 1.02 times, and the p99 between tokens 1.53 times."""
+"""Beside many decodes, a step may always compute 1 / 8 of the tokens that keep the device busy, if
+they are of short prompts. Measured at 32 streams, where 1 / 8 was 64 tokens: with 32 tokens, first
+tokens came later; with 128, the throughput was 1.02 times, and the p99 between tokens 1.53 times
+that with 64."""
 _FIRST_SHARE = 3 / 8
-"""Beside few decodes, a burst of prompts is computed in two steps. This share of the streams gets
-its first token in the first step, and then waits for the second step. Measured at 8 streams, in
+"""Beside few decodes, a burst of short prompts is computed in two steps. After the first step, this
+share of all streams has its first token, and waits for the second step. Measured at 8 streams, in
 comparison with one step: 0.84 of the time to the first token, 1.00 of the throughput, and 1.08 of
 the p99 between tokens."""
 
@@ -72,11 +80,11 @@ _MAX_JUMP = 2.0
 """An observation counts as at most this multiple of the average. Chosen, since other work on the
 machine can make a single step slow."""
 _MIN_SLOPE = 0.5
-"""Lower bound of the time per additional token, as a share of the average time per token. Chosen,
-since noise can make the measured slope too small."""
+"""Lower bound of the slope, the time that one more prompt token takes, as a share of the average
+time per prompt token. Chosen, since noise can make the measured slope too small."""
 _MIN_ADDED_PART = 0.05
-"""Lower bound of the time that prompts add, as a share of their step. Chosen by judgment, because
-noise can make the measured time negative."""
+"""Lower bound of the time that prompts add to a step, as a share of the step's time. Chosen,
+because noise can make the measured time negative."""
 
 # --- when steps are sent, and when they are late ------------------------------------------------
 

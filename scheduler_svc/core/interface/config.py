@@ -70,7 +70,7 @@ class SchedulerConfig:
     defragment_interval_s: float = 10.0
     """Seconds between two measurements of fragmentation; 0: it is never measured."""
     defragment_threshold: float = 1.0
-    """The fragmentation rate from which on blocks are moved; a rate is always below 1."""
+    """The fragmentation rate from which on blocks are moved; 1: never, as a rate is below 1."""
     max_defragment_moves: int = 32
     """The limit on blocks that defragmentation moves in one step."""
     watermark: float = 0.01
@@ -81,7 +81,7 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     """Host blocks; 0: there is no host tier."""
     host_is_device_memory: bool = False
-    """Whether host and device blocks are in the same memory, as on a CPU, where a swap frees no
+    """Whether host and device blocks are in the same memory, as on a CPU. A swap then frees no
     memory."""
     bytes_per_block: int = 0
     """Size of a block; it is the same in every tier."""
@@ -94,14 +94,14 @@ class SchedulerConfig:
     disk_bytes_per_s: float = 0.0
     """The measured rate of loading blocks from the disk; 0: unknown."""
     max_disk_moves: int = 256
-    """The limit on disk loads in progress, and also on disk stores in progress. At the limit of
-    stores, blocks that the host evicts are lost. Spills of preempted sequences are not limited,
-    because their room is needed at once."""
+    """How many disk loads may be in progress, and how many disk stores. At the limit of stores,
+    blocks that the host evicts are lost. Spills of preempted sequences are not limited, because
+    others need the host blocks of these sequences at once."""
     preemption_mode: PreemptionMode = PreemptionMode.COST
     """How to preempt sequences if there is a host tier."""
     max_swap_blocks: int = 256
-    """The limit on blocks that one step swaps in, and on blocks that it demotes. Swap-outs of
-    preempted sequences are not limited, because their room is needed at once."""
+    """How many blocks one step may swap in, and how many it may demote. Swap-outs of preempted
+    sequences are not limited, because others need the device blocks of these sequences at once."""
     long_prefill_threshold: int | None = None
     """A sequence with more known tokens to compute than this is long: it leaves half of a step to
     others, and short sequences may overtake it. 0: no sequence is long. None: half of the tokens
@@ -133,8 +133,8 @@ class SchedulerConfig:
     def max_chunk(self) -> int | None:
         """The limit on the known tokens of one sequence in one step; None: the token budget.
 
-        If KV groups have windows, a sequence holds blocks for a whole chunk. So a chunk then has at
-        most as many tokens as keep the device busy.
+        If KV groups have windows, a long chunk would need far more blocks than the windows. So a
+        chunk then has at most as many tokens as keep the device busy.
         """
         if self.takes_whole_prompts:
             return None
@@ -229,7 +229,7 @@ class SchedulerLoad:
     num_free_blocks: int
     """Device blocks without content."""
     num_cached_blocks: int
-    """Device blocks without a holder that the prefix cache can find."""
+    """Device blocks that have no holder, but that the prefix cache can find."""
     num_pinned_blocks: int
     """Device blocks that pins hold; sequences may hold them, too."""
     block_size: int
@@ -248,7 +248,7 @@ class SchedulerLoad:
     num_free_host_blocks: int
     """Host blocks without content."""
     num_cached_host_blocks: int
-    """Host blocks without a holder that the prefix cache can find."""
+    """Host blocks that have no holder, but that the prefix cache can find."""
     num_swapped_out_blocks: int
     """Blocks copied from device to host, including demoted ones."""
     num_swapped_in_blocks: int
@@ -265,7 +265,7 @@ class SchedulerLoad:
     num_free_disk_blocks: int
     """Disk blocks without content."""
     num_cached_disk_blocks: int
-    """Disk blocks without a holder that the prefix cache can find."""
+    """Disk blocks that have no holder, but that the prefix cache can find."""
     num_stored_blocks: int
     """Blocks stored on the disk, including spilled ones."""
     num_loaded_blocks: int

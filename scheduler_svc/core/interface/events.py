@@ -1,4 +1,4 @@
-"""Events of sequences, which the core reports to their routers after a step, and to traces."""
+"""Events of sequences, which the core reports after a step, for the routers and for traces."""
 
 from dataclasses import dataclass
 
@@ -86,10 +86,10 @@ class StepEvents:
     token_ids: Int32Array
     result_index: Int32Array
     admitted: tuple[Admitted, ...]
-    """Sequences that left the queue since the last events."""
+    """Sequences that left the queue for the first time since the last events."""
     finished: tuple[Finished, ...]
     pinned: tuple[Pinned, ...] = ()
     """Sequences whose prompt was pinned since the last events."""
     logprobs: tuple[tuple[int, StepLogprob], ...] = ()
-    """Pairs of a `result_index` and a log-probability, only for tokens that come from a `HeldRow`,
-    not from a step."""
+    """Pairs of a `result_index` and a log-probability. Empty after a step: only a takeover
+    (`HeldRow`) reports log-probabilities here."""

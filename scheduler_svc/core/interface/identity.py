@@ -19,9 +19,10 @@ def swap_root(request: Request, output_index: int, *, has_prefix_cache: bool) ->
 def identity(request: Request, output_index: int) -> bytes:
     """Return 32 bytes that identify a sequence of `request` to a later scheduler.
 
-    The identity covers the request's id, tenant, cache salt, sampling, search and limits, the
-    number of prompt tokens, and the output's index. It does not cover the tokens: callers compare
-    or hash them. It does not depend on the router, or on how many output tokens the router knows.
+    It is a hash of the request's id, tenant, cache salt, sampling and search parameters, its
+    maximum number of output tokens, the number of prompt tokens, and the output's index. It does
+    not cover the tokens: callers compare or hash them. So it does not depend on how many output
+    tokens the router knows, nor on the router.
     """
     parts = (
         b"quire.v1.sequence\0",

@@ -11,7 +11,7 @@ _MARK: Final = "is_core_input"
 
 
 class Recorder(Protocol):
-    """Makes the calls of a core's marked methods in the caller's place, and records them."""
+    """Records the calls of a core's marked methods; each call goes through the recorder."""
 
     def call(self, method: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Call `method(*args, **kwargs)` and return its result; the first argument is the core."""

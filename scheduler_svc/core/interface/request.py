@@ -16,7 +16,7 @@ SeqId = NewType("SeqId", int)
 """Identifies a sequence; unique over the life of a scheduler core."""
 
 SourceId = NewType("SourceId", int)
-"""Identifies the stream of one router (its *source*); the engine assigns the numbers."""
+"""Identifies a source, the stream of one router; `RouterStreams` assigns the numbers."""
 
 SeqKey = NewType("SeqKey", int)
 """Identifies a sequence at its source; unique within the source."""
@@ -71,7 +71,7 @@ class Request:
     """The least number of tokens that each sequence produces, unless it is cancelled."""
     priority: int = 0
     """A higher priority goes first, if the policy uses priorities. Under other policies, only the
-    lowest priority matters: it goes last."""
+    lowest priority matters: requests that have it go last."""
     tenant: str = ""
     deadline: float | None = None
     """When the request expires, in seconds of the caller's clock; None: never."""

@@ -30,14 +30,14 @@ class WorkerRates:
     """Seconds of a step that computes one token for each sequence; None: unknown."""
 
     def least_s(self, num_prompt_tokens: int, num_steps: int) -> float | None:
-        """Return a lower bound on the seconds for this much work; None if a rate is unknown."""
+        """Return how long the prompt and the steps take at least; None if a rate is unknown."""
         if self.prefill_tokens_per_s is None or self.step_s is None:
             return None
         return num_prompt_tokens / self.prefill_tokens_per_s + num_steps * self.step_s
 
 
 def max_request_len(num_blocks: int, config: SchedulerConfig) -> int:
-    """Return the length of the longest sequence that can finish with all `num_blocks` blocks."""
+    """Return how long a sequence can become if it has all `num_blocks` blocks for itself."""
     if not config.has_windows:
         return min(config.max_model_len, num_blocks * config.block_size)
     groups = KvGroups(config)

@@ -7,8 +7,8 @@ preempted one draws the same tokens later. `budget.py` limits the prompt tokens 
 from contract.info import MemoryLevel
 
 _HALVE_AGAIN_S = 10.0
-"""Seconds between two halvings; longer than a change of memory takes to show in the level. Chosen,
-not measured."""
+"""Least number of seconds between two halvings of the bound on running sequences, so that the
+effect of the first one shows in the memory level before the second. Chosen, not measured."""
 
 
 class Pressure:
@@ -19,7 +19,8 @@ class Pressure:
     OK          there is no bound
 
     One sequence, or one beam search, may always run. When the level falls from CRITICAL to WARNING,
-    the bound stays; if the level rises again, the next halving still waits for the ten seconds.
+    the bound stays as it is. If the level becomes CRITICAL again, the bound is halved again, but at
+    the earliest ten seconds after the last halving.
     """
 
     def __init__(self) -> None:
