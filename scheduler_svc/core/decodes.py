@@ -1,7 +1,7 @@
 """The decoding sequences: when each needs its next block, and when each reaches its maximum length.
 
 Without draft tokens, a decoding sequence gains one token in every step. So when it starts to
-decode, the steps are known in which it will need a block or reach its maximum length.
+decode, it is known at which steps it will need its next blocks and reach its maximum length.
 `SteadyDecodes` files the sequence under these steps and does no work for it in between. With draft
 tokens, a step may yield several tokens for a sequence; `DraftedDecodes` checks all sequences in
 every step, with array operations.
@@ -126,7 +126,7 @@ class DraftedDecodes:
         min(n + f * (K + 1) + K, length - 1)
 
     When the step being planned begins, up to `n + f * (K + 1)` tokens are known; the step adds K
-    draft tokens. `length` is the sequence's maximum length, whose last token is never computed.
+    draft tokens. `length` is the sequence's maximum length; its last token is never computed.
 
     A table without this room gets one block in each step. This is enough to go on, because K is
     less than `block_size`, and a worker drafts no more tokens than the table has room for.

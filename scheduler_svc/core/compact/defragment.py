@@ -99,8 +99,8 @@ class _Pass:
     """The held blocks to move, in ascending order; the pass takes them from the end."""
     free_targets: list[DeviceBlockId]
     """Blocks below the border that had no holder when the pass began, in descending order. The pass
-    takes them from the end, and uses only those that are cached now. It gets free blocks from
-    the pool instead."""
+    takes them from the end, and uses only those that are cached now. The pass gets free
+    blocks from the pool instead."""
     owners: _Owners
     evacuates: bool = False
     """Whether the pass only empties the blocks beyond the border; such a pass has no report."""
