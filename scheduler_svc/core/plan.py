@@ -35,16 +35,19 @@ class PlanBuilder:
     copy_src: list[DeviceBlockId] = field(default_factory=list)
     copy_dst: list[DeviceBlockId] = field(default_factory=list)
     copied: list[DeviceBlockId] = field(default_factory=list)
-    """Those blocks of `copy_src` to which the step holds a reference until its result."""
+    """The blocks of `copy_src` that the step holds until its result arrives."""
     renamed_src: list[DeviceBlockId] = field(default_factory=list)
     renamed_dst: list[DeviceBlockId] = field(default_factory=list)
     chunk_lens: dict[int, int] = field(default_factory=dict)
-    """Maps each row to the number of tokens that the step computes for it."""
+    """Maps each row with a chunk to the number of tokens in the chunk."""
     pins: tuple[tuple[BlockHash, float], ...] = ()
     trace_events: tuple[Started | Preempted, ...] = ()
 
     def copy(self, src: DeviceBlockId, dst: DeviceBlockId) -> None:
-        """Copy a block before the step computes; all sources are read before any is written."""
+        """Copy a block before the step computes.
+
+        The worker reads all sources before it writes any destination.
+        """
         self.copy_src.append(src)
         self.copy_dst.append(dst)
 

@@ -1,11 +1,11 @@
 """Preempts running sequences, and decides when to do it, which to take, and how.
 
-When and which: at the start of each step, `make_room` preempts running sequences, the last in order
-first, while more run than the worker's memory allows (`limits/memory_pressure.py`) or the decoding
-sequences need more blocks than are available. If only one sequence runs, or if evicted blocks go to
-the host, pins give up blocks first; sequences are preempted once no pins are left. Two kinds of
-sequences are preempted at other times: those that depend on a failed swap-in, and the running
-sequences of a request that moves to another core.
+When and which: `make_room` runs at the start of each step. It preempts the last running sequence in
+order, and repeats this while more sequences run than the worker's memory allows
+(`limits/memory_pressure.py`), or while the decoding sequences need more blocks than are available.
+If only one sequence runs, or if evicted blocks go to the host, pins give up blocks first; sequences
+are preempted once no pins are left. Two kinds of sequences are preempted at other times: those that
+depend on a failed swap-in, and the running sequences of a request that moves to another core.
 
 How: a *swap* copies the sequence's computed blocks to the host and keeps them until it runs again;
 a *recompute* drops them. `preemption_mode` names one of the two, or lets the estimated time decide

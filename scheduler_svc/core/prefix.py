@@ -35,7 +35,7 @@ class FoundKv:
     """The places of the blocks in the block table: first those of `ready`, then of `loading`, then
     of `sources`. None: the blocks are the first blocks of the table."""
     num_indices: int = 0
-    """If `places` is set, the number of block indices that have KV or are behind a window."""
+    """If `places` is set, the length of the reused prefix in block indices."""
 
 
 class KvLookup:
@@ -139,7 +139,7 @@ class KvLookup:
         return seq.block_hashes[: num_tokens // self._block_size]
 
     def find_beyond(self, seq: Sequence, shared: list[DeviceBlockId]) -> FoundKv:
-        """Do as `find` for a sequence that can share at least `shared`, its first full blocks."""
+        """Do as `find`, but find at least `shared`: another beam's blocks with the same tokens."""
         found = self.find(seq)
         if not self._groups.is_plain:
             return self._beyond_places(found, shared)
@@ -157,7 +157,7 @@ class KvLookup:
         return FoundKv(blocks, [], [], num_indices * self._block_size, places, num_indices)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Return how many prompt tokens are in the prefix cache, without the last prompt token."""
+        """Return how many prompt tokens are in the prefix cache; the last token does not count."""
         if not (self._is_enabled and request.reads_prefix_cache):
             return 0
         hashes: list[BlockHash] = []
@@ -166,7 +166,7 @@ class KvLookup:
         return self.num_cached_blocks(hashes) * self._block_size
 
     def num_cached_blocks(self, hashes: Seq[BlockHash]) -> int:
-        """Return the number of blocks in the longest prefix of `hashes` that any tiers have."""
+        """Return the length of the longest prefix of `hashes` that the tiers together have."""
         if not self._groups.is_plain:
             return self._groups.longest_prefix(hashes, self._has_anywhere)
         num_found = len(self._pool.find(hashes))
@@ -200,12 +200,13 @@ class Publisher:
     def publish_last(self, seqs: list[Sequence], rows: list[int]) -> None:
         """Publish the last block of each table, which is full.
 
-        Blocks of groups with a window are published when the sequence stops (`publish_windows`):
-        earlier, such a block could serve only a sequence that branches off exactly at its end.
-        Recurrent states are published here, because a sequence can resume only at a full block. All
-        tokens of a full block are known: its last one is the input of the step before the one being
-        planned, and the result with this token has arrived. This call is most of the cost of a
-        steady step, so it reads and publishes the blocks of all sequences at once.
+        Blocks of groups with a window are published when the sequence stops (`publish_windows`). If
+        such a block were published at once, it would serve only the few prefixes that end at most
+        one window after the block. Recurrent states are published at once, because a sequence can
+        resume only at a full block. All tokens of the full block are known: its last token was
+        sampled two steps before the step being planned, and the result of that step has arrived.
+        This call is most of the cost of a steady step, so it reads and publishes the blocks of all
+        sequences together.
 
         Args:
             seqs: Decoding sequences.
@@ -241,7 +242,7 @@ class Publisher:
         self._pool.publish(blocks, names)
 
     def publish_windows(self, seq: Sequence, num_computed_tokens: int) -> None:
-        """Publish the full blocks of groups with a window that later tokens would see."""
+        """Publish the full blocks that later tokens would see, in the groups with a window."""
         num_full, num_groups = num_computed_tokens // self._block_size, self._groups.num
         if len(seq.block_hashes) < num_full:  # there is no prefix cache, or its KV is wrong
             return
@@ -260,7 +261,10 @@ class Publisher:
         self._pool.publish([seq.block_ids[place] for place in places], names)
 
     def _name(self, seq: Sequence, num_full: int) -> tuple[list[DeviceBlockId], list[BlockHash]]:
-        """Mark the first `num_full` block indices as published; return their blocks and hashes."""
+        """Mark the first `num_full` block indices as published.
+
+        Return the blocks that were not published before, and their hashes.
+        """
         first = seq.num_published_blocks
         if first >= num_full or seq.loading_block_ids:
             return [], []

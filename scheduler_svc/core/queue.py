@@ -68,7 +68,7 @@ class WaitingQueue:
             self._deadlines.push((seq.request.deadline,), seq, seq.seq_id)
 
     def discount_cached(self, seq: Sequence, num_cached_tokens: int) -> None:
-        """Subtract the tokens of a waiting sequence that the prefix cache has at present."""
+        """Stop counting the tokens of a waiting sequence that the prefix cache has at present."""
         self._seq_id_to_tokens[seq.seq_id] -= num_cached_tokens
         self._count(self._seq_id_to_lane[seq.seq_id], -num_cached_tokens)
 

@@ -105,9 +105,10 @@ class Rows:
     def append(
         self, rows: Int32Array, token_ids: Int32Array
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], Int32Array, Int32Array]:
-        """Append `token_ids[i]` to row `rows[i]`, unless a beam or nobody owns the row.
+        """Append `token_ids[i]` to row `rows[i]`; skip rows that a beam owns or that have no owner.
 
-        The rows are distinct; but with draft tokens, a row may follow itself several times.
+        Without draft tokens the rows are distinct. With draft tokens a row may occur several times
+        in succession.
 
         Returns:
             The sources, sequence keys and token ids of the appended tokens, and their indices in
@@ -131,9 +132,9 @@ class Rows:
 
 
 class RowAccounts:
-    """The account of each row's sequence, as a number, so that counting uses arrays only.
+    """Gives each account that has rows a number, so that arrays can count the rows by account.
 
-    An account to which no row belongs any more loses its number, and another may get it.
+    An account without rows loses its number, which another account may get.
     """
 
     def __init__(self, max_num_seqs: int) -> None:

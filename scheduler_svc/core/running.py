@@ -107,7 +107,7 @@ class RunningSet:
         return bool(self._released_rows) or self._tier.has_moves or waits_for_disk
 
     def num_blocks_due(self, step: StepId) -> int:
-        """Return how many new blocks decodes, and prefills with windows, need at `step`."""
+        """Return how many new blocks to give at `step` to decodes and to prefills with windows."""
         num_due = self._decodes.num_due(step)
         if self._is_plain:
             return num_due
@@ -117,10 +117,10 @@ class RunningSet:
     def give_back(self, step: StepId) -> None:
         """Free blocks behind the windows of prefills, and of decodes that need blocks at `step`.
 
-        Blocks of recurrent states are large, and a decode may not need a further one for a long
-        time. So the passed blocks of a sequence that has just begun to decode are freed at once.
-        It does no harm if steps in flight still read the freed blocks: only a later step writes to
-        them, and the worker runs steps and copies in order.
+        In a model with recurrent layers, sequences that have just begun to decode free blocks, too:
+        the blocks are large, and a decode may not need a new block for a long time. It does no harm
+        if steps in flight still read the freed blocks: only a later step writes to them, and the
+        worker runs steps and copies in order.
         """
         begun = [seq for seq in self._begun if seq.status is SeqStatus.DECODE]
         self._begun = []
@@ -181,7 +181,11 @@ class RunningSet:
         insort(self._prefilling, seq, key=lambda other: other.order)
 
     def can_fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Whether the parent still has all blocks that the child's next token attends to."""
+        """Whether `child` can be forked from `parent`.
+
+        The parent must still have all blocks to which the child's next token attends, and the model
+        must have no recurrent layers.
+        """
         # The parent's state already includes a token that the child computes
         if self._groups.has_states:
             return False
@@ -404,8 +408,8 @@ class RunningSet:
             num_computed: The number of its tokens with KV.
 
         Returns:
-            The blocks at the places `KvGroups.kept(n)`; and n, the number of tokens whose KV they
-            have, which may be 0.
+            The blocks, and the number n of tokens whose KV they have, which may be 0. The blocks
+            are those at the places `KvGroups.kept(n)`.
         """
         size = self._config.block_size
         chain = seq.block_hashes[: num_computed // size]
@@ -422,7 +426,7 @@ class RunningSet:
             num_computed: The number of its tokens with KV.
 
         A later scheduler finds the partial block by its label. Without a prefix cache the full
-        blocks have no hashes yet, so they get labels here, too.
+        blocks were never published, so this method labels them, too.
         """
         size, has_cache = self._config.block_size, self._config.enable_prefix_caching
         num_in_tail = num_computed % size

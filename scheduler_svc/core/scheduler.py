@@ -12,9 +12,9 @@ element of an array.
 The core uses these words. A *source* is the stream of a router. A request with n > 1 has a
 *leader*, the sequence that computes the prompt, and *siblings*, which fork from the leader. The
 beams of one search are a *group* (`BeamGroup`); a *KV group* is something else: a set of layers. A
-sequence's *rank* is its place in the policy's order. *Unclaimed* rows are left from an earlier
-scheduler: no router has submitted their requests again yet. The states of sequences are in
-`sequence.py`; the states of blocks are in `space/blocks.py`.
+sequence's *rank* is the fixed part of its place in the policy's order. *Unclaimed* rows are left
+from an earlier scheduler: no router has submitted their requests again yet. The states of sequences
+are in `sequence.py`; the states of blocks are in `space/blocks.py`.
 
 `Scheduler` consists of parts, each with one duty. Callers may read from the parts and take their
 reports. Only the methods of `Scheduler` marked `core_input` affect what the core decides, so a
@@ -82,7 +82,10 @@ class Scheduler:
     """The sequences and blocks of one worker."""
 
     def __init__(self, config: SchedulerConfig, recorder: Recorder | None = None) -> None:
-        """`recorder` makes and records the calls of `core_input` methods; None: no recording."""
+        """Make a core without sequences.
+
+        If there is a `recorder`, all calls of `core_input` methods go through it.
+        """
         self.config: Final = config
         self.recorder: Final = recorder
         # Blocks of each tier, and lookup of KV in them.
@@ -285,10 +288,10 @@ class Scheduler:
         run than the worker's memory allows, the last running sequence in order is preempted. (2)
         Each decode takes one token of the budget. (3) Running prefills get chunks. (4) Unless (1)
         preempted a sequence, sequences are admitted from the queue in the policy's order, as long
-        as tokens, rows and blocks are left. (5) Long prefills (`TokenBudget.is_long`), which get at
-        most half of the tokens in (3) and (4), get the tokens that are left. (6) Cached blocks are
-        evicted ahead, for the next steps. (7) The defragmenter adds its block copies, after all
-        other copies are known.
+        as tokens, rows and blocks are left. (5) In (3) and (4), a long prefill
+        (`TokenBudget.is_long`) gets at most half of the tokens that are left; if tokens are still
+        left now, it gets a second chunk. (6) Cached blocks are evicted ahead, for the next steps.
+        (7) The defragmenter adds its block copies, after all other copies are known.
 
         Args:
             now: The time, in the caller's seconds.
@@ -524,8 +527,8 @@ class Scheduler:
 
         The sequence computes blocks that the disk cannot deliver or the host has no room for. A
         SWAPPED sequence has its KV in its own host blocks (the last one may be partial); it shares
-        the blocks that are still in the device's prefix cache. It always computes at least the last
-        known token, because the step samples from its logits.
+        the blocks that are still in the device's prefix cache. Every sequence computes at least its
+        last known token, because the step samples from the logits of this token.
         """
         may_be_long = True
         while self.budget.num_tokens and self.rows.num_free:
@@ -609,7 +612,7 @@ class Scheduler:
 
     @property
     def _num_taken_rows(self) -> int:
-        """Number of rows that running sequences have, and of reserved rows."""
+        """Number of rows that are reserved or that running sequences have."""
         return len(self.running) + self.rows.num_reserved
 
     def _fork_siblings(self, leader: Sequence, now: float) -> None:

@@ -24,7 +24,7 @@ class SeqStatus(Enum):
     WAITING = "waiting"
     """In the queue, without a row, device blocks or KV of its own."""
     SWAPPED = "swapped"
-    """Preempted and in the queue, without a row; its KV is in host and disk blocks."""
+    """In the queue, without a row; its KV is in host and disk blocks, mostly after a preemption."""
     FETCHING = "fetching"
     """Waits for loads from the disk; then it is queued as WAITING or SWAPPED."""
     SIBLING = "sibling"
@@ -33,7 +33,8 @@ class SeqStatus(Enum):
     """Belongs to a search, but is no beam now; it holds no blocks."""
     PREFILL = "prefill"
     """Running: has a row, and computes its known tokens chunk by chunk. It has blocks for all known
-    tokens, but in a KV group with a window only for the next chunk."""
+    tokens. In a KV group with a window it has blocks only for the tokens that the window still sees
+    and for the next chunk."""
     DECODE = "decode"
     """Running: every step adds a token, and any draft tokens that are accepted. A beam gains no
     token in this state: when all beams have been computed, the search chooses the next beams."""
@@ -107,7 +108,6 @@ class Sequence:
     arrived: float
     """When the request was submitted, in the caller's seconds."""
     rank: Rank
-    """The sequence's rank in the policy's order."""
     token_ids: npt.NDArray[np.int32]
     """The tokens known when the sequence last started or stopped. While it runs, `Rows` has the
     current tokens."""
@@ -115,7 +115,8 @@ class Sequence:
     """The length of prompt and output together at which the sequence ends."""
     status: SeqStatus = SeqStatus.WAITING
     was_admitted: bool = False
-    """Whether the sequence has left the queue before; its source gets an event the first time."""
+    """Whether the sequence has started before. When it first starts, its source gets an `Admitted`
+    event."""
     row: int | None = None
     block_ids: list[DeviceBlockId] = field(default_factory=list)
     """The block table, with an entry per KV group for every `block_size` tokens; see `KvGroups`.
@@ -132,16 +133,17 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
     num_charged_tokens: int = 0
-    """How many of the first prompt tokens the policy has charged for; a preemption keeps it."""
+    """How many of the first prompt tokens count as charged. They are not charged again if the
+    sequence computes them again after a preemption."""
     announced: bool = False
-    """Whether a plan has named this as a new sequence since it got its row."""
+    """Whether a plan has sent the sequence to the worker as a `NewSequence`. A plan does so after
+    each start, and in each step of a beam."""
     copy_from: tuple[DeviceBlockId, ...] = ()
     """For each KV group, the block that the worker will copy to the sequence's last block; empty
     once the sequence is announced. The sequence holds a reference to each of them."""
     host_block_ids: tuple[HostBlockId, ...] = ()
-    """Host blocks that have the sequence's KV, or to which it is being loaded from the disk, in the
-    order of `KvGroups.kept`. The sequence holds them from its swap-out until a result confirms its
-    swap-in."""
+    """Host blocks with the sequence's KV, in the order of `KvGroups.kept`. In FETCHING, some still
+    load. The sequence holds them from its swap-out until a result confirms its swap-in."""
     disk_block_ids: tuple[DiskBlockId, ...] = ()
     """In SWAPPED: disk blocks with the KV that follows `host_block_ids`. In FETCHING: the disk
     copies of blocks that are being loaded."""

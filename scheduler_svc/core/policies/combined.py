@@ -12,10 +12,10 @@ from scheduler_svc.core.policies.priority import Priority
 class Combined(Policy):
     """Orders requests by priority, then by fairness to tenants, then by deadline or arrival.
 
-    A criterion that is None is left out. With the priority criterion, a sequence that has waited
-    longer than the aging period goes before newer sequences of the same priority, whatever their
-    tenant; fairness decides only among sequences of one period. So every wait is bounded; a longer
-    period is fairer.
+    A criterion that is None is left out. The priority criterion divides time into aging periods. A
+    sequence goes before all sequences of the same priority that arrive in later periods, whatever
+    their tenant; fairness decides only among sequences that arrive in one period. So every wait is
+    bounded; a longer period is fairer to tenants.
     """
 
     def __init__(

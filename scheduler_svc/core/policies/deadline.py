@@ -6,9 +6,10 @@ from scheduler_svc.core.policies.policy import Policy, Rank, background
 
 
 class EarliestDeadline(Policy):
-    """Orders requests by deadline, as if each had one at most `patience_s` after its arrival.
+    """Orders requests by deadline, or by arrival + `patience_s` if this is earlier.
 
-    So no sequence waits for sequences that arrive more than `patience_s` seconds later.
+    So a sequence does not wait for sequences that arrive more than `patience_s` seconds later. Only
+    requests of the lowest priority, such as those of batches, wait for all others.
     """
 
     def __init__(self, patience_s: float = 60.0) -> None:

@@ -32,7 +32,8 @@ class TenantFair(Policy):
         self._counters: dict[str, float] = {}
         self._waiting: set[str] = set()
         self._floor = 0.0
-        """The lowest counter of the waiting tenants at the last update; never falls."""
+        """The counter at which a new tenant starts. It follows the lowest counter of the waiting
+        tenants, but never falls."""
         self._most_counters = _FEW_COUNTERS
 
     def rank(self, request: Request, arrived: float) -> Rank:
@@ -52,7 +53,7 @@ class TenantFair(Policy):
         self._counters = dict(accounts)
 
     def began_waiting(self, account: str) -> None:
-        """Raise the counter of a tenant that waits again to the floor."""
+        """Update the floor, and raise the tenant's counter to the floor if it is lower."""
         self._floor = self._floor_now()
         self._counters[account] = max(self.num_served(account), self._floor)
         self._waiting.add(account)

@@ -89,9 +89,9 @@ class Policy(ABC):
 def background(request: Request) -> Key:
     """Return a level that puts requests of the lowest priority after all others.
 
-    Under a policy with this level, the requests of batches only fill gaps, and are preempted first.
-    The policy `priority` and its combinations have other levels: under them, a waiting request of a
-    batch rises like any other request.
+    All requests of batches have the lowest priority. Under a policy with this level, they only fill
+    gaps, and are preempted first. The policy `priority` and its combinations have other levels:
+    under them, a waiting request of a batch rises like any other request.
     """
     return (float(request.is_background),)
 

@@ -8,10 +8,11 @@ from scheduler_svc.core.policies.policy import Policy, Rank
 
 
 class Priority(Policy):
-    """Orders requests by priority; a waiting sequence gains one level every `aging_s` seconds.
+    """Orders requests by priority; every `aging_s` seconds of waiting raise it by one.
 
     All sequences age at the same pace, so their order never changes: sequence `a` goes before `b`
-    if `priority(a) + (now - arrived(a)) / aging_s` is greater, and `now` cancels out.
+    if `priority(a) + (now - arrived(a)) / aging_s` is greater than the same sum for `b`, and `now`
+    cancels out.
     """
 
     def __init__(self, aging_s: float = 60.0) -> None:
@@ -23,7 +24,7 @@ class Priority(Policy):
     def level(self, request: Request, arrived: float) -> int:
         """Return the level for `Combined`: smaller goes first, other criteria decide within it.
 
-        A sequence gains a level when the clock passes a multiple of `aging_s`. So sequences of one
-        priority that arrive between two multiples always share a level.
+        Time is divided into periods of `aging_s` seconds. Sequences of one priority that arrive in
+        the same period share a level; in the next period the level is greater by one.
         """
         return floor(arrived / self._aging_s) - request.priority

@@ -49,7 +49,10 @@ class BlockState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The part of a core to describe; this module's `MAX_` constants limit the numbers."""
+    """The part of a core to describe.
+
+    `max_sequences` may be at most `MAX_SEQUENCES`, and `max_blocks` at most `MAX_BLOCKS`.
+    """
 
     first_seq_id: int = 0
     max_sequences: int = 256
@@ -69,7 +72,8 @@ class TierDescription:
     states: npt.NDArray[np.uint8]
     """uint8[N]: the `BlockState` of each block from `Query.first_block` on."""
     ref_counts: Int32Array
-    """int32[N], parallel to `states`, or empty."""
+    """int32[N], parallel to `states`: the holders of each block, not counting pins. Empty unless
+    queried."""
     next_block: int | None
     """The first block after the described ones; None: no block follows, or none was queried."""
 
@@ -91,7 +95,7 @@ class SequenceDescription:
     num_shared_blocks: int
     """Device blocks that the sequence shares with other holders, not counting pins."""
     device_block_ids: Int32Array
-    """The block table of the sequence; empty unless queried."""
+    """The block table without null blocks; empty unless queried."""
     host_block_ids: Int32Array
     disk_block_ids: Int32Array
 

@@ -34,8 +34,8 @@ def read_queues(core: "Scheduler") -> Queues:
 def read_prompts(core: "Scheduler") -> PromptQueue:
     """Count the prompt tokens to compute; takes time in proportion to the running prefills.
 
-    Waiting prompts count only as far as rows and blocks are left for them, as if all had the
-    average length.
+    Only a share of the waiting prompts counts: the share for which rows and blocks are left,
+    computed as if all waiting prompts had the average length.
     """
     num_tokens = num_short_tokens = num_short = 0
     for seq in core.running.prefilling:
