@@ -142,8 +142,9 @@ class Sequence:
     """For each KV group, the block that the worker will copy to the sequence's last block; empty
     once the sequence is announced. The sequence holds a reference to each of them."""
     host_block_ids: tuple[HostBlockId, ...] = ()
-    """Host blocks with the sequence's KV, in the order of `KvGroups.kept`. In FETCHING, some still
-    load. The sequence holds them from its swap-out until a result confirms its swap-in."""
+    """Host blocks with the sequence's KV, in the order of `KvGroups.kept`. In FETCHING, some are
+    still being loaded. The sequence holds these blocks from its swap-out until a result confirms
+    its swap-in."""
     disk_block_ids: tuple[DiskBlockId, ...] = ()
     """In SWAPPED: disk blocks with the KV that follows `host_block_ids`. In FETCHING: the disk
     copies of blocks that are being loaded."""

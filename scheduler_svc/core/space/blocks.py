@@ -8,14 +8,14 @@ A block's state follows from its reference count and whether it has a hash:
 
 Free and cached blocks are *available*: they can be allocated. A held block may have a hash, too;
 then every sequence that finds the block shares it. When a write to a block is planned, the block
-has one holder and no hash. If the write fills the block, it may be published, and shared, as soon
-as the write is planned.
+has one holder and no hash. If the write fills the block, the block may be published, and shared, as
+soon as the write is planned.
 
 Free blocks at or beyond the *border* are allocated last, lowest number first, so that the range
 that defragmentation has emptied stays empty. At first no block is beyond the border.
 
 A pool can be resized. Before it shrinks, the blocks from its new *end* on are taken out of use. As
-soon as such a block has no holder, it is *retired*: it loses its hash and is never allocated.
+soon as such a block has no holder, it is *retired*: it loses its hash and is not allocated.
 """
 
 from array import array
@@ -168,10 +168,10 @@ class BlockPool(Generic[BlockIdT]):
             self._ref_counts[block] += 1
 
     def drop(self, blocks: Sequence[BlockIdT]) -> None:
-        """Remove a holder from each block of a block table, or of the end of a table.
+        """Remove a holder from each of `blocks`, which are in the order of their block table.
 
-        The last blocks of the table become available first, so they are evicted first. This order
-        is best because a block cannot be found without the blocks that precede it.
+        The last of `blocks` become available first, so they are evicted first. This order is best
+        because a block cannot be found without the blocks that precede it.
         """
         if self._cached.uses_tables:
             hashes = (self._hashes[block] for block in reversed(blocks))
@@ -193,7 +193,7 @@ class BlockPool(Generic[BlockIdT]):
                     heappush(self._free_beyond, block)
 
     def publish(self, blocks: Sequence[BlockIdT], hashes: Sequence[BlockHash]) -> None:
-        """Let held full blocks be found by hash, except those whose content is found already."""
+        """Let held full blocks be found by hash, unless another block with the content is found."""
         known, hash_to_block = self._hashes, self._hash_to_block
         if any(map(known.__getitem__, blocks)):
             new = [i for i, block in enumerate(blocks) if known[block] is None]
@@ -305,7 +305,7 @@ class BlockPool(Generic[BlockIdT]):
 
     @property
     def num_leaving(self) -> int:
-        """Number of held blocks that are being taken out of use; every read counts them anew."""
+        """Number of held blocks that are being taken out of use, counted at each read."""
         return int(np.count_nonzero(self.ref_counts[self._end :]))
 
     def retire_from(self, end: int) -> None:

@@ -23,7 +23,10 @@ from scheduler_svc.core.space.marked_heap import MarkedHeap
 
 
 class EvictionOrder(Protocol):
-    """The cached blocks of one pool in the order of eviction, and the ranks of held blocks."""
+    """The cached blocks of one pool in the order of eviction.
+
+    Some orders give a block a rank while it is still held.
+    """
 
     uses_tables: bool
     """Whether the caller must call `on_table_dropped`."""
@@ -133,7 +136,10 @@ class Lfu(_Ranked):
 
 
 class Fifo(_Ranked):
-    """Ordered by when a dropped table first contained the block, or a block that continues it."""
+    """Ordered by when a dropped table first contained the block.
+
+    If a younger block continues it, the block counts as equally young.
+    """
 
     uses_tables = True
 

@@ -64,7 +64,7 @@ class KvGroups:
         return sum(num_blocks if most is None else min(num_blocks, most) for most in self._most)
 
     def kept(self, num_computed: int) -> list[int]:
-        """Return the places with KV of the first `num_computed` tokens that later tokens read."""
+        """Return the places that later tokens read, if the first `num_computed` tokens have KV."""
         indices = range(-(-num_computed // self._block_size))
         if self.is_plain:
             return list(indices)
@@ -80,7 +80,7 @@ class KvGroups:
         """Return the places from block index `first` on where a starting sequence needs new blocks.
 
         Args:
-            first: The number of block indices with KV, or behind a window.
+            first: The length of the reused prefix in block indices.
             num_computed: The number of tokens with KV.
             num_blocks: The number of block indices of the sequence's known tokens.
         """
@@ -95,7 +95,10 @@ class KvGroups:
     def take_passed(
         self, tables: list[list[DeviceBlockId]], num_computed: list[int]
     ) -> list[DeviceBlockId]:
-        """Remove and return the blocks of each table that no token from `num_computed` on reads."""
+        """Remove from each table the blocks that no token from `num_computed` on reads.
+
+        Return these blocks.
+        """
         passed = []
         for window, groups in self._groups_by_window.items():
             for table, position in zip(tables, num_computed, strict=True):
@@ -110,11 +113,11 @@ class KvGroups:
         return passed
 
     def held(self, table: list[DeviceBlockId]) -> list[DeviceBlockId]:
-        """Return the blocks of a table without the null block; it may be the same list object."""
+        """Return the blocks of a table without the null block; the result may be `table` itself."""
         return table if self.is_plain else [block for block in table if block != NULL_BLOCK]
 
     def missing(self, table: Sequence[DeviceBlockId], num_computed: int) -> list[int]:
-        """Return the places that a prefilling sequence needs for its next chunk."""
+        """Return the places at which a prefilling sequence lacks blocks for its next chunk."""
         places = []
         for group in self._with_window:
             end = self._end(group, num_computed, len(table) // self.num)
@@ -127,7 +130,10 @@ class KvGroups:
         return places
 
     def names(self, chain: Sequence[BlockHash], places: Iterable[int]) -> list[BlockHash]:
-        """Return the hashes of the blocks at `places`; `chain` has the hashes of the tokens."""
+        """Return the hashes of the blocks at `places`.
+
+        `chain` has the hashes of the tokens alone, one for each block index.
+        """
         if self.is_plain:
             return [chain[place] for place in places]
         return [group_hash(chain[place // self.num], place % self.num) for place in places]

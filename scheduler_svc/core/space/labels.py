@@ -1,4 +1,4 @@
-"""Collects labels, the hashes of device blocks' contents, to send to the worker in order.
+"""Collects labels, which are hashes of device blocks' contents, for the plans that send them.
 
 A worker stores the hash of each block's content, for the next scheduler. The labels of a plan refer
 to the contents *before* the plan's step. A block that is published while a step is being planned
@@ -35,7 +35,10 @@ class NewLabels:
         self._num_before = len(self._blocks)
 
     def exchange(self, one: int, other: int) -> None:
-        """Update the labels of two blocks that exchange contents in the step being planned."""
+        """Exchange two blocks in the labels that are valid only after the step being planned.
+
+        That step exchanges the contents of the two blocks.
+        """
         names = {one: other, other: one}
         new = self._blocks[self._num_before :]
         self._blocks[self._num_before :] = [names.get(block, block) for block in new]

@@ -32,7 +32,7 @@ Owner: TypeAlias = tuple[str, str]
 
 
 class Pins:
-    """The pinned blocks and the end of each pin. Only this class changes the references of pins."""
+    """The pinned blocks and the end of each pin. Only this class sets and drops pins."""
 
     def __init__(
         self, config: SchedulerConfig, groups: KvGroups, pool: BlockPool[DeviceBlockId]
@@ -94,7 +94,7 @@ class Pins:
 
     @property
     def tenants(self) -> Mapping[DeviceBlockId, str]:
-        """The tenant for which each block is pinned, without blocks pinned for no tenant."""
+        """Maps each block that is pinned for a tenant to this tenant."""
         return self._tenants
 
     @property
@@ -135,8 +135,8 @@ class Pins:
     def on_completed(self, seq: Seq) -> None:
         """Pin the published blocks of a completed sequence, if its request asks for pins and n = 1.
 
-        The next turn's prompt begins with the prompt and output of this sequence. The pins of all
-        these blocks start their time again.
+        The next turn's prompt begins with the prompt and output of this sequence. So the pins of
+        the prompt's blocks are extended, too.
         """
         if seq.request.cache_pin_s is not None and seq.request.n == 1 and seq.group is None:
             owner = seq.request.tenant, seq.request.request_id
@@ -253,7 +253,10 @@ class Pins:
         return len(chain)
 
     def _pin(self, hashes: Sequence[BlockHash], until: float, owner: Owner) -> int:
-        """Pin the blocks of a prefix of `hashes`, or extend their pins; return the block count."""
+        """Pin the blocks of `hashes` in order, or extend their pins; return how many are pinned.
+
+        Stop at the first block that is not cached, or for which the shares have no room.
+        """
         tenant, _ = owner
         blocks = self._pool.find(hashes)
         for index, block in enumerate(blocks):

@@ -1,15 +1,15 @@
 """The disk tier: its blocks, and moves between disk blocks and host blocks.
 
-A plan starts a move, and the result of some later step reports its end. The next plan starts all
-pending stores, because it may overwrite their host blocks. Pending loads start oldest first, at
-most `max_disk_moves` at a time, and never wait for stores.
+A plan starts a move, and the result of its step or of a later step reports the end of the move. The
+next plan starts all pending stores, because it may overwrite their host blocks. Pending loads start
+oldest first, at most `max_disk_moves` at a time, and never wait for stores.
 
 Spilled sequences hold disk blocks, and so do moves:
 
-    a store   holds its disk block from the call to the end. The disk block can be found only
-              after the end, since it has no valid content before.
-    a load    holds its disk block and its host block from the call to the end. The host block can
-              be found only after the end.
+    a store   holds its disk block from the call of `demote` or `keep` until the store ends. The
+              disk block can be found only then, since it has no valid content before.
+    a load    holds its disk block and its host block from the call of `load` until the load ends.
+              The host block can be found only then.
 """
 
 from collections.abc import Iterable, Mapping
@@ -63,7 +63,7 @@ class DiskTier:
 
     @property
     def has_moves(self) -> bool:
-        """Whether a plan must be sent even if it computes nothing."""
+        """Whether the next plan starts moves; it must then be sent even if it computes nothing."""
         return bool(self._new_stores) or bool(self._new_loads and self._num_loads_left)
 
     @property
