@@ -1,7 +1,8 @@
 """Runs the executor on a thread of its own: executes steps in order, and returns results.
 
 The event loop stays free while a step computes. An *attachment* is one scheduler's claim on the
-worker, from one `Attach` to the next. Steps of an earlier attachment raise UnavailableError.
+worker, from one `Attach` to the next. A step of an earlier attachment is not run:
+its future gets an UnavailableError.
 """
 
 import asyncio
@@ -71,7 +72,7 @@ _Job: TypeAlias = _Attach | _Step | _Call | _Stop
 
 
 class StepLoop:
-    """Owns the executor's thread, from construction to `stop`. Used in `event_loop`."""
+    """Owns the executor's thread, from construction to `stop`. Call its methods in `event_loop`."""
 
     def __init__(self, executor: AnyExecutor, event_loop: asyncio.AbstractEventLoop) -> None:
         self._executor = executor
@@ -80,7 +81,7 @@ class StepLoop:
         self._pending: deque[tuple[_Step, LaunchedStep]] = deque()
         self._attachment: int | None = None
         self._is_trusted = True
-        """False if a step has failed since the last attachment."""
+        """False after a failed step, which may have written to any block; True after `attach`."""
         self._is_stopped = False
         self._busy_since_s: float | None = None
         self._failure: str | None = None
@@ -106,7 +107,8 @@ class StepLoop:
     def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
         """Queue a step; the future gets its result or error.
 
-        A step that fails ends its attachment: steps queued behind it raise UnavailableError.
+        A step that fails ends its attachment: the futures of steps queued behind it get an
+        UnavailableError.
         """
         result: asyncio.Future[Result] = self._event_loop.create_future()
         self._post(_Step(attachment, plan, result), result)
@@ -222,7 +224,7 @@ class StepLoop:
             _log.warning("closing the executor failed", exc_info=error)
 
     def _answer_all(self, error: Exception) -> None:
-        """Fail all pending and queued jobs, until `stop`."""
+        """Give `error` to every pending job and every job in the queue, until `stop` is called."""
         for step, _ in self._pending:
             self._deliver(step.result, error)
         while not isinstance(job := self._jobs.get(), _Stop):

@@ -19,7 +19,7 @@ ADAPTABLE_ARCHITECTURES: Final = (
 )
 
 MapName: TypeAlias = str
-"""A linear map of the decoder: one of the four below."""
+"""The name of a linear map: one of the four names below."""
 
 QKV, ATTENTION_OUTPUT, GATE_UP, DOWN = MAPS
 """Without a gate, GATE_UP is up alone."""
@@ -44,7 +44,7 @@ class AdaptedModule:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMap:
-    """One linear map of a layer: one or several maps of the checkpoint, with joined outputs."""
+    """A linear map of a layer, fused from one or several maps of the checkpoint."""
 
     name: MapName
     num_in: int

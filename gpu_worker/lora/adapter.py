@@ -1,6 +1,7 @@
 """A LoRA adapter in memory: low-rank additions to the linear maps of a decoder.
 
-Symbols: `T` tokens, `K` input features, `N` output features, `R` ranks of the maps fused into one.
+Symbols: `T` tokens, `K` input features of a map, `N` its output features, `R` the sum of the ranks
+of maps that are fused into one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ class LowRankMap:
     down: Linear
     """A: K to R; R is even."""
     up: Linear
-    """B, scaled: R to N. In a fused map, each part reads its own ranks."""
+    """B, scaled: R to N. In a fused map, each part's outputs depend only on that part's ranks."""
     num_ranks: int
     """R."""
 

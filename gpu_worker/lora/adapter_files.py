@@ -1,4 +1,4 @@
-"""Loads LoRA adapters that PEFT has written; an unsupported field is refused by name.
+"""Loads LoRA adapters that PEFT has written; the error for an unsupported field names the field.
 
 Symbols: `K` input features of a map, `N` its output features, `r` the rank of an adapter, `R` the
 sum of the ranks of maps that are fused into one.
@@ -38,10 +38,11 @@ _OF_TRAINING: Final = frozenset(
     | {"lora_dropout", "eva_config", "megatron_config", "megatron_core", "runtime_config"}
     | {"qalora_group_size"}
 )
-"""Fields that change a trained adapter only together with another field, which is refused.
+"""Fields that are ignored: alone, none of them changes what a trained adapter computes.
 
-Any other field is accepted only with a neutral value: a newer variant of LoRA must not be mistaken
-for LoRA.
+Some change it together with another field, but then that other field is refused. A field
+that is in neither set must have a neutral value: a newer variant of LoRA must not be mistaken for
+LoRA.
 """
 _NEUTRAL: Final[tuple[object, ...]] = (None, False, "none", "", [], {})
 _HARMLESS_STARTS: Final = (None, True, False, "gaussian", "orthogonal", "eva")

@@ -1,6 +1,6 @@
 """Keeps adapters in slots, where kernels find them, so that one graph works with any adapters.
 
-Symbols: `T` tokens, `R` the largest number of ranks of a map.
+Symbols: `T` tokens, `R` the largest number of ranks that a map may have.
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ from kernels.triton.linear.tile_sizes import fewest_rows
 NUM_SLOTS: Final = 64
 """Each slot holds one adapter. A step with an adapter that has no slot runs without graphs."""
 MAX_RANKS: Final = 192
-"""R: enough for rank 64 in q, k and v, which are one fused map. An adapter with a map of more ranks
-gets no slot."""
+"""R: 3 * 64, because q, k and v are one fused map, and an adapter may have rank 64 in each. An
+adapter with a map of more ranks gets no slot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +107,10 @@ class AdapterSlots:
         return slots.argsort(kind="stable"), counts.cumsum().astype(np.int32)
 
     def onto_tokens(self, order: torch.Tensor, ends: torch.Tensor) -> "SlottedAdapters":
-        """Return the adapters of tokens; `order` and `ends` are from `group`, on the device."""
+        """Return the adapters of tokens that `group` has ordered.
+
+        `order` and `ends` are what `group` has returned, copied to the device.
+        """
         return SlottedAdapters(self._maps, order, ends)
 
     def compile(self, dtype: torch.dtype) -> None:

@@ -27,8 +27,8 @@ NO_ADAPTERS: Final[Mapping[int, Adapter]] = MappingProxyType({})
 class AdapterTable:
     """A worker's adapters, by number. Changed between steps, by the thread that runs them.
 
-    A removed adapter is kept until no row uses it. A cancelled row decodes until a step releases
-    it, so only the rows show when an adapter is unused.
+    A removed adapter is kept until no row uses it. The row of a cancelled request decodes until a
+    step releases the row, so only the rows show when an adapter is unused.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class _AdapterTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAdapters:
-    """The adapters of a step's tokens. A token without an adapter gets the plain model."""
+    """The adapters of a step's tokens. A token without an adapter gets no additions."""
 
     _tokens: tuple[_AdapterTokens, ...]
     native: RowAdapters | None

@@ -11,7 +11,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Return the bytes that this process may still allocate in the machine and control group."""
+    """Return how many more bytes the machine and the control group let this process allocate."""
     bounds = []
     if (available := _meminfo().get("MemAvailable")) is not None:
         bounds.append(available)

@@ -1,8 +1,9 @@
 """Memory that grows and shrinks at its end and never changes its addresses, mapped in chunks.
 
-A range of addresses is reserved once, for the largest size. Memory behind it is mapped and unmapped
-chunk by chunk, from its beginning. So views, and the pointers in captured graphs, stay valid within
-the current size.
+A range of addresses is reserved once, for the largest size. The mapped chunks are the first
+ones of the range. When the memory grows, the next chunks are mapped, and when it shrinks, the last
+ones are unmapped. So views, and the pointers in captured graphs, stay valid within the current
+size.
 """
 
 import contextlib
@@ -101,7 +102,7 @@ class CpuChunks:
     must not write to an unmapped chunk, because writing would allocate pages again.
 
     The initial chunks get pages when they are first used. Chunks mapped later are touched at once,
-    so that other workers do not count their memory as free.
+    so that other workers do not count the memory of these chunks as free.
 
     Mapped chunks are on huge pages if the system has them. Attention reads blocks from everywhere
     in the pool; with small pages, it would spend a tenth of its time on looking up addresses.
@@ -112,8 +113,9 @@ class CpuChunks:
     def __init__(self, max_bytes: int, available_bytes: Callable[[], int]) -> None:
         """Reserve addresses for at least `max_bytes`.
 
-        `available_bytes` returns how much memory the process may still take. `map` never maps
-        more, except for the initial chunks, whose size the operator has set.
+        `available_bytes` returns how much memory the process may still take. If new
+        chunks need more, `map` raises an OutOfMemoryError. The initial chunks, whose size the
+        operator has set, are not checked.
 
         Raises:
             OutOfMemoryError: The system refuses that many addresses.
@@ -148,7 +150,7 @@ class CpuChunks:
         self._memory.madvise(mmap.MADV_DONTNEED, start, num_bytes)
 
     def _advise(self, advice: int | None, start: int, num_bytes: int) -> None:
-        """Advise the system about a range; it may not support the advice."""
+        """Advise the system about a range, if the system supports the advice."""
         if advice is not None:
             with contextlib.suppress(OSError):
                 self._memory.madvise(advice, start, num_bytes)
@@ -162,8 +164,8 @@ class CpuChunks:
 
 
 _CHUNK_BYTES = 32 * 1024**2
-"""The smallest chunk. Mapping a whole GPU already takes thousands of calls, and finer steps are not
-needed."""
+"""The smallest chunk. With chunks of this size, mapping a whole GPU's memory takes thousands of
+calls; smaller chunks would take more, and no caller needs them."""
 
 
 class VirtualMemoryError(Exception):
@@ -274,7 +276,7 @@ class CudaChunks:
             raise
 
     def _create(self) -> Any:
-        """Create a chunk's memory; if there is none, free torch's cache and try again."""
+        """Create a chunk's memory; if the device is full, empty torch's cache and try again."""
         for can_wait in (True, False):
             error, handle = self._driver.cuMemCreate(self.chunk_bytes, self._place, 0)
             if error != self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:

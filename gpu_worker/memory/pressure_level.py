@@ -1,7 +1,8 @@
 """Memory pressure: derives a level from how much memory is available. Needs no torch.
 
 A worse level takes effect at once. A better level takes effect only after several better readings
-in a row: the reaction to a level improves the readings, and must not end at the first better one.
+in a row. When memory is short, the scheduler runs fewer sequences, and the readings get better. If
+one better reading were enough, the level would then go up and down all the time.
 """
 
 from dataclasses import dataclass
@@ -45,8 +46,8 @@ def choose_thresholds(
     Args:
         warning: Share of total memory, at least `critical`; None: not set.
         critical: Share of total memory, at most `warning`; None: not set.
-        available: Available bytes when the worker is ready. Half of them may be used later: this
-            is normal, and not pressure.
+        available: Available bytes when the worker is ready. The default thresholds are so low that
+            the worker can use half of these bytes before memory counts as short.
         total: All bytes of the memory.
     """
     at_first = available / total if total else 0.0

@@ -25,7 +25,7 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[tor
 def upload_into(buffer: torch.Tensor, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
     """Copy `arrays` to the beginning of `buffer`, uint8[*] on a device; return views of `buffer`.
 
-    An array's address depends only on its own shape and dtype and those of the arrays before it.
+    An array's address in `buffer` depends only on the sizes of the arrays before it.
     """
     packed, starts = _pack(arrays, pin=buffer.is_cuda)
     on_device = buffer[: len(packed)]

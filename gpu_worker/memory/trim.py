@@ -11,8 +11,8 @@ from rpc.malloc import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, set_malloc, trim_mall
 _TRIM_AT_ONCE: Final = 128 * 1024
 _MOST_KEPT: Final = 64 * 1024**2
 _MAX_HEAP_BYTES: Final = 32 * 1024**2
-"""When large tensors are freed, glibc itself raises `M_TRIM_THRESHOLD` up to `_MOST_KEPT`, and
-`M_MMAP_THRESHOLD` up to `_MAX_HEAP_BYTES`."""
+"""When large tensors are freed, glibc itself raises two thresholds: `M_TRIM_THRESHOLD` to at most
+`_MOST_KEPT`, and `M_MMAP_THRESHOLD` to at most `_MAX_HEAP_BYTES`."""
 
 
 def begin_release() -> None:

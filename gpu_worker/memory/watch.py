@@ -54,7 +54,7 @@ class Driver(Protocol):
 
 
 class CudaDriver:
-    """A GPU's driver, and torch's allocator on it."""
+    """Reads the memory of a GPU from its driver and from torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

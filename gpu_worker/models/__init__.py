@@ -1,1 +1,1 @@
-"""Decoders: our own, and those that `transformers` builds."""
+"""Models: our own decoders and encoders, and the decoders that `transformers` builds."""

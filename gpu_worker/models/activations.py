@@ -1,8 +1,8 @@
 """The activations of feed-forward parts, by their names in config.json.
 
-A number's result depends on no other number. On CPUs the last bits of torch's SiLU, its tanh GELU,
-and its GELU in float16 depend on a number's place in the tensor, so here they are made of
-operations without this fault.
+Each number's result depends on this number alone, not on other numbers or on its place in the
+tensor. On CPUs this is not true of the last bits of torch's SiLU, its tanh GELU, and its GELU in
+float16, so this module computes these three from other operations.
 """
 
 import math

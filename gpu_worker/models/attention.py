@@ -17,9 +17,11 @@ from kernels import ops
 from kernels.sequences import Sequences, SharedPrefixes
 
 Prepare: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Callable[["AttentionMetadata"], None]]
-"""Takes a query `[T, H, D]` and an output; makes a function that attends to a step's sequences."""
+"""Takes a query, `[T, H, D]`, and a tensor for the output. Returns a function that takes a step's
+metadata, attends to its sequences with this query, and fills this output."""
 AttendBetween: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, Prepare], None]
-"""Takes a layer, its query, its output and a `Prepare`; lets it attend between two graphs."""
+"""Takes a layer's index, its query, a tensor for its output, and a `Prepare`. Sees to it that the
+prepared function runs between two graphs whenever they are replayed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +56,9 @@ class AttentionMetadata:
     """int64[T]: 1 for tokens of the second text of a pair; None: there are none."""
     by_group: tuple["AttentionMetadata", ...] = ()
     """The metadata of each KV group; empty if there is only one. Groups differ in slots and block
-    tables. A group with chunked attention also differs in sequences, because a sequence's tokens in
-    each chunk count as a separate sequence. This object has the slots and tables of the first
-    group."""
+    tables. A group with chunked attention, as in Llama 4, also differs in sequences: it counts the
+    tokens of a sequence that are in different attention chunks as separate sequences. This object
+    has the slots and tables of the first group."""
     shared: SharedPrefixes | None = None
     """The prefixes that decodes share; None: each decode reads its whole context separately."""
     attend_between: AttendBetween | None = None
