@@ -1,4 +1,4 @@
-"""The parts of one layer: its linear maps in most decoders, and all parts in a Llama-shaped one.
+"""Layers of a decoder: one whose linear maps LoRA adapters may change, and a Llama-shaped one.
 
 Symbols: `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size.
 """
@@ -18,7 +18,7 @@ class AdaptableLayer:
     """The linear maps of one layer, to which LoRA adapters may add."""
 
     qkv: Linear
-    """E to (H + 2 * HKV) * D: queries, keys and values, in the order that the decoder splits."""
+    """E to (H + 2 * HKV) * D: queries, keys and values, in the order that the decoder expects."""
     attention_output: Linear
     """H * D to E."""
     feed_forward: FeedForward

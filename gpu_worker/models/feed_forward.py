@@ -16,7 +16,7 @@ from kernels import ops
 FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
 Gate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Maps gate and up, `[T, 2 * I]`, to `activation(gate) * up`, `[T, I]`."""
+"""Combines gate and up, `[T, 2 * I]`, into `[T, I]`: in most families, `activation(gate) * up`."""
 
 
 def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
@@ -51,12 +51,12 @@ def build_gated_mlp(
     *,
     bias: bool = False,
 ) -> GatedMlp:
-    """Build this rank's part; the caller sums the ranks' results.
+    """Build this rank's share of a gated MLP; the caller sums the ranks' results.
 
     Args:
         hidden: Hidden size, E.
         size: Intermediate size, I.
-        module: The part's name in the checkpoint.
+        module: The MLP's name in the checkpoint.
         weights: The checkpoint.
         names: The names of gate, up and down in the module.
         bias: Whether the three maps have biases.

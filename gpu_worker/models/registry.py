@@ -94,13 +94,14 @@ class ModelSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Implementation:
-    """An implementation: two functions, or a user's class that has both."""
+    """How to read a config, and how to build the model; a user's class defines both."""
 
     read_config: Callable[[JsonFields], ModelConfig]
     build: Callable[[Any, Weights], Decoder]
     """Takes the result of `read_config`."""
     split_config: Callable[[Any, Place], ModelConfig] | None = None
-    """Reduces that config to one rank's part; None: the model runs on one device only."""
+    """Takes the result of `read_config`, and returns the config of one rank's part; None: the model
+    runs on one device only."""
 
 
 _LLAMA: Final = _Implementation(read_llama_config, build_llama, split_llama_config)
@@ -120,7 +121,7 @@ _NATIVE: Final = {
 
 
 class _CheckpointSource:
-    """A model built from the tensors of its checkpoint."""
+    """The source of a model that our own implementation, or a user's class, runs."""
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ def open_model(
 
     Raises:
         ModelError: A file or field is missing, malformed, or asks for something unsupported, or
-            there is no such class.
+            `model_class` cannot be imported.
     """
     whole = read_json(directory / "config.json")
     part = text_part(whole)

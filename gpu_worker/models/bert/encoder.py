@@ -47,7 +47,7 @@ class Bert:
     norm: Norm
     layers: tuple[_Layer, ...]
     head: tuple[Linear, Linear] | None
-    """E to E, and E to the score; None: the model makes no scores."""
+    """Two maps: E to E, then E to the score; None: the model makes no scores."""
 
     def forward(
         self,

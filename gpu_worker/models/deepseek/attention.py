@@ -2,11 +2,12 @@
 
 A head's key is a linear map `U` of the latent `c`, so `q . (U c) = (U^T q) . c`. Queries are mapped
 to the latent's space and attend to latents, which are the keys and values of one kv head. The
-result is mapped to the head's values. Prefill and decode compute the same, in the same order, so
-chunks change no result.
+result is mapped to the head's values. Prefill and decode do the same computations in the same
+order, so no result depends on how a prompt is split into chunks.
 
-Symbols: `T` tokens, `N` wanted tokens, `H` heads, `E` hidden size, `Q` query rank, `L` latent dim,
-`D` plain dim, `R` rotary dim, `V` value dim.
+Symbols: `T` tokens, `N` wanted tokens, `H` heads, `E` hidden size, `Q` query rank, `L` width of
+the latent, `D` dimensions of a head's queries and keys that are not rotated, `R` those that are,
+`V` dimensions of a head's values.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ _EPS: Final = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedQuery:
-    """Queries that are projected to a lower rank first."""
+    """The map from hidden states to queries, by way of a lower rank."""
 
     down: Linear
     """E to Q."""
@@ -105,14 +106,18 @@ class LatentAttention:
         return self.output(values.flatten(1))
 
     def _paired(self, x: torch.Tensor) -> torch.Tensor:
-        """Reorder R dimensions for `rotary`: of each pair, one number goes to each half."""
+        """Reorder R dimensions for `rotary`, which pairs dimension i of both halves.
+
+        If the model pairs neighbouring dimensions, the first of each pair goes to the first half,
+        and the second to the second half.
+        """
         if not self.config.is_interleaved:
             return x
         return x.reshape(*x.shape[:-1], -1, 2).mT.flatten(-2)
 
 
 def build_attention(config: DeepseekConfig, module: str, weights: Weights) -> LatentAttention:
-    """Build the attention of a layer; errors of reading tensors pass through."""
+    """Build this rank's part of a layer's attention."""
     hidden, heads, bias = config.hidden_size, config.num_heads, config.attention_bias
     query_size, key_value_dim = (
         config.plain_dim + config.rotary_dim,

@@ -17,7 +17,7 @@ from gpu_worker.weights.model_config import ModelConfig, read_architecture, read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekConfig(ModelConfig):
-    """A decoder of one of these families; fields hold what differs between them.
+    """The config of a decoder with multi-head latent attention.
 
     The KV pool sees one kv head: the latent, and the rotated key that all heads share.
     """
@@ -36,7 +36,7 @@ class DeepseekConfig(ModelConfig):
     """Dimensions of a head's values."""
     attention_scale: float
     attention_bias: bool
-    """Whether the projections from and to the hidden state have biases."""
+    """Whether the maps to the query rank and to the latent, and the output map, have biases."""
     is_interleaved: bool
     """Whether rotation pairs neighbouring dimensions; otherwise it pairs dimension i of each
     half."""

@@ -116,7 +116,7 @@ class DeepseekDecoder:
 
 
 def build_deepseek(config: DeepseekConfig, weights: Weights) -> DeepseekDecoder:
-    """Build the part of the decoder for `weights.place`; errors of reading tensors pass through."""
+    """Build this rank's part of the decoder; `weights.place` says which part."""
     vocab_size, hidden, place = config.vocab_size, config.hidden_size, weights.place
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
     # Layers that predict further tokens.

@@ -26,8 +26,8 @@ class ExpertNames:
     maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """The gate, up and down maps of each expert."""
     shared: str = "shared_experts"
-    """The shared expert in the module. If its share of the sum depends on the token, a map computes
-    the share; this map has the same name with `_gate`."""
+    """The shared expert in the module. If this expert's share of the sum depends on the token,
+    a map computes the share. The name of this map is `shared` with `_gate` appended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def read_grouped_experts(
         fields: The fields of config.json.
         num_layers: Number of layers.
         routing: The family's routing.
-        num_dense: Number of first layers without experts, if config.json does not say.
+        num_dense: How many layers at the beginning have no experts, if config.json does not say.
         reads_layer_types: Whether `mlp_layer_types`, if set, names the layers with experts.
 
     Raises:

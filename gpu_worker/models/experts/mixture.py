@@ -1,4 +1,4 @@
-"""Computes a mixture of experts, one by one or grouped on a GPU, and its shared expert, if any.
+"""Computes mixtures of experts: one expert after the other, or all experts together on a GPU.
 
 Symbols: `T` tokens, `E` hidden size, `X` experts, `N` experts per token.
 """
@@ -22,7 +22,7 @@ Route: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """A mixture of experts, and how they are chosen. Immutable."""
+    """A mixture of experts, computed one expert after the other. Immutable."""
 
     route: Route
     experts: tuple[FeedForward, ...]
@@ -31,8 +31,8 @@ class Experts:
         """Compute `sum_n share_n expert_n(x)` over the N experts of each token.
 
         Tokens are grouped by expert, so that each expert in use runs once. A row's result does not
-        depend on other rows, because its sum is in the order of its own experts. The call waits for
-        the device, to learn the number of tokens per expert.
+        depend on other rows, because the row's experts are added in the order in which `route`
+        returns them. The call waits for the device, to learn the number of tokens per expert.
 
         Args:
             x: `[T, E]`.
@@ -60,7 +60,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedExperts:
-    """Computes the same as `Experts` with two products over all experts.
+    """A mixture of experts, computed in two matrix products: gate and up of all experts, then down.
 
     The host never waits: the number of tokens per expert stays on the device, so one graph works
     for any choice of experts.

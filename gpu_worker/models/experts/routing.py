@@ -20,13 +20,14 @@ class Router:
     scores: Linear
     """E to X, in float32."""
     bias: torch.Tensor | None = None
-    """float32[X], added to sigmoid scores only to choose experts; None with softmax scores."""
+    """float32[X]: added to sigmoid scores to choose experts, but not to compute their shares; None
+    with softmax scores."""
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose N experts for each row of `[T, E]`.
 
         Returns:
-            Their shares, float32 `[T, N]`, and their numbers, int64 `[T, N]`.
+            The shares of the chosen experts, float32 `[T, N]`, and their numbers, int64 `[T, N]`.
         """
         config, logits = self.config, self.scores(x.float())
         if config.routing is Routing.SOFTMAX:
@@ -50,13 +51,13 @@ class Router:
 
 
 def read_router(name: str, num_experts: int, hidden: int, weights: Weights) -> torch.Tensor:
-    """Read a router's weight in float32, never quantized: a rounded one chooses other experts."""
+    """Read a router's weight in float32: a quantized weight would choose other experts."""
     return weights.tensor(f"{name}.weight", num_experts, hidden, dtype=torch.float32)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Compute the sigmoid; a number's result depends on no other number.
+    """Compute the sigmoid, so that each number's result depends on this number alone.
 
-    On CPUs the last bits of `torch.sigmoid` depend on a number's place in the tensor.
+    On CPUs the last bits of `torch.sigmoid` depend also on the number's place in the tensor.
     """
     return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]

@@ -20,14 +20,14 @@ GPT_OSS_ARCHITECTURE: Final = MXFP4_ARCHITECTURE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptOssConfig(LlamaConfig):
-    """A gpt-oss decoder; all layers have experts and sinks."""
+    """The config of a gpt-oss decoder, in which all layers have experts and sinks."""
 
     is_mxfp4: bool
     """Whether the checkpoint has the experts in MXFP4."""
     swiglu_alpha: float
     """Multiplies the gate before the sigmoid."""
     swiglu_limit: float
-    """Limit of the gate, and of the absolute value of the number that it multiplies."""
+    """The limit of `gate`, and of the absolute value of `up`: larger values are clamped."""
 
 
 def read_gpt_oss_config(fields: JsonFields) -> GptOssConfig:

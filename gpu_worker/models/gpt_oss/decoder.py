@@ -27,7 +27,7 @@ from kernels import ops
 
 
 def build_gpt_oss(config: GptOssConfig, weights: Weights) -> LlamaDecoder:
-    """Build the part of the decoder for `weights.place`; errors of reading tensors pass through."""
+    """Build this rank's part of the decoder; `weights.place` says which part."""
     return build_decoder(config, weights, lambda index: _layer(config, index, weights))
 
 
@@ -112,7 +112,10 @@ def _expert(
 def _read_mxfp4(
     weights: Weights, name: str, shape: tuple[int, int, int], where: tuple[slice, ...]
 ) -> Mxfp4Weight:
-    """Read `where`, a part of one expert, from a stack of weights; `shape` is `[X, N, G]`."""
+    """Read a part of one expert from the stacked weights of all experts.
+
+    `shape`, `[X, N, G]`, is the shape of the stack, and `where` is the part.
+    """
     blocks = weights.part(
         Piece(f"{name}_blocks", (*shape, MXFP4_GROUP_SIZE // 2), where), torch.uint8
     )

@@ -23,8 +23,8 @@ class TensorNames:
     """The map to the vocabulary in old checkpoints that have no `lm_head`."""
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """Queries, keys and values; one name: they are one map, whose outputs are query, key and value
-    of one head after the other."""
+    """The maps to queries, keys and values. If there is only one name, they are one map, whose
+    outputs are query, key and value of head 0, then those of head 1, and so on."""
     output: str = "o_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -32,7 +32,7 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNormConfig(ModelConfig):
-    """A decoder of these families; their differences are fields here."""
+    """The config of a decoder with layer norms."""
 
     hidden_size: int
     num_heads: int
@@ -46,14 +46,14 @@ class LayerNormConfig(ModelConfig):
     """Whether the feed-forward part is a `GatedMlp`."""
     rope: RopeConfig
     rotary_dim: int
-    """Number of rotated dimensions of a head, from the first; even."""
+    """How many of a head's first dimensions are rotated; an even number."""
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     """Whether the attention's output projection has a bias."""
     mlp_bias: bool
     windows: tuple[int | None, ...]
-    """By layer: tokens that a token sees, itself included; None: all before it."""
+    """By layer: the number of tokens that a token sees, itself included; None: all before it."""
     is_parallel: bool
     """Whether the feed-forward part takes the layer's input, as attention does."""
     has_mlp_norm: bool
@@ -64,7 +64,7 @@ class LayerNormConfig(ModelConfig):
 
 
 _Flag: TypeAlias = tuple[str | None, bool]
-"""A field of config.json and its default; or None and the value of a family without the field."""
+"""A field of config.json and its default. If a family has no such field: None and its value."""
 
 
 @dataclass(frozen=True, slots=True)

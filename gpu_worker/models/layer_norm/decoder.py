@@ -1,4 +1,6 @@
-"""The decoder with layer norms; attention and feed-forward part may run in parallel.
+"""The decoder with layer norms.
+
+In some models the feed-forward part is parallel to attention: both take the layer's input.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `R` rotated
 dimensions of a head, `E` hidden size, `I` intermediate size, `V` vocabulary.
@@ -168,7 +170,7 @@ class LayerNormDecoder:
 
 
 def build_layer_norm_decoder(config: LayerNormConfig, weights: Weights) -> LayerNormDecoder:
-    """Build the part of the decoder for `weights.place`; errors of reading tensors pass through."""
+    """Build this rank's part of the decoder; `weights.place` says which part."""
     # Old checkpoints also contain masks and frequencies, which are not weights.
     weights.ignore(r".*\.(attention\.(bias|masked_bias)|rotary_emb\.inv_freq)")
     if config.tie_word_embeddings:
@@ -254,7 +256,7 @@ def _qk_norms(
 
 
 def _mlp(config: LayerNormConfig, mlp: str, weights: Weights) -> FeedForward:
-    """Build this rank's part; the ranks' results are summed."""
+    """Build this rank's share of a feed-forward part; the caller sums the ranks' results."""
     hidden, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
     if config.is_gated:
         return build_gated_mlp(hidden, size, mlp, weights, bias=bias)

@@ -31,7 +31,7 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(ModelConfig):
-    """A decoder of one of these families; fields hold what differs between them."""
+    """The config of a Llama-shaped decoder."""
 
     hidden_size: int
     num_heads: int
@@ -43,7 +43,7 @@ class LlamaConfig(ModelConfig):
     windowed_rope: RopeConfig | None = None
     """The rotary embedding of layers with a window; None: `rope`."""
     rotary_dim: int
-    """Number of rotated dimensions of a head, from the first; even."""
+    """How many of a head's first dimensions are rotated; an even number."""
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
@@ -66,7 +66,7 @@ class LlamaConfig(ModelConfig):
     experts: ExpertsConfig | None
     """The experts; None: no layer has any."""
     predicts_further: bool = False
-    """Whether checkpoints may have another layer, which predicts further tokens and is ignored."""
+    """Whether checkpoints may have one more layer, for multi-token prediction, which is ignored."""
 
     @property
     def has_c_layers(self) -> bool:
@@ -124,7 +124,7 @@ class _Family:
     """None: no layer has a window."""
     ropes_by_layer: bool = False
     """Whether layers with a window have a separate rotary embedding. If config.json has only one
-    embedding, theirs is the same without scaling."""
+    embedding, these layers use this embedding without its scaling."""
     read_experts: _ReadExperts | None = None
     """None: no layer has experts."""
     predicts_further: bool = False
@@ -349,10 +349,11 @@ def _windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int 
 
 
 def windows_by_layer(fields: JsonFields, num_layers: int, window: int) -> tuple[int | None, ...]:
-    """Return `window` for the layers that `layer_types` names "sliding_attention".
+    """Return each layer's window: `window` for "sliding_attention" in `layer_types`, else None.
 
     Raises:
-        ModelError: `layer_types` is not a list of these names, one for each layer.
+        ModelError: `layer_types` does not have "sliding_attention" or "full_attention" for each
+            layer.
     """
     kinds = fields.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != num_layers:

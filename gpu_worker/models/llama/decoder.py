@@ -49,8 +49,9 @@ class LlamaDecoder:
     windowed_cos_sin: torch.Tensor | None = None
     """The table for layers with a window; None: `cos_sin`."""
     half_by_half: torch.Tensor | None = None
-    """int64[D], if rotation pairs neighbouring dimensions of queries and keys: the order of
-    dimensions in which each pair is dimension i of both halves, as `rotary_store_kv` needs."""
+    """int64[D], or None. If the model's rotation pairs neighbouring dimensions, this order of
+    dimensions puts one of each pair into each half, because `rotary_store_kv` pairs dimension i of
+    both halves."""
     ranks: Ranks | None = None
     """The other devices, if any."""
 
@@ -222,7 +223,7 @@ def _native_wanted(metadata: AttentionMetadata) -> NativeWanted | None:
 
 
 def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
-    """Build the part of the decoder for `weights.place`; errors of reading tensors pass through."""
+    """Build this rank's part of the decoder; `weights.place` says which part."""
     return build_decoder(config, weights, lambda index: _layer(config, index, weights))
 
 
@@ -325,7 +326,7 @@ def attention_input(config: LlamaConfig, attention: str, weights: Weights) -> Li
 
 
 def _feed_forward(config: LlamaConfig, index: int, weights: Weights) -> FeedForward:
-    """Build this rank's part; the caller sums the ranks' results."""
+    """Build this rank's share of a feed-forward part; the caller sums the ranks' results."""
     layer, hidden, size = f"model.layers.{index}", config.hidden_size, config.intermediate_size
     if config.experts is not None and config.experts.layers[index]:
         return build_experts(config.experts, hidden, layer, weights)

@@ -15,7 +15,7 @@ from kernels.kv_formats import LARGEST
 
 
 class NativeLayers:
-    """A decoder's layers in the form that native code runs, if it supports all of them."""
+    """Makes a `NativeDecoder` of a decoder's layers, if native code supports all of them."""
 
     def __init__(
         self,
