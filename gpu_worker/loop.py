@@ -1,8 +1,8 @@
 """Runs the executor on a thread of its own: executes steps in order, and returns results.
 
 The event loop stays free while a step computes. An *attachment* is one scheduler's claim on the
-worker, from one `Attach` to the next. A step of an earlier attachment is not run:
-its future gets an UnavailableError.
+worker, from one `Attach` to the next. A step of an earlier attachment is not run: its
+future gets an UnavailableError.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class StepLoop:
         """Forget all rows after the steps queued so far; then run only steps of `attachment`.
 
         Returns:
-            What the worker held until the rows were forgotten.
+            Everything that the worker held before, its rows included.
         """
         done: asyncio.Future[Holdings] = self._event_loop.create_future()
         self._post(_Attach(attachment, done), done)
@@ -132,7 +132,7 @@ class StepLoop:
         """Resize the device pool to `num_blocks`, after the steps and attachments queued so far.
 
         Returns:
-            A future, which raises FailedPreconditionError as `Executor.resize_pool` does.
+            A future. It raises a FailedPreconditionError if `Executor.resize_pool` raises one.
         """
         return self._queue_call(
             lambda executor: executor.resize_pool(num_blocks), is_between_steps=True
@@ -326,7 +326,8 @@ class StepLoop:
     def _record_device_failure(self, error: Exception) -> None:
         """Give up after a device error, because then no call to the device succeeds.
 
-        Torch raises AcceleratorError; Triton's launches raise Triton's own RuntimeError.
+        After such an error torch raises an AcceleratorError, and a Triton launch raises Triton's
+        own RuntimeError.
         """
         if isinstance(error, torch.AcceleratorError) or "Triton Error [CUDA]" in str(error):
             self._give_up(f"the device failed: {error}")

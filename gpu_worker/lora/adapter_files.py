@@ -40,9 +40,8 @@ _OF_TRAINING: Final = frozenset(
 )
 """Fields that are ignored: alone, none of them changes what a trained adapter computes.
 
-Some change it together with another field, but then that other field is refused. A field
-that is in neither set must have a neutral value: a newer variant of LoRA must not be mistaken for
-LoRA.
+Some change it together with another field, but then that other field is refused. A field that
+is in neither set must have a neutral value: a newer variant of LoRA must not be mistaken for LoRA.
 """
 _NEUTRAL: Final[tuple[object, ...]] = (None, False, "none", "", [], {})
 _HARMLESS_STARTS: Final = (None, True, False, "gaussian", "orthogonal", "eva")
@@ -59,7 +58,7 @@ class AdapterConfig:
     scale: float
     """Multiplies B A."""
     target_modules: tuple[str, ...] | None
-    """Name endings of the adapted maps; None: the maps that have tensors are adapted."""
+    """How the adapted maps' names end; None: the maps with tensors in the file are adapted."""
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:

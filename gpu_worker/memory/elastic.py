@@ -1,4 +1,4 @@
-"""Memory that grows and shrinks at its end and never changes its addresses, mapped in chunks.
+"""Memory, mapped in chunks, that grows and shrinks at its end while its addresses stay the same.
 
 A range of addresses is reserved once, for the largest size. The mapped chunks are the first
 ones of the range. When the memory grows, the next chunks are mapped, and when it shrinks, the last

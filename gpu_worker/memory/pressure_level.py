@@ -26,7 +26,7 @@ class WatchedMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Shares of total memory below which memory is short."""
+    """Memory is short if less than such a share of the total memory is available."""
 
     warning: float
     critical: float
@@ -41,7 +41,7 @@ class Thresholds:
 def choose_thresholds(
     warning: float | None, critical: float | None, available: int, total: int
 ) -> Thresholds:
-    """Return the operator's thresholds, or the defaults: 3 % and 1 %, less on a full device.
+    """Return the operator's thresholds; defaults are 3 % and 1 %, or less on an almost full device.
 
     Args:
         warning: Share of total memory, at least `critical`; None: not set.

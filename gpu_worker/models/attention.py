@@ -53,7 +53,7 @@ class AttentionMetadata:
     adapters: LayerAdapters | None = None
     """LoRA adapters of the tokens; None if no token has one."""
     token_types: torch.Tensor | None = None
-    """int64[T]: 1 for tokens of the second text of a pair; None: there are none."""
+    """int64[T]: 1 for tokens of the second text of a pair, else 0; None: all are 0."""
     by_group: tuple["AttentionMetadata", ...] = ()
     """The metadata of each KV group; empty if there is only one. Groups differ in slots and block
     tables. A group with chunked attention, as in Llama 4, also differs in sequences: it counts the
@@ -119,7 +119,7 @@ class WantedTokens:
 
 
 class Decoder(Protocol):
-    """A model of any family, as `registry.open_model` loads it."""
+    """A model of any family; `ModelSource.load` returns one."""
 
     def forward(
         self,

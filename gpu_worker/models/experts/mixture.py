@@ -100,7 +100,7 @@ class GroupedExperts:
 def make_experts(
     route: Route, experts: Sequence[GatedMlp], row: torch.Tensor
 ) -> Experts | GroupedExperts:
-    """Make the device's fastest form: `GroupedExperts` on a GPU, if its kernels take the maps.
+    """Make `GroupedExperts` on a GPU if kernels support the experts' maps, otherwise `Experts`.
 
     All experts have the same gate. `row` is `[1, E]`, of any values, with the dtype and device of
     activations.

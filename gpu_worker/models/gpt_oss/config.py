@@ -77,7 +77,7 @@ def read_gpt_oss_config(fields: JsonFields) -> GptOssConfig:
 
 
 def split_gpt_oss_config(config: GptOssConfig, place: Place) -> LlamaConfig:
-    """Do as `split_llama_config` does; each rank gets whole groups of MXFP4 numbers.
+    """Do as `split_llama_config` does, and check that each rank gets whole MXFP4 groups.
 
     Raises:
         ModelError: The layers, heads or experts cannot be split among the ranks.

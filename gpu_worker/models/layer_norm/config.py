@@ -91,7 +91,8 @@ class _Family:
     theta_field: str = "rope_theta"
     share_field: str = "partial_rotary_factor"
     rotary_share: float | None = None
-    """Share of a head's dimensions that is rotated; None: all are."""
+    """The default share of a head's dimensions that is rotated; None: all are, and config.json must
+    not set another share."""
     tie_word_embeddings: bool = False
 
 

@@ -116,7 +116,8 @@ class _Family:
     """None: hidden size divided by query heads."""
     rope_theta: float = 10000.0
     rotary_share: float | None = None
-    """Share of a head's dimensions that is rotated; None: all are."""
+    """The default share of a head's dimensions that is rotated; None: all are, and config.json must
+    not set another share."""
     rms_norm_eps: float = 1e-6
     has_fused_qkv: bool = False
     has_fused_gate_up: bool = False
