@@ -112,7 +112,7 @@ def _load_rank_model(
     settings, device = checked.settings, checked.device
     ranks = meet(member.place, device)
     if ranks is not None:
-        _check_same_adapters(checked.adapters, ranks)
+        check_same_adapters(checked.adapters, ranks)
     report("loading weights", 0.0)
     model = checked.source.load(
         checked.dtype, device, lambda done: report("loading weights", done), ranks
@@ -201,8 +201,11 @@ def _load_rank_model(
     )
 
 
-def _check_same_adapters(adapters: Mapping[int, Adapter], ranks: Ranks) -> None:
-    """Check that all ranks have read the same contents of the adapters that the settings name."""
+def check_same_adapters(adapters: Mapping[int, Adapter], ranks: Ranks) -> None:
+    """Check that all ranks have read the same contents of the adapters that the settings name.
+
+    Raises ModelError, on every rank, if they differ.
+    """
     digest = hashlib.sha256(b"".join(adapter.id.digest for adapter in adapters.values())).digest()
     value = float(int.from_bytes(digest[:6]))  # exact
     least, negated_most = ranks.least(value, -value)

@@ -61,9 +61,12 @@ def case(model_dirs: ModelDirs, tmp_path_factory: pytest.TempPathFactory) -> Cas
     return Case(model, adapters, merged, outputs)
 
 
-@pytest.fixture(scope="module")
-def service(case: Case, run_dir: Callable[[], Path]) -> Iterator[Service]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "two_ranks"])
+def service(
+    request: pytest.FixtureRequest, case: Case, run_dir: Callable[[], Path]
+) -> Iterator[Service]:
     worker = [f"--lora={name}={case.adapters[name]}" for name in ("sql", "chat")]
+    worker.append(f"--tensor-parallel-size={request.param}")
     worker += [f"--num-blocks={SMALL_POOL_BLOCKS}", "--served-model-name=tiny"]
     scheduler = [f"--max-prefill-chunk={CHUNK}"]
     router = ["--served-model-name=tiny", "--local-drain"]
