@@ -18,8 +18,8 @@ MAX_EXCERPT_CHARS = 80
 MAX_STRINGS = 32_768
 """Limit on the strings in a JSON text, including names."""
 MAX_CONTAINERS = 16_384
-"""Limit on the objects and lists in a JSON text. The limit on bytes is enough for all else, because
-numbers are cheap: parsing 1 MiB takes at most 13 ms."""
+"""Limit on the objects and lists in a JSON text. The count of numbers has no limit, because numbers
+are cheap: parsing 1 MiB of them takes at most 13 ms."""
 MAX_DIGITS = 400
 """Limit on the consecutive digits of a number. Writing 1 MiB of numbers takes 116 ms if each has
 4,000 digits, and 9 ms if each has 400."""
@@ -29,8 +29,8 @@ _DIGITS_TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 def parse_json(body: bytes) -> object:
     """Parse a body.
 
-    Raises InvalidArgumentError if the text has too many parts, is not JSON in UTF-8, or is nested
-    deeper than 200 levels (the limit of `pydantic_core`).
+    Raises InvalidArgumentError if the text exceeds a limit of `check_num_parts`, is not JSON in
+    UTF-8, or is nested deeper than 200 levels (the limit of `pydantic_core`).
     """
     check_num_parts(body)
     try:
@@ -107,7 +107,7 @@ class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     unimplemented: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({})
-    """Fields that are refused by name, unless they have one of these values."""
+    """Maps each field that is refused by name to the values with which it is accepted."""
     names: ClassVar[frozenset[str]] = frozenset()
     """The JSON names of the fields."""
 

@@ -43,7 +43,7 @@ def vllm_routes(cells: Cells, operations: Operations, bodies: BodyReader) -> lis
         return json_response({"version": version("quire")})
 
     async def get_load(request: web.Request, __: CallId) -> web.Response:
-        """Return the number of live sequences (`server_load`) and the load.
+        """Return the number of live sequences (`server_load`), and what `GetLoad` returns.
 
         `?model=` selects one model.
         """

@@ -1,8 +1,9 @@
 """Prevents web pages from using a service that trusts calls from its own machine.
 
-A browser on that machine makes any call that a page asks for, and sends the page's `Origin`. If a
-page's host name resolves to the service's machine, the header `Host` has that name. Before a
-browser sends a JSON body to another origin, it asks for permission (CORS), which no route gives.
+A browser on that machine makes any call that a page asks for, and sends the page's `Origin`. With
+DNS rebinding, the name of the page's host resolves to the service's machine. Then the header `Host`
+has the name of the page's host. Before a browser sends a JSON body to another origin, it asks for
+permission (CORS), which no route gives.
 """
 
 import ipaddress
@@ -26,13 +27,13 @@ class PageGuard:
     """Names that `Host` may have in addition to loopback names; None: any name, because TLS
     verifies the name."""
     origins: frozenset[str] = frozenset()
-    """Origins of other pages that may call, such as "https://example.com"."""
+    """Origins of other sites whose pages may call, such as "https://example.com"."""
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Check the headers `Host` and `Origin` of a call.
 
         Raises:
-            PermissionDeniedError: The call may come from another web page.
+            PermissionDeniedError: The call may come from a web page of another site.
         """
         host, origin = headers.get("Host", ""), headers.get("Origin")
         if self.hosts is not None and not _is_own(host, self.hosts):
@@ -48,7 +49,7 @@ class PageGuard:
             )
 
     def middleware(self, paths: Collection[str] | None) -> Middleware:
-        """Return middleware that answers calls from other pages with 403.
+        """Return middleware that answers calls that `check` refuses with 403.
 
         The middleware guards `paths`, or all paths if `paths` is None.
         """

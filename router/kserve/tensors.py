@@ -31,7 +31,7 @@ _DATATYPE_TO_FORM: Final[dict[str, tuple[str, str | None]]] = {
 any."""
 
 MAX_ELEMENTS: Final = 1024
-"""Maximum number of elements of an input; the longest kind of input is a list of choices."""
+"""Maximum number of elements of an input; only lists such as `guided_choice` have several."""
 MAX_DIMENSIONS: Final = 8
 
 _LENGTH: Final = struct.Struct("<I")

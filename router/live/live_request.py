@@ -31,8 +31,8 @@ from router.metrics import ModelMetrics
 class ReplayRecord:
     """The data with which the router submits a request to schedulers, as often as needed.
 
-    `sampling.seed` and `sampling.max_tokens` are set. So a request that is submitted again, with
-    the tokens so far, draws the same tokens as without the interruption.
+    `sampling.seed` and `sampling.max_tokens` are set. So a request that is submitted again with its
+    tokens so far draws the same further tokens as if it had not been interrupted.
     """
 
     request_id: str
@@ -65,11 +65,11 @@ class ClientRoom(Protocol):
 class LiveRequest:
     """A request at a scheduler, and the stream of its events.
 
-    An API reads the request in an `async with` block, as an asynchronous iterator or, for less work
-    per event, with `send_to`. If the block is left early, live outputs are cancelled or, if the
-    request is resumable, continue at the scheduler. If the scheduler refuses the request, its
-    `QuireError` is raised before any event; a later failure is an `OutputFinished` with reason
-    ERROR. The `Usage` is the last event.
+    An API reads the events in an `async with` block. It iterates over the request, or calls
+    `send_to`, which costs less per event. If the API leaves the block early, the live outputs are
+    cancelled; those of a resumable request continue at the scheduler. If a scheduler refuses the
+    request before the first event, the API gets the `QuireError`. A later failure is an
+    `OutputFinished` with reason ERROR. The `Usage` is the last event.
 
     Of the methods from `push_token` to `refuse`, `Inference` calls `replay` and `router/schedulers`
     calls the others. These methods never wait: unread tokens are merged into one pending delta per
@@ -166,9 +166,9 @@ class LiveRequest:
             self._prompt_logprobs = []
         self._num_prompt_logprobs_taken = 0
         self.outputs_with_events: list[LiveOutput] = []
-        """The outputs that have an event which is due but not taken yet, in order."""
+        """The outputs with a due event that is not taken yet; the first has waited longest."""
         self.is_waiting = False
-        """Whether the events wait for the next wave of `Delivery`, which sets this attribute."""
+        """Whether `Delivery` has postponed the call of `flush`; `Delivery` sets this attribute."""
         self._num_outputs_unread = len(self.outputs)  # outputs whose end the reader lacks
         self._accepted = False  # the reader has an event, so the request cannot be refused
         self._closed = False
@@ -256,9 +256,10 @@ class LiveRequest:
     ) -> bool:
         """Append a token to an unfinished output; return whether it completes a stop string.
 
-        If so, the caller cancels the sequence. The caller calls `flush` after the last token of a
-        step. `now` is on the event loop's clock. `gaps` gets the time since the output's previous
-        token; None for tokens from before a resumption, which metrics do not count.
+        If so, the caller cancels the sequence. The caller must call `flush` afterwards, but may
+        first push the step's other tokens. `now` is on the event loop's clock. The time since the
+        output's previous token is appended to `gaps`. For tokens from before a resumption, which
+        metrics do not count, `gaps` is None.
         """
         output = self.outputs[seq_key - self._first_seq_key]
         if gaps is None:
@@ -285,8 +286,8 @@ class LiveRequest:
     def replay(self, events: Iterable[Event]) -> None:
         """Add the tokens and ends that another process has computed for this request.
 
-        An output ends if its last token or its length ends it, even if that process did not record
-        the end.
+        An output whose last token is an end token, or that has its maximum length, ends even if
+        that process did not record the end.
         """
         first, now = self.record.first_seq_key, asyncio.get_running_loop().time()
         for event in events:
@@ -332,7 +333,7 @@ class LiveRequest:
         error: OutputError | None = None,
         cumulative_logprob: float | None = None,
     ) -> None:
-        """End an unfinished output. The caller must call `flush` after the last event of a step."""
+        """End an unfinished output. The caller must call `flush` afterwards."""
         output = self.outputs[seq_key - self.record.first_seq_key]
         if stop_token_id not in self.record.sampling.stop_token_ids:
             stop_token_id = None  # it is an end token of the model, not of the request
@@ -349,7 +350,7 @@ class LiveRequest:
         self._observe_end(output)
 
     def flush(self) -> None:
-        """Pass the events to the reader; must be called after changes, once for those of a step."""
+        """Pass the due events to the reader; must be called after the last change of a step."""
         put, room = self._put, self._room
         if put is not None and self._failure is None:
             try:
@@ -450,8 +451,8 @@ class LiveRequest:
     async def send_to(self, put: Callable[[Event], None], room: ClientRoom | None = None) -> None:
         """Call `put` with each event as soon as it has arrived and there is room, until the last.
 
-        `put` must not wait, because the task that reads from the scheduler calls it. An error of
-        `put` ends the stream and is raised here.
+        `put` must not wait, because the task that reads from the scheduler calls it. If
+        `put` raises an error, the stream ends and `send_to` raises the error.
         """
         self._put, self._room = put, room
         try:
@@ -534,7 +535,7 @@ class LiveRequest:
         return PromptScores(tuple(logprobs[first:end]), has_more) if is_complete else None
 
     async def aclose(self) -> None:
-        """Cancel the live outputs, or leave a resumable request; end the iteration. Idempotent."""
+        """End the iteration; cancel live outputs unless the request is resumable. Idempotent."""
         self._close()
 
     def _close(self) -> None:

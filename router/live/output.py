@@ -16,8 +16,8 @@ MAX_EVENT_TOKENS: Final = 4096
 likeliest tokens at each position, such an event has 0.6 MB of protobuf; gRPC clients accept
 messages up to 4 MiB by default."""
 MAX_DELTA_CHARS: Final = 1 << 18
-"""Limit on characters of one delta, which keeps the delta within 1 MiB; one token may be a hundred
-spaces."""
+"""Limit on characters of one delta, which keeps the delta within 1 MiB. The limit on tokens would
+allow more, because one token may be a hundred spaces."""
 
 
 class LiveOutput:

@@ -10,11 +10,12 @@ class StopMatcher:
     not depend on how the text is cut into pieces.
 
     For each stop string, the matcher remembers how many characters at the end of the text match the
-    string's beginning, and searches from there. So the cost is linear in the length of the text.
+    string's beginning. The next search begins at the first of these characters. So the cost is
+    linear in the length of the text.
     """
 
     def __init__(self, stop: Iterable[str], *, include_in_output: bool) -> None:
-        """No string in `stop` may be empty; `include_in_output` keeps the found one in the text."""
+        """`stop` has no empty string. `include_in_output`: whether to keep the found string."""
         self.found: str | None = None
         """The found stop string; once set, no text may be pushed."""
         self._stop = tuple(stop)

@@ -22,7 +22,7 @@ class UsageKey:
 
     tenant: str
     key: str
-    """The name of the API key; empty: calls have no keys."""
+    """The name of the API key; empty: the router uses no API keys."""
     model: str
     adapter: str = ""
 

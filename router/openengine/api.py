@@ -57,7 +57,7 @@ class OpenEngineServicer(openengine_pb2_grpc.InferenceServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: CallContext
     ) -> None:
-        """Stream the events: write them to the context, as `InferenceServicer.Generate` does."""
+        """Write the messages of the answer to `context`."""
         parsed = replace(request_from_proto(request), deadline=deadline_of(context))
         parsed = with_precedence(parsed, metadata_from_call(metadata_of(context)))
         has_begun = False
@@ -239,7 +239,7 @@ class _Answer:
         self._stop_token_ids = frozenset(stop_token_ids(request))
         self._withholds = not request.stopping.include_stop_in_output
         self._withheld: dict[int, tuple[int, TokenLogprob | None]] = {}
-        """Tokens that may end an output, by the output's index."""
+        """Maps an output's index to its held-back token and the token's log-probabilities."""
         self._end: pb.GenerateResponse | None = None
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
         """One entry per token of the prompt so far; the first token's entry is None."""

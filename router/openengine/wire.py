@@ -28,7 +28,7 @@ _CODES: Final = {
 
 
 def metadata_from_call(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return a call's metadata with the key of OpenEngine's priority renamed to Quire's.
+    """Return a call's metadata, with OpenEngine's priority also under Quire's key.
 
     Raises InvalidArgumentError if the metadata name a rank other than 0.
     """
@@ -200,7 +200,7 @@ def error_to_proto(error: QuireError) -> pb.EngineError:
 
 
 def kv_batch_to_proto(batch: smg_common_pb2.KvEventBatch) -> pb.KvEventBatch:
-    """Convert a cell's prefix cache events from SMG's messages."""
+    """Convert prefix cache events from the messages of the vLLM engine API (`smg_common`)."""
     message = pb.KvEventBatch(
         sequence_number=batch.sequence_number, timestamp_unix_nanos=int(batch.timestamp * 1e9)
     )

@@ -74,9 +74,9 @@ class Operations:
     ) -> adapters_pb2.LoadAdapterResponse:
         """Load an adapter at every scheduler of a model; from then on requests may name it.
 
-        If one scheduler refuses, the schedulers that did not have the adapter before unload it
-        again. Raises `InvalidArgumentError` if `name` is that of a model, or of another model's
-        adapter.
+        If one scheduler refuses, every scheduler that did not have the adapter before this call
+        unloads it. Raises `InvalidArgumentError` if `name` is the name of a model, or of another
+        model's adapter.
         """
         self._operators.check(peer, "loads LoRA adapters")
         log.info("an operator loads an adapter", name=name, directory=directory, peer=peer)
@@ -143,7 +143,10 @@ class Operations:
     async def list_adapters(
         self, peer: str, model: str = ""
     ) -> Sequence[adapters_pb2.LoadedAdapter]:
-        """Return, by name, the adapters of a model or of all models with a connected scheduler."""
+        """Return the adapters at the connected schedulers of a model, sorted by name.
+
+        An empty `model` means all models.
+        """
         self._operators.check(peer, "lists LoRA adapters")
         cells = self._cells.some(model)
         schedulers = [calls for cell in cells for calls in cell.schedulers.target_to_calls.values()]
@@ -163,7 +166,7 @@ class Operations:
     async def unload_models(
         self, worker: str, peer: str, model: str = ""
     ) -> Sequence[loading_pb2.UnloadedWorker]:
-        """Unload the model of a worker, or of all of the model's workers if `worker` is empty."""
+        """Unload the model of a worker or, if `worker` is empty, of all workers of `model`."""
         self._operators.check(peer, "unloads models")
         log.info("an operator unloads models", worker=worker, model=model, peer=peer)
         return await self._loading.unload(self._targets(worker, model), worker)

@@ -24,8 +24,8 @@ _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
 _PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 _WHOLE: Final = "/$defs/parameters"
-"""A JSON pointer: where a parameter's schema has a copy of the schema of all parameters, if it has
-references to that schema."""
+"""A JSON pointer. If a parameter's schema has a `$ref` into the schema of all parameters, a copy of
+that schema is added to the parameter's schema at this place."""
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,  # otherwise a model may write endless white space
@@ -104,7 +104,7 @@ class CallGrammar:
         *,
         may_be_several: bool = True,
     ) -> str | None:
-        """Return a grammar for text with calls, each of any function, or with a call at its end.
+        """Return a grammar for text in which the model may call any of the functions.
 
         Returns None if a call's first marker is not a token, because then a grammar cannot tell
         text from the beginning of a call.
@@ -135,7 +135,7 @@ class CallGrammar:
         *,
         may_be_several: bool,
     ) -> str:
-        """Return a grammar for calls, or else for the term `form`."""
+        """Return a grammar for an output that is either calls or the term `form`."""
         is_json = not self._written.first and self._written.call.startswith("{")
         calls = self._body(functions, may_be_several=may_be_several, are_objects=is_json)
         if isinstance(thought, MessageGrammar):
@@ -303,10 +303,10 @@ def inline_json(schema: Any) -> str:
 
 
 def _call_schema(function: ForcedFunction) -> Mapping[str, Any]:
-    """Return the schema of a call that is an object.
+    """Return the JSON schema of a whole call, for models that write a call as a JSON object.
 
-    The call is one term of the grammar. In the lexer, a separate term for the object's beginning
-    would rule out other objects, such as an answer.
+    The whole call is one term of the grammar. If the call's beginning were a separate term, the
+    lexer would rule out other objects, such as an answer.
     """
     return {
         "type": "object",

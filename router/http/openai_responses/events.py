@@ -28,7 +28,7 @@ from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
 from router.text.detokenizer import Detokenizer
 
 _OUR_CALL_ID: Final = re.compile(r"call_[0-9a-f]{32}")
-"""Matches an id that a parser has generated; other ids come from the model."""
+"""Matches the call ids that Quire's parsers generate; all other call ids come from the model."""
 
 _NO_GROUPS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType({})
 
@@ -37,7 +37,7 @@ _INCOMPLETE: Final = "incomplete"
 
 
 class OutputText:
-    """The text of an output, token by token, up to its stop string."""
+    """Converts the tokens of an output to text, up to the stop string."""
 
     def __init__(
         self, detokenizer: Detokenizer, stop: StopMatcher, end_token_ids: Container[int]
@@ -53,7 +53,7 @@ class OutputText:
         return self._stop.push(self._detokenizer.push(token_id))
 
     def flush(self) -> str:
-        """Return the text that was held back, unless a stop string has ended it."""
+        """Return the text that was held back; "" if a stop string has ended the output."""
         if self._stop.found is not None:
             return ""
         return self._stop.flush() + self._detokenizer.flush()
@@ -81,12 +81,13 @@ class ResponseEvents:
             head: The fields that do not depend on the output, such as `id` and `background`.
             text: Converts the output's tokens to text.
             reader: Splits the output into text, thinking and calls; None: the whole output is text.
-            call_stop: Stop strings that end a tool call; the reader must read them as well.
-            token_text: Returns the name of a token in log-probabilities.
+            call_stop: Stop strings that end a tool call; the reader gets one that ends the output.
+            token_text: Returns the text that stands for a token in log-probabilities.
             token_bytes: Returns the bytes of a token.
             has_logprobs: Whether to show log-probabilities.
             seals_thinking: Whether reasoning items have `encrypted_content`.
-            name_to_group: Maps a grouped function's name as the model sees it to (group, function).
+            name_to_group: Maps a name that the model sees, such as "git__log", to the group and the
+                function, such as ("git", "log").
         """
         self._head = head
         self._text = text
@@ -103,7 +104,7 @@ class ResponseEvents:
         self._end: Json = {}
         self._output: list[Json] = []
         self._open: Json | None = None
-        """The open item, which is the last of `_output`."""
+        """The item that is being written, which is the last of `_output`; None: there is none."""
         self._written: list[str] = []
         """The text of the open item, in pieces."""
         self._logprobs: list[Json] = []

@@ -33,7 +33,7 @@ class _InputText(Schema):
 
 
 class _Refusal(Schema):
-    """A refusal of another service's model; Quire treats it as text."""
+    """A refusal that another service's model wrote; Quire treats it as text."""
 
     type: Literal["refusal"]
     refusal: str
@@ -89,7 +89,7 @@ class MessageItem(Schema):
 
 
 class CallItem(Schema):
-    """A call of a function that the model made."""
+    """A function call that the model made."""
 
     prefix: ClassVar[str] = "fc_"
     unimplemented = MappingProxyType({"caller": (), "async": (False,)})
@@ -152,7 +152,7 @@ class ReasoningItem(Schema):
 
     @property
     def text(self) -> str:
-        """The thinking; raises InvalidArgumentError if another service has encrypted it."""
+        """The thinking; raises ValueError if another service wrote `encrypted_content`."""
         if not self.content and self.encrypted_content:
             return _opened(self.encrypted_content)
         return "\n".join(part.text for part in self.content or self.summary)
@@ -201,9 +201,9 @@ def messages_of(
 ) -> Iterator[dict[str, Any]]:
     """Convert items to messages for a chat template.
 
-    Consecutive thinking, text and calls of the assistant become one message. All instructions at
-    the start become one system message, because many templates take only one such message. In
-    errors, item number `own_from` is called `input[0]`, because the client's input begins there.
+    Consecutive thinking, text and calls of the assistant become one message. The `instructions` and
+    the system messages at the start become one system message, because many templates take only
+    one. The client's input begins at item number `own_from`, so errors call this item `input[0]`.
     """
     said: list[tuple[str, Message]] = []  # each with its field's name
     if instructions:

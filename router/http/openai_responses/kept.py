@@ -1,4 +1,4 @@
-"""Stored responses: makes a turn of each, and reads turns back as responses."""
+"""The stored responses of /v1/responses; each is stored as a turn (`router/turns/turn.py`)."""
 
 import asyncio
 import hashlib
@@ -37,7 +37,7 @@ MAX_LISTED: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class KeptResponses:
-    """The stored responses of all tenants; a `TurnKind`."""
+    """Stores and reads the responses of all tenants. `Turns` calls the methods of `TurnKind`."""
 
     cells: Cells
     turns: Turns
@@ -47,7 +47,7 @@ class KeptResponses:
     # --- TurnKind -------------------------------------------------------------------------------
 
     async def answer(self, turn: Turn) -> None:
-        """Return None: responses are computed token by token."""
+        """Return None, so that `Turns` submits the turn's request to a scheduler."""
 
     async def request(self, turn: Turn) -> GenerateRequest:
         """Return the request of a turn that was queued."""
@@ -69,7 +69,7 @@ class KeptResponses:
         return json_bytes(made.response)
 
     def failure(self, turn: Turn, error: QuireError) -> bytes:
-        """Return the JSON of a response that cannot be computed."""
+        """Return the JSON of a failed response, after `result` has raised `error`."""
         try:
             body = ResponseBody.model_validate_json(turn.body)
             head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
@@ -119,7 +119,7 @@ class KeptResponses:
         return accepted, call
 
     async def earlier(self, tenant: str, previous_id: str | None) -> list[Item]:
-        """Return the items of the turns that a new response continues; may raise NotFoundError."""
+        """Return the items of the turns that a new response continues; may raise QuireError."""
         if previous_id is None:
             return []
         turns = await self.turns.store.conversation(tenant, previous_id, self.max_bytes)

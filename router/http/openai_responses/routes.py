@@ -36,8 +36,8 @@ from router.turns.turn import Turn
 from router.turns.turns import Turns
 
 _MAX_BODIES = 16
-"""Limit on the conversation that a new response continues, as a multiple of the largest body. The
-body of each of its turns repeats the instructions and tools."""
+"""Limit on the size of the conversation that a new response continues, as a multiple of the limit
+on a body. It is this high because each turn of a conversation stores the instructions and tools."""
 
 LEFT_OUT_HEADER: Final = "X-Quire-Tools-Left-Out"
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -127,7 +127,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
 
 
 def _name(call_id: CallId, http: web.Request, response_id: str) -> None:
-    """Give the call the response's id, unless the client has set one."""
+    """Use the response's id as the call's id, unless the client has set the call's id."""
     if REQUEST_ID_HEADER not in http.headers:
         call_id.value = response_id
     else:

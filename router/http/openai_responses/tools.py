@@ -42,7 +42,7 @@ class FunctionTool(Schema):
     strict: bool = False
 
     def shown(self) -> Json:
-        """Return the tool as a response repeats it."""
+        """Return the JSON of this tool in a response, which repeats the client's tools."""
         return {
             "type": "function",
             "name": self.name,
@@ -61,7 +61,7 @@ class FunctionGroup(Schema):
     tools: Annotated[Listed[FunctionTool], Field(max_length=MAX_TOOLS)]
 
     def shown(self) -> Json:
-        """Return the group as a response repeats it."""
+        """Return the JSON of this group in a response, which repeats the client's tools."""
         tools = [tool.shown() for tool in self.tools]
         return {**self.model_dump(include={"type", "name", "description"}), "tools": tools}
 
@@ -104,12 +104,12 @@ def parse_tools(value: object) -> list[AnyTool]:
 
 
 def grouped_name(group: str, name: str) -> str:
-    """Return the name that the model sees; `group` may be empty."""
+    """Return the function's name as the model sees it; `group` may be empty."""
     return f"{group}__{name}" if group else name
 
 
 class ResponseTools(Schema):
-    """The fields of a response's body that concern tools."""
+    """The fields for tools in the body of POST /v1/responses."""
 
     tools: Annotated[
         list[SerializeAsAny[InstanceOf[Schema]]],
@@ -120,7 +120,11 @@ class ResponseTools(Schema):
     parallel_tool_calls: bool = True
 
     def check_tools(self) -> None:
-        """Check the functions of all groups together; may raise InvalidArgumentError."""
+        """Check the names and the number of all functions, including those in groups.
+
+        Raises InvalidArgumentError if two functions have the same name for the model, or if a limit
+        is exceeded.
+        """
         names: set[str] = set()
         for path, group, function in self._functions():
             name, made = function.name, "is"
@@ -148,7 +152,7 @@ class ResponseTools(Schema):
 
     @property
     def name_to_group(self) -> Mapping[str, tuple[str, str]]:
-        """Maps a grouped function's name as the model sees it to (group, function)."""
+        """Maps a name that the model sees, such as "git__log", to its group and function."""
         return {
             grouped_name(group.name, tool.name): (group.name, tool.name)
             for _, group, tool in self._functions()
@@ -182,7 +186,7 @@ class ResponseTools(Schema):
         )
 
     def shown_tools(self) -> Json:
-        """Return the fields as a response repeats them, without the tools that are left out."""
+        """Return the client's fields for tools, for a response; it lacks the tools left out."""
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = choice.model_dump()

@@ -63,10 +63,10 @@ class _Cut:
 def _cuts(items: Sequence[Item]) -> list[_Cut]:
     """Return the possible cuts, from the smallest to the largest.
 
-    The first cuts leave out whole turns, each of which begins with a message of the user. The
-    others also leave out the first steps of the last turn, each of which ends with results of
-    calls. No cut lies between a call and its result. Items before the first message of the user
-    always stay, and so does the last message of the user.
+    The first cuts leave out whole turns, each of which begins with a message of the user. The other
+    cuts also leave out the first steps of the last turn. Each step ends with results of calls. No
+    cut lies between a call and its result. Items before the first message of the user always stay,
+    and so does the last message of the user.
     """
     answered = {item.call_id for item in items if isinstance(item, CallOutputItem)}
     waiting: set[str] = set()

@@ -15,7 +15,7 @@ Variant = TypeVar("Variant", bound=Schema)
 def parse_variant(
     value: object, field: str, type_to_class: Mapping[str, type[Variant]], default: str = ""
 ) -> Variant:
-    """Return the object at `field`; `default` is the type of an object without `type`.
+    """Parse an object, which errors call `field`; without `type`, its type is `default`.
 
     Raises:
         InvalidArgumentError: The value is no object, or one of its fields is invalid.

@@ -1,4 +1,4 @@
-"""The names in each API's JSON for what all chats have."""
+"""What errors call the parts of a chat, because each API's JSON has its own names for them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ChatWords:
-    """The names that an API's JSON has for fields of a chat and their values, for errors."""
+    """The names that one API's JSON has for the fields and values of a chat."""
 
     forms: Mapping[str, str]
-    """Maps `structured.` and the kind of an output's form to the field that sets the form."""
+    """Maps the kind of an output's form, such as "structured.regex", to the field that sets it."""
     path: Callable[[int], str] = "tools[{}].function".format
-    """Returns the path of a function, given by its index."""
+    """Returns the path, in the client's JSON, of the function with this index."""
     choice: str = "tool_choice"
     forced: str = '"required"'
     """The value of `choice` that forces a call."""

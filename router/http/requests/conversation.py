@@ -1,4 +1,4 @@
-"""A chat in the form that all APIs share, which makes the prompt and plans the outputs."""
+"""Makes the prompt of a chat and plans its outputs; the HTTP APIs share this code."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -85,8 +85,8 @@ class Message(Schema):
     def for_template(self, field: str) -> dict[str, Any]:
         """Return the message for a chat template; the arguments of calls become objects.
 
-        Raises InvalidArgumentError for fields that contradict each other; `field` is the name of
-        the message.
+        Raises InvalidArgumentError for fields that contradict each other. The error calls the
+        message `field`.
         """
         self._check(field)
         message: dict[str, Any] = {
@@ -145,7 +145,7 @@ Messages = Annotated[Listed[Message], at_most(MAX_MESSAGES), Field(min_length=1)
 def for_template(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
     """Check each message, and yield it for a chat template; may raise InvalidArgumentError.
 
-    The iteration runs in a thread, because the arguments of calls may be long.
+    Callers iterate in a thread, because the arguments of calls may be long.
     """
     for i, message in enumerate(messages):
         yield message.for_template(f"messages[{i}]")
@@ -175,7 +175,7 @@ def _parse_arguments(arguments: str, field: str) -> dict[str, Any]:
     An output may have ended within the arguments, and most templates take only an object. To refuse
     the call would end the conversation, because each later turn contains the call, too.
 
-    Raises InvalidArgumentError if the text has too many parts.
+    Raises InvalidArgumentError if the arguments exceed a limit of `check_num_parts`.
     """
     text = arguments.encode()
     try:

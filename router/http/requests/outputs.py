@@ -1,4 +1,4 @@
-"""Plans a chat's outputs: thinking and its budget, calls, and forms."""
+"""Plans a chat's outputs: thinking and its budget, tool calls, structured output."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from router.parsers.tool_calls import Tools
 from router.text.structured_output import check_refs
 
 _PROMPT_END_CHARS: Final = 256
-"""How many of a prompt's last characters are given to a user's own reader of thinking."""
+"""How many of a prompt's last characters a user's own class for thinking gets."""
 
 Thought: TypeAlias = ThinkingGrammar | MessageGrammar
 """The grammar of the thinking before an answer."""
@@ -200,7 +200,7 @@ def _plan_calls(
 
 
 def _checked(functions: Sequence[ForcedFunction]) -> Sequence[ForcedFunction]:
-    """Check the schemas of functions before they go into a grammar."""
+    """Return the functions, after checking each `$ref` in their schemas (`check_refs`)."""
     for function in functions:
         check_refs(function.schema, "tools")
     return functions
@@ -211,7 +211,7 @@ def _inline(form: StructuredOutput, words: ChatWords) -> str:
 
     Raises:
         InvalidArgumentError: The schema is not JSON or has an unsupported feature.
-        UnimplementedError: The form is not a form of JSON.
+        UnimplementedError: The form is not JSON, but for example a regex.
     """
     if form.json_object:
         return inline_json({"type": "object"})

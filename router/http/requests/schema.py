@@ -58,7 +58,7 @@ def _listed(value: object) -> object:
 
 RequestId: TypeAlias = Annotated[str, Field(pattern=f"^{REQUEST_ID_PATTERN}$")]
 MAX_TOP_LOGPROBS: Final = 20
-"""Limit for chats and responses, as in OpenAI's API."""
+"""Limit on `top_logprobs` of chats and responses, as in OpenAI's API."""
 
 
 class StreamOptions(Schema):
@@ -163,7 +163,7 @@ class Body(StructuredFields, BeamFields):
         )
 
     def shown_tokens(self, text: ModelText) -> TokenText:
-        """Return the function that names tokens in log-probabilities."""
+        """Return the function that turns a token id into its text in log-probabilities."""
         return _token_by_id if self.return_tokens_as_token_ids else text.token_text
 
     def sampling(
@@ -214,4 +214,4 @@ UNIMPLEMENTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "priority": (0,),
     }
 )
-"""Fields that both bodies refuse by name, unless they have one of these values."""
+"""Maps each field that completions and chats refuse by name to its accepted values."""

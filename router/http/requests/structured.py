@@ -31,9 +31,9 @@ class ResponseFormat(Schema):
     json_schema: NamedSchema | None = None
 
     def forms(self) -> list[StructuredOutput]:
-        """Return the form, or none for text.
+        """Return a list with the form; an empty list for text.
 
-        Raises InvalidArgumentError if its schema is missing.
+        Raises InvalidArgumentError if `json_schema` is missing.
         """
         match self.type:
             case "text":
@@ -105,7 +105,7 @@ class StructuredFields(Schema):
 
     @property
     def structured_field_to_json(self) -> Mapping[str, str]:
-        """Maps a form's fields to their names in the client's JSON."""
+        """Maps the kind of a form, such as "structured.regex", to the JSON field that sets it."""
         if self.response_format is not None and self.response_format.type != "text":
             return {"structured.json_schema": "response_format.json_schema.schema"}
         is_nested = self.structured_outputs is not None and self.structured_outputs.forms()

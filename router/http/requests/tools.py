@@ -91,7 +91,7 @@ class ToolFields(Schema):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     """None: "auto" if there are tools, else "none"."""
     parallel_tool_calls: bool = True
-    """Whether an output may have several calls; a named function is called only once."""
+    """Whether an output may have several calls; if `tool_choice` names a function, it has one."""
 
     def tool_use(
         self, template: ChatTemplate, parsers: OutputParsers, words: ChatWords
