@@ -29,7 +29,7 @@ from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of
 
 MAX_STREAMED_REQUESTS: Final = 1024
-"""Maximum number of unanswered requests of one stream; further requests are read after answers."""
+"""Maximum number of unanswered requests of one stream; a further request waits for an answer."""
 
 
 class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
@@ -181,9 +181,9 @@ async def _complete(call: InferCall, live: LiveRequest) -> Answer:
 class _Stream:
     """The responses to a streamed request.
 
-    Each delta becomes an answer in which the other outputs have no text. The request ends with an
-    answer without text; otherwise each delta would have to wait until the router knows whether it
-    is the last.
+    Each delta becomes an answer in which the other outputs have no text. The last answer has no
+    text at all. If the last delta were the last answer, the router would have to hold back each
+    delta until it knows whether more text follows.
     """
 
     def __init__(self, call: InferCall, live: LiveRequest) -> None:

@@ -104,7 +104,7 @@ def infer_call_from_proto(message: open_inference_pb2.ModelInferRequest) -> Infe
 def answer_to_proto(
     call: InferCall, answer: Answer, *, final: bool | None = None
 ) -> open_inference_pb2.ModelInferResponse:
-    """Make a response. In a stream, `final` says whether it is the last one; else it is None."""
+    """Make a response. `final`: whether the response ends its stream; None: there is no stream."""
     response = empty_response(call.model_name, call.id)
     if final is not None:
         response.parameters[FINAL_PARAMETER].bool_param = final

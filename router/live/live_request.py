@@ -451,8 +451,8 @@ class LiveRequest:
     async def send_to(self, put: Callable[[Event], None], room: ClientRoom | None = None) -> None:
         """Call `put` with each event as soon as it has arrived and there is room, until the last.
 
-        `put` must not wait, because the task that reads from the scheduler calls it. If
-        `put` raises an error, the stream ends and `send_to` raises the error.
+        `put` must not wait, because the task that reads from the scheduler calls it. If `put`
+        raises an error, the stream ends and `send_to` raises the error.
         """
         self._put, self._room = put, room
         try:

@@ -236,8 +236,9 @@ class CallGrammar:
                 rule if is_required else f"{rule}?"
                 for rule, is_required in zip(rules, are_required, strict=True)
             )
-        # Go from the last parameter to the first. After each one, `more` is what may follow the
-        # parameter before it, and `options` has an alternative for each one that may come first.
+        # Go from the last parameter to the first. After each round, `more` is what may follow the
+        # parameter of the next round, and `options` has an alternative for each parameter that may
+        # come first.
         more, may_be_none = "", True
         options: list[str] = []
         for rule, is_required in zip(reversed(rules), reversed(are_required), strict=True):

@@ -122,8 +122,8 @@ class ResponseTools(Schema):
     def check_tools(self) -> None:
         """Check the names and the number of all functions, including those in groups.
 
-        Raises InvalidArgumentError if two functions have the same name for the model, or if a limit
-        is exceeded.
+        Raises InvalidArgumentError if the model would see two functions with the same name, or if a
+        limit is exceeded.
         """
         names: set[str] = set()
         for path, group, function in self._functions():
@@ -186,7 +186,7 @@ class ResponseTools(Schema):
         )
 
     def shown_tools(self) -> Json:
-        """Return the client's fields for tools, for a response; it lacks the tools left out."""
+        """Return a response's fields for tools: those of the request, without left-out tools."""
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = choice.model_dump()

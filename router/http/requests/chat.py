@@ -74,7 +74,7 @@ class ChatBody(ToolFields, Body):
     """How much to think, if the chat template supports it."""
     reasoning: Reasoning | None = None
     thinking_budget: ThinkingBudget | None = None
-    """Limit on thinking tokens, after which the end marker is forced."""
+    """Limit on thinking tokens; after so many, the marker that ends thinking is forced."""
     thinking_token_budget: ThinkingBudget | None = None
     """vLLM's name for `thinking_budget`."""
 

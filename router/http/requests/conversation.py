@@ -39,7 +39,7 @@ class Conversation:
     tools: ToolFields = _NO_TOOLS
     form: StructuredOutput | None = None
     thinking_budget: int | None = None
-    """Limit on thinking tokens, after which the end marker is forced."""
+    """Limit on thinking tokens; after so many, the marker that ends thinking is forced."""
     effort: Effort | None = None
     """How much to think, if the chat template supports it."""
     continued: str = ""

@@ -28,7 +28,7 @@ from router.parsers.tool_calls import Tools
 from router.text.structured_output import check_refs
 
 _PROMPT_END_CHARS: Final = 256
-"""How many of a prompt's last characters a user's own class for thinking gets."""
+"""A user's own class that reads thinking gets this many of the prompt's last characters."""
 
 Thought: TypeAlias = ThinkingGrammar | MessageGrammar
 """The grammar of the thinking before an answer."""
