@@ -27,15 +27,15 @@ _DATATYPE_TO_FORM: Final[dict[str, tuple[str, str | None]]] = {
     "FP64": ("d", "fp64_contents"),
     "BYTES": ("", "bytes_contents"),
 }
-"""Maps a datatype to the `struct` code of an element and to the field for typed contents, if
-any."""
+"""Maps a datatype to the `struct` code of its elements, and to the protobuf field of its typed
+contents; None: it has no typed contents."""
 
 MAX_ELEMENTS: Final = 1024
 """Maximum number of elements of an input; only lists such as `guided_choice` have several."""
 MAX_DIMENSIONS: Final = 8
 
 _LENGTH: Final = struct.Struct("<I")
-"""The length that precedes each element of BYTES in raw contents."""
+"""The format of the length that precedes each element of a BYTES tensor in raw contents."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,7 +312,7 @@ class LiveRequest:
             self._prompt_logprobs += logprobs[len(self._prompt_logprobs) + 1 - position :]
 
     def set_vector(self, seq_key: int, vector: bytes) -> None:
-        """Set the result of a request that pools, which ends its only output."""
+        """Set the result of a request that pools, and end the request's only output."""
         self.vector = vector
         self.finish(seq_key, FinishReason.STOP)
 
@@ -425,7 +425,7 @@ class LiveRequest:
         return bool(seq_keys)
 
     def take_away(self, error: QuireError) -> None:
-        """End the iteration with `error`; the request continues for another call."""
+        """End the iteration with `error`; the request continues, and another call can resume it."""
         self._taken_away = error
         self.goes_on = True
         self._close()
@@ -449,7 +449,7 @@ class LiveRequest:
         self.flush()
 
     async def send_to(self, put: Callable[[Event], None], room: ClientRoom | None = None) -> None:
-        """Call `put` with each event as soon as it has arrived and there is room, until the last.
+        """Call `put` with each event, as soon as the event has arrived and the client has room.
 
         `put` must not wait, because the task that reads from the scheduler calls it. If `put`
         raises an error, the stream ends and `send_to` raises the error.

@@ -57,7 +57,7 @@ class StopMatcher:
 
 
 def _num_begun(string: str, text: str, start: int) -> int:
-    """Return the length of the longest proper prefix of `string` that ends `text[start:]`."""
+    """Return the length of the longest proper prefix of `string` at the end of `text[start:]`."""
     start = max(start, len(text) - len(string) + 1)
     while (start := text.find(string[0], start)) >= 0:
         if string.startswith(text[start:]):

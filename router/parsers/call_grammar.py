@@ -85,7 +85,7 @@ def thinking_grammar(
 
 
 class CallGrammar:
-    """Makes one grammar, with rules for calls in a family's syntax."""
+    """Makes a grammar for calls in a model family's syntax; each object makes only one grammar."""
 
     def __init__(self, written: Written, token_id: TokenId) -> None:
         self._written = written
@@ -168,8 +168,8 @@ class CallGrammar:
     ) -> str:
         """Return a term for calls.
 
-        `are_objects`: whether each call is one JSON term. `are_whole`: whether the text before the
-        first call and the beginning of that call, with its name, are one string of the grammar.
+        `are_objects`: whether each call is one JSON term. `are_whole`: whether all text before the
+        first call's arguments is one string of the grammar.
         """
         written = self._written
         may_be_several &= not written.is_alone
@@ -221,7 +221,7 @@ class CallGrammar:
         return _joined([*parts, self._literal(text)])
 
     def _parameters(self, function: ForcedFunction) -> str:
-        """Return rules for the parameters, in the schema's order."""
+        """Return a term for the parameters of a call, in the schema's order."""
         properties = function.schema.get("properties")
         if not isinstance(properties, dict):
             return ""
@@ -286,7 +286,7 @@ class CallGrammar:
         return name
 
     def _literal(self, text: str) -> str:
-        """Return terms for a text: a token for each marker that is one, strings for the rest."""
+        """Return terms for a text: tokens for the markers that are single tokens, else strings."""
         parts, start = [], 0
         for marker in _MARKER.finditer(text):
             token_id = self._token_id(marker[0])

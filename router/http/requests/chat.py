@@ -80,7 +80,7 @@ class ChatBody(ToolFields, Body):
 
     @property
     def _budgets(self) -> Mapping[str, int]:
-        """The thinking budget in each field that sets it."""
+        """Maps each field that sets the thinking budget to the field's value."""
         named = {
             "thinking_budget": self.thinking_budget,
             "thinking_token_budget": self.thinking_token_budget,
