@@ -40,6 +40,16 @@ def check_float(name: str, tensor: torch.Tensor, num_dims: int) -> None:
     check_tensor(name, tensor, tuple(tensor.shape), tensor.dtype, tensor)
 
 
+def check_norm_weight(weight: torch.Tensor, width: int, x: torch.Tensor) -> None:
+    """Require the weight of a norm of `x` to be [width], fp32 or of `x`'s dtype.
+
+    Raises:
+        ValueError: naming the tensor, its value and the required value.
+    """
+    dtype = torch.float32 if weight.dtype == torch.float32 else x.dtype
+    check_tensor("weight", weight, (width,), dtype, x)
+
+
 def check_cos_sin(cos_sin: torch.Tensor, head_dim: int, like: torch.Tensor) -> None:
     """Require that `cos_sin` is fp32 [max_pos, R], with even R and `head_dim`, and R <= `head_dim`.
 

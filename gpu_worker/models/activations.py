@@ -5,12 +5,13 @@ tensor. On CPUs this is not true of the last bits of torch's SiLU, its tanh GELU
 float16, so this module computes these three from other operations.
 """
 
-import math
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import torch
 from torch.nn import functional
+
+from kernels.reference.activation import tanh_gelu
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Maps each element of a tensor; keeps its shape and dtype."""
@@ -25,9 +26,7 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
     if x.device.type != "cpu":
         return functional.gelu(x, approximate="tanh")
-    wide = x.float()
-    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
-    return (0.5 * wide * (1 + inner.tanh())).to(x.dtype)
+    return tanh_gelu(x).to(x.dtype)
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class Library:
         kernel = functools.partial(Kernel, library)
         self.rms_norm = kernel(
             "rms_norm",
-            "type num_tokens num_heads width *x *residual *weight *out *total"
+            "type weight_type num_tokens num_heads width *x *residual *weight *out *total"
             " x_stride_t x_stride_h residual_stride_t .eps",
         )
         self.rotary = kernel(
@@ -84,6 +84,7 @@ class Library:
             " query_stride_t query_stride_h key_stride_t key_stride_h cos_sin_stride",
         )
         self.silu_mul = kernel("silu_mul", "type num_tokens width *gate_up *out stride_t")
+        self.tanh_gelu_mul = kernel("tanh_gelu_mul", "type num_tokens width *gate_up *out stride_t")
         self.clamped_swiglu = kernel(
             "clamped_swiglu", "type num_tokens width *gate_up *out stride_t .alpha .limit"
         )

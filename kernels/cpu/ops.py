@@ -20,6 +20,7 @@ from kernels.checks import (
     attention_out,
     check_caches,
     check_cos_sin,
+    check_norm_weight,
     check_options,
     check_paged,
     check_rows,
@@ -40,10 +41,10 @@ def rms_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, eps: float
     rows = x if x.dim() == _TOKENS_AND_HEADS else x.unsqueeze(1)
     num_tokens, num_heads, width = rows.shape
     check_tensor("x", rows, (num_tokens, num_heads, width), x.dtype, weight)
-    check_tensor("weight", weight, (width,), x.dtype, x)
+    check_norm_weight(weight, width, x)
     out = x.new_empty(x.shape)
     library.rms_norm(
-        DTYPES[x.dtype], num_tokens, num_heads, width,
+        DTYPES[x.dtype], DTYPES[weight.dtype], num_tokens, num_heads, width,
         rows.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
         rows.stride(0), rows.stride(1), 0, eps,
     )  # fmt: skip
@@ -57,10 +58,10 @@ def add_rms_norm(
     num_tokens, width = x.shape
     check_tensor("x", x, (num_tokens, width), x.dtype, weight)
     check_tensor("residual", residual, (num_tokens, width), x.dtype, x)
-    check_tensor("weight", weight, (width,), x.dtype, x)
+    check_norm_weight(weight, width, x)
     out, total = x.new_empty(x.shape), x.new_empty(x.shape)
     library.rms_norm(
-        DTYPES[x.dtype], num_tokens, 1, width,
+        DTYPES[x.dtype], DTYPES[weight.dtype], num_tokens, 1, width,
         x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
         x.stride(0), 0, residual.stride(0), eps,
     )  # fmt: skip
@@ -71,6 +72,16 @@ def silu_mul(library: Library, gate_up: torch.Tensor) -> torch.Tensor:
     """Gate `gate_up` [T, 2 * I], of any stride over T."""
     out = _gated(gate_up)
     library.silu_mul(
+        DTYPES[gate_up.dtype], *out.shape,
+        gate_up.data_ptr(), out.data_ptr(), gate_up.stride(0),
+    )  # fmt: skip
+    return out
+
+
+def tanh_gelu_mul(library: Library, gate_up: torch.Tensor) -> torch.Tensor:
+    """Gate `gate_up` [T, 2 * I], of any stride over T."""
+    out = _gated(gate_up)
+    library.tanh_gelu_mul(
         DTYPES[gate_up.dtype], *out.shape,
         gate_up.data_ptr(), out.data_ptr(), gate_up.stride(0),
     )  # fmt: skip

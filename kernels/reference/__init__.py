@@ -3,7 +3,7 @@
 Each twin has the name and signature of its Triton launcher in `kernels.triton`.
 """
 
-from kernels.reference.activation import clamped_swiglu, silu_mul
+from kernels.reference.activation import clamped_swiglu, silu_mul, tanh_gelu_mul
 from kernels.reference.attention.decode import paged_attention_decode
 from kernels.reference.attention.prefill import paged_attention_prefill
 from kernels.reference.copy import copy_blocks, gather_blocks, scatter_blocks
@@ -39,4 +39,5 @@ __all__ = [
     "silu_mul",
     "store_kv",
     "suppress",
+    "tanh_gelu_mul",
 ]

@@ -3,6 +3,8 @@
 Symbols: `T` tokens, `I` intermediate size.
 """
 
+import math
+
 import torch
 from torch.nn.functional import silu
 
@@ -14,6 +16,25 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)
+
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return `x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2`, elementwise, in fp32.
+
+    On a CPU the last bits of torch's own depend on an element's place in the tensor.
+    """
+    wide = x.float()
+    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+    return 0.5 * wide * (1 + inner.tanh())
+
+
+def tanh_gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return `tanh_gelu(gate) * up` [T, I] for `gate_up` [T, 2 * I], with gate in the first half.
+
+    GELU is rounded to the dtype before the product, as in a model that computes it by itself.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return tanh_gelu(gate).to(gate_up.dtype).mul_(up)
 
 
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

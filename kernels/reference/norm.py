@@ -1,4 +1,4 @@
-"""RMS normalisation in plain torch, bit-equal to that of Llama models in transformers.
+"""RMS normalisation in plain torch, bit-equal to that of Llama and Gemma in transformers.
 
 Symbols: `T` tokens, `N` the width that is normalised.
 """
@@ -10,11 +10,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension, in the shape of `x`.
 
     `x` is [..., N], or [T, H, D] to normalise each head; `weight` is [N]. The mean and the quotient
-    are fp32; the quotient is rounded to `x.dtype` before the product with `weight`.
+    are fp32. The quotient is rounded to `weight.dtype`, which is that of `x` or fp32, before the
+    product with `weight`; the product is rounded to `x.dtype`.
     """
     wide = x.float()
     variance = wide.pow(2).mean(-1, keepdim=True)
-    return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
+    return (weight * (wide * torch.rsqrt(variance + eps)).to(weight.dtype)).to(x.dtype)
 
 
 def add_rms_norm(

@@ -56,6 +56,45 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def _tanh_gelu_mul_kernel(
+    gate_up,  # [T, 2 * I]
+    out,  # [T, I], contiguous
+    gate_up_stride_t,
+    I: tl.constexpr,  # noqa: E741
+    COLUMNS: tl.constexpr,  # elements of a program
+):
+    """`out[t, i] = gelu(gate_up[t, i]) * gate_up[t, I + i]`, with GELU's tanh approximation.
+
+    (1 + tanh(z)) / 2 is computed as 1 / (1 + exp(-2 z)). There is one program for each token and
+    COLUMNS elements. GELU is computed in fp32 and rounded to the dtype before the product.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < I
+    row = gate_up + token * gate_up_stride_t
+    gate = tl.load(row + column, mask=inside, other=0.0)
+    up = tl.load(row + I + column, mask=inside, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    doubled = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)  # 2 * sqrt(2 / pi)
+    gelu = (wide / (1.0 + tl.exp(-doubled))).to(gate.dtype).to(tl.float32)
+    tl.store(out + token * I + column, (gelu * up).to(out.dtype.element_ty), mask=inside)
+
+
+def tanh_gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute `kernels.reference.tanh_gelu_mul`.
+
+    Raises:
+        ValueError: as `silu_mul`.
+    """
+    out = _gated(gate_up)
+    num_tokens, size = out.shape
+    _tanh_gelu_mul_kernel[(num_tokens, triton.cdiv(size, _COLUMNS))](
+        gate_up, out, gate_up.stride(0), I=size, COLUMNS=_COLUMNS
+    )
+    return out
+
+
+@triton.jit
 def _clamped_swiglu_kernel(
     gate_up,  # [T, 2 * I]
     out,  # [T, I], contiguous

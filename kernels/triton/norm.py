@@ -9,19 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_float, check_tensor
+from kernels.checks import check_float, check_norm_weight, check_tensor
 
 
 @triton.jit
 def _normalise(x, weight, column, eps, N: tl.constexpr):
-    """Normalise one row `x`, which is zero past N; the quotient is rounded to the dtype of `x`.
+    """Normalise one row `x`, which is zero past N; the quotient is rounded to the weight's dtype.
 
     The product is fp32, and the store rounds it once, as if it had been computed in the dtype.
     """
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / N + eps)
-    w = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
-    return w * (wide * scale).to(x.dtype).to(tl.float32)
+    w = tl.load(weight + column, mask=column < N, other=0.0)
+    return w.to(tl.float32) * (wide * scale).to(w.dtype).to(tl.float32)
 
 
 @triton.jit
@@ -74,8 +74,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension, in the shape of `x`.
 
     `x` is [T, N], or [T, H, N] to normalise each head; strides over T and H may be any. `weight` is
-    [N], of the same dtype. The mean and the quotient are fp32; the quotient is rounded to `x.dtype`
-    before the product with `weight`, as in transformers.
+    [N], of the same dtype or fp32. The mean and the quotient are fp32; the quotient is rounded to
+    `weight.dtype` before the product with `weight`, as in transformers' Llama and Gemma.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -83,7 +83,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows = x.unsqueeze(1) if x.dim() == 2 else x  # noqa: PLR2004  [T, H, N]
     check_float("x", rows, 3)
     num_tokens, num_heads, width = rows.shape
-    check_tensor("weight", weight, (width,), x.dtype, x)
+    check_norm_weight(weight, width, x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rms_norm_kernel[(num_tokens * num_heads,)](
         rows,
@@ -103,7 +103,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `(rms_norm(x + residual), x + residual)`; the sum is rounded to `x.dtype` first.
 
-    Both inputs are [T, N] and are not changed; their strides over T may be any.
+    Both inputs are [T, N] and are not changed; their strides over T may be any. `weight` is as in
+    `rms_norm`.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -111,7 +112,7 @@ def add_rms_norm(
     check_float("x", x, 2)
     num_tokens, width = x.shape
     check_tensor("residual", residual, (num_tokens, width), x.dtype, x)
-    check_tensor("weight", weight, (width,), x.dtype, x)
+    check_norm_weight(weight, width, x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out)
     _add_rms_norm_kernel[(num_tokens,)](

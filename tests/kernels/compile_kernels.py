@@ -166,7 +166,11 @@ def launch_others(dtype, num_heads, num_kv_heads, head_dim):
     launchers.add_rms_norm(x, x, weight, 1e-5)
     for rotated in {head_dim, head_dim * 3 // 8 * 2}:  # all dims, and three quarters
         launchers.rotary(query, key, torch.zeros(8, rotated), ids)
+    launchers.rms_norm(x, weight.float(), 1e-5)
+    launchers.rms_norm(query, weight[:head_dim].float(), 1e-5)
+    launchers.add_rms_norm(x, x, weight.float(), 1e-5)
     launchers.silu_mul(x)
+    launchers.tanh_gelu_mul(x)
     launchers.clamped_swiglu(x, 1.702, 7.0)
     launchers.linear(x, torch.zeros(64, hidden, dtype=dtype), weight[:64])
     launchers.suppress(torch.zeros(4, 4096), ids, torch.zeros(4, 128, dtype=torch.int32))

@@ -6,43 +6,60 @@ import torch
 from kernels import reference
 from kernels.cpu import ops as in_c
 from kernels.cpu.library import native
-from kernels.triton.activation import clamped_swiglu, silu_mul
+from kernels.triton.activation import clamped_swiglu, silu_mul, tanh_gelu_mul
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import assert_close, every_dtype
 
+gates = pytest.mark.parametrize("gate", [silu_mul, tanh_gelu_mul])
 
+
+def twin(gate):
+    return getattr(reference, gate.__name__)
+
+
+@gates
 @every_dtype
 @pytest.mark.parametrize("shape", [(1, 2), (5, 70), (3, 3000)])
-def test_silu_mul_is_the_twin_s(shape, dtype, device):
+def test_gating_is_the_twin_s(gate, shape, dtype, device):
     gate_up = strided(shape, dtype, device)
-    assert_close(silu_mul(gate_up), reference.silu_mul(gate_up))
+    assert_close(gate(gate_up), twin(gate)(gate_up))
 
 
+@pytest.mark.parametrize(
+    ("gated", "module"),
+    [
+        (reference.silu_mul, torch.nn.SiLU()),
+        (reference.tanh_gelu_mul, torch.nn.GELU(approximate="tanh")),
+    ],
+)
 @every_dtype
-def test_the_twin_is_the_two_module_form(dtype):
+def test_the_twin_is_the_two_module_form(gated, module, dtype):
     gate, up = torch.randn(4, 48).to(dtype), torch.randn(4, 48).to(dtype)
-    expected = torch.nn.SiLU()(gate) * up
     # Equal up to rounding: torch's exp rounds a row's full vectors and its rest differently.
-    assert_close(reference.silu_mul(torch.cat((gate, up), dim=-1)), expected)
+    assert_close(gated(torch.cat((gate, up), dim=-1)), module(gate) * up)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter
-@pytest.mark.parametrize("op", [silu_mul, reference.silu_mul])
+@pytest.mark.parametrize(
+    "op", [silu_mul, reference.silu_mul, tanh_gelu_mul, reference.tanh_gelu_mul]
+)
 def test_large_gates_neither_overflow_nor_turn_nan(op, device):
     gate_up = torch.tensor([[-200.0, 200.0, 1.0, 1.0]], device=device)
     assert op(gate_up).tolist() == [[0.0, 200.0]]
 
 
-def test_silu_mul_reaches_past_int32_offsets(device):
+@gates
+def test_gating_reaches_past_int32_offsets(gate, device):
     gate_up = far_apart((3, 70), torch.float16, device)
-    assert_close(silu_mul(gate_up), reference.silu_mul(gate_up))
+    assert_close(gate(gate_up), twin(gate)(gate_up))
 
 
-def test_silu_mul_names_what_does_not_fit(device):
+@gates
+def test_gating_names_what_does_not_fit(gate, device):
     with pytest.raises(ValueError, match="gate_up has width 5"):
-        silu_mul(torch.randn(2, 5, device=device))
+        gate(torch.randn(2, 5, device=device))
     with pytest.raises(ValueError, match="gate_up has 1 dimensions"):
-        silu_mul(torch.randn(4, device=device))
+        gate(torch.randn(4, device=device))
 
 
 def in_native_code(gate_up, alpha, limit):

@@ -23,6 +23,7 @@ OTHERS = {
     "_rotary_kernel",
     "_silu_mul_kernel",
     "_clamped_swiglu_kernel",
+    "_tanh_gelu_mul_kernel",
     "_suppress_kernel",
     "_linear_kernel",
     "_quantized_linear_kernel",

@@ -9,6 +9,8 @@ from tests.kernels.tolerance import assert_close
 
 EPS = 1e-5
 
+wide_weights = pytest.mark.parametrize("is_wide", [False, True], ids=["", "fp32 weight"])
+
 native_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -19,16 +21,19 @@ def table(num_positions, head_dim):
 
 @native_dtypes
 @pytest.mark.parametrize("shape", [(1, 1), (3, 40), (5, 768), (64, 768), (0, 16), (4, 3, 24)])
-def test_rms_norm_is_the_twin_s(shape, dtype):
-    x, weight = strided(shape, dtype, "cpu"), torch.randn(shape[-1]).to(dtype)
+@wide_weights
+def test_rms_norm_is_the_twin_s(shape, dtype, is_wide):
+    x = strided(shape, dtype, "cpu")
+    weight = torch.randn(shape[-1]).to(torch.float32 if is_wide else dtype)
     assert_close(ops.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
 
 
 @native_dtypes
 @pytest.mark.parametrize("shape", [(1, 1), (3, 40), (5, 768), (64, 768)])
-def test_add_rms_norm_is_the_twin_s_and_keeps_its_inputs(shape, dtype):
+@wide_weights
+def test_add_rms_norm_is_the_twin_s_and_keeps_its_inputs(shape, dtype, is_wide):
     x, residual = strided(shape, dtype, "cpu"), strided(shape, dtype, "cpu")
-    weight = torch.randn(shape[-1]).to(dtype)
+    weight = torch.randn(shape[-1]).to(torch.float32 if is_wide else dtype)
     kept = x.clone(), residual.clone()
     out, total = ops.add_rms_norm(x, residual, weight, EPS)
     twin_out, twin_total = reference.add_rms_norm(x, residual, weight, EPS)
@@ -38,18 +43,28 @@ def test_add_rms_norm_is_the_twin_s_and_keeps_its_inputs(shape, dtype):
     assert torch.equal(residual, kept[1])
 
 
+gates = pytest.mark.parametrize("gate", ["silu_mul", "tanh_gelu_mul"])
+
+
+@gates
 @native_dtypes
 @pytest.mark.parametrize("shape", [(1, 2), (5, 70), (3, 3000), (40, 1024)])
-def test_silu_mul_is_the_twin_s(shape, dtype):
+def test_gating_is_the_twin_s(gate, shape, dtype):
     gate_up = strided(shape, dtype, "cpu")
-    assert_close(ops.silu_mul(gate_up), reference.silu_mul(gate_up))
+    assert_close(getattr(ops, gate)(gate_up), getattr(reference, gate)(gate_up))
 
 
+@gates
 @pytest.mark.parametrize("width", [1, 16])
-def test_large_gates_neither_overflow_nor_turn_nan(width):
-    gates = torch.tensor([-200.0, 200.0, -88.5, 1e38]).repeat_interleave(width)
-    out = ops.silu_mul(torch.cat((gates, torch.ones_like(gates)))[None])
-    assert_close(out[0], torch.nn.functional.silu(gates))
+def test_large_gates_neither_overflow_nor_turn_nan(gate, width):
+    large = torch.tensor([-200.0, 200.0, -88.5, 1e38]).repeat_interleave(width)
+    out = getattr(ops, gate)(torch.cat((large, torch.ones_like(large)))[None])
+    assert_close(out[0], torch.nn.functional.silu(large))
+
+
+@gates
+def test_a_gate_keeps_nan(gate):
+    assert getattr(ops, gate)(torch.tensor([[torch.nan, 1.0, 1.0, torch.nan]])).isnan().all()
 
 
 @native_dtypes
@@ -70,6 +85,7 @@ def test_rows_reach_past_int32_offsets():
     weight = torch.randn(40, dtype=torch.bfloat16)
     assert_close(ops.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
     assert_close(ops.silu_mul(x), reference.silu_mul(x))
+    assert_close(ops.tanh_gelu_mul(x), reference.tanh_gelu_mul(x))
 
 
 def test_rows_name_the_tensor_that_does_not_fit():

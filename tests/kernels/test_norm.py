@@ -8,20 +8,24 @@ from tests.kernels.tolerance import assert_close, every_dtype
 
 EPS = 1e-5
 
+wide_weights = pytest.mark.parametrize("is_wide", [False, True], ids=["", "fp32 weight"])
+
 
 @every_dtype
 @pytest.mark.parametrize("shape", [(1, 1), (3, 40), (5, 768), (4, 3, 24)])
-def test_rms_norm_is_the_twin_s(shape, dtype, device):
+@wide_weights
+def test_rms_norm_is_the_twin_s(shape, dtype, is_wide, device):
     x = strided(shape, dtype, device)
-    weight = torch.randn(shape[-1], device=device).to(dtype)
+    weight = torch.randn(shape[-1], device=device).to(torch.float32 if is_wide else dtype)
     assert_close(rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
 
 
 @every_dtype
 @pytest.mark.parametrize("shape", [(1, 1), (3, 40), (5, 768)])
-def test_add_rms_norm_is_the_twin_s_and_keeps_its_inputs(shape, dtype, device):
+@wide_weights
+def test_add_rms_norm_is_the_twin_s_and_keeps_its_inputs(shape, dtype, is_wide, device):
     x, residual = strided(shape, dtype, device), strided(shape, dtype, device)
-    weight = torch.randn(shape[-1], device=device).to(dtype)
+    weight = torch.randn(shape[-1], device=device).to(torch.float32 if is_wide else dtype)
     kept = x.clone(), residual.clone()
     out, total = add_rms_norm(x, residual, weight, EPS)
     twin_out, twin_total = reference.add_rms_norm(x, residual, weight, EPS)
@@ -43,6 +47,15 @@ def test_the_twin_is_transformers_to_the_bit(dtype):
     theirs.weight.data.normal_()
     x = torch.randn(7, 96).to(dtype)
     assert torch.equal(reference.rms_norm(x, theirs.weight.data, EPS), theirs(x))
+
+
+@every_dtype
+def test_the_twin_with_an_fp32_weight_is_gemma_s_norm_to_the_bit(dtype):
+    gemma = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    theirs = gemma.Gemma3RMSNorm(96, eps=EPS).to(dtype)
+    theirs.weight.data.normal_()
+    x = torch.randn(7, 96).to(dtype)
+    assert torch.equal(reference.rms_norm(x, 1 + theirs.weight.data.float(), EPS), theirs(x))
 
 
 def test_norms_reach_past_int32_offsets(device):

@@ -180,7 +180,7 @@ class LayerCalls:
     ) -> KernelCall:
         width = self._shape.hidden_size
         return KernelCall(self._library.rms_norm, (
-            _DTYPE, num_rows, 1, width, x, residual, weight.data_ptr(), out, total,
+            _DTYPE, _DTYPE, num_rows, 1, width, x, residual, weight.data_ptr(), out, total,
             width, 0, width, self._shape.rms_norm_eps,
         ))  # fmt: skip
 
@@ -209,7 +209,7 @@ class LayerCalls:
             normed = work.normed_query, work.normed_key
             for x, weight, out in zip((query, key), layer.qk_norm, normed, strict=True):
                 yield KernelCall(library.rms_norm, (
-                    _DTYPE, StepField.NUM_TOKENS, x.shape[1], head_dim,
+                    _DTYPE, _DTYPE, StepField.NUM_TOKENS, x.shape[1], head_dim,
                     x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
                     x.stride(0), x.stride(1), 0, shape.rms_norm_eps,
                 ), joins)  # fmt: skip

@@ -12,9 +12,9 @@ enum {
 };
 
 /* out[t, h] = weight * x[t, h] / sqrt(mean(x[t, h]^2) + eps), after x += residual if there is a residual.
- * The sum, and the quotient before the product, are rounded to the dtype. */
+ * The sum is rounded to the dtype, and the quotient, before the product, to the weight's dtype. */
 struct rms_norm {
-    int64_t type;
+    int64_t type, weight_type; /* weight_type: as type, or F32 */
     int64_t num_tokens, num_heads, width;
     const void *x, *residual; /* [T, H, N]; residual may be NULL, then `total` is too */
     const void *weight;       /* [N] */
@@ -23,7 +23,7 @@ struct rms_norm {
     double eps;
 };
 
-INLINE void norm_row(dtype type, const struct rms_norm *a, int64_t row)
+INLINE void norm_row(dtype type, dtype weight_type, const struct rms_norm *a, int64_t row)
 {
     int64_t token = row / a->num_heads, head = row % a->num_heads, width = a->width;
     int64_t x = token * a->x_stride_t + head * a->x_stride_h;
@@ -57,19 +57,24 @@ INLINE void norm_row(dtype type, const struct rms_norm *a, int64_t row)
     float sum = vf_reduce_add((squares[0] + squares[1]) + (squares[2] + squares[3]));
     vf inverse = vf_set(1.0f / sqrtf(sum / (float)width + (float)a->eps));
     for (int64_t i = 0; i < full; i += LANES) {
-        vf normed = rounded(type, load(type, total, total_at + i) * inverse);
-        store(type, a->out, out + i, normed * load(type, a->weight, i));
+        vf normed = rounded(weight_type, load(type, total, total_at + i) * inverse);
+        store(type, a->out, out + i, normed * load(weight_type, a->weight, i));
     }
     if (rest) {
-        vf normed = rounded(type, tail * inverse);
-        store_part(type, a->out, out + full, rest, normed * load_part(type, a->weight, full, rest));
+        vf normed = rounded(weight_type, tail * inverse);
+        store_part(type, a->out, out + full, rest,
+                   normed * load_part(weight_type, a->weight, full, rest));
     }
 }
 
 INLINE void norm_tokens(dtype type, const struct rms_norm *a, int64_t start, int64_t end)
 {
-    for (int64_t row = start * a->num_heads; row < end * a->num_heads; row++)
-        norm_row(type, a, row);
+    for (int64_t row = start * a->num_heads; row < end * a->num_heads; row++) {
+        if (a->weight_type == type)
+            norm_row(type, type, a, row);
+        else
+            norm_row(type, F32, a, row);
+    }
 }
 
 void quire_rms_norm_share(const void *args, int64_t share, int64_t num_shares)
@@ -212,6 +217,62 @@ int64_t quire_silu_mul_count(const void *args)
 void quire_silu_mul(const struct silu_mul *a)
 {
     run_call(silu_mul_elems(a) > ROWS_WORTH_IT, quire_silu_mul_share, quire_silu_mul_count, a);
+}
+
+/* out[t, i] = gelu(gate_up[t, i]) * gate_up[t, I + i], with GELU's tanh approximation, which is rounded
+ * before the product. (1 + tanh(z)) / 2 is computed as the sigmoid of 2 z. */
+struct tanh_gelu_mul {
+    int64_t type;
+    int64_t num_tokens, width;
+    const void *gate_up; /* [T, 2 * I] */
+    void *out;           /* [T, I], contiguous */
+    int64_t stride_t;
+};
+
+INLINE vf tanh_gelu(vf x)
+{
+    vf doubled = 1.59576912f * (x + 0.044715f * x * x * x); /* 2 * sqrt(2 / pi) */
+    return x / sigmoid_divisor(doubled);
+}
+
+INLINE void gelu_tokens(dtype type, const struct tanh_gelu_mul *a, int64_t start, int64_t end)
+{
+    int64_t full = a->width - a->width % LANES, rest = a->width % LANES;
+    for (int64_t t = start; t < end; t++) {
+        int64_t gate = t * a->stride_t, up = gate + a->width, out = t * a->width;
+        for (int64_t i = 0; i < full; i += LANES) {
+            vf gated = rounded(type, tanh_gelu(load(type, a->gate_up, gate + i)));
+            store(type, a->out, out + i, gated * load(type, a->gate_up, up + i));
+        }
+        if (rest) {
+            vf gated = rounded(type, tanh_gelu(load_part(type, a->gate_up, gate + full, rest)));
+            store_part(type, a->out, out + full, rest,
+                       gated * load_part(type, a->gate_up, up + full, rest));
+        }
+    }
+}
+
+void quire_tanh_gelu_mul_share(const void *args, int64_t share, int64_t num_shares)
+{
+    const struct tanh_gelu_mul *a = args;
+    BY_DTYPE(a->type, gelu_tokens, a, share_start(a->num_tokens, share, num_shares),
+             share_start(a->num_tokens, share + 1, num_shares));
+}
+
+static int64_t tanh_gelu_mul_elems(const struct tanh_gelu_mul *a)
+{
+    return a->num_tokens * a->width;
+}
+
+int64_t quire_tanh_gelu_mul_count(const void *args)
+{
+    return shares_of(tanh_gelu_mul_elems(args), SHARE_ELEMS);
+}
+
+void quire_tanh_gelu_mul(const struct tanh_gelu_mul *a)
+{
+    run_call(tanh_gelu_mul_elems(a) > ROWS_WORTH_IT, quire_tanh_gelu_mul_share, quire_tanh_gelu_mul_count,
+             a);
 }
 
 /* out[t, i] = (up + 1) * gate * sigmoid(alpha * gate), where gate = min(gate_up[t, i], limit), and up is

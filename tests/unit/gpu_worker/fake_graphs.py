@@ -51,7 +51,7 @@ class FakePieces(FakeGraphs):
         """By capture: graphs, and works between them."""
         self._tape = None
         kernels = "add_rms_norm", "rms_norm", "rotary", "rotary_store_kv", "silu_mul", "store_kv"
-        kernels += ("clamped_swiglu",)
+        kernels += ("clamped_swiglu", "tanh_gelu_mul")
         kernels += "greedy", "grouped_linear", "grouped_quantized_linear", "paged_attention_decode"
         collectives = "all_reduce", "all_gather", "send", "recv"
         for where, name in [
