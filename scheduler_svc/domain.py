@@ -19,7 +19,7 @@ class SubmitRequest:
     was_accepted: bool = False
     """Whether the request was accepted before; then it can no longer be refused."""
     num_crashes: int = 0
-    """How many workers in a row were lost while they ran the request, without a new token."""
+    """How many workers in a row were lost while they ran the request, before any new token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,10 @@ ADAPTERS_SALT = "\0"
 
 
 def adapter_salt(adapter: LoraAdapter) -> str:
-    """Return the prefix of the cache salts of an adapter's requests, so that only they share KV."""
+    """Return the beginning of the cache salts of all requests with `adapter`.
+
+    So requests share KV only if they use the same adapter.
+    """
     return f"{ADAPTERS_SALT}{adapter.digest.hex()}{adapter.name}\0"
 
 

@@ -1,10 +1,10 @@
 """Loads the KV of waiting sequences from the disk to the host.
 
 Two kinds of sequences wait for the disk. A swapped sequence that has spilled needs all its KV back.
-A new sequence may find a part of its prompt on the disk, beyond the part on the device; it computes
-the tokens of blocks that do not fit on the host or cannot be loaded. Until their last load has
-ended, sequences of both kinds are FETCHING and out of the queue, so that others can run. Then they
-return to their place in the queue.
+A new sequence may find blocks of its prompt on the disk, after those on the device and the host. If
+some of these blocks do not fit on the host or cannot be loaded, the sequence computes their tokens.
+Until their last load has ended, sequences of both kinds are FETCHING and out of the queue, so that
+others can run. Then they return to their place in the queue.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -23,11 +23,12 @@ from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 _Known = tuple[DiskBlockId, BlockHash | None]
-"""A disk block, and the hash of its content; None: the prefix cache must not find the content."""
+"""A disk block to load, and the hash of its content. The hash is None if the prefix cache must not
+find the content, for example because the block is partial."""
 
 
 class FetchStatus(Enum):
-    """What the first sequence in the queue must do before it can start."""
+    """Whether the first sequence in the queue may start, or must wait for the disk."""
 
     READY = auto()
     """The sequence does not have to wait for the disk."""
@@ -83,7 +84,8 @@ class Fetching:
     def enqueue(self, seq: Sequence) -> None:
         """Queue a new sequence, or fetch its prefix from the disk first.
 
-        A prefix that is fetched ahead of time leaves half of the host blocks to others.
+        A fetch that begins here, before the sequence is first in the queue, leaves half of the host
+        blocks to other sequences.
         """
         room = self._tier.pool.num_available - self._tier.pool.num_blocks // 2
         if not (self._is_enabled and self._fetch_prefix(seq, room, may_be_part=False)):
@@ -94,8 +96,8 @@ class Fetching:
 
         Args:
             seq: The first sequence in the queue.
-            has_room: Whether the device has room for the sequence. If so, other sequences give up
-                host blocks for it.
+            has_room: Whether the device has room for the sequence. Only then may a swapped sequence
+                take host blocks from other sequences.
         """
         if not self._is_enabled:
             return FetchStatus.READY
@@ -106,7 +108,10 @@ class Fetching:
         return FetchStatus.READY
 
     def _fetch_prefix(self, seq: Sequence, room: int, *, may_be_part: bool) -> bool:
-        """Hold a prefix's host blocks beyond its device blocks; load the rest from the disk.
+        """Fetch the part of a sequence's prefix that the device lacks, if the disk has some of it.
+
+        The sequence holds the blocks of this part that are on the host. The other blocks are loaded
+        from the disk.
 
         Args:
             seq: A waiting sequence, in the queue or not.
@@ -185,15 +190,15 @@ class Fetching:
     def _begin(
         self, seq: Sequence, loads: Iterable[_Known], present: Iterable[HostBlockId] = ()
     ) -> list[HostBlockId]:
-        """Take a sequence out of the queue, and let it wait for loads.
+        """Start loads for a sequence, and take it out of the queue until they have ended.
 
         Args:
-            seq: A sequence that is in the queue, or would be queued otherwise.
+            seq: A waiting sequence, in the queue or not.
             loads: The disk blocks to load. If a block is being loaded already, its load is shared.
             present: Host blocks that the sequence holds; some may be targets of loads in progress.
 
         Returns:
-            The host blocks of `loads`; the sequence is a holder of each.
+            For each of `loads`, the host block to which it loads; the sequence holds this block.
         """
         loads = list(loads)
         # Hold the disk blocks first, because allocations may evict blocks of both tiers.

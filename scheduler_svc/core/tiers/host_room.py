@@ -1,8 +1,9 @@
 """Makes room on the host by taking blocks from waiting sequences.
 
-First, blocks that were fetched for waiting sequences are dropped; the prefix cache may keep them.
-Then swapped sequences spill their last blocks to the disk, the last sequence in order first. If the
-disk is full, too, swapped sequences lose their KV, again the last sequence in order first.
+First, waiting sequences stop holding blocks that were fetched for them; these blocks stay in the
+prefix cache until they are evicted. Then swapped sequences spill their last blocks to the disk,
+beginning with the sequence that is last in the policy's order. If the disk is full, too, swapped
+sequences lose their KV, in the same order.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 
 class HostRoom:
-    """Takes host and disk blocks from waiting sequences, or lets them spill."""
+    """Frees host and disk blocks that waiting sequences hold."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class HostRoom:
         return True
 
     def make_for_fetch(self, seq: Sequence, num_blocks: int) -> bool:
-        """Make room to load blocks of the first swapped sequence in order.
+        """Make room to load spilled blocks of `seq`, which is first in the queue.
 
         Returns:
             Whether there is room now; if not, moves in progress may make some later.

@@ -2,11 +2,11 @@
 
 Callers add moves at any time, and a plan sends them. A step swaps out or swaps in, never both. The
 next plan has all pending swap-outs, because it may overwrite their device blocks. Swap-ins wait for
-a plan without swap-outs. While swap-ins wait, no block is demoted, so that such a plan comes soon:
-only preemption still causes swap-outs, and only running sequences can be preempted.
+a plan without swap-outs. While swap-ins wait, no block is demoted, so only preemptions cause
+swap-outs. A plan without swap-outs comes soon, because only running sequences can be preempted.
 
-A swap-in holds a reference to its host block from the call to the result of its step. The
-sequences that wait for the swap-in hold the device block.
+A swap-in holds a reference to its host block from the call of `swap_in` until the result of its
+step. The sequences that wait for the swap-in hold the device block.
 """
 
 from collections import deque
@@ -100,7 +100,9 @@ class HostTier:
             self.num_swapped_in += len(moves)
 
     def answer(self, step: StepId, failed: Int32Array) -> None:
-        """Record the end of a step's swap-ins; forget the host contents of the failed ones.
+        """Record the end of a step's swap-ins.
+
+        If a swap-in has failed, its host block can no longer be found by hash.
 
         Raises:
             BrokenInvariantError: The step has not swapped in one of the blocks in `failed`.
@@ -124,7 +126,10 @@ class HostTier:
     def swap_out(
         self, blocks: Sequence[DeviceBlockId], hashes: Sequence[BlockHash]
     ) -> list[HostBlockId]:
-        """Copy device blocks to the host with the next plan; no step before it writes to them.
+        """Copy device blocks to the host with the next plan.
+
+        The caller may free the device blocks at once, because no step overwrites them before the
+        copy.
 
         Args:
             blocks: The device blocks; at most as many as the host pool has available.
@@ -150,7 +155,7 @@ class HostTier:
             self._targets[source] = target
 
     def cancel_swap_ins(self, targets: Iterable[DeviceBlockId]) -> None:
-        """Cancel the swap-ins to `targets` that were not sent; no sequence may wait for them."""
+        """Cancel the unsent swap-ins to `targets`, for which no sequence waits any more."""
         for target in targets:
             if (source := self._swap_ins.pop(target, None)) is not None:
                 self._end({target: source})
@@ -206,7 +211,7 @@ class HostTier:
             self.pool.drop(targets)
 
     def _evict(self, block: HostBlockId, block_hash: BlockHash) -> None:
-        """Demote an evicted host block to the disk, if a plan that was sent has filled it."""
+        """Demote an evicted host block to the disk, if the swap-out that fills it was sent."""
         if not self.is_leaving_device(block):
             self.disk.demote(block, block_hash)
 
@@ -214,8 +219,8 @@ class HostTier:
         """Look up the longest prefix of `hashes` on the host; changes nothing.
 
         Returns:
-            The device blocks to which the first blocks are already being swapped in for another
-            sequence, and the host blocks that follow.
+            Two lists: the device blocks of the first blocks, as far as these are already being
+            swapped in for another sequence, and the host blocks of the rest.
         """
         loading: list[DeviceBlockId] = []
         sources: list[HostBlockId] = []
