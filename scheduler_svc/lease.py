@@ -2,9 +2,9 @@
 
 The serving scheduler renews the Lease, and gives it up when it ends; each standby watches it. The
 Lease changes two things. A standby claims the Lease before it takes over, so only one of several
-standbys takes over. And while the Lease is free, a standby believes sooner that the workers have no
-scheduler. Safety does not depend on the Lease, because workers obey only the newest epoch. While
-the Lease cannot be read or written, schedulers behave as if there were none.
+standbys takes over. And while the Lease is free, a standby waits less before it concludes that the
+workers have no scheduler. Safety does not depend on the Lease, because workers obey only the newest
+epoch. While the Lease cannot be read or written, schedulers behave as if there were none.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _RETRY_S: Final = 2.0
 _HEAD_START_S: Final = 2.0
 """For this long after a claim, no other scheduler may claim, so that the claimer can take over."""
 _WRITE_S: Final = 1.0
-"""How long a takeover, or the end of a scheduler, may wait for the Kubernetes API server."""
+"""How long a write may take. A takeover and the end of a scheduler wait for a write."""
 _READ_S: Final = 2.0
 _WATCH_S: Final = 60
 _QUIET_S: Final = 4.0
@@ -56,7 +56,7 @@ class LeaseError(Exception):
 
 
 class Lease:
-    """The Lease, as an async context manager; at the end, a scheduler that holds it gives it up."""
+    """The Lease, as an async context manager; on exit, a scheduler that holds it gives it up."""
 
     def __init__(self, name: str, holder: str, cluster: Cluster | None = None) -> None:
         """`holder` names this scheduler; a random part distinguishes it from its earlier runs."""

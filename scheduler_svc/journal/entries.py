@@ -62,7 +62,7 @@ class JournalEntry:
     """One call of the core, or the end of the recording."""
 
     call: str
-    """The name of the called method; empty: the recording ends here, `raised` has the reason."""
+    """The name of the called method; empty: this entry is the end of the recording."""
     arguments: msgspec.Raw
     """The arguments by name; `decode_arguments` decodes them."""
     at: float
@@ -70,7 +70,8 @@ class JournalEntry:
     plan: dict[str, Any] | None = None
     """The plan that `schedule` returned, as `describe_plan` describes it."""
     raised: str = ""
-    """The class name of the exception that the core raised; empty: no exception."""
+    """The class name of the exception that the core raised; empty: no exception. In the last entry:
+    why the recording ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ log = structlog.get_logger()
 
 
 class RecordedCall(NamedTuple):
-    """A call of the core, with its arguments as `inspect` binds them."""
+    """A call of the core, with its arguments by name."""
 
     name: str
     arguments: dict[str, object]
@@ -127,7 +127,10 @@ class Recordings:
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> Iterator[Scheduler]:
-        """Make the core for a worker and record it until the `with` ends, if there is space."""
+        """Make the core for a worker, and record its calls until the `with` ends.
+
+        The core is not recorded if the recordings have reached their size limit.
+        """
         journal = self._begin(info, config)
         if journal is None:
             yield Scheduler(config)

@@ -25,11 +25,12 @@ from scheduler_svc.journal.entries import (
 class ReplayedPreemption:
     """A preemption: the sequence, the step, the reason and the cost.
 
-    The preemption of a beam search is described as one of its leader, with the best beam's tokens.
+    A beam search is preempted as a whole. Then `seq_id` and `output_index` are those of the leader,
+    blocks are counted for all beams, and tokens for one beam.
     """
 
     step_id: int
-    """The step during whose planning the sequence was preempted."""
+    """The step that the core was planning when it preempted the sequence."""
     num_beams: int
     """Number of running beams; 0 if the sequence was not a beam search."""
     seq_id: int
@@ -42,12 +43,13 @@ class ReplayedPreemption:
     num_later: int
     """Number of running sequences that were submitted after this one."""
     num_blocks_due: int
-    """Blocks that decoding sequences and beams needed for the step."""
+    """New blocks that the running sequences needed for the step."""
     num_free_blocks: int
     num_held_blocks: int
     """Blocks of ended sequences that steps in flight still held."""
     num_own_blocks: int
-    """Blocks of the sequence's table, and any block that a fork had not copied yet."""
+    """Blocks that the sequence held: those in its block table, and those that it had yet to copy
+    because it was forked."""
     num_freed_blocks: int
     """How many of the sequence's own blocks became available; the others are shared."""
     num_known_tokens: int

@@ -1,8 +1,8 @@
 """The streams of KV events: a snapshot of each worker, then its changes.
 
 A snapshot is made in slices. Between two slices the event loop runs, so workers' steps continue and
-the cache may change. Changes and slices are sent in order: a slice has the state after all changes
-that were sent before it. So at the end of a snapshot the reader knows the exact state.
+the cache may change. So changes are sent between slices, and a slice includes all changes that were
+sent before it. At the end of a snapshot the reader knows the exact state.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class KvEvents:
         """Make a reader of the events of one worker, or of all workers, from now on.
 
         Raises:
-            NotFoundError: No worker of this name has been known.
+            NotFoundError: There has been no worker of this name.
         """
         if worker and worker not in self._feeds:
             raise NotFoundError(f"worker {worker!r} is not known")
@@ -89,7 +89,7 @@ class WorkerFeed:
         self._readers = readers
 
     def attach(self, block_size: int) -> KvIndex:
-        """Begin to report an empty cache, and return the index that follows its changes."""
+        """Report that the worker's cache is empty; return the index to which its core reports."""
         self.index = KvIndex(block_size, self._flush_soon)
         self._publish([kv_pb2.KvEvent(cleared=kv_pb2.KvCacheCleared())], 1)
         return self.index
@@ -131,7 +131,7 @@ class WorkerFeed:
 
 
 class KvReader:
-    """One reader of events, with its messages that are not read yet, up to a limit."""
+    """One reader of events. Messages wait here until they are read, up to a limit."""
 
     def __init__(self, worker: str, max_unread_changes: int) -> None:
         self._worker = worker

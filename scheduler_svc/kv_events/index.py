@@ -1,9 +1,9 @@
 """Tracks the blocks in one worker's prefix cache, by tier, with their tokens.
 
-`KvIndex` is the `CacheWatch` of one attachment of a worker. It has an entry for each block hash
-that can be found in some tier. The entries are in order of arrival, so parents are before children.
-They are kept in *drawers* of bounded size, so that a snapshot can be made drawer by drawer while
-entries come and go.
+The core of an attached worker reports each change to a `KvIndex` (see `CacheWatch`). The index has
+an entry for each block hash that can be found in some tier. The entries are in order of arrival, so
+parents are before children. They are kept in *drawers* of bounded size, so that a snapshot can be
+made drawer by drawer while entries come and go.
 """
 
 from collections.abc import Callable, Iterator
@@ -145,7 +145,10 @@ class KvIndex:
 
 
 class _PoolTable(dict[BlockHash, Any]):
-    """The hash table of one pool; it has the dict methods that `BlockPool` uses."""
+    """The hash table of one pool.
+
+    It overrides the dict methods by which `BlockPool` adds and removes blocks, to tell the index.
+    """
 
     def __init__(self, index: KvIndex, tier: CacheTier) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 The types and fields are those of vLLM's `distributed/kv_events.py`. Subscribers of vLLM's events
 treat a publisher as one engine. So a block counts as stored in a tier while any worker has it
-there, and the blocks of a lost worker are removed one by one.
+there. When a worker is lost, only blocks that no other worker has are removed.
 """
 
 import time
@@ -67,7 +67,7 @@ def encode(events: list[Event]) -> bytes:
 
 
 class AsOneEngine:
-    """Converts the events of all workers to events of a single engine, as vLLM has it."""
+    """Converts the events of all workers to the events of a single vLLM engine."""
 
     def __init__(self) -> None:
         self._tier_to_holders = {tier: BlockHolders[str]() for tier in _MEDIA}

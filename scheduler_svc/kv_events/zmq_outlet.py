@@ -40,7 +40,7 @@ class ZmqOutlet:
         topic: str,
         num_kept: int = _NUM_KEPT,
     ) -> None:
-        """Listen at two endpoints, such as tcp://*:5557; `replay_endpoint` may be empty.
+        """Listen at two endpoints, such as tcp://*:5557; an empty `replay_endpoint`: no replays.
 
         Raises:
             CannotListenError: An endpoint is not available.
