@@ -57,7 +57,10 @@ class LoadCollector(Collector):
 
 
 class SpaceCollector(Collector):
-    """Collects how well each attached worker uses its blocks, in time proportional to them."""
+    """Collects how well each attached worker uses its blocks.
+
+    A scrape takes time proportional to the number of blocks.
+    """
 
     def __init__(self, spaces: Callable[[], Mapping[str, SpaceReport]]) -> None:
         """`spaces` returns a report for each attached worker."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics that are updated at each event; a step updates a few histograms.
+"""Prometheus metrics that steps and requests update, such as histograms of the times of steps.
 
 Counters that a core already keeps are read at each scrape instead (`collectors.py`).
 """

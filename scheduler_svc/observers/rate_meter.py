@@ -11,7 +11,9 @@ _FORGETTING = 0.99
 
 
 class RateMeter:
-    """Keeps the best rates of the last few hundred steps, so that no request is refused wrongly.
+    """Keeps the best rates of the last few hundred steps.
+
+    So a request is refused only if it would miss its deadline even at the worker's best speed.
 
     Only full steps show how fast prompts are computed. A step is full if it keeps the device at
     least half busy, or has as many tokens as the pacer allows. A smaller step takes about the same

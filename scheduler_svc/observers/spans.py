@@ -5,9 +5,9 @@ A sequence has these spans:
     queue        lasts from its arrival until it first leaves the queue
     admission    covers planning, encoding and sending the step that announces it to a worker
     preempted    lasts from the loss of its device blocks until it gets blocks again, or ends
-    kv_transfer  covers a move of its blocks between tiers. Out: it lasts until the result of the
-                 step that copies them. In: it lasts from when the sequence gets device blocks until
-                 the step in which it computes again
+    kv_transfer  covers a move of its blocks to the host or back. The move to the host lasts until
+                 the result of the step that copies the blocks. The move back lasts from when the
+                 sequence gets device blocks until the step in which the sequence computes again
     finish       covers applying the result that ends it, and sending the end to its router
 
 The worker adds spans of the steps that it computes (`gpu_worker/step/spans.py`). The attribute
@@ -131,7 +131,7 @@ class WorkerSpans:
         block_bytes: int,
         owner: Callable[[int], tuple[SourceId, SeqKey] | None],
     ) -> None:
-        """`owner` returns the sequence that has a row in the latest plan."""
+        """`owner` returns the source and key of the sequence in a row, as of the latest plan."""
         self._sequences = sequences
         self._worker = worker
         self._block_bytes = block_bytes

@@ -11,7 +11,7 @@ from contract.step import StepId
 from scheduler_svc.observers.steps import AnsweredStep, SentStep
 
 MAX_STEPS: Final = 1024
-"""The number of steps to keep, which are some seconds of a busy worker's time."""
+"""At most this many steps are kept, enough for some seconds of a busy worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """Moves requests from prefill workers to decode workers.
 
 While a prompt is computed, its full blocks are copied to the decode worker. Once the request has
-its first tokens and the blocks have arrived, the request moves in one turn of the event loop; the
-decode worker recomputes only the tokens of the last, partial block. Until a decode worker has room,
-the request decodes at its prefill worker, if necessary to its end. So a missing decode worker costs
-speed but no request.
+its first tokens and at most two blocks are still missing, the request moves in one turn of the
+event loop. The decode worker recomputes the tokens of the missing blocks and of the last, partial
+block. Until a decode worker has room, the request decodes at its prefill worker, if necessary to
+its end. So a missing decode worker costs speed but no request.
 """
 
 import asyncio
@@ -139,7 +139,7 @@ class Handoff:
         return ahead
 
     def _give_up(self, ahead: _Ahead) -> None:
-        """Free the blocks that are still reserved for a request, which has moved or will not."""
+        """Free the blocks still reserved at the decode worker, after the move or in place of it."""
         ahead.copy.give_up()
         self._ahead.discard(ahead)
 
@@ -194,8 +194,8 @@ class Handoff:
 def _keeps_states(session: Session) -> bool:
     """Whether the worker's model has recurrent states.
 
-    Such a worker takes no part in handoffs: only checkpoints can be copied, so a move would compute
-    up to a block of tokens again.
+    Such a worker takes no part in handoffs. Only the states at the ends of full blocks can be
+    copied, so the decode worker would compute up to a block of tokens again.
     """
     return STATE_WINDOW in session.info.limits.kv_windows
 

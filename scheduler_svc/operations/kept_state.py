@@ -31,7 +31,8 @@ _RETRY_S: Final = 5.0
 _POLL_S: Final = 1.0
 _ACCOUNTS_S: Final = 5.0
 _MAX_ACCOUNTS: Final = 10_000
-"""The limit on accounts that are kept of one worker; other tenants start like new ones."""
+"""At most this many accounts of a worker are kept, those of the tenants that it has served most.
+After a restart, other tenants are treated as new."""
 _START: Final = re.compile(rb'\{"version": \d+, "start": (\d+)')
 _HEAD_BYTES: Final = 256
 _MAX_LEFT_WORKERS: Final = 64
@@ -93,7 +94,7 @@ class StateFile:
             raise StateFileError(f"--state-file {path} cannot be read: {error!r}") from error
 
     async def written(self) -> None:
-        """Return when the file has all changes made before this call, or cannot be written."""
+        """Wait until the file has all changes made before this call, or cannot be written."""
         if self._path is not None and not self._has_ended:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
@@ -174,7 +175,10 @@ class StateFile:
             _answer(self._waiting)
 
     def _contents(self) -> Iterator[str]:
-        """Yield the file's text in parts: the event loop stands still while a part is encoded."""
+        """Yield the file's text in small parts.
+
+        The event loop stands still while the writing thread encodes one part.
+        """
         adapters = [
             {"name": each.name, "digest": each.digest.hex(), "directory": each.directory}
             for each in self.adapters

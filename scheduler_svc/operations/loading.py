@@ -29,7 +29,8 @@ _UNLOAD_TIMEOUT_S = ADAPTER_TIMEOUT_S + 60.0
 """Longer than the worker waits for an adapter that it is loading. With a shorter timeout, the call
 could fail although the worker unloads its model afterwards."""
 _NOTICE_S = 15.0
-"""How long an engine may take to notice a change of its worker, without the time of `settle`."""
+"""How long an engine may take to notice that its worker has loaded or unloaded its model. The time
+in which the worker loads adapters (`Engine.is_settling`) does not count."""
 
 log = structlog.get_logger()
 
@@ -217,7 +218,11 @@ class Loading:
 
 
 def _session_of(engine: Engine) -> Session | None:
-    """Return the session of a worker, which must be able to unload; None if it is not attached."""
+    """Return a worker's session; None if the worker is not attached.
+
+    Raises:
+        UnimplementedError: The worker cannot unload its model.
+    """
     if engine.session is None:
         return None
     if not engine.session.info.can_unload:
@@ -229,7 +234,16 @@ def _session_of(engine: Engine) -> Session | None:
 
 
 async def _wait_noticed(engine: Engine, condition: Callable[[], bool], what: str) -> None:
-    """Wait until an engine, which keeps trying to attach, notices a change of its worker."""
+    """Wait until an engine has noticed that its worker has loaded or unloaded its model.
+
+    Args:
+        engine: The engine.
+        condition: Whether the engine has noticed it.
+        what: How the message of the error begins.
+
+    Raises:
+        UnavailableError: The engine has not noticed it in time.
+    """
     left_s = _NOTICE_S
     while not condition():
         started = time.monotonic()

@@ -114,7 +114,11 @@ class Migrator:
     # --- one move -------------------------------------------------------------------------------
 
     async def run(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
-        """Do as `move`, but end if the caller is cancelled; reserve room before any `await`."""
+        """Do as `move`, but end if the caller is cancelled.
+
+        Room at the target is reserved before the first `await`, so no other task can take the room
+        that the caller has found.
+        """
         who = {"request_id": live.request_id, "source": source.target, "target": target.target}
         started = time.perf_counter()
         try:
@@ -154,7 +158,7 @@ class Migrator:
     def switch(
         self, live: MovableRequest, source: Engine, target: Engine, receive: Callable[[], None]
     ) -> None:
-        """Move a request whose blocks have been copied already, at once and without its KV.
+        """Move a request at once; its blocks have been copied to the target before.
 
         `receive` is called to let the target core find the copied blocks.
 
@@ -213,9 +217,9 @@ class Migrator:
 class Drainer:
     """Empties workers that are about to end or to unload their model.
 
-    Requests move with their KV. Requests that cannot move, because a worker has too little host
-    memory for KV or none, stay until the others have moved. Then other workers compute the tokens
-    of these requests again, as after the loss of a worker.
+    Requests move with their KV. Some requests cannot move, for example because there are too few
+    host blocks. These requests stay until the others have moved. Then other workers compute their
+    tokens again, as after the loss of a worker.
     """
 
     def __init__(self, fleet: Fleet, migrator: Migrator) -> None:
@@ -283,7 +287,10 @@ class Drainer:
 
 
 def _has_same_part(session: Session, other: Engine) -> bool:
-    """Whether `other` decodes if the session's worker decodes, or else whether it prefills."""
+    """Whether `other` has the same work as the session's worker.
+
+    If the session's worker decodes, `other` must decode, too. Otherwise `other` must prefill.
+    """
     if other.session is None:
         return False
     role = other.session.role
@@ -295,7 +302,11 @@ def _num_free_blocks(load: SchedulerLoad) -> int:
 
 
 def _has_room(load: SchedulerLoad, live: MovableRequest) -> bool:
-    """Whether a request can run at once and to its end, and leaves a block per running sequence."""
+    """Whether a worker has room for a request that waits at another.
+
+    The request must be able to start at once and to run to its end, while each running sequence
+    gets one more block.
+    """
     num_host_blocks = load.num_free_host_blocks + load.num_cached_host_blocks
     return (
         load.num_running + live.num_seqs <= load.max_num_seqs

@@ -39,7 +39,7 @@ class RouterStreams:
     def open(self, router_id: str, max_model_len: int | None = None) -> RouterStream:
         """Open a stream under a new source id, which no other stream will have.
 
-        `max_model_len` is the limit that the router's welcome message has.
+        `max_model_len` is the limit in the welcome message to the router.
         """
         self._num_opened += 1
         source = SourceId(self._num_opened)
@@ -122,7 +122,7 @@ class RouterStreams:
 
 
 class QueueRoomReporter:
-    """Tells routers how many more sequences the queues can take, while they are nearly full.
+    """Tells routers how many more sequences the queues can take, while the queues are nearly full.
 
     With these reports, routers can refuse requests early, before they tokenize them. A report is
     always slightly old, so the scheduler makes the final decision. Reports begin after a refusal,

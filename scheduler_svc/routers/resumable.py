@@ -87,7 +87,7 @@ class ResumableRequest:
 
     @property
     def live_seq_keys(self) -> list[SeqKey]:
-        """The keys of the unfinished sequences, as the request's source in the core has them."""
+        """The keys that the unfinished sequences have in the core."""
         return [
             SeqKey(self.first_seq_key + index)
             for index, output in enumerate(self.outputs)
@@ -189,8 +189,8 @@ class ResumableRequests:
         """Add a request that is about to be submitted.
 
         Returns:
-            The sequences to cancel, if any: the router submitted this request before, on a stream
-            that was lost.
+            The sequences to cancel: those of an earlier request with the same tenant and id, which
+            this request replaces. None: there is no earlier one.
 
         Raises:
             AlreadyExistsError: The request is live at another router.
@@ -278,7 +278,7 @@ class ResumableRequests:
         return True
 
     def leave_all(self, stream: RouterStream, now: float) -> frozenset[SeqKey] | None:
-        """Remove a stream that has ended as the owner of its requests.
+        """Let the requests of a stream that has ended lose their owner.
 
         Returns:
             The keys of the sequences to cancel; None: cancel all sequences of the stream.
