@@ -180,7 +180,10 @@ class Lease:
             return await _json_of(response)
 
     async def _versions(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the object now and after each change, until no change comes for `_QUIET_S`."""
+        """Yield the object now and after each change.
+
+        End when the watch ends, or when no change comes for `_QUIET_S`.
+        """
         found = await self._read()
         yield found
         query = (

@@ -98,7 +98,7 @@ class SequenceSpans:
             of_source[key] = TracedSequence(request.request_id, key, context, now_s)
 
     def on_admitted(self, admitted: Admitted) -> None:
-        """Called one step after a sequence has left the queue."""
+        """Called with the next result of a step after a sequence has left the queue."""
         if (traced := self.find((admitted.source, admitted.seq_key))) is not None:
             attributes = {"quire.num_cached_tokens": admitted.num_cached_tokens}
             end_s = traced.arrived_s + admitted.queue_s

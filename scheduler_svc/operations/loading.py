@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 
 class WorkerCalls:
-    """Calls the services that workers have for operators, with this scheduler's epoch.
+    """Calls the services that workers have for operators.
 
     A call raises the QuireError of the worker, if any. Each call opens a channel of its own,
     because the link's channel is closed when the model is unloaded.
@@ -160,12 +160,12 @@ class Loading:
 
         Raises:
             NotFoundError: There is no such worker.
-            QuireError: The worker's error, such as a stale epoch.
+            QuireError: The worker refuses the call or cannot be reached.
         """
         return self._calls.drain(self._roster.engine(worker).target)
 
     def stop(self) -> None:
-        """Cancel the calls in progress; called when the sessions end."""
+        """Cancel the unloads in progress; called when the sessions end."""
         for task in self._unloads.values():
             task.cancel()
 
