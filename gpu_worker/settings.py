@@ -15,15 +15,15 @@ from rpc.settings import ModelName, Port, PositiveInt, ProcessSettings, split_at
 
 
 class WorkerSettings(ProcessSettings):
-    """Holds a model and its KV memory on one device, and executes a scheduler's steps."""
+    """A worker's flags and environment variables."""
 
     grpc_port: Port = 50053
     """Port of gRPC; 0 picks a free one."""
     http_port: Port = 8002
     """Port of HTTP; 0 picks a free one."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """How long the worker may drain after SIGTERM, in seconds. Meanwhile running steps finish, and
-    the scheduler continues their sequences elsewhere."""
+    """How long the worker may drain after SIGTERM, in seconds. While it drains, running steps
+    finish, and the scheduler continues their sequences on other workers."""
     model: ModelName
     """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
     Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md)."""
@@ -37,13 +37,14 @@ class WorkerSettings(ProcessSettings):
     or "transformers". Empty: Quire's own if it supports the architecture, else that of
     transformers."""
     served_model_name: str = ""
-    """The model's name in requests; empty: the directory's name."""
+    """The model's name in requests; empty: the name of its directory or file, or its name on the
+    hub (docs/models.md)."""
     worker_id: str = Field(default_factory=socket.gethostname)
     """This worker's name in logs and for the scheduler; unset: the machine's name."""
     role: Role = Role.BOTH
-    """The part of requests that this worker computes while workers with the other role are
-    attached: prompts (prefill), decoding (decode), or both. Requests move between workers with
-    their KV, through the host memory of both workers (host-kv-memory-gb, docs/fleet.md)."""
+    """What this worker computes: prompts (prefill), outputs (decode), or both. If no worker with
+    the other role is attached, this worker computes both. Requests move between workers with their
+    KV, through the host memory of both workers (host-kv-memory-gb, docs/fleet.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the model runs: cpu, cuda or cuda:N; auto is cuda if there is a GPU, else cpu."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -51,13 +52,14 @@ class WorkerSettings(ProcessSettings):
     device is slow with that format."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads the weights. dummy draws random weights on the device instead, to measure speed
-    and memory; the model then outputs nonsense. Weights of quantized checkpoints are drawn as plain
-    numbers, except MXFP4."""
+    and memory; the model then outputs nonsense. If the checkpoint's weights are quantized, the
+    random weights are not, except with MXFP4."""
     quantization: Literal["int8", "int4"] | None = None
     """Quantize the weights of linear maps when they are read, for less memory and faster decoding.
-    This works with Quire's own implementations and yours. int8: each output has a scale. int4: each
-    group of 32 inputs of an output has a scale and an offset; the map to the vocabulary is in int8.
-    Maps that are quantized in the checkpoint stay as they are. Unset: not quantized."""
+    This works with Quire's own implementations and with your own class (model-class). int8: each
+    output has a scale. int4: each group of 32 inputs of an output has a scale and an offset; the
+    map to the vocabulary is in int8. Maps that are quantized in the checkpoint stay as they are.
+    Unset: not quantized."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters as NAME=DIR, in PEFT's format, separated by commas. A request whose model is
     NAME uses that adapter. Only for Quire's own implementations (docs/models.md)."""
@@ -87,8 +89,8 @@ class WorkerSettings(ProcessSettings):
     kv_cache_dtype_skip_layers: str = ""
     """Layers whose KV is not quantized, numbered from 0, such as 0,1,23."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of the GPU's memory that may be in use, including what other processes use. KV gets
-    what they, weights and temporary tensors leave of this share."""
+    """Share of the GPU's memory that may be in use, including what other processes use. KV gets the
+    part of this share that other processes, the weights and temporary tensors leave."""
     memory_warning_share: Annotated[float, Field(ge=0, le=1)] | None = None
     """If less than this share of the device's memory is available, the number of running sequences
     may not grow, and prompts are computed in smaller parts. On a CPU, the device's memory is what
@@ -99,18 +101,18 @@ class WorkerSettings(ProcessSettings):
     are preempted, and half of the rest after every further ten seconds. 0: never. Unset: 0.01, or a
     quarter of the share that is available when the worker is ready, if that is less."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Host memory in GiB for KV that does not fit on the device. Unset: with a GPU, or a role other
-    than both, 4 GiB or a quarter of the free memory, whichever is less; otherwise 0, because a
-    CPU's KV is in host memory anyway."""
+    """Host memory in GiB for KV that does not fit on the device. Unset: on a GPU, or if role is
+    prefill or decode, 4 GiB or a quarter of the free memory, whichever is less; otherwise 0,
+    because a CPU's KV is in host memory anyway."""
     host_kv_codec: str = "none"
     """How KV is encoded in host memory: none, as on the device; int8 or fp8, in half the memory but
     less precise, so that a sequence's output after a swap may differ."""
     disk_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Disk space in GiB for KV; 0: none. Needs host memory for KV."""
     disk_kv_dir: Path | None = None
-    """Directory of the disk tier's file, on a fast disk, not in memory. The next worker with the
-    same model and KV format finds the file and continues with its blocks. Unset: a file in /var/tmp
-    that has no name and disappears with the worker."""
+    """Directory of the disk tier's file; choose a fast disk, and not a tmpfs. The next worker with
+    the same model and KV format finds the file and continues with its blocks. Unset: a file in
+    /var/tmp that has no name and disappears with the worker."""
     disk_kv_codec: str = "none"
     """How KV is encoded on the disk: none; lz4, zstd or gzip, without loss, with an optional level
     such as zstd:3; int8 or fp8, in half the space but less precise."""
@@ -125,10 +127,10 @@ class WorkerSettings(ProcessSettings):
     """Check each block that comes back from host memory; if it has changed, its tokens are
     recomputed."""
     kv_transfer: Literal["grpc", "nixl"] = "grpc"
-    """How KV is read from other workers. grpc: it comes in messages. nixl: it is read directly from
-    the memory of workers that also use nixl, by RDMA or between processes, and comes over gRPC from
-    all others; needs quire[nixl]. With nixl, any process that can connect to NIXL's ports can read
-    the host memory for KV, regardless of TLS."""
+    """How KV is read from other workers. grpc: KV comes in messages. nixl: KV is read directly from
+    the memory of workers that also use nixl, by RDMA or from process to process; from other workers
+    it comes over gRPC. This needs quire[nixl]. With nixl, any process that can connect to NIXL's
+    ports can read the host memory for KV, regardless of TLS."""
     speculative: Literal["ngram", "draft"] | None = None
     """How to guess next tokens. The model verifies several guesses at a time, and the output does
     not change. ngram: guess the tokens that followed an earlier occurrence of the last few tokens.
@@ -151,10 +153,10 @@ class WorkerSettings(ProcessSettings):
     support (fp32, quantized KV, latents, sinks, head dims above 256) use Quire's kernels. The speed
     with FlashAttention-3 is not measured."""
     shared_prefix_attention: bool = False
-    """If several sequences begin with the same blocks of at least 512 tokens, attend to these
-    blocks only once. This works in decode steps that CUDA graphs replay, and for models whose
-    layers all see every token. The last bits of results then depend on which sequences share a
-    step. The speed is not measured yet."""
+    """If several sequences begin with the same blocks, and these have at least 512 tokens together,
+    attend to the blocks only once per step. This works only in decode steps that CUDA graphs
+    replay, and only for models whose layers all see every token. The last bits of results then
+    depend on which sequences share a step. The speed is not measured yet."""
     batch_invariant: bool = False
     """On a GPU, make every bit of a result independent of other requests, at the price of speed
     (docs/worker-step.md). This works with Quire's own decoders without experts, on one device,
@@ -169,14 +171,14 @@ class WorkerSettings(ProcessSettings):
     the weights stays in the memory beside the core that reads it. on: the threads stay on the first
     cores that this process may use. Give other workers other cores, for example with taskset or a
     container's set of CPUs, because threads that share a pinned core wait for each other. The
-    default is off, because the effect was never measured; it should matter on several sockets.
+    default is off, because the effect was never measured; pinning should help on several sockets.
     Linux only."""
     amx: Literal["auto", "on", "off"] = "auto"
     """Whether linear maps and attention in bfloat16 use Intel's AMX, on a CPU that has it. auto:
-    AMX is used if its results are right, but only for the weight formats, and for attention, where
-    it is faster. The worker's first start on a machine measures this and keeps the findings. on:
-    AMX is used if its results are right. off: never. AMX changes the last bits of results, so with
-    workers on several machines choose on or off for all."""
+    AMX is used if its results are right, and only where it is faster. This is decided for each
+    weight format, and for attention. The worker's first start on a machine measures the speeds and
+    keeps the findings. on: AMX is used if its results are right. off: never. AMX changes the last
+    bits of results, so with workers on several machines choose on or off for all."""
     tensor_parallel_size: PositiveInt = 1
     """Number of devices that split each layer of the model. Together they are one worker, and each
     holds its part of the weights and KV. Must divide the model's heads (docs/parallelism.md)."""
@@ -184,15 +186,15 @@ class WorkerSettings(ProcessSettings):
     """Number of pipeline stages, which work one after another; each has a part of the layers, on
     tensor-parallel-size separate devices."""
     rank: Annotated[int, Field(ge=0)] = 0
-    """The first rank that runs here, if ranks run on several machines. Rank 0 talks to the
-    scheduler; the others serve no port."""
+    """The first rank that runs on this machine, if ranks run on several machines. Rank 0 talks to
+    the scheduler; the others serve no port."""
     local_ranks: PositiveInt | None = None
-    """How many ranks run here, from --rank on, each a process with its own device; unset: all
-    remaining ranks."""
+    """Number of ranks that run on this machine, from --rank on. Each rank is a process with its own
+    device. Unset: all remaining ranks."""
     master_addr: str = "127.0.0.1"
     """Where rank 0 listens for the other ranks. With several machines, this is an address of rank
-    0's machine that the others can reach. Nobody else should reach it, because rank 0 trusts
-    connections."""
+    0's machine that the others can reach. Nothing else should be able to reach it, because rank 0
+    trusts every process that connects."""
     master_port: Port = 0
     """The port on which rank 0 listens; 0 picks a free one. Must be set with several machines."""
 
@@ -218,7 +220,7 @@ class WorkerSettings(ProcessSettings):
 
     @property
     def adapter_obstacle(self) -> str | None:
-        """The setting that rules out adapters; None if the model decides."""
+        """The setting that rules out adapters; None: no setting does, but the model may."""
         if self.batch_invariant:
             return "batch_invariant"
         return f"model_class, which is {self.model_class}" if self.model_class else None
@@ -240,7 +242,7 @@ class WorkerSettings(ProcessSettings):
 
     @property
     def kv_dtype(self) -> str:
-        """Storage format of KV, such as "int8 but 0,23"; equal formats can be exchanged."""
+        """`kv_cache_dtype` and the layers that it skips, such as "int8 but 0,23"."""
         layers = ",".join(map(str, sorted(self.kv_skip_layers)))
         return f"{self.kv_cache_dtype} but {layers}" if layers else self.kv_cache_dtype
 

@@ -14,7 +14,7 @@ class Attachment:
     number: int
     epoch: int
     has_stream: bool = False
-    """Whether an `Execute` stream has sent a batch; only one stream may."""
+    """Whether a batch has come on an `Execute` stream; batches on a second stream are refused."""
     num_open_streams: int | None = None
     """Number of open `Execute` streams of this attachment; None: no stream was opened yet."""
     last_step_id: int = 0
@@ -22,7 +22,7 @@ class Attachment:
     done_step_id: int = 0
     """The step of the last result sent."""
     holdings: Holdings | None = None
-    """The worker's rows and blocks when the attachment began; None after its first step."""
+    """What the worker held when the attachment began; kept until the attachment's first step."""
 
 
 class Attachments:
@@ -33,7 +33,7 @@ class Attachments:
         self.num_heartbeats = 0
         """Number of `Attach` calls, batches and heartbeats from attached schedulers."""
         self.is_cut_off = False
-        """Whether the newest scheduler's last report said that all its routers are silent."""
+        """Whether the newest scheduler's last heartbeat said that all its routers are silent."""
 
     def begin(self, epoch: int) -> Attachment:
         """Begin a scheduler's attachment. A scheduler may attach again.
@@ -86,7 +86,10 @@ class Attachments:
             raise self.superseded(attachment)
 
     def superseded(self, attachment: Attachment | None) -> QuireError:
-        """Make the error that ends the stream of `attachment` after a new one; None: not known."""
+        """Return the error for a caller whose `attachment` was replaced by a new attachment.
+
+        A stream has no attachment (None) before its first batch.
+        """
         assert self.newest is not None, "a scheduler has attached"
         newest = self.newest.epoch
         if attachment is not None and attachment.epoch < newest:

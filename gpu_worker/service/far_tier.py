@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 _NUM_AT_ONCE: Final = 8
 _FETCH_S: Final = 10.0
-"""After this time no more blocks are read, because requests that wait hold host blocks."""
+"""A fetch that takes longer ends with the blocks filled so far, because the request that waits for
+the fetch holds host blocks."""
 
 
 async def store_far(
@@ -24,9 +25,10 @@ async def store_far(
     labels: Sequence[BlockHash],
     check: Callable[[], None],
 ) -> int:
-    """Copy int32[N] blocks and begin to store them; return how many fit in the queue.
+    """Copy int32[N] blocks and begin to store them; return how many fit in the store's queue.
 
-    `check` is called after each copy; it raises if the block may have had other contents.
+    `check` is called after each copy. It raises if the block may have been overwritten before the
+    copy.
 
     Raises:
         QuireError: See `read_host_blocks`.
@@ -47,9 +49,10 @@ async def fetch_far(
     block_bytes: int,
     check: Callable[[], None],
 ) -> int:
-    """Fill int32[N] blocks, in order, up to the first that is missing; return how many were filled.
+    """Fill int32[N] blocks in order, and return how many were filled.
 
-    The first block is read alone, because the others are useless without it.
+    This ends at the first block that the store lacks, or after `_FETCH_S` seconds. The first block
+    is read alone, because the others are useless without it.
 
     Args:
         blocks: This worker's host blocks.
@@ -57,7 +60,7 @@ async def fetch_far(
         block_ids: Distinct target blocks.
         labels: Labels of the contents.
         block_bytes: Bytes of a block in the host.
-        check: Called before each write; raises if the blocks are no longer the caller's.
+        check: Called before each write; raises if the caller may no longer write to the blocks.
     """
     num_done, count = 0, 1
     deadline_s = time.monotonic() + _FETCH_S

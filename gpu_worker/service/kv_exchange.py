@@ -25,10 +25,11 @@ from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 
 _PIECE_BYTES: Final = 4 * 1024**2
-"""Size of a message in bytes, unless one block is larger. Copying one delays a step by about 1 ms.
-"""
+"""Limit on the bytes of blocks in a message; a larger block is sent alone. Copying this many bytes
+delays a step by about 1 ms."""
 _PULL_TIMEOUT_S: Final = 120.0
-"""A source that takes longer counts as hung. The scheduler waits for the target without limit."""
+"""A source that takes longer counts as hung. This limit is needed, because the scheduler sets none
+when it calls `PullKv`."""
 
 _log = structlog.get_logger()
 
@@ -63,7 +64,8 @@ async def read_kv(
         blocks: This worker's host blocks.
         block_ids: The blocks to read.
         block_bytes: Bytes of a block in the host.
-        transfer: The engine with which the caller reads the contents; None: send them in messages.
+        transfer: The engine with which the other worker reads the contents; None: send the contents
+            in messages.
 
     Raises:
         QuireError: See `read_host_blocks`.
@@ -107,7 +109,7 @@ async def pull_kv(
         request: The request for the other worker.
         block_ids: Distinct target blocks.
         block_bytes: Bytes of a block in the host.
-        check: Called before each write; raises if the blocks are no longer the caller's.
+        check: Called before each write; raises if the caller may no longer write to the blocks.
         tls: TLS of the call to that worker; None: plaintext.
         transfer: Used if the source has the same engine; None: contents travel in messages.
 
@@ -219,7 +221,7 @@ class _Pull:
 def read_request(
     epoch: int, instance_id: int, block_ids: Int32Array, kv_format: str
 ) -> worker_pb2.ReadKvRequest:
-    """Make a request to worker `instance_id` for blocks in `kv_format`."""
+    """Make a request to worker `instance_id` for the contents of host blocks in `kv_format`."""
     return worker_pb2.ReadKvRequest(
         epoch=epoch,
         host_block_ids=pack_int32(block_ids),

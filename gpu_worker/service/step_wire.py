@@ -1,4 +1,4 @@
-"""Parses a scheduler's messages with this worker's limits: sampling, adapters, host blocks."""
+"""Parses a scheduler's messages, and checks them against this worker's limits."""
 
 from contract.arrays import Int32Array
 from contract.codec.message_checks import check_distinct, check_parallel, check_values

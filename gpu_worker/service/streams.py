@@ -14,7 +14,7 @@ _MAX_OWED = 4
 
 
 class ResultStream:
-    """A queue of future results that can be ended. Used from one event loop."""
+    """A queue of the results that a stream owes, as futures. Used from one event loop."""
 
     def __init__(self) -> None:
         self._owed: deque[asyncio.Future[Result]] = deque()
@@ -49,7 +49,7 @@ class ResultStream:
                 result.set_exception(error)
 
     def close(self) -> None:
-        """Discard all results, because the reader is gone."""
+        """Discard all results, because nothing reads them any more."""
         self.end()
         for result in self._owed:
             if not result.cancel() and not result.cancelled():

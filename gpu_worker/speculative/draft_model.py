@@ -1,16 +1,17 @@
-"""Guesses tokens with a small model of the same vocabulary, which has separate KV memory.
+"""Guesses tokens with a small model that has the same vocabulary and separate KV memory.
 
 The small model's pool has as many blocks as the large model's, and a row uses the same block
 numbers in both pools, so the scheduler needs no second allocation. This module tracks which KV of
 the small model is valid:
 
     by row      KV is valid for the row's first `_num_computed` tokens
-    by block    whether all slots of the block are valid, for rows that find it in the prefix cache
+    by block    whether the KV in all slots is valid, for a new row that finds the block cached
 
-The small model lags behind after steps without guesses, after swap-ins (the host holds none of its
-KV), and for blocks of ended rows that the prefix cache still has. Before the next guess it computes
-the missing tokens, which is cheap. An error in the tracking may lower the acceptance rate, but the
-output stays right.
+The small model lacks the KV of tokens that rows gained without guesses, and of blocks that were
+swapped in, because the host holds only the large model's KV. It also lacks the KV of cached blocks
+whose rows ended before the small model computed them. Before the next guess the small model
+computes the missing tokens, which is cheap. An error in the tracking may lower the acceptance rate,
+but the output stays right.
 
 Symbols: `N` rows that guess, `K` the largest number of tokens guessed.
 """
@@ -45,7 +46,7 @@ from gpu_worker.weights.model_config import ModelConfig
 
 
 class ModelDrafter:
-    """Samples a row's next tokens from the small model, in the same way as the verification."""
+    """Samples a row's next tokens from the small model, with the sampler of the large model."""
 
     def __init__(
         self,
@@ -72,14 +73,14 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def capture_decodes(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
-        """Capture graphs for all guesses of a row but the first; see `ModelRunner`."""
+        """Capture graphs for a row's second and later guesses; see `ModelRunner`."""
         graphs = DecodeGraphs(self._model, self._pool, self._limits, self._last_token_ids)
         graphs.capture(backend, report)
         self._decodes = graphs
 
     @torch.inference_mode()
     def capture_pieces(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
-        """Capture graphs for first guesses, which compute the tokens that a row has gained."""
+        """Capture graphs for a row's first guess; they also compute the row's missing tokens."""
         pieces = PiecewiseGraphs(
             self._model.forward, self._pool, self._limits, self._last_token_ids
         )
@@ -91,7 +92,7 @@ class ModelDrafter:
         return self._num_draft_tokens
 
     def prepare(self, plan: Plan, rows: Rows) -> None:
-        """Update which KV is valid after a step's swap-ins, copies and new blocks."""
+        """Copy blocks as the plan says; note which KV its swap-ins and new blocks make invalid."""
         block_size = self._limits.block_size
         self._is_valid[plan.swap_in_dst_block_ids] = False
         src, dst = plan.copy_src_block_ids, plan.copy_dst_block_ids
@@ -110,7 +111,7 @@ class ModelDrafter:
             self._num_computed_guesses[new.row] = 0
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
-        """Compute tokens that rows gained without guesses, in total at most a step's limit."""
+        """See `Drafter`. If a row lacks only a few tokens, `guess` computes them."""
         self._take_in_guesses(rows, drafting)
         starts = self._num_computed[drafting]  # [N]
         num_left = rows.num_tokens[drafting] - starts
@@ -255,8 +256,7 @@ def load_draft_model(
     """Load the small model in `directory`, to guess for the one in `model_directory`.
 
     Raises:
-        ModelError: The small model cannot be loaded, or its vocabulary or context length does not
-            fit.
+        ModelError: The small model cannot be loaded, or cannot guess for the large one.
     """
     source = open_model(directory, max_model_len=limits.max_model_len)
     config = source.config

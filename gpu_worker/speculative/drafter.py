@@ -43,7 +43,8 @@ class Drafter(Protocol):
             drafting: int64[N], rows for which `catch_up` returned true in this step.
             most: int64[N] in [1, num_draft_tokens], the largest number of tokens for each row; the
                 row's block table has room for them.
-            sampler: The sampler that will verify the guesses; it draws the same tokens both times.
+            sampler: The sampler that will verify the guesses; from equal logits it draws equal
+                tokens.
 
         Returns:
             N arrays; an array is empty if there is no guess for its row.

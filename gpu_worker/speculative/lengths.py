@@ -11,8 +11,9 @@ number with::
 
 A small batch leaves most of the device unused: `a` is most of a step, and even poor guesses save
 time. In a large batch `r b` is close to 1, and nothing is guessed. A row whose guesses fail gets no
-guesses either; because old observations fade, the row is tried again later. One step in 32 guesses
-where that does not pay, or does not guess where it pays, so that the costs of both stay known.
+guesses either; because old observations fade, the row is tried again later. One step in 32 does the
+opposite: it guesses although no guess pays, or does not guess although guesses pay. So the costs of
+steps with and without guesses stay known.
 """
 
 import math
@@ -23,11 +24,12 @@ import numpy as np
 from contract.arrays import Int64Array
 
 _ROW_MEMORY = 0.9
-"""The factor by which each step with guesses reduces the weight of a row's old guesses."""
+"""The factor by which a step that guesses for a row reduces the weight of the row's old guesses."""
 _IDLE_MEMORY = 0.98
-"""The factor by which each step without guesses reduces this weight."""
+"""The factor by which a step without a guess for a row reduces the weight of the row's old
+guesses."""
 _STEP_MEMORY = 0.99
-"""The factor by which each step reduces the weight of old steps in the cost of a step."""
+"""The factor by which each step reduces the weight of older steps in the measured costs."""
 _TRIAL_STEPS = 32
 """One step in this many does the opposite of the better choice."""
 _MAX_SLOWNESS = 3.0
@@ -37,12 +39,12 @@ _PRIOR_TRIED, _PRIOR_KEPT = 2.0, 1.4
 """A row's prior, as numbers of guesses tried and kept."""
 _MAX_CHANCE = 0.999
 _MIN_SPREAD = 1e-3
-"""The least variance of tokens per step with which the line is fitted, relative to the squared
+"""The line `a + b T` is fitted only if the variance of `T` exceeds this share of its squared
 mean."""
 
 
 class DraftLengths:
-    """Chooses for all rows of a worker, and learns from each step."""
+    """Chooses the number of guesses for each row of a worker, and learns from each step."""
 
     def __init__(self, max_num_seqs: int, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
@@ -105,7 +107,7 @@ class DraftLengths:
 
 @dataclass(slots=True)
 class _StepCosts:
-    """Fading sums over steps, and the line fitted through their times."""
+    """Sums over steps, in which older steps weigh less, and costs that follow from the sums."""
 
     weight: float = 0.0
     tokens: float = 0.0
@@ -153,7 +155,7 @@ class _StepCosts:
 
     @property
     def token_s(self) -> float:
-        """Seconds that one more token adds to a step; 0 if all steps were alike."""
+        """Seconds that one more token adds to a step; 0 if all steps had about as many tokens."""
         spread = self.weight * self.squares - self.tokens * self.tokens
         if spread <= _MIN_SPREAD * self.tokens * self.tokens:
             return 0.0

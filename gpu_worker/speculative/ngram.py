@@ -20,7 +20,7 @@ class _Index:
     """Where each n-gram of a sequence occurred last with a known token after it."""
 
     incarnation: int
-    """The incarnation of the row's sequence that is indexed."""
+    """`Rows.incarnation` of the sequence that is indexed."""
     num_indexed: int = 0
     """N-grams that end before this position are in `ends`."""
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)

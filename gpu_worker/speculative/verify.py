@@ -7,7 +7,7 @@ this token equals its guess, the token at `n + 1` was sampled from the right con
 token that the next step would sample. The same holds for later positions. So sampled tokens are of
 two kinds::
 
-    kept      the tokens sampled up to the first that differs from its guess, or that ends the row
+    kept      all up to and including the first that differs from its guess, or that ends the row
     dropped   the other tokens, which were sampled after tokens that the row does not have
 
 The KV of a wrong guess stays until the token at its position is computed. It does no harm, because
@@ -18,7 +18,7 @@ The verification is exact for any sampling. A draw depends only on seed, positio
 that the last bits of logits may differ between a chunk and a single token. How guesses are made
 does not matter. If each draw had fresh random numbers, the rejection rule of Leviathan et al. (Fast
 Inference from Transformers via Speculative Decoding, 2023) would be needed to keep the
-distribution. Here even the output itself stays the same.
+distribution. With these draws, even the output itself stays the same.
 
 Rows with penalties or a grammar get no guesses, because their logits depend on every token sampled
 before.
@@ -42,8 +42,8 @@ from gpu_worker.speculative.lengths import DraftLengths
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _MIN_SAMPLES = 64
-"""A step samples at most this many tokens, or as many as there are rows if that is more. The limit
-bounds the memory of the logits."""
+"""A step samples at most this many tokens, or `max_num_seqs` if that is more. The limit bounds the
+memory of the logits."""
 
 
 class Speculation:

@@ -26,9 +26,9 @@ from gpu_worker.step.rows import Rows, ScheduledRows
 class LabelPins:
     """Stores which labels the scheduler has pinned and until when, for the next scheduler.
 
-    A worker never evicts, so a pin has no effect here. A pin belongs to a label and not to a block,
-    so it stays valid when the block moves. If there are too many pins, the pins that expire first
-    are dropped.
+    The worker never evicts a block, so pins have no effect in the worker. A pin belongs to a label
+    and not to a block, so it stays valid when the block moves. If there are too many pins, the pins
+    that expire first are dropped.
     """
 
     def __init__(self, max_pins: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,7 +71,7 @@ class TierLabels:
     def __init__(self, num_blocks: int) -> None:
         self._labels = np.zeros((num_blocks, HASH_BYTES), np.uint8)
         self._ages = np.zeros(num_blocks, np.int64)
-        """When each label was assigned, by the caller's count; 0: the block has no label."""
+        """Orders the labels: a newer label has a larger number. 0: the block has no label."""
 
     def assign(self, blocks: Int32Array, labels: Labels, ages: Int64Array) -> None:
         """Label blocks; age 0 removes the label. A repeated block gets its last label.
@@ -133,7 +133,10 @@ class BlockLabels:
         self._loads: dict[int, int] = {}
 
     def apply(self, plan: Plan, rows: Rows, scheduled: ScheduledRows) -> None:
-        """Apply a step's labels, moves and writes. Labels move as if all block moves succeeded."""
+        """Assign the plan's labels, then move or remove labels as the step changes the blocks.
+
+        Swap-ins are assumed to succeed; `fail_swap_ins` corrects the labels if some fail.
+        """
         self._name(plan.labelled_block_ids, plan.labels)
         self._pins.pin(plan.pins)
         self._begin_disk_moves(plan)

@@ -83,7 +83,7 @@ class BlockMoves:
         return ends
 
     def distrust(self, disk_blocks: Int32Array | None = None) -> None:
-        """Hide `disk_blocks` from later processes; None: hide all disk blocks."""
+        """Keep the next worker process from using `disk_blocks`; None: all disk blocks."""
         if self.disk_pool is not None and (disk_blocks is None or len(disk_blocks)):
             self.disk_pool.distrust(disk_blocks)
 

@@ -58,8 +58,8 @@ class LaunchedStep:
     failed_swap_in_block_ids: Int32Array
     start_s: float
     disk_pool: DiskPool | None = None
-    """Where the step's disk moves run, if the step computes nothing. None if it computes, or if
-    there is no disk."""
+    """The disk tier, if the step computes nothing and only moves blocks; None if the step computes,
+    or if there is no disk tier."""
 
     @property
     def is_idle(self) -> bool:
@@ -100,10 +100,10 @@ class Executor:
         """Optional parts are None if they are not configured.
 
         `host_pool` is for swaps, and `disk_pool` is for stores and loads. `structured` has the
-        rows' grammars. `ranks` are the other devices of the model. `drafter` guesses tokens, on one
-        device only.
-        `slots` let steps with `adapters`, or with adapters added later, run as CUDA graphs.
-        `takes_parts`: whether the model can compute a step in parts when memory is short.
+        rows' grammars. `ranks` are the other devices of the model. `drafter` guesses tokens; it
+        must be None if the model has several devices. `slots` let steps with `adapters`, or with
+        adapters added later, run as CUDA graphs. `takes_parts`: whether the model can compute a
+        step in parts when memory is short.
         """
         self._pool = pool
         self._limits = limits
@@ -244,7 +244,8 @@ class Executor:
 
         1. The rows change: sequences leave, join, and get more blocks. This determines which rows
            compute; a drafter may add guesses to them.
-        2. Labels are updated with the plan's labels, moves and writes.
+        2. Blocks get the labels of the plan. Labels move with their blocks, and blocks that the
+           step writes to lose theirs.
         3. Blocks move, in a fixed order. Stores to the disk and loads from it start first. Then
            swap-outs read blocks, before anything overwrites them. Swap-ins and copies come last.
         4. The step computes: inputs are gathered from the rows, the model runs, and each row that
@@ -377,7 +378,7 @@ class Executor:
 def _of_sampled(
     logprobs: tuple[StepLogprob, ...], has_sampled: BoolArray
 ) -> tuple[StepLogprob, ...]:
-    """Keep the log-probabilities of rows that sampled, with indexes among these rows."""
+    """Return the log-probabilities of rows that sampled; count `index` among these rows only."""
     if not logprobs:
         return ()
     places = np.cumsum(has_sampled) - 1
