@@ -183,8 +183,8 @@ class WorkerSettings(ProcessSettings):
     """Number of devices that split each layer of the model. Together they are one worker, and each
     holds its part of the weights and KV. Must divide the model's heads (docs/parallelism.md)."""
     pipeline_parallel_size: PositiveInt = 1
-    """Number of pipeline stages, which work one after another; each has a part of the layers, on
-    tensor-parallel-size separate devices."""
+    """Number of pipeline stages, which work one after another. Each stage has a part of the layers,
+    and tensor-parallel-size devices of its own."""
     rank: Annotated[int, Field(ge=0)] = 0
     """The first rank that runs on this machine, if ranks run on several machines. Rank 0 talks to
     the scheduler; the others serve no port."""

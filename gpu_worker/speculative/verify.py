@@ -102,8 +102,8 @@ class Speculation:
     ) -> BoolArray:
         """Return bool[N]: which of the sampled tokens, int64[N], the rows keep.
 
-        A row's first token that was sampled from non-finite logits is kept, too, because the row
-        fails there.
+        A row's first token from non-finite logits counts as kept, so that the executor sees that
+        the row has failed.
         """
         if scheduled.guesses is None:
             return np.ones(len(token_ids), np.bool_)

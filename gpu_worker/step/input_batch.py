@@ -56,13 +56,13 @@ class HostInputs:
     tables: tuple[Int32Array, ...]
     """By KV group: int32[S, M]."""
     pieces: tuple["ChunkPieces | None", ...]
-    """By KV group: the pieces of sequences, if the group has chunks. Then the group's table has
-    a row for each piece."""
+    """By KV group: the pieces of sequences, or None if the group has no chunked attention. The
+    table of a group with pieces has a row for each piece."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPieces:
-    """Sequences split at the borders of chunks: chunked attention treats each piece as a sequence.
+    """A step's sequences, cut at chunk borders: chunked attention treats each piece as a sequence.
 
     Symbols: `C` pieces.
     """
@@ -92,7 +92,7 @@ def cut_at_chunks(
     """Cut a step's tokens into pieces, each within one chunk.
 
     Args:
-        firsts: int64[S]: the position, in its sequence, of each sequence's first token of the step.
+        firsts: int64[S]: the number of each sequence's tokens before the step.
         lens: int64[S]: the number of each sequence's tokens in the step; may be 0.
         chunk_size: Number of tokens in a chunk; a multiple of `block_size`.
         block_size: Token slots of a block.
@@ -258,7 +258,7 @@ def with_groups(
     *,
     has_chunks: bool = False,
 ) -> AttentionMetadata:
-    """Add the slots and block tables of each KV group, if there are several groups or chunks."""
+    """Add the slots and block tables of each KV group, if there are several or one has chunks."""
     if len(slots) == 1 and not has_chunks:
         return metadata
     by_group = tuple(

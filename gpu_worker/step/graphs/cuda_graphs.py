@@ -25,11 +25,11 @@ class Forward(Protocol):
         pool: Any,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Return hidden states `[T, E]`; a graph's metadata wants all tokens."""
+        """Return hidden states `[T, E]`, of all tokens: in graphs, `metadata.wanted` is None."""
 
 
 def do_nothing() -> None:
-    """Stand in for a callback that nobody needs."""
+    """The default of a callback."""
 
 
 class PiecesError(Exception):
@@ -37,7 +37,10 @@ class PiecesError(Exception):
 
 
 class LostRankError(Exception):
-    """A rank failed while the others wait for it. Its process must end, so that theirs end, too."""
+    """A rank failed while other ranks wait for it.
+
+    The process of the failed rank must end, because that ends the processes of the other ranks.
+    """
 
 
 class GraphBackend(Protocol):
@@ -141,7 +144,7 @@ class GraphsOfAll:
 
 
 class _Capture:
-    """Graphs, and the work between them, in the order of the computation."""
+    """Captures graphs, and replays them and the work between them, in order."""
 
     def __init__(self, pool: Any, device_index: int) -> None:
         self._pool = pool

@@ -224,15 +224,16 @@ class DecodeGraphs:
         return compute
 
     def _parted(self, rest: list[_T]) -> tuple[list[_T], list[_T], list[_T]]:
-        """Split the part of `_padding` after the lengths: slots, shared prefixes, adapters."""
+        """Split the arrays of `_padding` after the lengths: slots, shared prefixes, adapters."""
         end = len(rest) - (0 if self._adapters is None else 2)
         return rest[: self._num_groups], rest[self._num_groups : end], rest[end:]
 
     def _padding(self, size: int) -> list[np.ndarray[Any, np.dtype[Any]]]:
         """Make the inputs of padding rows: rows and positions int64[S], lengths int32[S], slots.
 
-        The slots are one int64[S] per KV group. The fields of `SharedPrefixes` follow if prefixes
-        are shared; with adapters, the results of `AdapterSlots.group` come last.
+        The slots are one int64[S] per KV group. If prefixes are shared, the fields of
+        `SharedPrefixes` follow. If there are adapters, the results of `AdapterSlots.group` come
+        last.
         """
         shared: list[np.ndarray[Any, np.dtype[Any]]] = []
         if self._shares_prefixes:

@@ -1,10 +1,10 @@
 """Computes steps of few tokens by CUDA graphs of everything but attention.
 
-Everything in a model except attention depends only on the number of a step's tokens. So for some
-numbers of tokens, the forward pass is captured in pieces, one more than there are layers. A step of
-any prompts and decodes replays the pieces for the next larger number of tokens. Between the pieces,
-the step launches attention on its own sequences. *Padding tokens* fill the rest: they are stored
-nowhere, and their results are ignored.
+Except for attention, the kernels and shapes of a forward pass depend only on the number of a step's
+tokens. So for some numbers of tokens, the forward pass is captured in pieces, one more than there
+are layers. A step of any prompts and decodes replays the pieces for the next larger number of
+tokens. Between the pieces, the step launches attention on its own sequences. *Padding tokens* fill
+the rest: their KV is stored nowhere, and their results are ignored.
 
 Symbols: `T` tokens of the graphs, `N` tokens and `S` sequences of a step, `R` rows, `E` hidden
 size.
@@ -40,8 +40,8 @@ from gpu_worker.step.rows import Rows, ScheduledRows
 from kernels import PAD_SLOT
 
 _MAX_TOKENS: Final = 512
-"""With more tokens, an H200 computes a step of an 8B model for longer than the host needs for its
-launches. Estimated, not measured."""
+"""Larger steps gain nothing from graphs: with an 8B model, an H200 computes such a step for longer
+than the host takes to launch its kernels. Estimated, not measured."""
 _LEAST: Final = 16
 _PER_DOUBLING: Final = 4
 
@@ -242,9 +242,9 @@ class PiecewiseGraphs:
     def _padding(self, size: int) -> list[npt.NDArray[Any]]:
         """Make the inputs of padding tokens, int64[T]: sources, token ids, positions, slots.
 
-        A source is a row, for that row's newest sampled token, or R + i, for the i-th token id.
-        There are slots for each KV group. With adapters, the results of `AdapterSlots.group`
-        follow.
+        A source says where a token's id is: r is the newest sampled token of row r, and R + i is
+        the i-th of the token ids. There are slots for each KV group. With adapters, the results of
+        `AdapterSlots.group` follow.
         """
         nothing = np.empty(0, np.int64)
         grouping = () if self._adapters is None else self._adapters.group(nothing, size)
