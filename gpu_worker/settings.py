@@ -52,8 +52,8 @@ class WorkerSettings(ProcessSettings):
     device is slow with that format."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads the weights. dummy draws random weights on the device instead, to measure speed
-    and memory; the model then outputs nonsense. If the checkpoint's weights are quantized, the
-    random weights are not, except with MXFP4."""
+    and memory; the model then outputs nonsense. The format of a quantized checkpoint is ignored,
+    unless it is MXFP4."""
     quantization: Literal["int8", "int4"] | None = None
     """Quantize the weights of linear maps when they are read, for less memory and faster decoding.
     This works with Quire's own implementations and with your own class (model-class). int8: each
@@ -141,9 +141,10 @@ class WorkerSettings(ProcessSettings):
     draft_model: ModelName | None = None
     """A smaller model with the same vocabulary, which makes the guesses; named as in --model."""
     ngram_min: PositiveInt = 2
-    """The smallest number of last tokens that ngram looks for earlier in the sequence."""
+    """The smallest n with which ngram looks for a sequence's last n tokens earlier in the
+    sequence."""
     ngram_max: PositiveInt = 4
-    """The largest number of last tokens that ngram looks for; it uses the longest match."""
+    """The largest n with which ngram looks for the last n tokens; it uses the longest match."""
     enforce_eager: bool = False
     """Run a GPU's steps without CUDA graphs. The worker starts faster, because it captures no
     graphs, but small models run more slowly. Models that cannot be captured never use graphs."""
