@@ -248,8 +248,8 @@ class Executor:
            step writes to lose theirs.
         3. Blocks move, in a fixed order. Stores to the disk and loads from it start first. Then
            swap-outs read blocks, before anything overwrites them. Swap-ins and copies come last.
-        4. The step computes: inputs are gathered from the rows, the model runs, and each row that
-           has no known tokens left samples a token.
+        4. The step computes: inputs are gathered from the rows, the model runs, and each row whose
+           known tokens are all computed samples a token.
 
         On CUDA the device's work is only enqueued, in stream order. The results are copied to the
         host, where `collect` reads them.
@@ -285,8 +285,9 @@ class Executor:
     def collect(self, launched: LaunchedStep) -> Result:
         """Wait for the oldest launched step and return its result.
 
-        A row may have ended since the step was launched, or hold another sequence now. An
-        *incarnation* is a row's time with one sequence. Results are handled in this order:
+        A row may have ended since the step was launched, or hold another sequence now. So a result
+        belongs to an *incarnation* of a row: the row's time with one sequence. Results are handled
+        in this order:
 
         1. Tokens of ended rows are dropped, and so are tokens after a wrong guess.
         2. A row fails if its logits were not finite, and is stuck if its grammar allows no token.
