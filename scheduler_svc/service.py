@@ -60,14 +60,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._epoch = epoch
 
     async def expire_resumable(self) -> None:
-        """End resumable requests that no client has resumed in time, until cancelled."""
+        """Until cancelled, end each resumable request that no client has resumed in time."""
         while True:
             await asyncio.sleep(_EXPIRE_S)
             for source, seq_keys in self._resumables.expire(time.monotonic()):
                 self._fleet.cancel(source, seq_keys)
 
     async def send_heartbeats(self) -> None:
-        """Send heartbeats, and changes of the limits on requests, to routers until cancelled."""
+        """Until cancelled, send heartbeats to routers, and tell them what has changed.
+
+        The length limit may change, and whether the service has a model.
+        """
         while True:
             await asyncio.sleep(BEAT_S)
             if (model := self._fleet.model_now()) is not None:
@@ -293,7 +296,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 def scheduler_service(servicer: SchedulerServicer) -> Service:
-    """Return the entry for `rpc.server.serve`."""
     return service_of(scheduler_pb2, scheduler_pb2_grpc, "SchedulerService", servicer)
 
 

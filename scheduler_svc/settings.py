@@ -21,24 +21,24 @@ class SchedulerSettings(ProcessSettings):
     """Port of HTTP, for probes and metrics; 0 picks a free one."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     """How long the steps in flight may take after SIGTERM, in seconds; a value above 2 acts as 2.
-    Live requests do not finish here: the routers submit them to the next scheduler."""
+    The scheduler does not finish live requests: the routers submit them to the next scheduler."""
     workers: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50053",)
     """The workers' gRPC targets, such as 127.0.0.1:50053,unix:/run/worker.sock. dns:HOST:PORT
-    stands for each address of that name, such as a headless service's; these workers may come and
-    go while the scheduler runs."""
+    stands for every address of the name HOST, which may be a headless service. Workers at these
+    addresses may come and go while the scheduler runs."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """How often dns: names are looked up, in seconds."""
     state_file: Path | None = None
     """A file from which the next start restores the LoRA adapters that operators loaded, the sizes
-    to which they resized pools, and the accounts of the policy. A scheduler and its standbys share
-    it. Default: none."""
+    to which operators resized pools, and how much of the service each tenant has used (for the
+    policy `fair`). A scheduler and its standbys share the file. Default: none."""
     scheduler_id: Annotated[str, Field(min_length=1, max_length=128)] = "scheduler"
     """Name of this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
     """This scheduler's epoch; workers obey only the scheduler with the newest epoch. Default: the
-    wall clock at the start in nanoseconds, or one more than the newest epoch that workers have seen
-    if that is more, plus a random number below 65,536. So a scheduler that starts later takes over,
-    and of several that start at the same time, one takes over."""
+    time at the start, in nanoseconds since 1970, or one more than the newest epoch that workers
+    have seen, whichever is greater; plus a random number below 65,536. So a scheduler that starts
+    later takes over, and of several that start at the same time, one takes over."""
     standby: bool = False
     """Whether to wait until no worker has a scheduler, and then to take over. Until then no port is
     open, except with --standby-http. Among several schedulers with this flag, one serves. When it
@@ -46,20 +46,21 @@ class SchedulerSettings(ProcessSettings):
     listens at the same address, or if they have a gRPC target with several addresses, such as
     ipv4:10.0.0.1:50052,10.0.0.2:50052."""
     standby_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
-    """How long the workers must have had no scheduler before a standby takes over, in seconds. A
-    scheduler that only lost its connections returns sooner."""
+    """How long the workers must have had no scheduler before a standby takes over, in seconds. The
+    default gives a scheduler that only lost its connections enough time to reconnect."""
     standby_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
     """How long a scheduler that keeps its connections must have been silent to all workers before a
     standby takes over, in seconds. A healthy scheduler sends a message four times per second. If
-    the scheduler was only slow, it ends, no request is lost, and clients see a pause."""
+    the silent scheduler was only slow, it exits after the takeover; no request is lost, but clients
+    see a pause."""
     standby_http: bool = False
-    """Whether HTTP answers the probes while the scheduler waits; `/ready` answers 200 meanwhile.
-    The port must not be that of the scheduler that serves. Needs --standby."""
+    """Whether a standby answers HTTP probes while it waits to take over; `/ready` then answers 200.
+    On one machine, --http-port must differ from that of the serving scheduler. Needs --standby."""
     lease: str = ""
     """Name of a Kubernetes Lease in the pod's namespace, in which the serving scheduler writes its
     --scheduler-id. With a Lease only one of several standbys takes over, and does so sooner when a
-    scheduler drains. If the Lease cannot be read or written, a log line says so, and nothing else
-    changes. Empty: none."""
+    scheduler drains. If the Lease cannot be read or written, the scheduler logs this and
+    works as without a Lease. Empty: none."""
     worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
     """How long a worker may be silent before it counts as lost, in seconds; a healthy worker sends
     a message four times per second. Other workers recompute the requests of a lost worker; if there
@@ -99,32 +100,32 @@ class SchedulerSettings(ProcessSettings):
     defragment_threshold: Annotated[float, Field(ge=0, le=1)] = 1.0
     """The fragmentation rate, 1 - longest free run / free blocks, at which held blocks are moved
     together; 0: at any rate above 0. Default: never, because allocation needs no adjacent blocks,
-    and each move makes the device read and write a block. Moves pay off where long runs help, as in
-    swaps. `quire defragment` starts a single pass."""
+    and each move makes the device read and write a block. Moves pay off if blocks are often copied
+    in long runs, as in swaps. `quire defragment` starts a single pass."""
     max_defragment_moves: PositiveInt = 32
     """The limit on blocks that a step moves to defragment."""
     max_prefill_chunk: PositiveInt | None = None
     """The limit on prompt tokens of one sequence in one step; default: the worker's limit."""
     long_prefill_threshold: Annotated[int, Field(ge=0)] | None = None
     """A prompt with more tokens to compute is long: it leaves half of a step to others, and short
-    prompts overtake it. Default: 256 on a CPU and 1024 on a GPU, which is half of the tokens that
-    keep the device busy, or half of the tokens that a step may have if that is less. 0: no prompt
-    is long, and beside fewer than 16 streams max_decode_slowdown has no effect, because short
-    prompts are computed at once."""
+    prompts overtake it. Default: half of the tokens that keep the device busy, 256 on a CPU and
+    1024 on a GPU, but at most half of the tokens that a step may have. 0: no prompt is long. Then
+    max_decode_slowdown has no effect on a step with fewer than 16 decodes, because such a step
+    computes short prompts at once."""
     max_long_prefills: PositiveInt = 1
     """At most this many long prompts are computed at the same time."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] = 1.4
-    """The factor by which a chunk of a long prompt may lengthen a step with streams. Chunks are cut
-    to fit, but not below four tokens, and not so short that prompts queue up. On a GPU a step may
-    always have 256 prompt tokens, or proportionally fewer if this factor is below 1.4. A higher
-    value brings the first token of long prompts sooner, but makes gaps in streams longer; inf: no
-    limit."""
+    """A step that decodes may take this many times as long with a chunk of a long prompt as without
+    it. Chunks are cut to fit, but not below four tokens, and not so short that prompts queue up. On
+    a GPU a step may always have 256 prompt tokens, or proportionally fewer if this factor is below
+    1.4. A higher value brings the first token of long prompts sooner, but makes gaps in streams
+    longer; inf: no limit."""
     max_prompt_step_s: Annotated[float, Field(gt=0)] = 2.0
     """How long a step with prompts may take, in seconds. During a step no request starts, streams a
-    token, or is cancelled. The scheduler learns mostly from the fastest steps how many tokens fit
-    in this time, so a step far into a long context takes longer. A step may always have 128 tokens,
-    because reading the weights takes as long as computing about 16 tokens, which would dominate
-    smaller steps. inf: no limit."""
+    token, or is cancelled. The scheduler estimates from the fastest recent steps how many tokens
+    fit into this time. So a step late in a long prompt takes longer. A step may always have 128
+    tokens, because smaller steps would spend too much of their time on reading the weights. inf: no
+    limit."""
     policy: str = "fcfs"
     """Which request is served first: fcfs, priority, fair (between tenants), deadline, a
     combination such as priority+fair+deadline, or the dotted path of a class (docs/policies.md)."""
@@ -155,7 +156,8 @@ class SchedulerSettings(ProcessSettings):
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long a step may take before its worker counts as lost, in seconds."""
     max_backlog_mb: Annotated[int, Field(ge=1, le=2047)] = 16
-    """The limit on pending messages for a slow router, in MiB; beyond it, its stream ends."""
+    """The limit on pending messages for a slow router, in MiB. If the messages exceed the limit,
+    the router's stream ends."""
     resume_grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     """How long a resumable request continues without a client, and how long its outputs are kept
     after its end, in seconds; 0: every request ends with its client's call."""

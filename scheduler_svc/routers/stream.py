@@ -50,7 +50,7 @@ class RouterStream:
             self.heartbeat = Heartbeat()
 
     def on_message(self) -> None:
-        """Count any message as a heartbeat, as a heartbeat may wait behind many other messages."""
+        """Count any message as a heartbeat, because a heartbeat may wait behind other messages."""
         if self.heartbeat is not None:
             self.heartbeat.on_message()
 
@@ -61,11 +61,10 @@ class RouterStream:
 
     @property
     def live_seq_keys(self) -> frozenset[SeqKey]:
-        """The keys of the router's live sequences."""
         return frozenset(self._live_seq_keys)
 
     def claim(self, seq_keys: Iterable[SeqKey]) -> None:
-        """Reserve keys for sequences until they finish or are released.
+        """Reserve keys for new sequences; a key is free again when its sequence finishes.
 
         Raises:
             InvalidArgumentError: A live sequence already has one of the keys.
@@ -79,11 +78,11 @@ class RouterStream:
         self._live_seq_keys |= keys
 
     def release(self, seq_keys: Iterable[SeqKey]) -> None:
-        """Free the keys of a request that was refused or resumed by another stream."""
+        """Free the keys of a request that was refused, or that another stream has resumed."""
         self._live_seq_keys.difference_update(seq_keys)
 
     def deliver(self, output: scheduler_pb2.StepOutput) -> None:
-        """Send the router outputs of one step, or a change of the service."""
+        """Send the outputs of one step, or news such as a new limit, to the router."""
         self._live_seq_keys.difference_update(SeqKey(end.seq_key) for end in output.finished)
         if self._has_room(output):
             self._outputs.append(output)
@@ -109,7 +108,7 @@ class RouterStream:
         self._reply(scheduler_pb2.ConnectResponse(refused=refused))
 
     def send_resumed(self, resumed: scheduler_pb2.Resumed) -> None:
-        """Send a request that the router owns from now on, before the request's later outputs."""
+        """Send a request that the router has resumed, with the outputs so far."""
         self._reply(scheduler_pb2.ConnectResponse(resumed=resumed))
 
     def end(self, error: Exception | None = None) -> None:

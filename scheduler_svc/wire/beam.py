@@ -1,4 +1,8 @@
-"""Converts beam searches: the router's parameters, the worker's parameters, and candidates."""
+"""Converts what a beam search needs between protobuf and the core.
+
+These are the search's parameters from a router, the sampling parameters for a worker, and the
+candidates in a worker's result.
+"""
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -62,7 +66,7 @@ def beam_sampling(
 def with_candidates(
     result: Result, logprobs: Iterable[worker_pb2.SampledLogprob], beam_rows: Collection[int]
 ) -> Result:
-    """Add the candidates of the beams in `beam_rows` to a result; `logprobs` has them.
+    """Add the candidates of the beams in `beam_rows`, taken from `logprobs`, to a result.
 
     A beam that sampled without log-probabilities gets no candidates.
     """

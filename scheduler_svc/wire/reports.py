@@ -1,6 +1,6 @@
 """Converts reports about workers: their load and activity, and which sequence holds which blocks.
 
-Fields that have the same name in both forms are copied by name.
+If a message and the scheduler's class have a field of the same name, the field is copied by name.
 """
 
 from collections.abc import Collection, Sequence
@@ -36,7 +36,7 @@ _SUMMED: Final = {
     for field in common_pb2.Load.DESCRIPTOR.fields
     if field.name in SchedulerLoad.__slots__ and field.name != "block_size"
 }
-"""Maps each field of `Load` that is a sum over workers to the field of `SchedulerLoad` to add."""
+"""Maps each field of `Load` that is a sum over workers to the `SchedulerLoad` field it sums."""
 _STEP_FIELDS: Final = [field.name for field in fields(StepRecord)]
 _SEQUENCE_FIELDS: Final = [
     field.name

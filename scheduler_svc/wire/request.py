@@ -27,13 +27,13 @@ _MAX_SEQ_KEY = 2**64 - 1
 _MAX_TENANT_BYTES = 128
 _MAX_TRACEPARENT_CHARS = 128
 _MAX_MODEL_LEN = 2**31 - 1
-"""The limit for every model, because token counts are int32."""
+"""The limit on the tokens of a sequence, with any model, because token counts are int32."""
 
 
 def request_from_proto(
     message: scheduler_pb2.Submit, source: SourceId, model: ModelInfo, now: float
 ) -> Request:
-    """Parse a router's request, received at `now` on the core's clock.
+    """Parse a router's request; `now` is the time of its arrival, by `time.monotonic`.
 
     Raises:
         InvalidArgumentError: A field is invalid; the message names the value and the limit.
@@ -109,9 +109,10 @@ def check_keys(first_seq_key: int, n: int) -> None:
 
 
 def _check_sampling(message: common_pb2.SamplingParams, model: ModelInfo) -> None:
-    """Check all parameters that a worker checks, because its refusal would end all its requests.
+    """Check all parameters that a worker checks.
 
-    The core checks the lengths later, against the number of blocks.
+    If a worker refused a parameter, its stream of steps would end, and all of the worker's requests
+    would be interrupted. The core checks later whether the request fits into the block pool.
     """
     if not message.HasField("seed"):
         raise InvalidArgumentError("sampling.seed", "is not set; the router must choose one")

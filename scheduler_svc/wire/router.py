@@ -1,4 +1,4 @@
-"""Makes the messages to routers: the welcome, changes of the service, and the core's events.
+"""Makes the messages to routers: the welcome, refusals, the adapters, and the core's events.
 
 The tokens of a step are converted as whole arrays. Only log-probabilities, vectors, admissions,
 pins and ends of sequences are converted one by one.
@@ -216,7 +216,10 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
 
 
 def held_logprobs_to_proto(events: StepEvents) -> list[worker_pb2.SampledLogprob]:
-    """Convert log-probabilities that a worker has kept into the form of a step's result."""
+    """Convert the log-probabilities of adopted tokens to the form that a step's result has.
+
+    A worker sampled these tokens for an earlier scheduler.
+    """
     return [
         worker_pb2.SampledLogprob(index=index, logprob=token_logprob_to_proto(logprob))
         for index, logprob in events.logprobs
@@ -226,9 +229,10 @@ def held_logprobs_to_proto(events: StepEvents) -> list[worker_pb2.SampledLogprob
 def _logprobs_to_proto(
     logprobs: Iterable[worker_pb2.SampledLogprob], result_index: Int32Array
 ) -> Iterator[scheduler_pb2.IndexedLogprob]:
-    """Replace indexes into `sampled_rows` by indexes into the message's `token_ids`.
+    """Convert a result's log-probabilities for the message to one router.
 
-    Log-probabilities of tokens without a live sequence are left out.
+    Indexes into the result's `sampled_rows` become indexes into the message's `token_ids`. The
+    log-probabilities of tokens that are not in the message are left out.
     """
     sampled_to_token = {sampled: token for token, sampled in enumerate(result_index.tolist())}
     for item in logprobs:
@@ -240,7 +244,7 @@ def _logprobs_to_proto(
 def _by_source(
     sources: npt.NDArray[np.int32],
 ) -> Iterator[tuple[SourceId, slice | npt.NDArray[np.intp]]]:
-    """Yield each source with the indexes of its entries in `sources`, in order."""
+    """Yield each source in `sources`, with the indexes at which it stands there."""
     if not sources.size:
         return
     if (sources == sources[0]).all():  # the events of a single router need no sorting
