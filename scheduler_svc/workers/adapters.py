@@ -5,7 +5,8 @@ operator unloads it. Then the adapter is *leaving* until no live request uses it
 that is preempted, moved, or submitted again after a loss must find the adapter at any worker.
 
 The service holds the adapters that operators loaded. It also holds adapters that a worker had when
-it was attached, if the other workers could load them and no operator has unloaded them here.
+it was attached, if the other workers could load them and no operator has unloaded them at this
+scheduler.
 """
 
 import asyncio
@@ -55,14 +56,18 @@ class AdapterUse:
         self._expected_since: float | None = None
 
     def expect(self) -> None:
-        """Expect that requests unknown here will be resubmitted: a router was lost or is new."""
+        """Expect routers to submit live requests again that this scheduler does not know.
+
+        Called when a router's stream has ended, and when a worker is attached after a time without
+        any worker.
+        """
         self._expected_since = asyncio.get_running_loop().time()
 
     def is_used(self, adapter: LoraAdapter) -> bool:
         """Return whether a request uses an adapter, or may use it.
 
-        Requests that are expected may use any adapter. So may requests of an earlier scheduler that
-        a worker still holds and no router has submitted again.
+        An expected request may use any adapter. A worker may also hold requests of an earlier
+        scheduler that no router has submitted again yet; they may use any adapter, too.
         """
         now, since = asyncio.get_running_loop().time(), self._expected_since
         if since is not None and now < since + REUNION_S:
@@ -127,7 +132,9 @@ class Adapters:
         return self._held.get(adapter.name) == adapter and adapter.name in self._leaving
 
     async def load(self, name: str, directory: str) -> LoadedAdapter:
-        """Load an adapter at every worker and offer it, even if the caller is cancelled meanwhile.
+        """Load an adapter at every worker, and offer it.
+
+        This continues even if the caller is cancelled.
 
         Raises:
             UnavailableError: No worker is attached, or a worker is lost.
@@ -180,7 +187,7 @@ class Adapters:
     def forget(self) -> None:
         """Forget all adapters: they belong to a model that is no longer served.
 
-        Calls in progress fail at their next change.
+        Calls of `load` and `settle` that are in progress fail.
         """
         self._held = {}
         self._leaving.clear()
@@ -261,7 +268,7 @@ class Adapters:
             self._check_same(held)
 
     async def _share(self, target: str, worker: AdapterHolder, adapter: LoraAdapter) -> None:
-        """Load a worker's adapter at all other workers; if one refuses, unload it at `worker`."""
+        """Load an adapter of `worker` at all others; if one refuses it, unload it at `worker`."""
         held = self._held
         try:
             loaded = await self._load_at_all(adapter.name, adapter.directory)
@@ -293,7 +300,10 @@ class Adapters:
             )
 
     async def _load_at_all(self, name: str, directory: str) -> LoadedAdapter | None:
-        """Load an adapter at all attached workers that stay, or at none; None: no worker stays."""
+        """Load an adapter at every worker in `_staying`; None: there is no such worker.
+
+        If one of them cannot load it, the others unload it again, except those that had it before.
+        """
         sessions = self._staying
         loaded, errors = await ask_all(sessions, lambda each: each.load_adapter(name, directory))
         error = next(iter(errors.values()), None)
@@ -354,7 +364,11 @@ class Adapters:
 
 
 async def _unload_at(holdings: Iterable[tuple[AdapterHolder, LoraAdapter]]) -> None:
-    """Unload adapters at the workers that can be reached; the others settle when they return."""
+    """Unload adapters, and ignore failures.
+
+    If a worker cannot be reached, `Adapters.settle` decides about its adapters when it is attached
+    again.
+    """
     await asyncio.gather(
         *(worker.unload_adapter(adapter) for worker, adapter in holdings), return_exceptions=True
     )

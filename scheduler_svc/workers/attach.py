@@ -74,7 +74,10 @@ async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: 
 
 @contextlib.asynccontextmanager
 async def _send_heartbeats(channel: grpc.aio.Channel, epoch: int) -> AsyncIterator[None]:
-    """Send heartbeats within the block: the worker may finish long steps before it answers."""
+    """Send heartbeats to the worker while the `with` block runs.
+
+    The calls in the block may take long, because the worker first finishes its steps.
+    """
 
     async def send_heartbeats() -> None:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]

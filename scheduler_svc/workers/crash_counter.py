@@ -1,7 +1,6 @@
-"""Counts, for each live request, how often in a row its worker was lost without progress.
+"""Counts how many workers in a row were lost while they ran a request, before it gained a token.
 
-A request that ran at several workers in a row that were lost, and gained no token at any of them,
-may be the cause of the crashes.
+After several such losses, the request may be the cause of the crashes.
 """
 
 from scheduler_svc.core.interface.events import Finished

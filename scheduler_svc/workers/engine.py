@@ -83,10 +83,10 @@ class Engine:
         self.is_unloaded = False
         """Whether the worker is not attached because its model is unloaded or being loaded."""
         self.was_unloaded = False
-        """Whether `is_unloaded` has been true since the worker was last attached. If so, the worker
-        may return with another model."""
+        """Whether `is_unloaded` was true at any time since the worker was last attached. If so, the
+        worker may return with another model."""
         self.is_settling = False
-        """Whether the worker is loading the adapters of the others, which may take long."""
+        """Whether the worker is loading the other workers' adapters, which may take long."""
         self.lost_at_s: float | None = None
         """When the last session ended, on the monotonic clock; None: the worker is attached, or
         never was."""
@@ -118,7 +118,7 @@ class Engine:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds; it is checked whenever a stage of attaching ends."""
+        """Wait until a condition holds; it is checked when attaching advances, ends or fails."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()

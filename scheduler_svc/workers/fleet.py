@@ -175,12 +175,15 @@ class Fleet:
 
     @property
     def num_unplaced_seqs(self) -> int:
-        """Number of sequences that wait for a worker to be attached, or for their prefix."""
+        """Number of sequences that wait for a worker, or for a copy of their prefix."""
         return self._unplaced.num_seqs
 
     @property
     def queue_room(self) -> int:
-        """How many more sequences can wait: at the worker with the most room, or for a worker."""
+        """How many more sequences can wait at the worker with the most room.
+
+        If no worker takes requests: how many more can wait for a worker.
+        """
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
             return max(0, self.max_waiting - self._unplaced.num_seqs)
@@ -266,8 +269,8 @@ class Fleet:
     async def drain(self) -> None:
         """Plan no more steps, wait for the steps in flight, and end the routers' streams.
 
-        The routers submit their live requests to the next scheduler. If this scheduler finished the
-        requests, the workers and the next scheduler would wait for the longest of them.
+        The routers submit their live requests to the next scheduler. This scheduler does not finish
+        them, because the next scheduler would have to wait until the longest request ends.
         """
         self._is_draining = True
         self._attached.set()  # end the calls that wait for a worker
@@ -293,7 +296,7 @@ class Fleet:
     # --- for the engines (EngineOwner) ----------------------------------------------------------
 
     def accept(self, engine: Engine, info: WorkerInfo) -> None:
-        """Check a worker's model (`EngineOwner`); switch models if no worker has the old one."""
+        """Do as `EngineOwner.accept` says; if the service switches models, end the old requests."""
         if self._served.accept(engine, info):
             self._switch_model(f"the service now has another model, {info.model.id!r}")
 
@@ -347,9 +350,10 @@ class Fleet:
             self._streams.refuse(command.request, error)
 
     def _pull_prefix(self, command: SubmitRequest, session: Session, num_tokens: int) -> bool:
-        """If copying is faster, keep a request while its prefix is copied, and return True.
+        """Start a copy of a request's prefix if this is faster than computing the prefix.
 
-        `num_tokens` is the number of tokens that the worker would have to compute otherwise.
+        In this case, keep the request while the copy runs, and return True. Without a copy, the
+        worker has to compute `num_tokens` tokens.
         """
         sessions = self.roster.sessions
         is_shared = self._far is not None and session.info.has_far_kv
@@ -417,7 +421,10 @@ class Fleet:
             self._far.store_later(command.request)
 
     def _switch_model(self, why: str) -> None:
-        """End the requests for the old model, and make the routers ask for the new one."""
+        """End the requests for the old model, and the routers' streams.
+
+        When the routers connect again, they learn the new model.
+        """
         for command in self._unplaced.take_all():
             self._end_with_error(command.request, why)
         self._streams.resumables.forget_all()

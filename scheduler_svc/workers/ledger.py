@@ -29,7 +29,8 @@ class WorkerLedger:
         self._num_left = np.zeros(info.limits.max_num_seqs, np.int32)
         """How many known tokens each row must compute before it samples."""
         self._num_samples = np.zeros(info.limits.max_num_seqs, np.int32)
-        """How many tokens each row samples in all; with draft tokens, how many are left."""
+        """How many tokens each row samples in all. With draft tokens: how many more it may sample.
+        """
         self._swap_ins: dict[StepId, set[int]] = {}
         """For each step, the device blocks that it swaps in."""
         self._stores: set[int] = set()

@@ -43,7 +43,8 @@ class WorkerClientConfig:
     lost_after_s: float | None = None
     """How long the worker may be silent before it counts as lost; None: `LOST_AFTER_S`."""
     is_cut_off: Callable[[], bool] = lambda: False
-    """Returns whether all routers are silent; if so, a standby should take over."""
+    """Returns whether all routers are silent. If so, this scheduler may be cut off from them, and a
+    standby should take over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +67,7 @@ class _SentStep:
 
 
 class WorkerLink:
-    """An attached worker, until it is lost; each attachment has its own link.
+    """The connection to a worker during one attachment, until the worker is lost.
 
     `send` and `take_results` never wait. `wake` is set when there is a result to take, when the
     worker's memory level has changed, and when the worker is lost.
@@ -149,7 +150,8 @@ class WorkerLink:
     def oldest_step_runs_s(self) -> float:
         """Return how long the oldest step may have been computing.
 
-        The time counts from the previous result, without time in which this process was stopped.
+        The step may have begun when the previous result arrived or, if no step was in flight, when
+        the step was sent. Time in which this process was stopped does not count.
         """
         return self._since_result.silent_s if self._in_flight else 0.0
 
@@ -164,14 +166,14 @@ class WorkerLink:
 
         Args:
             source_target: The other worker's address, as this scheduler knows it.
-            source_instance_id: The instance that is expected at the address, because the address
-                may lead to another worker when it is used from this worker.
+            source_instance_id: The other worker's `WorkerInfo.instance_id`. If the address leads
+                this worker to a different process, the copy fails.
             sources: Host blocks of the other worker.
             targets: As many host blocks of this worker.
 
         Raises:
-            QuireError: The copy failed. Nothing writes to the blocks any more, or the worker is
-                lost. To guarantee this, the call has no deadline besides the worker's.
+            QuireError: The copy failed. Unless the worker is lost, nothing writes to `targets` any
+                more. To guarantee this, the call has no deadline here; the worker sets one.
         """
         request = worker_pb2.PullKvRequest(
             epoch=self._config.epoch,
@@ -208,8 +210,8 @@ class WorkerLink:
             How many blocks, from the first one on, have arrived.
 
         Raises:
-            QuireError: The fetch failed. Nothing writes to the blocks any more, or the worker is
-                lost.
+            QuireError: The fetch failed. Unless the worker is lost, nothing writes to the blocks
+                any more.
         """
         request = worker_pb2.FetchKvRequest(
             epoch=self._config.epoch,
@@ -224,7 +226,7 @@ class WorkerLink:
         """Resize the worker's device pool; see `WorkerService.ResizePool`.
 
         Raises:
-            QuireError: The resize failed. The pool keeps its size, or the worker is lost.
+            QuireError: The resize failed. Unless the worker is lost, the pool keeps its size.
         """
         request = worker_pb2.ResizePoolRequest(epoch=self._config.epoch, num_blocks=num_blocks)
         with calling():

@@ -28,7 +28,7 @@ class KvCopy:
         return sum(each not in self._there for each in hashes)
 
     async def extend(self, hashes: Sequence[BlockHash]) -> bool:
-        """Copy some missing blocks; return whether `taking` has more of the blocks than before.
+        """Copy some of the blocks that `taking` lacks; return whether it has gained any.
 
         Raises:
             UnavailableError: A worker is lost, or the copy has failed.

@@ -32,8 +32,8 @@ _COMPUTED_S: Final = 60.0
 _MAX_STORING: Final = 64
 """The limit on prompts that are followed until they are computed and stored."""
 _MAX_QUEUED_TOKENS: Final = 2**23
-"""The limit on tokens of prompts to store that wait for admission. Beyond it, the oldest prompts
-are not stored."""
+"""The limit on the tokens of all prompts that are to be stored but are not admitted yet. Beyond it,
+the oldest prompts are not stored."""
 _MAX_LENDING_TRIES: Final = 16
 """After a core has lent no block this many times in a row, the rest of a prompt is not stored."""
 _MAX_FETCHES: Final = 8
@@ -41,7 +41,7 @@ _MAX_FETCHES: Final = 8
 _FETCH_BLOCKS: Final = 64
 """How many blocks are fetched together, to reserved host blocks of the worker."""
 _FETCH_S: Final = 10.0
-"""For how many seconds blocks of one prompt are fetched."""
+"""The longest time for which blocks of one prompt are fetched, in seconds."""
 _MAX_KNOWN: Final = 2**17
 """The limit on blocks that are remembered as stored, so that they are not stored again."""
 
@@ -115,7 +115,7 @@ class FarTier:
             self._forget(next(iter(self._queued)))
 
     def on_admitted(self, giving: Session, admitted: Admitted) -> None:
-        """Begin to wait until `giving` has computed the prompt of an admitted request."""
+        """Begin to store the prompt of an admitted request, once `giving` has computed it."""
         request = self._forget((admitted.source, admitted.seq_key))
         if request is None or not _has_far(giving) or self._num_storing >= _MAX_STORING:
             return
@@ -205,8 +205,8 @@ class FarTier:
     async def _store_some(self, hashes: Sequence[BlockHash], giving: Session) -> int | None:
         """Store as many of the first blocks as the host has room for; return their number.
 
-        The result is None if the core lends no blocks now, because swap-ins wait or the host is
-        full. It may lend some after the steps in flight, for which this method has waited.
+        The result is None if the core lent no blocks, because swap-ins wait or the host is full.
+        Then the method has waited for the steps in flight, so another call may succeed.
         """
         loan = giving.call(lambda core: core.lend(hashes))
         try:

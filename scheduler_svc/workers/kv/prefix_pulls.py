@@ -22,11 +22,11 @@ from scheduler_svc.workers.kv.copy import KvCopy, check_exchange, keeps_kv
 from scheduler_svc.workers.session import Session
 
 _FIRST_FIXED_S: Final = 0.01
-"""The fixed time of a copy that is assumed before any measurement. Chosen: about a decode step and
-two calls. A value that is too low is better than one that is too high, because only a copy can
-correct it. A small copy took 0.22 s on two busy cores."""
+"""The assumed fixed time of a copy, before any copy has been measured. Chosen: about a decode step
+and two calls. If the value is too low, the first copy corrects it. If the value is too high, no
+copy is made that could correct it. A small copy took 0.22 s on two busy cores."""
 _FIRST_BYTES_PER_S: Final = 1e9
-"""The rate that is assumed before any measurement."""
+"""The assumed rate of a copy, before any copy has been measured."""
 _WEIGHT: Final = 1 / 4
 """The least weight of a new measurement in the moving averages."""
 _MAX_JUMP: Final = 8.0
@@ -54,7 +54,7 @@ class Pull:
 
 
 class CopyTimes:
-    """The expected time of a copy: a fixed part, and a part for each byte.
+    """Estimates the time of a copy: a fixed part, and a part for each byte.
 
     If a copy takes more or less time than expected, each part changes in proportion to its share of
     the expected time. So small copies mostly adjust the fixed part, and large copies the rate. This
@@ -95,13 +95,16 @@ class PrefixPulls:
     def __init__(self) -> None:
         self._tasks = BackgroundTasks()
         self._copies: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
-        """Copies in progress, by the worker that takes the blocks and the first block's hash."""
+        """Copies in progress, by the hash of the first block and the worker that gets the blocks.
+        """
         self._times = CopyTimes()
 
     def find(
         self, hashes: Sequence[BlockHash], taking: Session, others: dict[str, Session]
     ) -> Pull | None:
-        """Find the worker that has the longest prefix of a prompt, if a copy of it is faster.
+        """Find a worker from which copying a prompt's prefix is faster than computing the prefix.
+
+        This is the worker that has cached the longest prefix; None: there is no such worker.
 
         Args:
             hashes: The hashes of the prompt's full blocks.
