@@ -6,12 +6,12 @@ By default ("prefix") a request goes to the worker with the lowest cost, in toke
                    + prompt tokens that the worker must compute before this request
                    + SEQUENCE_TOKENS * sequences at the worker
 
-The first two terms delay the request's first token. They are the time that Mooncake's Conductor
-estimates (queue + prefill; Qin et al., FAST 2025), expressed in tokens because the workers are
-alike. The third term is what decoding sequences cost each other. Without this term, all requests
-that share a prefix would crowd one worker as long as its queue is short (the load term of Preble,
-Srivatsa et al., ICLR 2025). If no worker has cached a part of the prompt or queued a request, the
-least loaded worker is chosen.
+The first two terms delay the request's first token. Mooncake's Conductor estimates the same two
+terms (queue + prefill; Qin et al., FAST 2025), but as a time; tokens suffice here, because the
+workers are alike. The third term is what decoding sequences cost each other, like the load term of
+Preble (Srivatsa et al., ICLR 2025). Without it, all requests that share a prefix would go to one
+worker as long as this worker's queue is short. If the first two terms are the same for all workers,
+the worker with the fewest sequences is chosen.
 
 With every method, workers with short memory come last, and prompts go to workers that prefill
 (`WorkerInfo.role`), if there are any. A decode worker takes a prompt if it has cached all but a few
@@ -79,7 +79,7 @@ class WorkerLoad:
         return self.num_running + self.num_waiting
 
     def has_room(self, n: int) -> bool:
-        """Return whether `n` more sequences may wait here."""
+        """Return whether `n` more sequences may wait at the worker."""
         return self.num_waiting + n <= self.max_waiting
 
 
@@ -105,7 +105,7 @@ class Worker(HasRole, Protocol):
         """Return how busy the worker is."""
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many blocks, from the first of `hashes` on, the prefix cache has."""
+        """Return how many of `hashes`, from the first on, the worker has cached without a gap."""
 
     def expect(self, num_seqs: int, num_tokens: int) -> None:
         """Count sequences that will come, and their tokens to compute, as part of the load."""
@@ -192,7 +192,8 @@ class _Unplaced:
 class UnplacedRequests:
     """Requests that wait for a worker, oldest first; they are new, or their worker was lost.
 
-    Requests that wait for a copy of their prefix are included; each counts at its chosen worker.
+    A request that waits for a copy of its prefix is one of them. It counts as load at the worker
+    that gets the copy.
     """
 
     def __init__(self) -> None:
@@ -210,7 +211,11 @@ class UnplacedRequests:
     def add(
         self, command: SubmitRequest, worker: Worker | None = None, num_tokens: int = 0
     ) -> None:
-        """Add a request; if its prefix is being copied, `worker` gets it and computes the rest."""
+        """Add a request.
+
+        If the request's prefix is being copied, `worker` gets the copy, and computes at most
+        `num_tokens` tokens of the request.
+        """
         self._keep(_Unplaced(command, worker, num_tokens))
 
     def take_all(self) -> list[SubmitRequest]:
@@ -312,7 +317,10 @@ def _of_role(request: Request, roles: Sequence[Role]) -> list[int]:
 def _candidates(
     request: Request, loads: Sequence[WorkerLoad], own: Sequence[int], *, can_refuse: bool
 ) -> list[int]:
-    """Return the indexes in `own` of the workers that may take a request."""
+    """Return the indexes of the workers that may take a request; all are among `own`.
+
+    Workers with short memory are left out if other workers can take the request.
+    """
     n = num_live_seqs(request)
     num_tokens = len(request.prompt_token_ids) + request.max_tokens
     num_tokens = min(num_tokens, max((loads[i].max_request_len for i in own), default=0))

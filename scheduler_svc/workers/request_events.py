@@ -1,4 +1,4 @@
-"""Distributes request events to routers, spans, metrics and the crash counter, in order."""
+"""Distributes request events: to routers first, then to spans, metrics and the crash counter."""
 
 from collections.abc import Callable, Sequence
 
@@ -75,7 +75,10 @@ class RequestEvents:
         self._streams.deliver(events_to_proto(step_id, events, logprobs, vectors))
 
     def record(self, events: StepEvents, took_s: float) -> None:
-        """Record a step's events after they are published; applying the step took `took_s`."""
+        """Record a step's events in spans, metrics and the crash counter, after `publish`.
+
+        `took_s` is the time that the step's result took to apply and publish.
+        """
         for admitted in events.admitted:
             self._metrics.queue_time.observe(admitted.queue_s)
             self._spans.on_admitted(admitted)

@@ -141,14 +141,17 @@ async def ask_all(
 
 
 def said_by(worker: str, error: BaseException) -> BaseException:
-    """Add the worker's name to its error if it is a QuireError; return other errors unchanged."""
+    """Return a QuireError with the worker's name in its message; return other errors unchanged."""
     if isinstance(error, InvalidArgumentError):
         return InvalidArgumentError(error.field, f"{error.problem} (says worker {worker})")
     return type(error)(f"worker {worker}: {error}") if isinstance(error, QuireError) else error
 
 
 class RequiredModel:
-    """The model that all workers must have: that of the first one, while any worker has it."""
+    """Checks that all workers have one model, which is that of the first worker.
+
+    Another model can replace it once no worker has it any more.
+    """
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster

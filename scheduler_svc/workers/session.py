@@ -1,4 +1,4 @@
-"""A session: one attachment of a worker, which plans the worker's steps with a core.
+"""A session: one attachment of a worker, and the loop that plans the worker's steps with a core.
 
 Other modules `post` commands, which the session applies to the core between two steps. The session
 sleeps until there is a command, a result or a loss, or until a step is due; an idle session costs
@@ -120,7 +120,7 @@ class Session:
     # --- commands and calls ---------------------------------------------------------------------
 
     def post(self, command: Command, num_tokens: int = 0) -> None:
-        """Have a command applied before the next step; commands are applied in order of posting.
+        """Queue a command. The session applies all commands in order, before its next step.
 
         `num_tokens` is an estimate of the tokens to compute for a submitted request.
         """
@@ -130,7 +130,10 @@ class Session:
         self._wake.set()
 
     def expect(self, num_seqs: int, num_tokens: int) -> None:
-        """Let the load count sequences that will be posted when their prefix has arrived here."""
+        """Add sequences to the load that are not posted yet.
+
+        They wait until a copy of their prefix has arrived at this worker.
+        """
         self._num_expected_seqs += num_seqs
         self._num_expected_tokens += num_tokens
         self._placement_load = None
@@ -214,7 +217,10 @@ class Session:
         return self._core.policy.accounts()
 
     def placement_load(self) -> WorkerLoad:
-        """Return how busy the worker is; requests that wait for their prefix to arrive count."""
+        """Return how busy the worker is.
+
+        The load includes requests that wait for a copy of their prefix to arrive at this worker.
+        """
         if self._placement_load is None:  # cached, because every request asks every worker
             load = self._core.load()
             self._placement_load = WorkerLoad(
@@ -235,11 +241,14 @@ class Session:
         return self._core.config.block_size
 
     def num_held_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request have KV that the worker holds for this request."""
+        """Return for how many tokens the worker holds KV that only this request can use.
+
+        Such KV is left from an earlier scheduler that served the request.
+        """
         return self._core.takeover.num_held_tokens(request)
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many blocks, from the first of `hashes` on, the prefix cache has."""
+        """Return how many of `hashes`, from the first on, the worker has cached without a gap."""
         return self._core.lookup.num_cached_blocks(hashes)
 
     def model(self) -> ModelInfo:
@@ -304,9 +313,9 @@ class Session:
     async def work(self) -> None:
         """Schedule steps, send them and apply their results until the worker is lost.
 
-        The loop never waits for a particular step. Each turn applies posted commands and received
-        results, then sends steps as long as fewer than `MAX_STEPS_IN_FLIGHT` are in flight and the
-        pacer says that the next one is due; then it sleeps until `wake` is set.
+        The loop never waits for a particular step. Each turn first applies posted commands and
+        received results. Then it sends steps, while fewer than `MAX_STEPS_IN_FLIGHT` are in flight
+        and the pacer says that the next step is due. Finally it sleeps until `wake` is set.
 
         Raises:
             UnavailableError: The worker is lost; call `end`.
@@ -330,9 +339,9 @@ class Session:
             self._wake.clear()
 
     def end(self) -> tuple[SubmitRequest, ...]:
-        """Return commands that continue all live requests, including posted ones, elsewhere.
+        """End the session, and return commands that continue its live requests at other workers.
 
-        Nothing may be posted afterwards.
+        Requests that were only posted are included. Nothing may be posted afterwards.
         """
         self._settled.set()
         if self._alarm is not None:
@@ -418,7 +427,7 @@ class Session:
                 self._waits.append((condition, holds))
 
     def _resubmit(self, request: Request) -> SubmitRequest:
-        """Make the command that continues a request elsewhere; count the loss as a crash."""
+        """Make the command that continues a request at another worker, with its crash count."""
         if self.is_draining:  # the end of a draining worker does not count as a crash
             num_crashes = self.crashes.take(request)
         else:

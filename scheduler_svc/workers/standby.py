@@ -1,4 +1,4 @@
-"""Watches the workers for a standby scheduler, until no worker has a live scheduler.
+"""Makes a standby scheduler wait until no worker has a live scheduler.
 
 Workers obey only the newest epoch. So a standby that takes over too early does no harm: the workers
 refuse the plans of the former scheduler, and the former scheduler ends.
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 _POLL_INTERVAL_S: Final = 0.1
 _POLL_TIMEOUT_S: Final = 0.5
 _CUT_OFF_S: Final = 1.0
-"""How long to wait after a scheduler has reported that all its routers are silent. It reports this
-after `SILENT_AFTER_S`, so routers that are less than two seconds late change nothing."""
+"""How long to wait after a scheduler has reported that all its routers are silent. A scheduler
+reports this when its routers have been silent for `SILENT_AFTER_S`. So a takeover needs about two
+seconds in which all routers are silent."""
 _SILENCE_WITH_FREE_LEASE_S: Final = 1.0
 """How long a scheduler may be silent while the Lease is free."""
 _NEW_WORKER_S: Final = 2.0
@@ -42,8 +43,8 @@ async def wait_for_vacancy(
 ) -> int:
     """Wait until some workers answer, and none of them has a live scheduler.
 
-    Without a Lease, several standbys may return at once. Then the workers obey the standby with the
-    newest epoch, and refuse the other standbys.
+    Without a Lease, several standbys may stop waiting at the same time. Then the workers obey the
+    standby with the newest epoch, and refuse the other standbys.
 
     Args:
         workers: Finds the workers.
