@@ -41,10 +41,10 @@ class SchedulerSettings(ProcessSettings):
     later takes over, and of several that start at the same time, one takes over."""
     standby: bool = False
     """Whether to wait until no worker has a scheduler, and then to take over. Until then no port is
-    open, except with --standby-http. Among several schedulers with this flag, one serves. When it
-    dies, another takes its place; a restarted one waits. Routers find the new scheduler if it
-    listens at the same address, or if they have a gRPC target with several addresses, such as
-    ipv4:10.0.0.1:50052,10.0.0.2:50052."""
+    open, except with --standby-http. Among several schedulers with this flag, one serves. When the
+    serving one dies, another takes its place; after a restart, the one that died waits. Routers
+    find the new scheduler if it listens at the same address, or if they have a gRPC target with
+    several addresses, such as ipv4:10.0.0.1:50052,10.0.0.2:50052."""
     standby_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     """How long the workers must have had no scheduler before a standby takes over, in seconds. The
     default gives a scheduler that only lost its connections enough time to reconnect."""

@@ -1,8 +1,9 @@
 """The LoRA adapters of the service: all workers hold the same adapters, and routers offer them.
 
 An adapter is *held* once every attached worker has it, and *offered* to new requests until an
-operator unloads it. Then the adapter is *leaving* until no live request uses it, because a request
-that is preempted, moved, or submitted again after a loss must find the adapter at any worker.
+operator unloads it. Then the adapter is *leaving*: all workers keep it until no live request uses
+it. A request that is preempted, moved, or submitted again after a loss must find the adapter at any
+worker.
 
 The service holds the adapters that operators loaded. It also holds adapters that a worker had when
 it was attached, if the other workers could load them and no operator has unloaded them at this

@@ -93,7 +93,7 @@ class Fleet:
         self._attached = asyncio.Event()
         self._is_reunion = True
         self._awaited: set[Engine] = set()
-        """Until `_REUNION_S` have passed, the engines whose workers have not been attached yet."""
+        """The engines whose workers were never attached; empty after the first `_REUNION_S`."""
         self._draining_engines: asyncio.Queue[Engine] = asyncio.Queue()
         self._is_draining = False
         self._has_failed = False

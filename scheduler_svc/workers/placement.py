@@ -105,7 +105,7 @@ class Worker(HasRole, Protocol):
         """Return how busy the worker is."""
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many of `hashes`, from the first on, the worker has cached without a gap."""
+        """Return for how many of the first `hashes` the worker has a cached block."""
 
     def expect(self, num_seqs: int, num_tokens: int) -> None:
         """Count sequences that will come, and their tokens to compute, as part of the load."""
@@ -184,7 +184,7 @@ class _Unplaced:
     """An upper bound on the known tokens that `worker` has to compute for the request."""
 
     def count(self, sign: int) -> None:
-        """Add the request to the load that its worker expects (1), or subtract it (-1)."""
+        """Add the request to its worker's load if `sign` is 1; subtract it if `sign` is -1."""
         if self.worker is not None:
             self.worker.expect(sign * num_live_seqs(self.command.request), sign * self.num_tokens)
 

@@ -150,7 +150,7 @@ def said_by(worker: str, error: BaseException) -> BaseException:
 class RequiredModel:
     """Checks that all workers have one model, which is that of the first worker.
 
-    Another model can replace it once no worker has it any more.
+    Another model can replace this one when no worker has it any more.
     """
 
     def __init__(self, roster: Roster) -> None:

@@ -248,7 +248,7 @@ class Session:
         return self._core.takeover.num_held_tokens(request)
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many of `hashes`, from the first on, the worker has cached without a gap."""
+        """Return for how many of the first `hashes` the worker has a cached block."""
         return self._core.lookup.num_cached_blocks(hashes)
 
     def model(self) -> ModelInfo:

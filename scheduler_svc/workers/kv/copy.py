@@ -94,7 +94,7 @@ def has_answered(step: StepId) -> Condition:
 
 
 def check_exchange(giving: Session, taking: Session) -> None:
-    """Check that two workers can exchange KV, by properties that their cores do not know.
+    """Check the conditions of a KV exchange that the two workers' cores cannot check.
 
     Raises:
         FailedPreconditionError: The workers cannot exchange KV.

@@ -35,7 +35,7 @@ _MAX_QUEUED_TOKENS: Final = 2**23
 """The limit on the tokens of all prompts that are to be stored but are not admitted yet. Beyond it,
 the oldest prompts are not stored."""
 _MAX_LENDING_TRIES: Final = 16
-"""After a core has lent no block this many times in a row, the rest of a prompt is not stored."""
+"""If a core lends no block this many times in a row, the rest of the prompt is not stored."""
 _MAX_FETCHES: Final = 8
 """The limit on concurrent fetches for one worker."""
 _FETCH_BLOCKS: Final = 64
@@ -161,7 +161,11 @@ class FarTier:
             self._times.measure(num_bytes, loop.time() - started_s)
 
     async def _fetch_some(self, hashes: Sequence[BlockHash], taking: Session) -> int:
-        """Fetch the first blocks, as many as the store has and the host has room for."""
+        """Fetch as many of the first blocks as the store has and the host has room for.
+
+        Returns:
+            The number of blocks that have arrived.
+        """
         room = taking.call(lambda core: core.expect(hashes))
         num_arrived = 0
         try:
