@@ -1,4 +1,4 @@
-"""Runs a rank other than 0. `python -m` reads its number and settings from standard input."""
+"""Runs a rank other than 0. As a command, it reads a `Member` from standard input."""
 
 import os
 import signal

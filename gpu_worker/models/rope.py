@@ -9,9 +9,9 @@ from gpu_worker.weights.model_config import read_architecture
 
 _ORIGINAL_LEN: Final = "original_max_position_embeddings"
 _ORIGINAL_LENS: Final = {"Phi3ForCausalLM": 4096}
-"""By architecture: the original length if config.json has none outside of the dictionary."""
+"""By architecture: `original_max_position_embeddings` if config.json lacks it at the top level."""
 _ONLY_INSIDE: Final = ("Olmo3ForCausalLM",)
-"""Architectures that ignore an original length outside of the dictionary."""
+"""Architectures that ignore `original_max_position_embeddings` at the top level of config.json."""
 _OLD_NAMES: Final = {"Phi3ForCausalLM": ("su", "yarn")}
 """By architecture: older names of LongRoPE."""
 _KNOWN_FIELDS = {
@@ -53,20 +53,23 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (https://arxiv.org/abs/2309.00071): as `Llama3Scaling`, with a ramp over dimensions."""
+    """YaRN (https://arxiv.org/abs/2309.00071): low rotary frequencies are divided, high ones kept.
+
+    Over the dimensions in between, a linear ramp interpolates.
+    """
 
     factor: float
     attention_factor: float
     """Multiplies rotated queries and keys."""
     score_factor: float
-    """Multiplies the scores of multi-head latent attention. It is computed from `mscale_all_dim`;
-    other attention ignores it."""
+    """Multiplies the scores of multi-head latent attention; other kinds of attention ignore it. It
+    is computed from `mscale_all_dim`."""
     beta_fast: float
     """Frequencies that turn more often than this in the original context are kept."""
     beta_slow: float
     """Frequencies that turn less often than this are divided by `factor`."""
     is_truncated: bool
-    """Whether the ramp begins and ends at whole dimensions."""
+    """Whether the ends of the ramp are rounded to whole dimensions."""
     original_max_position_embeddings: int
 
 
@@ -78,7 +81,7 @@ class LongRopeScaling:
     attention_factor: float
     """Multiplies rotated queries and keys."""
     max_model_len: int | None
-    """Beyond this length, other factors apply to the whole sequence; None: never."""
+    """The longest sequence to which `factors` apply; None: they apply to any length."""
 
 
 RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
@@ -91,7 +94,7 @@ class RopeConfig:
     theta: float
     scaling: RopeScaling | None = None
     rotated_share: float = 1.0
-    """Share of each head's dimensions that is rotated, from the first."""
+    """The share of each head's dimensions that is rotated; the rotated ones come first."""
 
     @property
     def max_model_len(self) -> int | None:
@@ -116,8 +119,9 @@ def rope_from_fields(
 ) -> RopeConfig:
     """Parse the rotary position embedding of config.json.
 
-    The embedding is a dictionary, `rope_parameters` or `rope_scaling`. If it has no `rope_theta` or
-    `partial_rotary_factor`, `theta_field` or `share_field` is read from the fields beside it.
+    config.json describes the embedding in a dictionary, `rope_parameters` or `rope_scaling`. If the
+    dictionary has no `rope_theta`, the top-level field `theta_field` is read instead. If it has no
+    `partial_rotary_factor`, the top-level field `share_field` is read instead.
 
     Raises:
         UnsupportedError: `rotary_table` does not support the embedding.
@@ -152,10 +156,11 @@ def rope_from_fields(
 
 
 def rotary_dim(fields: JsonFields, name: str, rope: RopeConfig, head_dim: int) -> int:
-    """Return how many of a head's dimensions are rotated; `name` is the share's name in errors.
+    """Return how many of a head's dimensions are rotated.
 
     Raises:
-        ModelError: The number is odd, 0, or more than the head has.
+        ModelError: The number is odd, 0, or more than the head has. The message names the field
+            `name` of config.json.
     """
     rotated = int(head_dim * rope.rotated_share)
     if rotated % 2 or not 0 < rotated <= head_dim:
@@ -168,10 +173,11 @@ def rotary_dim(fields: JsonFields, name: str, rope: RopeConfig, head_dim: int) -
 
 
 def with_long_factors(fields: JsonFields, max_model_len: int | None) -> JsonFields:
-    """Give all positions LongRoPE's long factors if `max_model_len` is beyond the original length.
+    """Return `fields`, with LongRoPE's long factors for every length if `max_model_len` needs them.
 
+    Sequences longer than `original_max_position_embeddings` need the long factors.
     Short and long factors cannot be mixed: keys are stored rotated, and a sequence that outgrows
-    the original length would need other rotations of its stored keys.
+    this length would need other rotations of its stored keys.
     """
     name = _name(fields)
     rope = fields.nested(name)
@@ -184,8 +190,9 @@ def with_long_factors(fields: JsonFields, max_model_len: int | None) -> JsonFiel
 
 
 def _name(fields: JsonFields) -> str:
-    # transformers 5 writes one dictionary; older versions write a number, and a dictionary for the
-    # scaling. With both dictionaries, transformers reads only the older one, unless it is empty.
+    # transformers 5 writes `rope_parameters`; older versions write `rope_theta` at the top level,
+    # and `rope_scaling`. If both dictionaries are there, transformers reads only `rope_scaling`,
+    # unless it is empty.
     return "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
 
 
@@ -211,9 +218,10 @@ def _llama3_scaling(fields: JsonFields, rope: JsonFields) -> Llama3Scaling:
 
 
 def _original_len(fields: JsonFields, rope: JsonFields) -> int:
-    """Return the original length. As in transformers, a field outside of the dictionary wins.
+    """Return `original_max_position_embeddings`, or by default `max_position_embeddings`.
 
-    OLMo 3 is the exception: transformers reads only the dictionary of a kind of layer.
+    As in transformers, the top level of config.json takes precedence over the dictionary. OLMo 3
+    is the exception: only its dictionary counts.
     """
     architecture = read_architecture(fields)
     longest = fields.positive_int("max_position_embeddings")

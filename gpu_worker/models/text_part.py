@@ -10,7 +10,7 @@ from gpu_worker.weights.model_config import read_architecture
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """How a text part identifies itself as a model of its own."""
+    """What config.json would say if a text part were a separate model."""
 
     architecture: str
     model_type: str
@@ -81,8 +81,8 @@ _TEXT_PARTS: Final[Mapping[str, Mapping[str, _Alone]]] = {
         "qwen3_5_moe_text": _Alone("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
     },
 }
-"""By architecture: the supported values of its text part's `model_type`, each with the text part as
-a model of its own."""
+"""By architecture of the whole model: each `model_type` that its text part may have, with the
+identity of such a text part as a separate model."""
 _OF_THE_WHOLE: Final = (
     *("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config"),
 )

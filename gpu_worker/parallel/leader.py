@@ -113,7 +113,7 @@ class Leader:
         """End this process, which ends the group. Call this only after `gather`."""
         if threading.current_thread() is not self._watcher:
             self._watcher.join(_SAY_S)  # if a rank is lost, the watcher reports it
-        with self._lock:  # so that `close` cannot begin meanwhile
+        with self._lock:  # so that `close` cannot begin before the process ends
             _log.error("the group of ranks ends", problem=problem)
             sys.stderr.write(f"quire-worker: {problem}\n")
             sys.stderr.flush()

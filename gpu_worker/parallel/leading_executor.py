@@ -16,7 +16,7 @@ from gpu_worker.step.rows import Rows
 
 
 class LeadingExecutor:
-    """An `Executor` for the step loop that drives the executors of all ranks.
+    """The step loop's executor on rank 0: drives the executors of all ranks.
 
     All ranks refuse a bad step in the same way, before any of them computes. After any other
     failure of a step, other ranks may still compute it, so the whole group ends.

@@ -41,7 +41,8 @@ class Member:
     settings: WorkerSettings
     """The settings of the command that started this rank."""
     number: int = 0
-    """The process's number among those of its command. It determines the rank and the GPU."""
+    """The index of this process among those that the command starts. It determines the rank and the
+    GPU."""
 
     @property
     def place(self) -> Place:

@@ -1,4 +1,4 @@
-"""Quantizes a model, in a separate process that `quire quantize` starts, because it needs torch."""
+"""Quantizes a model. `quire quantize` runs this in a separate process, because it imports torch."""
 
 import argparse
 import sys

@@ -1,7 +1,7 @@
-"""Runs a text through a model of transformers, layer by layer, and rounds each layer's maps.
+"""Runs a text through a model of transformers, layer by layer, and rounds each layer's linear maps.
 
-A layer's maps are fitted to their inputs after earlier layers were rounded, so later layers
-compensate for earlier errors.
+By the time a layer's maps are rounded, all earlier layers are rounded. The maps are fitted to the
+inputs that they get from these earlier layers, and so compensate for part of their errors.
 """
 
 import contextlib
@@ -83,8 +83,8 @@ def round_layers(
         progress: Called with the number of layers that are done, and the number of all layers.
 
     Raises:
-        ModelError: The model has no list of layers, a layer has experts in one tensor, or a map
-            does not divide into groups or words.
+        ModelError: The model has no list of layers, a layer has experts in one tensor, or a map's
+            input features do not fill whole groups, or its output features whole words.
     """
     prefix, layers = _find_layers(model)
     _refuse(prefix, layers, rounding)

@@ -1,8 +1,9 @@
 """Rounds the weight of a linear map to integers, and changes the map's outputs as little as it can.
 
-GPTQ (Frantar et al., 2022): input features are rounded one after another. The features that are not
-rounded yet compensate for each error, as far as they are correlated in the map's inputs. Features
-with large inputs go first. A group's scale is chosen before its features are rounded.
+GPTQ (Frantar et al., 2022): input features are rounded one after another. The weights of features
+that are not rounded yet change to compensate for each error, as far as these features are
+correlated with the rounded one in the map's inputs. Features with large inputs go first. A group's
+scale is chosen before its features are rounded.
 
 Symbols: `N` output features of a linear map, `K` its input features, `G` groups of input features.
 """
@@ -15,7 +16,7 @@ import torch
 _RANGES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Candidate grids, as shares of a group's range; a smaller grid is finer but clips outliers."""
 _DAMPING: Final = 0.01
-"""Damping: this share of the mean of the features' squares is added to each square."""
+"""Damping: this share of the mean of the diagonal of `products` is added to each of its entries."""
 _PIECE: Final = 128
 """Number of features to round before passing their errors to later features."""
 _LEAST_SCALE: Final = 1e-6

@@ -1,7 +1,7 @@
 """Collectives: the ranks' exchanges during a step, over `torch.distributed`.
 
 Every rank makes the same calls in the same order. On CUDA the calls use NCCL and return before the
-device is done, except those that return values to the host; on a CPU they use gloo.
+device is done. Calls that return values to the host use gloo, as do all calls on a CPU.
 
 Symbols: `T` tokens, `S` sequences, `E` hidden size, `K` input features, `N` output features.
 """
@@ -90,9 +90,10 @@ class Ranks:
         return SummedMap(part, self._stage)
 
     def joined(self, part: RowMap, num_out: int) -> RowMap:
-        """Make a map that joins the ranks' results of `part` to `num_out` outputs per row.
+        """Make a map `[S, K]` to `[S, num_out]` that joins the stage's results of `part`.
 
-        `Place.vocabulary` says which outputs a rank has. Every rank of the stage gets all outputs.
+        `Place.vocabulary` says which outputs each rank's `part` computes. Every rank of the stage
+        gets all outputs.
         """
         size = self.place.tensor_size
         width = -(-num_out // size)
@@ -111,7 +112,10 @@ class Ranks:
         dist.send(hidden.contiguous(), self.place.next_rank)
 
     def receive(self, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
-        """Receive hidden states `[num_tokens, E]` from the previous stage; `like` is `[E]`."""
+        """Receive hidden states `[num_tokens, E]` from the previous stage.
+
+        `like`, `[E]`, has their dtype and device.
+        """
         hidden = like.new_empty(num_tokens, like.shape[0])
         dist.recv(hidden, self.place.previous_rank)
         return hidden

@@ -72,10 +72,11 @@ class Place:
         return range(num_layers * self.stage // size, num_layers * (self.stage + 1) // size)
 
     def share(self, name: str, count: int) -> range:
-        """Return this rank's share of `count` parts of a layer, called `name` in config.json.
+        """Return which of a layer's `count` parts, such as heads, this rank holds.
 
         Raises:
-            ModelError: The ranks of a stage cannot split the parts evenly.
+            ModelError: The ranks of a stage cannot split the parts evenly. The message calls the
+                count `name`, its field in config.json.
         """
         if count % self.tensor_size:
             raise ModelError(

@@ -36,7 +36,8 @@ _T = TypeVar("_T")
 class DaemonThread:
     """Runs jobs in order on a daemon thread, which never keeps the process alive.
 
-    A `ThreadPoolExecutor` would be joined at exit, however long a device hangs.
+    Python would wait for a thread of a `ThreadPoolExecutor` at exit, even if a job hangs in a
+    device.
     """
 
     def __init__(self, name: str) -> None:
@@ -67,7 +68,7 @@ class DaemonThread:
 def _settle(future: "Future[Any]", function: Callable[[], Any]) -> None:
     try:
         future.set_result(function())
-    except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
+    except BaseException as error:  # noqa: BLE001 - the future raises it
         future.set_exception(error)
 
 
@@ -113,7 +114,7 @@ class _Row:
     def __init__(self) -> None:
         self.matcher: llguidance.LLMatcher
         self.run: Sequence[int] = ()
-        """Tokens that must come next; the first ones may have been sampled already."""
+        """The tokens that the grammar forces; the first of them may have been sampled already."""
         self.sampled: list[int] = []
         """The tokens of `run` sampled so far. The matcher gets all of them at once, because it
         recomputes the forced tokens each time."""
@@ -209,7 +210,7 @@ class RowGrammars:
             self._moves.clear()  # the tokens of a failed step never come
 
     def forced(self, rows: Sequence[int], places: Int64Array) -> ForcedTokens | None:
-        """Find the rows that must sample a certain token; None if there are none.
+        """Find the rows whose grammar allows only one token; None if there are none.
 
         Args:
             rows: Rows that have a grammar.

@@ -7,7 +7,7 @@ from contract.pooling import Pooling
 from contract.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 
 NO_TOKEN = -1
-"""Pads a row of end token ids; no token has this id."""
+"""Pads `SamplingTable.end_token_ids`; no token has this id."""
 
 
 class SamplingTable:
@@ -41,8 +41,7 @@ class SamplingTable:
         self.num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
         self.is_plain = np.zeros(max_num_seqs, np.bool_)
-        """Whether only a token is requested and, except for a grammar, nothing changes the
-        logits."""
+        """Whether the row wants no log-probabilities, and at most a grammar changes its logits."""
         self.end_token_ids = np.full(
             (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
         )
@@ -105,6 +104,6 @@ class SamplingTable:
             self.bias[row] = (np.array(ids, np.int64), np.array(values, np.float32))
 
     def ends(self, rows: Int64Array, token_ids: Int64Array) -> BoolArray:
-        """Return bool[N]: whether each of `token_ids` ends its row of `rows`, both int64[N]."""
+        """Return bool[N]: whether each token ends its row. `rows`, `token_ids`: int64[N]."""
         is_end: BoolArray = (self.end_token_ids[rows] == token_ids[:, None]).any(1)
         return is_end

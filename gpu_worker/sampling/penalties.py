@@ -45,7 +45,7 @@ class TokenCounts:
         return [self._row_to_slot[row] for row in rows]
 
     def record(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Count one more output token for each slot, both int64[S] on the device."""
+        """Count one more output token of each slot; the arguments are int64[S] on the device."""
         ones = torch.ones_like(token_ids, dtype=torch.int32)
         self._in_output.index_put_((slots, token_ids), ones, accumulate=True)
 

@@ -1,6 +1,7 @@
 """The tokens that a step sampled, on the device and in transit to the host.
 
-Symbols: `S` sequences that sample, `L` of them that want log-probabilities.
+Symbols: `S` sequences that sample or pool, `L` of them that want log-probabilities, `P` of them
+that pool, `D` numbers of a vector.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from contract.step import StepLogprob
 from gpu_worker.memory.transfer import Download
 
 _LEAST_NORM = 1e-12
-"""The same bound as in torch's `normalize`; a vector of zeros stays zero."""
+"""The least norm to divide a vector by, as in torch's `normalize`: a vector of zeros stays zero."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,13 +126,14 @@ class HostSampled:
     token_ids: Int64Array
     """int64[S]."""
     is_finite: BoolArray
-    """bool[S]: whether all logits were finite; if not, the token is invalid."""
+    """bool[S]: whether all the sequence's logits were finite; if not, its token is meaningless."""
     stuck: Int64Array
     """int64[*]: sequences whose grammar allows no token."""
     logprobs: tuple[StepLogprob, ...]
     """The `index` of each refers to `token_ids`; indexes ascend."""
     vectors: tuple[tuple[int, bytes], ...]
-    """Each with its index in `token_ids`; the numbers are little-endian float32."""
+    """For each vector: its sequence's index in `token_ids`, and its numbers, as little-endian
+    float32."""
 
 
 NOTHING_SAMPLED = HostSampled(

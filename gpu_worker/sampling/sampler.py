@@ -199,8 +199,8 @@ class Sampler:
     def _likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return the tokens of the maxima, int64[S], and which rows are finite, bool[S].
 
-        On a GPU one pass computes both results. On a CPU the tokens are None, because another pass
-        is cheap.
+        On a GPU one pass computes both results. On a CPU the tokens are None, because `_argmax` can
+        find them cheaply if they are needed.
         """
         return ops.greedy(logits) if logits.is_cuda else (None, finite_rows(logits))
 
@@ -211,7 +211,10 @@ class Sampler:
         positions: Int64Array,
         likeliest: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Int64Array]:
-        """Do as `_choose` does, within the grammars; also return the indexes of stuck sequences."""
+        """Do as `_choose` does, but choose only tokens that the grammars allow.
+
+        Also return the indexes of sequences whose grammar allows no token.
+        """
         if self._structured is not None and self._structured.has_any:
             (places,) = self.table.has_grammar[rows].nonzero()
             if len(places):
@@ -369,8 +372,9 @@ def sample_others(
 def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
     """Compute `scaled.exp()` for numbers up to 0, many of them -inf, twice as fast as torch.
 
-    Weights below `_LEAST_WEIGHT` become 0. The sum of weights is at least 1, so only a random
-    number of exactly 0 could draw such a token; the next random number is 2^-53.
+    Weights below `_LEAST_WEIGHT` become 0. This hardly changes draws: the weights add up to
+    at least 1, and random numbers are multiples of 2^-53, so only the random number 0 could draw
+    such a token.
     """
     weights = torch.threshold(scaled, _LEAST_LOG, _LEAST_LOG).exp_()
     return torch.threshold_(weights, _LEAST_WEIGHT, 0.0)

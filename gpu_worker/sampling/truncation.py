@@ -79,7 +79,10 @@ def _boundaries_among(
     p: torch.Tensor,
     num_candidates: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do as `_boundaries` does; a count above `num_candidates` means that these were too few."""
+    """Do as `_boundaries` does, but look only at each row's `num_candidates` largest logits.
+
+    A returned count above `num_candidates` means that the row needs more candidates.
+    """
     num_tokens = logits.shape[1]
     if num_candidates < num_tokens:
         candidates = logits.topk(num_candidates, dim=1).values  # [S, C], descending

@@ -49,7 +49,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self._lock = asyncio.Lock()
 
     def open(self, load: AdapterLoader, steps: AdapterSteps) -> None:
-        """Start serving. The model must be loaded, and `worker` open."""
+        """Start serving. The `WorkerService` must be open."""
         self._load, self._steps = load, steps
         self._num_numbered = len(self._worker.adapters)
 

@@ -117,7 +117,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         metrics.UNLOADED.set(0)
 
     def begin_unloaded(self, worker_id: str) -> None:
-        """Wait for a model. Schedulers may attach, and learn that the model is unloaded."""
+        """Start without a model. Schedulers may attach, and learn that the model is unloaded."""
         self._worker_id = worker_id
         self._is_unloaded = True
         metrics.UNLOADED.set(1)

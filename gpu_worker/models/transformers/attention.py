@@ -39,9 +39,10 @@ MaskFunction = Callable[
 
 
 def read_window(sees: MaskFunction, num_positions: int) -> int | None:
-    """Find out how many tokens a token sees under a mask, itself included; None: all before it.
+    """Find a mask's window: the number of tokens that a token sees, including itself.
 
-    Computes only a few rows of the mask, so `num_positions` may be large.
+    None: a token sees all earlier tokens. Computes only a few rows of the mask, so `num_positions`
+    may be large.
 
     Raises:
         ModelError: The mask is neither causal nor a sliding window, or depends on the tokens.
@@ -86,7 +87,7 @@ _WITHOUT_EFFECT: Final = frozenset(
         "use_cache",
     }
 )
-"""Arguments that models pass to attention and that have no effect here."""
+"""Arguments that models pass to attention, and that Quire's attention ignores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class AttentionCall:
     head_dim: int
     """The head dim of keys; values may have fewer dimensions."""
     window: KvWindow
-    """None if the window is as long as the context."""
+    """None: a token sees all earlier tokens."""
     source: int
     """The layer whose keys and values this layer reads: itself, or an earlier one."""
     has_alibi: bool = False
@@ -167,7 +168,7 @@ def base_name(causal: Any) -> str:
 
 
 class ObservedPass(NamedTuple):
-    """The facts that one forward pass of a model shows."""
+    """What `record_calls` has found out about a model in one forward pass."""
 
     calls: tuple[AttentionCall, ...]
     """One for each layer that attends, in the order of the layers."""
@@ -182,8 +183,8 @@ _EXPERTS_TAKE: Final = ["hidden_states", "top_k_index", "top_k_weights"]
 def _skip_experts(model: nn.Module) -> None:
     """Replace modules of experts by functions that return zeros of the right shape.
 
-    Some modules, such as LongCat's, read which experts the tokens chose; on the meta device that
-    tensor has no values.
+    Some modules, such as LongCat's, read the contents of `top_k_index`. Tensors on the meta device
+    have none.
     """
     for module in model.modules():
         if list(inspect.signature(module.forward).parameters) == _EXPERTS_TAKE:
@@ -201,7 +202,7 @@ def record_calls(
     Args:
         config: The model's config.
         max_model_len: The longest sequence, in tokens.
-        is_recurrent: Whether some layers keep a state; then some layers need not attend.
+        is_recurrent: Whether the model has recurrent layers, which need not attend.
 
     Raises:
         ModelError: The model attends in a way that paged attention does not support, or a layer
@@ -210,7 +211,7 @@ def record_calls(
     recorder = _Recorder(max_model_len, config)
     config = copy.deepcopy(config)
     for rope in batch_dependent_ropes(config):
-        rope["rope_type"] = "default"  # other types read positions, which have no values here
+        rope["rope_type"] = "default"  # other types read the values of positions
     name = register_attention(recorder.attend)
     # A bfloat16 model shows which states are float32 in a model of any dtype.
     dtype = {"dtype": torch.bfloat16} if is_recurrent else {}
@@ -292,9 +293,10 @@ def _unchecked_distributions() -> Iterator[None]:
 def _with_windows_of_masks(
     config: PreTrainedConfig, calls: tuple[AttentionCall, ...], mask_windows: set[int | None]
 ) -> tuple[AttentionCall, ...]:
-    """Give layers the window of their mask if they do not pass it to attention, as in Qwen2-MoE.
+    """Add the windows of masks to the calls of layers that pass attention no window.
 
-    A model may make masks for kinds of layers that it does not have, so unused masks are allowed.
+    Qwen2-MoE has such layers. A model may make masks for kinds of layers that it does not have, so
+    unused masks are allowed.
 
     Raises:
         ModelError: It is not clear which mask a layer uses.
@@ -320,7 +322,7 @@ def _with_windows_of_masks(
 
 
 class _Recorder:
-    """An attention, and masks, that record calls and compute nothing."""
+    """Stands in for attention and masks: records how the model calls them, and computes nothing."""
 
     def __init__(self, max_model_len: int, config: PreTrainedConfig) -> None:
         self.calls: list[AttentionCall] = []

@@ -70,7 +70,7 @@ class TransformersModel:
         self._positions: torch.Tensor | None = None
 
     def use(self, causal: Any, recording: ObservedPass) -> None:
-        """Take over a causal language model whose attention is `attend_in`. Called once."""
+        """Compute with a causal language model whose attention is `attend_in`. Called once."""
         calls, recurrent, self._first_position = recording
         self._windows = {call.layer: call.window for call in calls if isinstance(call.window, int)}
         numbers = {call.layer: number for number, call in enumerate(_storing(calls))}
@@ -101,7 +101,7 @@ class TransformersModel:
         pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Compute a step's tokens; see `LlamaDecoder.forward`."""
+        """Compute the final hidden states of a step's tokens; see `LlamaDecoder.forward`."""
         self._pool, self._metadata, self._positions = pool, metadata, positions
         if self._states is not None:
             self._states.begin_step(pool, metadata)
@@ -267,10 +267,10 @@ _RECURRENT_FAMILIES: Final = {
     "qwen3_5_text",
     "qwen3_next",
 }
-"""Model types with recurrent layers that the tests compare with transformers."""
+"""The supported model types with recurrent layers: tests compare them with transformers."""
 _LONGEST_BY_STATE: Final = 131_072
-"""The longest sequence, in tokens, of a recurrent model whose config has no limit. The value is a
-choice: states have no limit, but the worker stores the tokens of each row."""
+"""The longest sequence, in tokens, of a recurrent model whose config has no limit. States set
+no limit; this one bounds the memory that the worker allocates for each row's token ids."""
 
 
 class TransformersSource:
@@ -303,7 +303,7 @@ class TransformersSource:
             if getattr(self._hf_config, "rope_parameters", None):
                 if getattr(self._hf_config, _ORIGINAL_LEN, 0) is None:  # null counts as absent
                     delattr(self._hf_config, _ORIGINAL_LEN)
-                # Moves an original length outside of the dictionary into it, as models do later.
+                # Moves a top-level original length into `rope_parameters`, as models do later.
                 self._hf_config.standardize_rope_params()
             _choose_factors(self._hf_config, max_model_len)
             longest = _max_model_len(self._hf_config)
@@ -403,7 +403,7 @@ def _register_weakly(model: TransformersModel) -> str:
 
 
 def _alone(whole: PreTrainedConfig, model_type: str) -> PreTrainedConfig:
-    """Return the config of the text part; `model_type` is its type when it is alone."""
+    """Return the config that the text part has as a separate model, of type `model_type`."""
     part = whole.get_text_config()
     config_class = CONFIG_MAPPING[model_type]
     if isinstance(part, config_class):

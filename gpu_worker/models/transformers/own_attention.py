@@ -1,4 +1,4 @@
-"""Routes families with their own attention code through the attention interface.
+"""Makes models with their own attention code use the attention interface of transformers.
 
 Symbols: `B` the batch size, always 1, `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
 """
@@ -31,13 +31,14 @@ def with_alibi(
     scale: float,
     weight: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append dimensions that add ALiBi's bias to a query's product with a key, before the scale.
+    """Append dimensions to queries and keys, so that the product of the two includes ALiBi's bias.
 
-    A softmax stays the same if all scores grow by the same amount, so `slope * key`, which depends
-    on the key alone, can replace the bias `slope * (key - query)`. Keys hold the bias as the sum of
-    two numbers, because one number of 16 bits would be wrong by half a position from position 256
-    on. Queries hold a power of two near `1 / scale`, which 16 bits represent exactly; the bias in
-    the keys is multiplied by the rest of that factor.
+    ALiBi's bias is `slope * (key position - query position)`. Softmax ignores what all scores of a
+    query have in common, so `slope * key position` has the same effect, and only keys need it.
+    Attention multiplies each product by `scale`, so the bias must first be multiplied by
+    `1 / scale`. Queries hold the nearest power of two, which 16 bits represent exactly. Keys hold
+    the bias, multiplied by the rest of the factor. They hold it as the sum of two numbers, because
+    one bfloat16 would be wrong by up to a whole position from position 257 on.
     """
     one = 2.0 ** round(-math.log2(scale))
     bias = slopes.unsqueeze(1) * positions  # [H, T], in the slopes' dtype, as in transformers
@@ -167,7 +168,10 @@ def _falcon(
 def _split_fused(
     module: Any, hidden_states: torch.Tensor, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split the output of one map, which has each kv head's queries, then its key and its value."""
+    """Compute queries, keys and values with one linear map.
+
+    The map's output has, for each kv head, its queries, then its key, then its value.
+    """
     qkv = module.query_key_value(hidden_states)
     qkv = qkv.view(*hidden_states.shape[:2], num_kv_heads, -1, module.head_dim)
     query, key, value = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]

@@ -34,7 +34,7 @@ _STORED: Final = torch.float32
 _ALIGNMENT: Final = 16
 
 _Key = tuple[str, int]
-"""The kind of a state, "conv" or "recurrent", and its number."""
+"""The kind of a state tensor, "conv" or "recurrent", and its index in this kind."""
 
 
 @dataclass(slots=True)
@@ -210,10 +210,11 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """The parts of a step in which states advance; none crosses a block boundary."""
+    """A step's tokens, cut into pieces: tokens of one sequence within one block."""
 
     together_places: list[int]
-    """Indexes in the batch of single tokens that depend on no other piece."""
+    """Pieces that are computed together: single tokens that depend on no other piece. Each is given
+    by its index in the batch."""
     together_reads: list[int]
     together_writes: list[int]
     apart: list[tuple[int, int, int | None, int]]

@@ -2,12 +2,13 @@
 
 The library has one algorithm for prompts and another for decodes, and the two round differently. In
 bfloat16 a token's result would depend on whether the token was computed in a whole prompt, in a
-chunk, or as a decode. Here a token's arithmetic is always the same. Also, the library's scan of
-Mamba 1 begins without a state, so it cannot continue a prompt after its first chunk.
+chunk, or as a decode. Our operations compute a token in the same way every time. Also, the
+library's scan of Mamba 1 begins without a state, so it cannot continue a prompt after its first
+chunk.
 
 Symbols: `S` sequences, `T` tokens of each, `E` hidden size, `C` channels, `I` inner size, `H`
-heads, `P` head dim, `G` groups of heads, `N` numbers of a state for each of `P`, `HK` heads of
-queries and keys, `K` their dim.
+heads, `P` head dim, `G` groups of heads, `N` state size, `HK` query heads and
+key heads, `K` their head dim.
 """
 
 import inspect
