@@ -36,7 +36,7 @@ _KNOWN_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Rotary frequencies divided by `factor`."""
+    """Linear scaling: all rotary frequencies are divided by `factor`."""
 
     factor: float
 
@@ -75,7 +75,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Each frequency divided by a separate factor (https://arxiv.org/abs/2402.13753)."""
+    """LongRoPE (https://arxiv.org/abs/2402.13753): each frequency is divided by its own factor."""
 
     factors: tuple[float, ...]
     attention_factor: float
@@ -120,8 +120,8 @@ def rope_from_fields(
     """Parse the rotary position embedding of config.json.
 
     config.json describes the embedding in a dictionary, `rope_parameters` or `rope_scaling`. If the
-    dictionary has no `rope_theta`, the top-level field `theta_field` is read instead. If it has no
-    `partial_rotary_factor`, the top-level field `share_field` is read instead.
+    dictionary has no `rope_theta`, the top-level field named by `theta_field` is read instead. If
+    it has no `partial_rotary_factor`, the top-level field named by `share_field` is read instead.
 
     Raises:
         UnsupportedError: `rotary_table` does not support the embedding.
@@ -159,8 +159,8 @@ def rotary_dim(fields: JsonFields, name: str, rope: RopeConfig, head_dim: int) -
     """Return how many of a head's dimensions are rotated.
 
     Raises:
-        ModelError: The number is odd, 0, or more than the head has. The message names the field
-            `name` of config.json.
+        ModelError: The number is odd, 0, or more than the head has. `name` is the field of
+            config.json that the message is about.
     """
     rotated = int(head_dim * rope.rotated_share)
     if rotated % 2 or not 0 < rotated <= head_dim:
@@ -220,8 +220,8 @@ def _llama3_scaling(fields: JsonFields, rope: JsonFields) -> Llama3Scaling:
 def _original_len(fields: JsonFields, rope: JsonFields) -> int:
     """Return `original_max_position_embeddings`, or by default `max_position_embeddings`.
 
-    As in transformers, the top level of config.json takes precedence over the dictionary. OLMo 3
-    is the exception: only its dictionary counts.
+    The field may be at the top level of config.json and in its dictionary `rope`. As in
+    transformers, the top level takes precedence; for OLMo 3 only the field in `rope` counts.
     """
     architecture = read_architecture(fields)
     longest = fields.positive_int("max_position_embeddings")

@@ -81,8 +81,8 @@ _TEXT_PARTS: Final[Mapping[str, Mapping[str, _Alone]]] = {
         "qwen3_5_moe_text": _Alone("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
     },
 }
-"""By architecture of the whole model: each `model_type` that its text part may have, with the
-identity of such a text part as a separate model."""
+"""By architecture of the whole model and `model_type` of its text part: the text part as a separate
+model. Other text parts are not supported."""
 _OF_THE_WHOLE: Final = (
     *("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config"),
 )

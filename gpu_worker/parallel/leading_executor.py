@@ -73,7 +73,7 @@ class LeadingExecutor:
         )
 
     def add_adapter(self, number: int, adapter: Adapter) -> None:
-        """See `Executor.add_adapter`. `load_on_all_ranks` must have loaded the adapter last."""
+        """See `Executor.add_adapter`. `adapter` is what `load_on_all_ranks` loaded last."""
         self._leader.send(Frame(Kind.ADD_ADAPTER, str(number).encode()))
         with self._together():
             self._executor.add_adapter(number, adapter)

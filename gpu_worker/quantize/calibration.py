@@ -1,7 +1,7 @@
 """Runs a text through a model of transformers, layer by layer, and rounds each layer's linear maps.
 
 By the time a layer's maps are rounded, all earlier layers are rounded. The maps are fitted to the
-inputs that they get from these earlier layers, and so compensate for part of their errors.
+inputs that they get from these layers, and so compensate for part of these layers' errors.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def round_layers(
     rounding: Rounding,
     progress: Callable[[int, int], None],
 ) -> Iterator[tuple[str, RoundedWeight]]:
-    """Round the maps of all decoder layers, in place; yield each map's name and rounded weight.
+    """Round all decoder layers' linear maps in place; yield each map's name and rounded weight.
 
     Args:
         model: A causal language model of transformers, in float32.

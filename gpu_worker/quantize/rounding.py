@@ -16,7 +16,7 @@ import torch
 _RANGES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Candidate grids, as shares of a group's range; a smaller grid is finer but clips outliers."""
 _DAMPING: Final = 0.01
-"""Damping: this share of the mean of the diagonal of `products` is added to each of its entries."""
+"""Damping: each diagonal entry of `products` grows by this share of the diagonal's mean."""
 _PIECE: Final = 128
 """Number of features to round before passing their errors to later features."""
 _LEAST_SCALE: Final = 1e-6
@@ -122,7 +122,7 @@ def _fit_grid(
 
 
 def _grid(groups: torch.Tensor, bits: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and zeros, float32[N, G, 1], for a share of each group's range.
+    """Return scales and zeros, float32[N, G, 1], of grids that cover `share` of a group's range.
 
     `groups` are the weights, `[N, G, K / G]`.
     """

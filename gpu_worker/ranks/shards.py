@@ -75,8 +75,8 @@ class Place:
         """Return which of a layer's `count` parts, such as heads, this rank holds.
 
         Raises:
-            ModelError: The ranks of a stage cannot split the parts evenly. The message calls the
-                count `name`, its field in config.json.
+            ModelError: The ranks of a stage cannot split the parts evenly. `name` is the field
+                of config.json that has the count.
         """
         if count % self.tensor_size:
             raise ModelError(

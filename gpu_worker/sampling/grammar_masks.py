@@ -116,8 +116,8 @@ class _Row:
         self.run: Sequence[int] = ()
         """The tokens that the grammar forces; the first of them may have been sampled already."""
         self.sampled: list[int] = []
-        """The tokens of `run` sampled so far. The matcher gets all of them at once, because it
-        recomputes the forced tokens each time."""
+        """The tokens of `run` sampled so far. The matcher gets all of them at once, because each
+        time that it gets tokens, the tokens that it forces are computed again."""
         self.forced: int | None = None
         """The only token allowed next; None: see `admitted`."""
         self.admitted: Int32Array

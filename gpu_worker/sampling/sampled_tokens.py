@@ -146,7 +146,7 @@ class Readback:
     """A step's sampled tokens, while they are copied to the host."""
 
     def __init__(self, sampled: Sampled) -> None:
-        """Start the copies, after all earlier work."""
+        """Start the copies; the device begins them after its earlier work."""
         self._sampled = sampled
         tensors = [sampled.token_ids, sampled.is_finite]
         if (logprobs := sampled.logprobs) is not None:

@@ -49,7 +49,7 @@ class Sampling(Protocol):
 
 
 def share_sampling(sampler: Sampler, ranks: Ranks) -> Sampling:
-    """Return the sampling of this rank, which uses the rank's own `sampler`."""
+    """Return this rank's `Sampling`, which uses the rank's own `sampler`."""
     return (
         SharedSampler(sampler, ranks) if ranks.place.rank == 0 else ReceivedSamples(sampler, ranks)
     )

@@ -62,7 +62,7 @@ class Steps(HostBlocks, Protocol):
     def num_rows_used(self) -> int: ...
 
     async def attach(self, attachment: int) -> Holdings:
-        """Forget all rows, then obey only `attachment`; return what the worker held."""
+        """Forget all rows, and take only steps of `attachment` afterwards; return what was held."""
 
     def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
         """Queue a step; the future gets its result or error."""
@@ -95,7 +95,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._is_draining = False
         self._is_unloaded = False
         self._resizing: asyncio.Task[None] | None = None
-        """The last resize; holds a reference, so that the task is not collected."""
+        """The last resize; this reference keeps the task from being garbage-collected."""
 
     def open(
         self,
@@ -162,14 +162,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._attachments.of(epoch)
 
     def check_claim(self, epoch: int) -> str:
-        """Check that the caller is the newest scheduler, whether or not a model is loaded.
+        """Check that the caller is the newest scheduler, even while the model is unloaded.
 
         Returns:
             The worker's name.
 
         Raises:
             InvalidArgumentError, StaleEpochError: See `Attachments.of`.
-            UnavailableError: The worker drains, or its first model is not loaded yet.
+            UnavailableError: The worker drains, or still loads its first model.
         """
         if self._is_draining or not (self._is_unloaded or self._info is not None):
             self._loaded()  # raises if the worker drains or loads

@@ -70,7 +70,7 @@ class TransformersModel:
         self._positions: torch.Tensor | None = None
 
     def use(self, causal: Any, recording: ObservedPass) -> None:
-        """Compute with a causal language model whose attention is `attend_in`. Called once."""
+        """Make this object compute with `causal`, whose attention is `attend_in`. Called once."""
         calls, recurrent, self._first_position = recording
         self._windows = {call.layer: call.window for call in calls if isinstance(call.window, int)}
         numbers = {call.layer: number for number, call in enumerate(_storing(calls))}
@@ -189,7 +189,7 @@ class _Seen:
 
 
 class _Given(nn.Module):
-    """Replaces a causal model's base, and returns its input as hidden states."""
+    """Replaces a causal model's base: takes final hidden states as its input, and returns them."""
 
     def __init__(self, base: nn.Module) -> None:
         """Keep the numbers that causal models read from their base, such as a scale of logits."""

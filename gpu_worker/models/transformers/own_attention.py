@@ -35,10 +35,10 @@ def with_alibi(
 
     ALiBi's bias is `slope * (key position - query position)`. Softmax ignores what all scores of a
     query have in common, so `slope * key position` has the same effect, and only keys need it.
-    Attention multiplies each product by `scale`, so the bias must first be multiplied by
-    `1 / scale`. Queries hold the nearest power of two, which 16 bits represent exactly. Keys hold
-    the bias, multiplied by the rest of the factor. They hold it as the sum of two numbers, because
-    one bfloat16 would be wrong by up to a whole position from position 257 on.
+    Attention multiplies each product by `scale`, so the bias must first be divided by `scale`.
+    Queries hold the power of two nearest to `1 / scale`, which 16 bits represent exactly.
+    Keys hold the bias, multiplied by the rest of `1 / scale`. They hold it as the sum of two
+    numbers, because one bfloat16 would be wrong by up to a whole position from position 257 on.
     """
     one = 2.0 ** round(-math.log2(scale))
     bias = slopes.unsqueeze(1) * positions  # [H, T], in the slopes' dtype, as in transformers
