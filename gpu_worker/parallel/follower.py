@@ -30,7 +30,7 @@ _log = structlog.get_logger()
 
 
 class Follower:
-    """The connection of a rank to rank 0, which has accepted the rank."""
+    """A rank's connection to rank 0, once rank 0 has accepted the rank."""
 
     def __init__(self, member: Member) -> None:
         """Connect as soon as rank 0 listens, and wait until all ranks are connected.
@@ -47,7 +47,7 @@ class Follower:
         except OSError as error:
             _end(f"rank 0 has not accepted rank {member.place.rank}: {error}")
         self.welcome: dict[str, int] = json.loads(welcome.content)
-        """How the ranks find each other."""
+        """The port of the store by which ranks find each other."""
         threading.Thread(target=self._read, name="rank 0", daemon=True).start()
 
     def follow(self, executor: "Executor", limits: "Limits", loader: "FollowersLoader") -> NoReturn:

@@ -23,7 +23,7 @@ from gpu_worker.settings import WorkerSettings
 from model_files.errors import ModelError
 
 _HELLO_S = 5.0
-"""A connection that sends no hello within this time is not a rank."""
+"""A connection that sends no hello within this time is closed, because it is not a rank's."""
 _LOOK_S = 0.2
 _SAY_S = 1.0
 
@@ -65,8 +65,9 @@ class Leader:
         """Wait until all ranks are connected, and send them `welcome`.
 
         Args:
-            report: Called repeatedly with the missing ranks; an error that it raises ends the wait.
-            welcome: How the ranks find each other.
+            report: Called repeatedly with a status that names the missing ranks; an error that it
+                raises ends the wait.
+            welcome: The port of the store by which ranks find each other.
 
         Raises:
             ModelError: A rank has other settings, or a rank of this machine has ended.

@@ -27,7 +27,7 @@ class Kind(IntEnum):
     HELLO = 1
     """The other rank's first frame: its hello, as JSON."""
     WELCOME = 2
-    """Rank 0's first frame: how the ranks find each other, as JSON."""
+    """Rank 0's first frame: the port of the store by which ranks find each other, as JSON."""
     LAUNCH = 3
     """Launch a step: a StepBatch."""
     COLLECT = 4

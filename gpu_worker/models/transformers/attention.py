@@ -34,8 +34,8 @@ from gpu_worker.weights.json_fields import ModelError
 MaskFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | bool
 ]
-"""Tells, from indexes of batch, head, query and key, whether the query sees the key; elementwise.
-"""
+"""Tells, for each element of four tensors, whether a query sees a key. The tensors have indexes of
+batch, head, query and key."""
 
 
 def read_window(sees: MaskFunction, num_positions: int) -> int | None:

@@ -19,8 +19,7 @@ Attend = Callable[..., tuple[torch.Tensor, None]]
 """An attention of transformers; see `register_attention`."""
 
 ALIBI_DIM: Final = 8
-"""Number of dimensions that ALiBi appends to queries and keys: it uses 2, but 8 keep rows aligned.
-"""
+"""Dimensions that `with_alibi` appends to queries and keys: 2 are used, 8 keep memory aligned."""
 
 
 def with_alibi(
