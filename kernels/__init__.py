@@ -5,19 +5,22 @@ Call kernels through `kernels.ops`, which runs the Triton launcher for CUDA tens
 the math in its docstring, a launcher that checks, allocates and launches, a twin with the same
 signature, and a test that compares kernel and twin (docs/write-a-kernel.md).
 
-The KV pool is block-major: a layer's key or value cache is a view [num_blocks, block_size,
-num_kv_heads, head_dim] whose blocks lie far apart. So kernels take strides, and compute offsets
-in int64. A slot is `block * block_size + offset`; `PAD_SLOT` marks a token whose KV is not stored.
-No launcher waits for the device, and none reads a value from the device to size its grid. So all
-launches can be captured in a CUDA graph.
+The KV pool is block-major: a block holds the keys and values of several layers. So one layer's key
+or value cache is a view [num_blocks, block_size, num_kv_heads, head_dim] whose blocks lie far
+apart. So kernels take strides, and compute offsets in int64. A slot is `block * block_size +
+offset`; `PAD_SLOT` marks a token whose KV is not stored. No launcher waits for the device, and none
+reads a value from the device to size its grid. So all launches can be captured in a CUDA graph.
 
-Results do not depend on the batch. Tile sizes and splits do not depend on how many sequences or
-tokens a launch has, but only on a sequence's own length, the dtype, the model's shape and the
-device's configuration (`kernels.triton.configs`). There are three exceptions, which change the last
-bits of results: prefill attention splits positions if the launch has too few tokens to fill a GPU;
-decodes may attend together to a shared prefix (`Sequences.shared`); and the kernels for quantized
-or grouped maps choose tiles by the number of rows (`kernels.triton.linear.tile_sizes`). In
-addition, torch's matrix products on a GPU add in an order that depends on the number of rows.
+A kernel's results do not depend on the batch. The sizes of tiles, and of the parts into which a
+sequence's positions are split, follow from the sequence's length, the dtype, the model's shape and
+the device's configuration (`kernels.triton.configs`). On a GPU there are four exceptions, in which
+the batch changes the last bits of results:
+
+- Prefill attention splits positions if the launch has too few tokens to fill the GPU.
+- Decodes may attend together to a prefix that they share (`Sequences.shared`).
+- The kernels for quantized maps and for `kernels.grouped_maps` choose tiles by the number of rows
+  (`kernels.triton.linear.tile_sizes`).
+- torch's matrix products add in an order that depends on the number of rows.
 
 On a machine without a GPU, the tests run the kernels in Triton's interpreter, which needs
 `TRITON_INTERPRET=1` before the first import of Triton; they also compile the kernels for GPUs. The

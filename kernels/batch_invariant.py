@@ -23,7 +23,7 @@ class BatchInvariantAttention:
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._latest: tuple[Sequences, Sequences] | None = None
-        """The decodes of the latest step, and the same decodes as chunks, made for all layers."""
+        """The decodes of the latest step, and the same decodes as chunks, which all layers use."""
 
     def prepare_decode(
         self,
@@ -33,7 +33,7 @@ class BatchInvariantAttention:
         scale: float,
         **options: Any,
     ) -> Callable[[Sequences], object]:
-        """Do as `ops.prepare_decode`, but do not write rows of sequences of length 0."""
+        """Do as `ops.prepare_decode`, but do not write rows of `out` for sequences of length 0."""
         attend = self.prepare_prefill(query, key_cache, value_cache, scale, **options)
         return lambda sequences: attend(self._as_chunks(sequences))
 

@@ -51,7 +51,7 @@ def check_norm_weight(weight: torch.Tensor, width: int, x: torch.Tensor) -> None
 
 
 def check_cos_sin(cos_sin: torch.Tensor, head_dim: int, like: torch.Tensor) -> None:
-    """Require that `cos_sin` is fp32 [max_pos, R], with even R and `head_dim`, and R <= `head_dim`.
+    """Require fp32 `cos_sin` [max_pos, R], where R <= `head_dim`; both R and `head_dim` are even.
 
     Raises:
         ValueError: naming the tensor, its value and the required value.
@@ -76,7 +76,7 @@ def check_caches(
     like: torch.Tensor,
     value_dim: int | None = None,
 ) -> None:
-    """Require both caches to have `shape` [B, P, HKV, D], and either scales or the dtype of `like`.
+    """Require caches of `shape` [B, P, HKV, D], quantized with scales, or of the dtype of `like`.
 
     `value_dim` is the head dim of values if it differs from D. `value_cache` is None if the values
     are a part of the keys, and so are not stored separately.
@@ -111,7 +111,7 @@ def check_caches(
 def check_values(
     value: torch.Tensor | None, value_cache: torch.Tensor | None, key: torch.Tensor
 ) -> None:
-    """Require new values with the shape and dtype of `key`, or neither values nor their cache.
+    """Require both `value` and `value_cache` or neither; `value` has the shape and dtype of `key`.
 
     Raises:
         ValueError: naming the tensor, its value and the required value.
@@ -181,7 +181,7 @@ def check_options(
 
 
 def check_rows(num_seqs: int, num_tokens: int, out: torch.Tensor | None) -> None:
-    """Require a query row per row of the block tables; with `out`, there may be more query rows.
+    """Require one query token per sequence; if `out` is given, there may be more query tokens.
 
     Raises:
         ValueError: naming both numbers.
@@ -206,7 +206,7 @@ def attention_out(out: torch.Tensor | None, query: torch.Tensor, value_dim: int)
 
 
 def check_suppression(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
-    """Require float32 `logits` [S, V], int64 `places` [G] and int32 `admitted` [G, V / 32].
+    """Require float32 `logits` [S, V], int64 `places` [G] and int32 `admitted` [G, ceil(V / 32)].
 
     Raises:
         ValueError: naming the tensor, its value and the required value.

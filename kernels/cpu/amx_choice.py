@@ -2,8 +2,9 @@
 
 That the CPU has AMX is not enough, because Quire's code for AMX was written without such a CPU.
 There is one decision for each format of weights, and one for attention. A decision applies to any
-number of rows, because AMX and AVX-512 add in different orders. A file beside the compiled library
-keeps the findings, so that all workers of a machine decide alike.
+number of rows: AMX and AVX-512 add in different orders, and the result of a row must not depend on
+how many rows are computed with it. A file beside the compiled library keeps the findings, so that
+all workers of a machine decide alike.
 """
 
 import fcntl
@@ -38,7 +39,7 @@ _TIMING_S: Final = 0.5
 _MIN_ROUNDS: Final = 2
 _ROUNDS_OF_ONE_ROW: Final = 4
 _CHECKED_TOGETHER: Final = (1, 5, 16, 17, 32, 33)
-"""The numbers of rows that the check computes together; results must not depend on this number."""
+"""The check computes this many rows at a time; the number must not change the result of a row."""
 _RELATIVE_ERROR: Final = 2.0**-7
 """The allowed relative error of a result, which is bfloat16's last place."""
 _MAX_BEGUN: Final = 2
@@ -60,7 +61,7 @@ class Times:
 
     @property
     def is_faster(self) -> bool:
-        """Whether the request of `_NUM_OUTPUT_TOKENS` takes less time with AMX."""
+        """Whether AMX saves time in the request that `_NUM_OUTPUT_TOKENS` describes."""
         with_amx = self.amx_prompt_ms + _NUM_OUTPUT_TOKENS * self.amx_row_ms
         return with_amx < self.avx512_prompt_ms + _NUM_OUTPUT_TOKENS * self.avx512_row_ms
 
@@ -115,7 +116,7 @@ def choose_amx(wanted: str) -> AmxChoice | None:
 
 
 def _find(library: Library) -> AmxFindings:
-    """Return the findings in the file. If there are none, check and time AMX, and write them."""
+    """Return this machine's findings from the file, or check and time AMX and write them there."""
     machine = _machine()
     try:
         with _locked(f"{library.build.path.stem}.amx.json") as file:
@@ -174,7 +175,7 @@ def time_all(library: Library) -> dict[str, Times]:
 def time_both(
     library: Library, use: TimedUse, clock: Callable[[], float] = time.perf_counter
 ) -> Times:
-    """Return the least times of a use in several rounds; a round runs without and with AMX."""
+    """Time a use in several rounds, each without and with AMX; return the least of each time."""
     least = [float("inf")] * 4
 
     def measure(place: int, compute: Callable[[], object]) -> None:
@@ -213,7 +214,11 @@ def _locked(name: str) -> Iterator[TextIO]:
 
 
 def _opened(name: str) -> TextIO:
-    """Open a file beside the compiled libraries, or among temporary files; may raise OSError."""
+    """Open a file beside the compiled libraries or, if it cannot be written, among temporary files.
+
+    Raises:
+        OSError: The file cannot be opened among temporary files either.
+    """
     try:
         directory = cache_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -227,7 +232,7 @@ def _opened(name: str) -> TextIO:
 
 
 def _read(file: TextIO) -> AmxFindings | None:
-    """Return the findings in the file; None if it is empty or of another version."""
+    """Return the findings in the file; None if it does not have the fields of `AmxFindings`."""
     file.seek(0)
     try:
         fields: dict[str, Any] = json.load(file)
@@ -250,7 +255,10 @@ def _today() -> str:
 
 
 def _machine() -> dict[str, str]:
-    """Return the CPU and the versions for which findings hold; the library is not among them."""
+    """Return the CPU and the versions of system and torch for which findings hold.
+
+    The kernels' version is not among them, because the file's name has a hash of the kernels.
+    """
     facts = {"system": platform.release(), "torch": torch.__version__}
     if _CPU_INFO.is_file():
         first = _CPU_INFO.read_text().split("\n\n", 1)[0]

@@ -18,19 +18,22 @@ NUM_CHECKED_ROWS: Final = 100
 NUM_PROMPT_TOKENS: Final = 512
 _MAP_ERROR: Final = 1e-4
 _ATTENTION_ERROR: Final = 2.0**-10
-"""The allowed absolute error of attention, which rounds its weights to bfloat16. With these inputs,
-AVX-512, and AMX in emulation, err by 4e-4 more than a result's last place."""
+"""The allowed absolute error of attention, which rounds the results of softmax to bfloat16. It is
+allowed in addition to the relative error. With the inputs of the check, the error is 4e-4 above the
+relative error, both with AVX-512 and with AMX in an emulator."""
 _CHECKED_HEADS: Final = ((9, 3, 64), (4, 1, 96), (20, 1, 128))
 """The shapes that are checked: (query heads, kv heads, head dim)."""
 _NUM_CHECKED_POSITIONS: Final = 570
-"""How many positions are checked: more than a split has, and not a multiple of a tile."""
+"""How many KV positions attention reads in a check: more than one split has, and not a multiple of
+a tile."""
 _TIMED_MAP: Final = (4096, 2048)
 """Output and input features of the maps to time, which have 16 MiB of weights in bfloat16."""
 _TIMED_GROUP: Final = 32
 """Input features of a group of 4-bit weights in the maps to time."""
 _TIMED_HEADS: Final = (32, 8, 128)
 _NUM_TIMED_SEQS: Final = 8
-"""The number of sequences for timing, with 16 MiB of KV in all. A call attends to the next one."""
+"""The number of sequences for timing, with 16 MiB of KV in all. Each call of attention reads the
+next sequence."""
 _BLOCK_SIZE: Final = 16
 
 
@@ -131,7 +134,7 @@ def _maps(
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """Attention by the last tokens of a sequence; all sequences have the same queries."""
+    """Attention with T queries, as the last T tokens of any of the sequences in `caches`."""
 
     library: Library
     query: torch.Tensor

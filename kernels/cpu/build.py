@@ -53,9 +53,8 @@ def cache_directory() -> Path:
 def find_or_build(directory: Path | None = None) -> Build:
     """Return the library for this very CPU from `directory`; if it is missing, compile it there.
 
-    If it cannot be compiled, return the library shipped for a kind of CPU that includes this CPU.
-    Several processes may compile at once: each compiles to a file with a unique name, and then
-    renames the file.
+    If compiling fails, return a shipped library whose code this CPU can run. Several processes may
+    compile at once: each compiles to a file with a unique name, and then renames the file.
 
     Args:
         directory: The directory for the library; None: `cache_directory()`.
@@ -97,7 +96,6 @@ def build(directory: Path, target: Target) -> Path:
 
 
 def flags_for(target: Target) -> tuple[str, ...]:
-    """Return the compiler's flags for a target."""
     return *_FLAGS, *target.flags
 
 

@@ -55,9 +55,10 @@ def attention_fields(
 ) -> tuple[Field, ...]:
     """Return the fields of C's `attention`, and of `merge_splits`.
 
-    The arguments are those of `kernels.ops.paged_attention_prefill`, but addresses or their names
-    stand for the tensors that change from step to step. A `query_start_loc` of 0 means one token
-    for each sequence. `partials` is the address of memory for `num_partials` float32.
+    The arguments are those of `kernels.ops.paged_attention_prefill`, except that a tensor that
+    changes from step to step is given by its address, or by a name for this address. A
+    `query_start_loc` of 0 means one token for each sequence. `partials` is the address of memory
+    for partial results; the function `num_partials` returns its size.
     """
     keys, values, key_scales, value_scales = caches
     assert values is not None, "attention reads values"

@@ -22,9 +22,9 @@ KV_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """C's numbers for the dtypes of a quantized cache; 0 is the dtype of the model."""
 
 Field: TypeAlias = "float | str | KernelCall"
-"""A field of a kernel's structure. Outside a program, a field is a number. In a program, it may
-also be a name, for which each run gives a number; or another call of the program, which stands for
-the address of that call's structure."""
+"""A field of a kernel's structure. Outside a program, each field is a number. In a program, a field
+can also be a name, for which each run gives a number, or a call of the same program, which stands
+for the address of that call's structure."""
 
 _FIELD_BYTES: Final = 8
 _MAPS: Final = Path("/proc/self/maps")
@@ -69,8 +69,8 @@ class Library:
         library = ctypes.CDLL(str(build.path))
         self.build = build
         self.digest = hashlib.sha256(build.path.read_bytes()).hexdigest()[:24]
-        """A hash of the machine code, since code by another compiler or for another CPU may add
-        numbers in another order."""
+        """A hash of the machine code. Results with another hash may differ in their last bits,
+        because another compiler, or code for another CPU, may add in another order."""
         kernel = functools.partial(Kernel, library)
         self.rms_norm = kernel(
             "rms_norm",
@@ -129,8 +129,8 @@ class Library:
         )
         self.attention = kernel("attention", attention)
         self.merge_splits = kernel("merge_splits", attention)
-        """The second half of `attention`, with the same fields. It is needed if there are partial
-        results."""
+        """Merges the partial results that `attention` leaves for sequences whose positions it has
+        split. A program calls it after `attention`, with the same fields."""
         linear = (
             "num_rows num_in num_out x_type kept out_type *x *weight *scales *offsets *bias *out"
             " group x_stride out_stride x_width is_gated is_low_rank"
@@ -149,15 +149,16 @@ class Library:
             "*rows map num_out *alone *ranks *out alone_stride ranks_stride out_stride is_gated",
         )
         self.first_touch = kernel("first_touch", "*memory num_panels panel_bytes")
-        """Clears unused memory for a map's panels, if threads are pinned. The thread that will read
-        a panel clears it, so that the panel's pages are near that thread."""
+        """Fills new memory for a map's weight with zeros, if threads are pinned. The thread that
+        will read a panel of the weight writes the zeros of this panel, so that the system puts the
+        panel's pages near that thread."""
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
         self.use_amx: Callable[[int], bool] = library.quire_use_amx
         """Turns Intel's AMX on for the uses in a set of bits (`kernels.cpu.amx_choice.USES`), and
         off for all other uses. Returns whether AMX is on for any use, which is possible only on a
-        CPU with AMX. No kernel may run meanwhile."""
+        CPU with AMX. No kernel may run during the call."""
         library.quire_use_amx.argtypes = (ctypes.c_int64,)
         library.quire_use_amx.restype = ctypes.c_bool
         self._pin_threads: Callable[[bytes, int], bool] = library.quire_pin_threads
@@ -165,11 +166,11 @@ class Library:
         library.quire_pin_threads.restype = ctypes.c_bool
 
     def pin_threads(self, cpus: Sequence[int]) -> bool:
-        """Run the i-th thread of a kernel on the i-th CPU from now on; no kernel may run meanwhile.
+        """Run the i-th thread of each later kernel on the CPU `cpus[i]`.
 
-        The first thread is the calling thread, which is pinned only while a kernel runs. A kernel
-        that has more threads than there are `cpus` pins none; threads already pinned stay pinned.
-        Returns whether the system can pin this many threads.
+        No kernel may run during this call. The first thread is the calling thread, which is pinned
+        only while a kernel runs. A kernel that has more threads than there are `cpus` pins none;
+        threads already pinned stay pinned. Returns whether the system can pin this many threads.
         """
         return self._pin_threads(struct.pack(f"@{len(cpus)}q", *cpus), len(cpus))
 
@@ -182,7 +183,7 @@ class KernelCall(NamedTuple):
     """The fields in the order of `kernel.fields`. The memory behind pointers must live as long as
     the program."""
     joins: bool = False
-    """Whether each share needs only the same share of the previous call, not all its shares."""
+    """Whether share i of this call needs only share i of the previous call, not all its shares."""
 
 
 class Program:
