@@ -190,15 +190,16 @@ class Program:
     """A sequence of calls that run one after another; the threads do not sleep in between."""
 
     def __init__(self, library: Library, calls: Sequence[KernelCall], num_apart: int) -> None:
-        """Prepare the calls, which must not disturb a thread that is late.
+        """Prepare the calls.
 
-        Memory that one call reads or writes may be overwritten only by calls that come at least
-        `num_apart` calls later. No call may change its own inputs, because a late thread may repeat
-        the work of other threads.
+        A thread that has lost its CPU core can be late: it is still at an early call while the
+        other threads do its work and the next calls. So memory that one call reads or writes may be
+        overwritten only by calls that come at least `num_apart` calls later. No call may change its
+        own inputs, because two threads may compute the same share.
 
         Raises:
-            ValueError: more than `num_apart` calls in a row join one another, and would wait for
-                ever.
+            ValueError: `joins` ties together more than `num_apart` calls in a row, at which the
+                threads would wait for ever.
             KeyError: a field is a call that is not in `calls`.
         """
         num_joined = 0

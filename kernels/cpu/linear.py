@@ -131,7 +131,7 @@ def pack_mxfp4(
 
     Args:
         blocks: uint8[N, G, 16]. Each byte has two numbers, the first in its low bits.
-        scales: uint8[N, G]. Each is the exponent, plus 127, of the scale of 32 numbers.
+        scales: uint8[N, G]. A value e stands for the scale `2 ** (e - 127)` of 32 numbers.
         bias: [N] of `dtype`, or None.
         dtype: The dtype of the activations, float32 or bfloat16.
     """
@@ -145,7 +145,7 @@ def pack_mxfp4(
 
 
 def _low_nibbles(words: torch.Tensor) -> torch.Tensor:
-    """Join the low nibbles of the bytes of each int32 word in the low half of the word."""
+    """In each int32 word, move the low nibbles of the four bytes to the word's low half."""
     words = words & 0x0F0F0F0F
     words = (words | words >> 4) & 0x00FF00FF
     return (words | words >> 8) & 0xFFFF
@@ -163,7 +163,7 @@ def _packed(
 ) -> "PackedLinear":
     """Make the map of a weight `[N, K]` that was laid out in panels.
 
-    If `touches`, the threads that will read the memory touch it first.
+    If `touches`, `Library.first_touch` prepares the memory.
     """
     library = native()
     assert library is not None, "can_pack was not asked"
@@ -225,7 +225,7 @@ class PackedLinear:
 
     @property
     def can_gate(self) -> bool:
-        """Whether `call` can be gated, which needs panels that do not mix gate and up outputs."""
+        """Whether `call` takes `is_gated`: each panel has either gate or up outputs."""
         return self.num_out % (2 * PANEL) == 0
 
     @property

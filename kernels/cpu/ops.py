@@ -69,7 +69,7 @@ def add_rms_norm(
 
 
 def silu_mul(library: Library, gate_up: torch.Tensor) -> torch.Tensor:
-    """Gate `gate_up` [T, 2 * I], of any stride over T."""
+    """Return `silu(gate) * up` [T, I] for `gate_up` [T, 2 * I]; the stride over T may be any."""
     out = _gated(gate_up)
     library.silu_mul(
         DTYPES[gate_up.dtype], *out.shape,
@@ -91,7 +91,7 @@ def tanh_gelu_mul(library: Library, gate_up: torch.Tensor) -> torch.Tensor:
 def clamped_swiglu(
     library: Library, gate_up: torch.Tensor, alpha: float, limit: float
 ) -> torch.Tensor:
-    """Gate `gate_up` [T, 2 * I], of any stride over T."""
+    """Return the gated product [T, I] of `gate_up` [T, 2 * I]; the stride over T may be any."""
     out = _gated(gate_up)
     library.clamped_swiglu(
         DTYPES[gate_up.dtype], *out.shape,
@@ -291,7 +291,7 @@ def _attend(
 def suppress(
     library: Library, logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor
 ) -> None:
-    """Suppress the tokens that masks do not admit, in some rows of `logits` [S, V]."""
+    """Set the logits of tokens that a mask does not admit to -inf, in the rows `places`."""
     check_suppression(logits, places, admitted)
     library.suppress(
         len(places), logits.shape[1],
@@ -348,7 +348,7 @@ def selective_scan(
     of `state * c`, plus `d * x`. Everything is computed in float32, token by token. So no bit of a
     result depends on other sequences, or on how the tokens are divided among calls.
 
-    Symbols: `P` head dim, `N` numbers of the state per element of `P`, `G` groups of heads.
+    Symbols: `P` head dim, `N` numbers of the state per dim of a head, `G` groups of heads.
 
     Args:
         x: [S, T, H, P], `T` tokens of each sequence.

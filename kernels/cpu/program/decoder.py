@@ -26,7 +26,7 @@ _APART_BYTES: Final = 8 << 20
 """A program has as many workspaces as fit in this size, but at least two. Its layers use them in
 turn."""
 _LARGE_TOKENS: Final = 512
-"""A program for more tokens than this is made for a multiple of this number."""
+"""A program is made for a power of two of tokens or, above this number, for a multiple of it."""
 _DTYPE: Final = torch.bfloat16
 
 
@@ -48,7 +48,8 @@ class _StepProgram:
 
     run: Program
     partials: tuple[str, ...]
-    """The names of the addresses for attention's partial results; layers use them in turn."""
+    """The names for which each run gives addresses of memory for attention's partial results. The
+    layers use the names in turn."""
     memory: tuple[torch.Tensor, ...]
     """Tensors that must live as long as the program."""
 
@@ -118,8 +119,9 @@ class NativeDecoder:
 
         Layer i writes to workspace i modulo the number of workspaces. If some tokens are not
         wanted, the last layer stores the keys and values of all tokens, and then continues with the
-        wanted tokens in a separate workspace. The calls of all attentions are made first, because
-        the maps of the previous layer prefetch the KV that an attention reads.
+        wanted tokens in a separate workspace. The attention calls of all layers are made before the
+        other calls, because the map calls of a layer refer to the next attention call, whose KV
+        they prefetch.
         """
         shape = replace(self._shape, num_ranks=size.num_ranks)
         num_layers = len(self._layers)
@@ -204,7 +206,7 @@ class NativeDecoder:
         return self._memory
 
     def _partials_for(self, names: Sequence[str], num_floats: int) -> dict[str, int]:
-        """Return an address of `num_floats` float32 for each name; the memory is kept for reuse."""
+        """Return an address of `num_floats` float32 for each name. The memory is kept for reuse."""
         if self._partials.numel() < len(names) * num_floats:
             self._partials = torch.empty(len(names) * num_floats, dtype=torch.float32)
         num_bytes = num_floats * self._partials.itemsize

@@ -41,7 +41,7 @@ class StepField(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeWanted:
-    """The tokens whose final hidden states are wanted: the last of each sequence, or none."""
+    """The tokens whose final hidden states are wanted: the last tokens of some sequences."""
 
     places: torch.Tensor
     """int64[N]: the indices of the wanted tokens among the step's tokens, ascending."""
@@ -84,7 +84,7 @@ class NativeInputs:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The number of this step for each `StepField` except OUT."""
+        """The step's value of each `StepField` that it uses, except OUT."""
         numbers: dict[str, int] = {
             StepField.NUM_TOKENS: len(self.hidden),
             StepField.NUM_SEQS: len(self.seq_lens),

@@ -2,9 +2,10 @@
 
 A linear map of many rows hardly uses the memory's bandwidth, while attention of many short
 sequences mostly waits for memory. So the maps between two attention calls prefetch KV that the
-second call will read. A map computes its rows in tiles. Each product of a tile, except those of the
-first tile, prefetches some *runs*, which are parts of a block's keys or values (`src/kv_ahead.h`).
-No result depends on what is prefetched.
+second call will read. A map multiplies a tile of rows with a panel of its weight at a time. Each of
+these products prefetches some *runs*, which are parts of a block's keys or values
+(`src/kv_ahead.h`). Only the products of the first tile do not, because they read the weight from
+memory. No result depends on what is prefetched.
 """
 
 from collections.abc import Hashable, Mapping
@@ -32,8 +33,8 @@ class KvAhead(NamedTuple):
     num_runs: int
     """The limit on runs that are prefetched with each tile of rows after the first."""
     num_runs_after: int
-    """How many runs per tile the maps between this map and the attention prefetch. This map leaves
-    those runs out."""
+    """How many runs per tile are prefetched by the maps that run after this map and before the
+    attention call. This map leaves those runs out."""
 
 
 NOTHING_AHEAD: Final = KvAhead(0, 0, 0)

@@ -44,7 +44,7 @@ class NativeLayer:
     qkv: PackedLinear
     """The map from E to (H + 2 * HKV) * D features: queries, keys and values."""
     qk_norm: tuple[torch.Tensor, torch.Tensor] | None
-    """`[D]` each, the norms of each head of queries and keys before rotation."""
+    """`[D]` each, the norms of each query head and of each key head, before rotation."""
     window: int | None
     """How many tokens a token attends to, itself included; None: all tokens up to itself."""
     attention_output: PackedLinear
