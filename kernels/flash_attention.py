@@ -1,9 +1,9 @@
 """Attention by FlashAttention-3, if an operator asks for it and it supports the shapes.
 
-FlashAttention's paged KV cache has Quire's layout: `[B, P, HKV, D]` of any block size, with any
-strides except the last, and a table int32[S, M]. Only the names of arguments differ. This module
-has not run on a GPU yet: the tests use a fake that follows FlashAttention's documentation and
-checks its arguments.
+FlashAttention's paged KV cache has Quire's layout: `[B, P, HKV, D]`, with any block size and any
+strides, except that the last stride is 1, and a block table int32[S, M]. Only the names of
+arguments differ. This module has not run on a GPU yet: the tests use a fake that follows
+FlashAttention's documentation and checks its arguments.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P`
 block size, `M` max blocks per sequence.
@@ -94,7 +94,11 @@ def supports(
     key_scales: torch.Tensor | None = None,
     **_: Any,
 ) -> bool:
-    """Whether FlashAttention-3 supports the case: no sinks, no slot scales, no latents."""
+    """Whether FlashAttention-3 supports the case.
+
+    It needs fp16 or bf16, not quantized; no sinks; keys and values with the same head dim, a
+    multiple of 8 up to 256. So it does not support latents.
+    """
     head_dim = query.shape[2]
     return (
         sinks is None

@@ -11,7 +11,7 @@ import torch
 
 
 def begin_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Begin to capture the current stream; other threads may call CUDA meanwhile."""
+    """Begin to capture the current stream. During the capture, other threads may call CUDA."""
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
 

@@ -1,4 +1,4 @@
-"""Linear maps for groups of rows: each row of an input uses one map."""
+"""Several linear maps in one launch: each row of the input uses one of them, such as an expert."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,9 @@ ALIGNMENT: Final = 16
 class GroupedMaps:
     """The weights of X maps from K to N features, which a kernel finds by their addresses.
 
-    A weight is `[N, K]`, or `[K, N]` if `is_by_input`. A weight may have fewer rows: then its map
-    writes only the first outputs, or reads only the first inputs. Rows are dense.
+    A weight is `[N, K]`, or `[K, N]` if `is_by_input`. A weight of this shape is *whole*. A
+    weight may have fewer rows than N: then its map writes only the first outputs. If `is_by_input`,
+    a weight may have fewer rows than K: then its map reads only the first inputs. Rows are dense.
     """
 
     num_in: int
@@ -23,8 +24,8 @@ class GroupedMaps:
     num_out: int
     """The number of output features, N."""
     weights: list[torch.Tensor | None]
-    """The weight of each map; None: the rows of this map are left out. The caller owns the list and
-    the tensors."""
+    """The weight of each map; None: nothing is computed for rows of this map. The caller owns the
+    list and the tensors."""
     addresses: torch.Tensor
     """int64[X] on the device, the address of each weight, or 0 for None."""
     sizes: torch.Tensor

@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 class AttentionBackend(Protocol):
-    """Something that prepares attention to paged caches: this module, or an object of a class."""
+    """What prepares attention: this module, or an object of a class such as `FlashAttention`."""
 
     def prepare_decode(
         self,

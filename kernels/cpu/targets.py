@@ -1,7 +1,7 @@
 """The CPUs for which the C kernels are compiled: this CPU, and kinds of CPU with a shipped library.
 
-The instruction sets of a CPU decide only which libraries it can run. It was never measured which of
-two libraries is faster.
+Of the shipped libraries that a CPU can run, the one that uses the most instruction sets is chosen.
+It was never measured whether this library is the fastest of them.
 """
 
 import platform

@@ -12,7 +12,8 @@ from torch.nn.functional import silu
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return `silu(gate) * up` [T, I] for `gate_up` [T, 2 * I], with gate in the first half.
 
-    SiLU is rounded to the dtype before the product, as in a model that computes it by itself.
+    `silu(gate)` is rounded to the dtype before it is multiplied by `up`, as in a model that calls
+    `torch.nn.functional.silu`.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)

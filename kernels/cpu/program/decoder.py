@@ -206,7 +206,7 @@ class NativeDecoder:
         return self._memory
 
     def _partials_for(self, names: Sequence[str], num_floats: int) -> dict[str, int]:
-        """Return an address of `num_floats` float32 for each name. The memory is kept for reuse."""
+        """Return, for each name, the address of memory for `num_floats` float32. Steps reuse it."""
         if self._partials.numel() < len(names) * num_floats:
             self._partials = torch.empty(len(names) * num_floats, dtype=torch.float32)
         num_bytes = num_floats * self._partials.itemsize

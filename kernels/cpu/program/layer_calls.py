@@ -161,10 +161,10 @@ class LayerCalls:
     def add_norm(
         self, before: Workspace, total: int, weight: torch.Tensor, out: Field, num_rows: Field
     ) -> KernelCall:
-        """Return the call that adds output and residual of the layer `before`, and normalises.
+        """Return the call that adds a layer's output and residual, and normalises the sum.
 
-        The sum is written to `total` and the normalised sum to `out`; both are addresses of
-        bfloat16 `[num_rows, E]`. `weight` is `[E]`.
+        `before` is the layer's workspace. The sum is written to `total` and the normalised sum to
+        `out`; both are addresses of bfloat16 `[num_rows, E]`. `weight` is `[E]`.
         """
         output, residual = before.output.data_ptr(), before.mlp_residual.data_ptr()
         return self._norm(output, residual, total, weight, out, num_rows)

@@ -45,15 +45,16 @@ class NativeAdapter:
 
     @property
     def address(self) -> int:
-        """The address of a table of C's `low_rank`, which begins with the first layer's maps."""
+        """The address of an array of C's `low_rank`: one for each map, layer after layer."""
         return self._table.ctypes.data
 
 
 def _spans(panels: torch.Tensor) -> torch.Tensor:
     """Return where each panel of B is not zero, as intervals [first, end): int32[ceil(N / 32), 2].
 
-    The ends of an interval are indices of pairs of ranks; there are R / 2 pairs. Panels have zeros
-    because, if several maps are fused into one, the outputs of each depend only on its own ranks.
+    `first` and `end` count pairs of ranks, of which there are R / 2. If several maps of the model
+    are fused into one, such as q, k and v, each has its own ranks, so B is zero where an output of
+    one meets a rank of another.
     """
     is_used = panels.ne(0).flatten(2).any(2)  # [ceil(N / 32), R / 2]
     num_steps = is_used.shape[1]
@@ -109,7 +110,7 @@ def low_rank_calls(
     *,
     is_gated: bool = False,
 ) -> Iterator[KernelCall]:
-    """Yield the calls that write `alone` plus the adapters' products for `x` to `out`.
+    """Yield the calls that add the adapters' products for `x` to `alone`; `out` gets the sums.
 
     These calls follow the call of the map from `x` to `alone`. All tensors are bfloat16; their rows
     may lie apart.

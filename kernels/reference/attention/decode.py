@@ -44,8 +44,8 @@ def paged_attention_decode(
     `kernels.kv_formats` says; K and V are the stored numbers times their scales, rounded to the
     dtype of `query`.
 
-    If `out` is given, contiguous [T, H, DV], its first S rows are written and it is returned;
-    `query` is then [T, H, D].
+    If `out` is given, contiguous [T, H, DV], `query` is [T, H, D], and T may be above S. The first
+    S rows of `out` are written, and `out` is returned.
     """
     num_seqs = len(seq_lens)
     if out is None:

@@ -18,11 +18,11 @@ def attend_dense(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [Q, H, D], the last tokens of `key` [1, HKV, K, D]; return [Q, H, DV].
+    """Attend with the last Q of K tokens; return [Q, H, DV].
 
-    `value` is [1, HKV, K, DV]. Each token attends to the keys up to its own, or with `window` to
-    the last `window` of these keys. `softcap` and `sinks` are as in `paged_attention_decode`.
-    Softmax and sums are fp32.
+    `query` is [Q, H, D], `key` [1, HKV, K, D] and `value` [1, HKV, K, DV]. Each token attends to
+    the keys up to its own, or with `window` to the last `window` of these keys. `softcap` and
+    `sinks` are as in `paged_attention_decode`. Softmax and sums are fp32.
     """
     num_queries, num_keys = query.shape[0], key.shape[2]
     has_edge = window is not None and num_keys > window

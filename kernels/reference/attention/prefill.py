@@ -43,14 +43,14 @@ def paged_attention_prefill(
     is above `max_query_len`. The first number of `query_start_loc` may be above 0. Rows that belong
     to no sequence are zero. Softmax and sums are fp32.
 
-    No bit of a row depends on another sequence, or on how its prompt was cut into chunks, if the
-    cuts are at multiples of 64; with other cuts, results agree up to rounding. A chunk of one token
-    gives the same result as `paged_attention_decode`.
+    No bit of a row depends on other sequences. If prompts are cut into chunks at multiples of 64
+    only, no bit depends on the cuts either; with other cuts, results agree up to rounding. A chunk
+    of one token gives the same result as `paged_attention_decode`.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`.
 
-    If `out` is given, contiguous [T, H, DV], the result is written to it and it is returned; then
-    rows of no sequence are undefined.
+    If `out` is given, contiguous [T, H, DV], the result is written to `out`, and `out` is returned.
+    Then rows that belong to no sequence are undefined.
     """
     if out is None:
         out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
