@@ -1,7 +1,4 @@
-"""Batch-invariant attention: no bit of a row depends on the other rows of a step.
-
-Symbols: `S` sequences.
-"""
+"""Batch-invariant attention: no bit of a row depends on the other rows of a step."""
 
 from collections.abc import Callable
 from typing import Any

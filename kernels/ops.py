@@ -89,7 +89,7 @@ def prepare_decode(
     scale: float,
     **options: Any,
 ) -> Callable[[Sequences], object]:
-    """Return `paged_attention_decode` for fixed tensors, to call with the sequences of many steps.
+    """Return a function that runs `paged_attention_decode` with these tensors for any `Sequences`.
 
     `options` are the op's keyword arguments, including `out`. On a GPU, the arguments are checked
     and prepared only once, in this call.

@@ -54,7 +54,7 @@ def rms_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, eps: float
 def add_rms_norm(
     library: Library, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `x` and `residual` [T, N], and normalise the sum; the stride of T is arbitrary."""
+    """Add `x` and `residual` [T, N], and normalise the sum; strides over T may be any."""
     num_tokens, width = x.shape
     check_tensor("x", x, (num_tokens, width), x.dtype, weight)
     check_tensor("residual", residual, (num_tokens, width), x.dtype, x)
@@ -342,7 +342,7 @@ def selective_scan(
     d: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance the states of Mamba layers by `T` tokens.
+    """Advance the state of each sequence in a Mamba layer by `T` tokens.
 
     For each token, `state = state * exp(dt * a) + dt * x * b`, and the output is the sum over `N`
     of `state * c`, plus `d * x`. Everything is computed in float32, token by token. So no bit of a
@@ -396,7 +396,7 @@ def delta_scan(
     beta: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance the states of gated delta nets by `T` tokens.
+    """Advance the state of each sequence in a layer that is a gated delta net by `T` tokens.
 
     First, queries and keys are scaled to length 1, and queries are divided by the square root of
     `K`. Then, for each token, `state = state * exp(g)`, `state = state + k (v - k state) * beta`,

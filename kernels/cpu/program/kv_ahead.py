@@ -2,10 +2,10 @@
 
 A linear map of many rows hardly uses the memory's bandwidth, while attention of many short
 sequences mostly waits for memory. So the maps between two attention calls prefetch KV that the
-second call will read. A map multiplies a tile of rows with a panel of its weight at a time. Each of
-these products prefetches some *runs*, which are parts of a block's keys or values
-(`src/kv_ahead.h`). Only the products of the first tile do not, because they read the weight from
-memory. No result depends on what is prefetched.
+second call will read. A map multiplies a tile of rows with a panel of its weight (32 output
+features) at a time. Each of these products prefetches some *runs*, which are parts of a block's
+keys or values (`src/kv_ahead.h`). Only the products of the first tile do not, because they read the
+weight from memory. No result depends on what is prefetched.
 """
 
 from collections.abc import Hashable, Mapping

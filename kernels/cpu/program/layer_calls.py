@@ -22,7 +22,7 @@ _DTYPE: Final = DTYPES[torch.bfloat16]
 
 
 class RowFields(NamedTuple):
-    """The names of the numbers that describe some rows: their count, starts and adapters."""
+    """The names of the numbers that describe all rows of a step, or only the wanted rows."""
 
     num: Field
     starts: Field
