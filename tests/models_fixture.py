@@ -12,6 +12,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 NATIVE_FAMILIES = (
     *(
         *FAMILIES,
+        "gemma",
+        "gemma2",
+        "gemma3_text",
         "glm",
         "glm4",
         "glm4_moe",
@@ -67,6 +70,7 @@ _LATENT = {
 }
 """Multi-head latent attention, and experts in the second layer; a family ignores what it lacks."""
 
+_GEMMA = {"head_dim": 16, "sliding_window": 20, "num_hidden_layers": 3}
 _GLM = {"head_dim": 16, "pad_token_id": 0}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
@@ -126,6 +130,14 @@ def make_model(
         "llama": {},
         "deepseek_v2": _LATENT | {"q_lora_rank": None, "n_shared_experts": 2},
         "deepseek_v3": _LATENT | {"n_group": 4, "topk_group": 2},
+        "gemma": _GEMMA,
+        "gemma2": _GEMMA
+        | {
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 20,
+        },
+        "gemma3_text": _GEMMA | {"query_pre_attn_scalar": 20, "sliding_window_pattern": 2},
         "glm": _GLM,
         "glm4": _GLM,
         "glm4_moe": _EXPERTS

@@ -5,7 +5,7 @@ Symbols: `T` tokens, `E` hidden size, `I` intermediate size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 
@@ -22,6 +22,15 @@ Gate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
     """Compute `silu(gate) * up`, as most families do."""
     return ops.silu_mul(gate_up)
+
+
+def tanh_gelu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute `gelu(gate) * up` with GELU's tanh approximation, as Gemma does."""
+    return ops.tanh_gelu_mul(gate_up)
+
+
+GATES: Final[dict[str, Gate]] = {"silu": silu_gate, "gelu_pytorch_tanh": tanh_gelu_gate}
+"""The gates, by the name of the activation in config.json."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +59,7 @@ def build_gated_mlp(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     *,
     bias: bool = False,
+    gate: Gate = silu_gate,
 ) -> GatedMlp:
     """Build this rank's share of a gated MLP; the caller sums the ranks' results.
 
@@ -60,9 +70,11 @@ def build_gated_mlp(
         weights: The checkpoint.
         names: The names of gate, up and down in the module.
         bias: Whether the three maps have biases.
+        gate: Combines the results of gate and up.
     """
-    gate, up, down = (f"{module}.{name}" for name in names)
+    gate_name, up, down = (f"{module}.{name}" for name in names)
     return GatedMlp(
-        gate_up=weights.split_outputs(hidden, (gate, size, 1), (up, size, 1), bias=bias),
+        gate_up=weights.split_outputs(hidden, (gate_name, size, 1), (up, size, 1), bias=bias),
         down=weights.split_inputs(size, 1, (down, hidden), bias=bias),
+        gate=gate,
     )

@@ -40,11 +40,22 @@ _LLAMA_SHAPED: Final = {
     "qwen2": _Alone("Qwen2ForCausalLM", "qwen2"),
     "qwen3": _Alone("Qwen3ForCausalLM", "qwen3"),
 }
+_GEMMA_3: Final = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
 _COHERE_2: Final = {"cohere2": _Alone("Cohere2ForCausalLM", "cohere2")}
 _TEXT_PARTS: Final[Mapping[str, Mapping[str, _Alone]]] = {
     "AyaVisionForConditionalGeneration": _COHERE_2,
     "Cohere2VisionForConditionalGeneration": _COHERE_2,
-    "Gemma3ForConditionalGeneration": {"gemma3_text": _Alone("Gemma3ForCausalLM", "gemma3_text")},
+    "Gemma3ForConditionalGeneration": {
+        "gemma3_text": _Alone("Gemma3ForCausalLM", "gemma3_text", _GEMMA_3, ties_as_whole=True)
+    },
     "Gemma3nForConditionalGeneration": {
         "gemma3n_text": _Alone("Gemma3nForCausalLM", "gemma3n_text")
     },

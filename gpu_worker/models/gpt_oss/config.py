@@ -68,6 +68,7 @@ def read_gpt_oss_config(fields: JsonFields) -> GptOssConfig:
         qk_norm=False,
         has_fused_qkv=False,
         has_fused_gate_up=False,
+        attention_scale=float(head_dim**-0.5),
         windows=_windows(fields, common.num_layers),
         experts=read_gpt_oss_experts(fields, common.num_layers),
         is_mxfp4=fields.nested("quantization_config").get("quant_method") == "mxfp4",

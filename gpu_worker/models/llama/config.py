@@ -61,6 +61,19 @@ class LlamaConfig(ModelConfig):
     """Whether the checkpoint has queries, keys and values as one map."""
     has_fused_gate_up: bool
     """Whether the checkpoint has gate and up as one map."""
+    activation: str = "silu"
+    """The activation of the gate, by its name in config.json; one of `GATES`."""
+    norms_add_one: bool = False
+    """Whether norms multiply by 1 + their weight, in fp32; otherwise they multiply by their weight,
+    in its dtype."""
+    scales_embedding: bool = False
+    """Whether the embedding is multiplied by the square root of the hidden size."""
+    attention_scale: float
+    """Multiplies the scores of attention."""
+    attention_softcap: float | None = None
+    """See `attend`."""
+    logit_softcap: float | None = None
+    """Logits x become `logit_softcap * tanh(x / logit_softcap)`; None: they stay as they are."""
     windows: tuple[int | None, ...]
     """By layer: the number of tokens that a token sees, itself included; None: all before it."""
     experts: ExpertsConfig | None
@@ -77,6 +90,10 @@ class LlamaConfig(ModelConfig):
             and not self.normalizes_heads_together
             and not self.is_interleaved
             and self.windowed_rope is None
+            and self.activation == "silu"
+            and not self.norms_add_one
+            and self.attention_scale == self.head_dim**-0.5
+            and self.attention_softcap is None
         )
 
 
@@ -94,6 +111,11 @@ class _Window:
     """Whether only some layers have the window."""
     has_switch: bool = False
     """Whether there is a window only if `use_sliding_window` is true."""
+    period: int | None = None
+    """If config.json has no `layer_types`, each layer with this period sees all tokens, and all
+    other layers have the window; None: `layer_types` must be there, or a switch."""
+    period_field: str | None = None
+    """The field that may set another period."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +148,20 @@ class _Family:
     ropes_by_layer: bool = False
     """Whether layers with a window have a separate rotary embedding. If config.json has only one
     embedding, these layers use this embedding without its scaling."""
+    windowed_theta: float | None = None
+    """The default base of the rotary embedding of layers with a window; None: `rope_theta`."""
+    activation: str = "silu"
+    activation_field: str = "hidden_act"
+    other_activations: tuple[str, ...] = ()
+    """Other values of `activation_field` that mean `activation`."""
+    norms_add_one: bool = False
+    scales_embedding: bool = False
+    ties_embeddings: bool = False
+    has_query_scalar: bool = False
+    """Whether `query_pre_attn_scalar`, by default 256, replaces the head dim in the scale of
+    attention's scores, and fields may cap scores and logits."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     read_experts: _ReadExperts | None = None
     """None: no layer has experts."""
     predicts_further: bool = False
@@ -151,7 +187,41 @@ _OLMO = _Family(
     normalizes_heads_together=True,
     rms_norm_eps=1e-5,
 )
+_GEMMA = _Family(
+    bias_field="attention_bias",
+    has_output_bias=True,
+    head_dim=256,
+    activation="gelu_pytorch_tanh",
+    norms_add_one=True,
+    scales_embedding=True,
+    ties_embeddings=True,
+)
+_LATER_GEMMA = replace(
+    _GEMMA,
+    activation_field="hidden_activation",
+    norms=NormNames(
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
+    has_query_scalar=True,
+)
 _FAMILIES = {
+    "GemmaForCausalLM": replace(_GEMMA, other_activations=("gelu",)),
+    "Gemma2ForCausalLM": replace(
+        _LATER_GEMMA,
+        window=_Window(4096, is_by_layer=True, period=2),
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+    ),
+    "Gemma3ForCausalLM": replace(
+        _LATER_GEMMA,
+        qk_norm=True,
+        rope_theta=1e6,
+        ropes_by_layer=True,
+        windowed_theta=10000.0,
+        window=_Window(4096, is_by_layer=True, period=6, period_field="sliding_window_pattern"),
+    ),
     "Glm4ForCausalLM": replace(
         _GLM,
         norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
@@ -209,7 +279,9 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         ModelError: A file or field is missing, malformed, or asks for something unsupported.
     """
     family = _FAMILIES[read_architecture(fields)]
-    fields.allow_only("hidden_act", "silu")
+    _check_activation(fields, family)
+    if fields.get("use_bidirectional_attention"):
+        raise fields.unsupported("use_bidirectional_attention", "is true; only false is supported")
     if fields.get("clip_qkv") is not None:
         raise fields.unsupported(
             "clip_qkv", f"is {fields.get('clip_qkv')!r}; only null is supported"
@@ -238,7 +310,7 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         rope=rope,
         windowed_rope=windowed_rope,
         rotary_dim=_rotary_dim(fields, family, rope, head_dim),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.ties_embeddings),
         qkv_bias=qkv_bias,
         output_bias=qkv_bias and family.has_output_bias,
         mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", default=False),
@@ -249,6 +321,14 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         is_interleaved=family.is_interleaved,
         has_fused_qkv=family.has_fused_qkv,
         has_fused_gate_up=family.has_fused_gate_up,
+        activation=family.activation,
+        norms_add_one=family.norms_add_one,
+        scales_embedding=family.scales_embedding,
+        attention_scale=_attention_scale(fields, family, head_dim),
+        attention_softcap=_softcap(
+            fields, family, "attn_logit_softcapping", family.attention_softcap
+        ),
+        logit_softcap=_softcap(fields, family, "final_logit_softcapping", family.logit_softcap),
         windows=_windows(fields, family, common.num_layers),
         experts=None
         if family.read_experts is None
@@ -280,6 +360,34 @@ def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
     )
 
 
+def _check_activation(fields: JsonFields, family: _Family) -> None:
+    name = family.activation_field
+    if fields.get(name) is None or fields.get(name) in family.other_activations:
+        return
+    fields.allow_only(name, family.activation)
+
+
+def _attention_scale(fields: JsonFields, family: _Family, head_dim: int) -> float:
+    if not family.has_query_scalar:
+        return float(head_dim**-0.5)
+    scalar = fields.number("query_pre_attn_scalar", default=256.0)
+    if scalar <= 0:
+        raise fields.error("query_pre_attn_scalar", f"is {scalar}; it must be positive")
+    return float(scalar**-0.5)
+
+
+def _softcap(fields: JsonFields, family: _Family, name: str, default: float | None) -> float | None:
+    """Read a cap of scores or logits; `default` holds if the field is absent, not if it is null."""
+    if not family.has_query_scalar or (fields.has(name) and fields.get(name) is None):
+        return None
+    if not fields.has(name):
+        return default
+    softcap = fields.number(name)
+    if softcap <= 0:
+        raise fields.error(name, f"is {softcap}; it must be positive or null")
+    return softcap
+
+
 def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig | None]:
     """Return the rotary embedding, and that of layers with a window if it is separate."""
     read_rope = partial(
@@ -287,12 +395,20 @@ def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig 
         default_theta=family.rope_theta,
         default_share=family.rotary_share or 1.0,
     )
+    read_windowed = read_rope
+    if family.windowed_theta is not None:
+        read_windowed = partial(
+            read_rope, default_theta=family.windowed_theta, theta_field="rope_local_base_freq"
+        )
     if not family.ropes_by_layer:
         return read_rope(fields), None
     by_kind = fields.nested("rope_parameters")
     if not by_kind.values:  # before transformers 5
         rope = read_rope(fields)
-        return rope, RopeConfig(rope.theta)
+        theta = rope.theta
+        if family.windowed_theta is not None:
+            theta = fields.number("rope_local_base_freq", default=family.windowed_theta)
+        return rope, RopeConfig(theta)
     kinds = "full_attention", "sliding_attention"
     if ignored := sorted(by_kind.values.keys() - set(kinds)):
         raise by_kind.error(
@@ -305,12 +421,12 @@ def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig 
             "rope_scaling", f"is {scaling!r}; with rope_parameters, only null is supported"
         )
     full, windowed = (
-        read_rope(
+        read(
             replace(
                 fields, values={**fields.values, "rope_parameters": by_kind.nested(kind).values}
             )
         )
-        for kind in kinds
+        for kind, read in zip(kinds, (read_rope, read_windowed), strict=True)
     )
     # `with_long_factors` does not look into these dictionaries. transformers runs such a model.
     for kind, rope in zip(kinds, (full, windowed), strict=True):
@@ -340,6 +456,11 @@ def _windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int 
         return (window,) * num_layers
     if fields.get("layer_types") is not None:
         return windows_by_layer(fields, num_layers, window)
+    if reads.period is not None:
+        period = reads.period
+        if reads.period_field is not None:
+            period = fields.positive_int(reads.period_field, default=period)
+        return tuple(window if (layer + 1) % period else None for layer in range(num_layers))
     if not reads.has_switch:
         raise fields.unsupported("layer_types", "is missing")
     # Before transformers 4.53: layers from this one on have the window.

@@ -17,7 +17,7 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, attend, rotary_store_kv
 from gpu_worker.models.decoder_layer import DecoderLayer, QkNorm
 from gpu_worker.models.experts.build import build_experts
-from gpu_worker.models.feed_forward import FeedForward, GatedMlp, build_gated_mlp
+from gpu_worker.models.feed_forward import GATES, FeedForward, GatedMlp, build_gated_mlp
 from gpu_worker.models.llama.config import LlamaConfig, split_llama_config
 from gpu_worker.models.llama.native_layers import NativeLayers
 from gpu_worker.models.rope import RopeConfig
@@ -37,6 +37,8 @@ class LlamaDecoder:
 
     config: LlamaConfig
     """The config of this rank's part, if the model is on several devices."""
+    dtype: torch.dtype
+    """The dtype of hidden states."""
     embedding: torch.Tensor | None
     """`[V, E]`; None if an earlier stage has it."""
     layers: tuple[DecoderLayer, ...]
@@ -52,6 +54,8 @@ class LlamaDecoder:
     """int64[D], or None. If the model's rotation pairs neighbouring dimensions, this order of
     dimensions puts one of each pair into each half, because `rotary_store_kv` pairs dimension i of
     both halves."""
+    embedding_scale: float | None = None
+    """Multiplies the embedding of a token; None: it is not scaled."""
     ranks: Ranks | None = None
     """The other devices, if any."""
 
@@ -79,6 +83,8 @@ class LlamaDecoder:
             residual = self._others.receive(len(token_ids), self._like)
         else:
             residual = functional.embedding(token_ids, self.embedding)
+            if self.embedding_scale is not None:
+                residual = residual * self.embedding_scale
         adapters = metadata.adapters
         native = None
         # Native code uses the same slots and block tables in each layer.
@@ -115,8 +121,9 @@ class LlamaDecoder:
                     return residual
                 layer = metadata.adapted(index, plain_layer)
             attended = attend(
-                *(query, pool, index, metadata, self.config.head_dim**-0.5),
+                *(query, pool, index, metadata, self.config.attention_scale),
                 window=layer.window,
+                softcap=self.config.attention_softcap,
                 sinks=layer.sinks,
             )
             out = self._norm(layer.attention_output(attended), layer.attention_output_norm)
@@ -137,10 +144,14 @@ class LlamaDecoder:
         if self.lm_head is None:
             return hidden[:, :0].float()
         if isinstance(self.lm_head, PackedLinear):
-            return self.lm_head(hidden, torch.float32)
-        logits = self.lm_head(hidden)
-        # GPUs sample from logits of 16 bits, too.
-        return logits if logits.is_cuda else logits.float()
+            logits = self.lm_head(hidden, torch.float32)
+        else:
+            logits = self.lm_head(hidden)
+            # GPUs sample from logits of 16 bits, too.
+            logits = logits if logits.is_cuda else logits.float()
+        if (softcap := self.config.logit_softcap) is not None:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
+        return logits
 
     @cached_property
     def _native(self) -> NativeLayers | None:
@@ -156,10 +167,7 @@ class LlamaDecoder:
     @property
     def _like(self) -> torch.Tensor:
         """A tensor `[E]` with the dtype and device of hidden states."""
-        norm = self.layers[0].input_norm
-        norm = self.layers[0].attention_output_norm if norm is None else norm
-        assert norm is not None, "a layer has a norm before attention or after it"
-        return norm
+        return self.cos_sin.new_empty(self.config.hidden_size, dtype=self.dtype)
 
     def _add(
         self, out: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor | None
@@ -248,12 +256,16 @@ def build_decoder(
         embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
     decoder_layers = tuple(map(make_layer, layers))
     if place.is_last_stage:
-        final_norm = weights.tensor("model.norm.weight", hidden)
+        final_norm = _norm(config, "model.norm", hidden, weights)
         name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         tied = embedding if config.tie_word_embeddings else None
         lm_head = weights.split_head(name, config.vocab_size, hidden, tied)
+    embedding_scale = None
+    if config.scales_embedding:
+        embedding_scale = float(torch.tensor(hidden**0.5, dtype=weights.dtype))
     return LlamaDecoder(
         config=split_llama_config(config, place),
+        dtype=weights.dtype,
         embedding=embedding,
         layers=decoder_layers,
         final_norm=final_norm,
@@ -261,6 +273,7 @@ def build_decoder(
         cos_sin=table(config.rope),
         windowed_cos_sin=None if config.windowed_rope is None else table(config.windowed_rope),
         half_by_half=_half_by_half(config, weights.device) if config.is_interleaved else None,
+        embedding_scale=embedding_scale,
         ranks=weights.ranks,
     )
 
@@ -280,13 +293,13 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
         together = config.normalizes_heads_together
         qk_norm = QkNorm(
             *(
-                weights.tensor(f"{attention}.{name}.weight", head_dim * (heads if together else 1))
+                _norm(config, f"{attention}.{name}", head_dim * (heads if together else 1), weights)
                 for name, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads))
             )
         )
 
     def norm(name: str | None) -> torch.Tensor | None:
-        return None if name is None else weights.tensor(f"{layer}.{name}.weight", hidden)
+        return None if name is None else _norm(config, f"{layer}.{name}", hidden, weights)
 
     return DecoderLayer(
         input_norm=norm(norms.before_attention),
@@ -299,6 +312,13 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
         feed_forward=weights.summed(_feed_forward(config, index, weights)),
         mlp_output_norm=norm(norms.after_mlp),
     )
+
+
+def _norm(config: LlamaConfig, name: str, size: int, weights: Weights) -> torch.Tensor:
+    """Read what a norm multiplies by."""
+    if not config.norms_add_one:
+        return weights.tensor(f"{name}.weight", size)
+    return 1 + weights.tensor(f"{name}.weight", size, dtype=torch.float32)
 
 
 def attention_output(config: LlamaConfig, attention: str, weights: Weights) -> Linear:
@@ -332,7 +352,8 @@ def _feed_forward(config: LlamaConfig, index: int, weights: Weights) -> FeedForw
         return build_experts(config.experts, hidden, layer, weights)
     if config.has_fused_gate_up:
         return _fused_mlp(config, f"{layer}.mlp", weights)
-    return build_gated_mlp(hidden, size, f"{layer}.mlp", weights, bias=config.mlp_bias)
+    gate = GATES[config.activation]
+    return build_gated_mlp(hidden, size, f"{layer}.mlp", weights, bias=config.mlp_bias, gate=gate)
 
 
 def _fused_mlp(config: LlamaConfig, module: str, weights: Weights) -> GatedMlp:
@@ -341,4 +362,5 @@ def _fused_mlp(config: LlamaConfig, module: str, weights: Weights) -> GatedMlp:
     return GatedMlp(
         gate_up=weights.split_fused(hidden, f"{module}.gate_up_proj", part, part, bias=bias),
         down=weights.split_inputs(intermediate, 1, (f"{module}.down_proj", hidden), bias=bias),
+        gate=GATES[config.activation],
     )

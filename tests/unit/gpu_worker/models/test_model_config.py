@@ -63,6 +63,7 @@ def test_every_field_of_a_small_config(tmp_path):
         output_bias=False,
         mlp_bias=False,
         qk_norm=False,
+        attention_scale=0.25,
         windows=(None, None, None),
         experts=None,
         eos_token_ids=(2,),
