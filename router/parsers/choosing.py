@@ -20,10 +20,12 @@ BY_TEMPLATE = ""
 NONE = "none"
 
 ReaderClass: TypeAlias = Callable[[Tools], Reader]
-"""A user's class. It is instantiated for each output, with the schemas of the offered functions."""
+"""A user's class. The router makes an object of this class for each output, from the schemas of the
+offered functions."""
 ThinkingReaderClass: TypeAlias = Callable[[str], Reader]
-"""A user's class. It is instantiated for each output, with the end of the prompt, which may have
-begun the thinking. The text pieces that the object returns are then searched for calls."""
+"""A user's class. The router makes an object of this class for each output, from the end of the
+prompt, where thinking may begin. The text pieces that the object returns are then searched for
+calls."""
 
 T = TypeVar("T")
 
@@ -45,12 +47,12 @@ class OutputParsers:
 
     @property
     def family(self) -> ToolFamily | None:
-        """The family whose syntax a grammar can enforce; None: no such family."""
+        """The model's family in `TOOL_FAMILIES`; None: no family, or a user's class."""
         return self.tools if isinstance(self.tools, ToolFamily) else None
 
     @property
     def thinking_family(self) -> Thinking | None:
-        """The known syntax of thinking; None: there is none, or a user's class reads it."""
+        """The model's family in `THINKING_FAMILIES`; None: no family, or a user's class."""
         return self.thinking if isinstance(self.thinking, Thinking) else None
 
     @property
@@ -62,7 +64,7 @@ class OutputParsers:
         """Make the reader of one output.
 
         Args:
-            tools: The offered functions' schemas; None: calls are text.
+            tools: The offered functions' schemas; None: calls count as plain text.
             has_begun: Whether the prompt ends within thinking.
             prompt_end: The end of the prompt, which only a user's class needs.
         """
@@ -93,7 +95,7 @@ class OutputParsers:
         return THOUGHT_MESSAGES if self.reads_messages else None
 
     def hides_markers(self) -> bool:
-        """Whether markers are special tokens, so that the parsers need text with these tokens."""
+        """Whether a marker is a special token; if so, the parsers need text with special tokens."""
         markers: Sequence[str] = ()
         if (thinking := self.thinking_family) is not None:
             markers = (thinking.begin, thinking.end)

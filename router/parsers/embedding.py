@@ -8,13 +8,14 @@ DATA: Final = frozenset({"const", "default", "enum", "examples"})
 BY_NAME: Final = frozenset(
     {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
 )
-"""Keywords whose contents map names, which are not keywords, to schemas."""
+"""Keywords, such as "properties", whose contents map names to schemas. These names are not
+keywords."""
 _AT_ROOT: Final = ("$id", "id", "$schema")
-"""Keywords that may stand only at the root of a schema."""
+"""Keywords of a whole document, which a schema loses when it becomes a part of another schema."""
 
 
 def embedded(schema: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    """Return a whole schema, changed to fit the JSON pointer `place` of another schema."""
+    """Return a copy of a schema that can stand inside another one, at the JSON pointer `place`."""
     return {
         name: value
         for name, value in with_refs_below(schema, place).items()
@@ -23,7 +24,10 @@ def embedded(schema: Mapping[str, Any], place: str) -> Mapping[str, Any]:
 
 
 def with_refs_below(schema: Any, place: str) -> Any:
-    """Change the `$ref`s in a part of a schema, for a document with the whole schema at `place`."""
+    """Return a part of a schema, with `place` inserted in each `$ref`.
+
+    For example, #/$defs/a becomes #PLACE/$defs/a.
+    """
     if isinstance(schema, list):
         return [with_refs_below(each, place) for each in schema]
     if not isinstance(schema, Mapping):

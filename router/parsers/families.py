@@ -19,9 +19,9 @@ from router.parsers.tool_calls import (
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The syntax of a call, for a grammar that forces a call; see `call_grammar.py`.
+    """The syntax in which a family's models write calls, for the grammars of `call_grammar.py`.
 
-    NAME, ARGUMENTS, KEY and VALUE are placeholders; INDEX is the call's number, and CALLID an id.
+    NAME, ARGUMENTS, KEY, VALUE, INDEX (the call's number) and CALLID are placeholders.
     """
 
     call: str
@@ -33,14 +33,14 @@ class Written:
     """The syntax of one parameter of ARGUMENTS; empty: ARGUMENTS is a JSON object."""
     between_parameters: str = ""
     is_python: bool = False
-    """Whether values are Python literals, in which text has quotes."""
+    """Whether VALUE is a Python literal; if not, strings have no quotes."""
     is_alone: bool = False
     """Whether an output ends after its first call."""
     like_call: str = ""
     """A regex for the beginning of a call without a marker; NAMES stands for the function names
     joined by |. Empty: calls have markers."""
     marker: str = ""
-    """The marker that may stand before a call for which `like_call` is set."""
+    """If `like_call` is set: a marker that models may write before a call, but do not need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,5 +238,5 @@ THINKING_FAMILIES: Final[Mapping[str, Thinking]] = MappingProxyType(
         "think": Thinking("<think>", "</think>"),
     }
 )
-"""A template belongs to the first family that matches. Harmony is not among them, because its
-thinking is read together with its calls."""
+"""A template belongs to the first family that matches. Harmony is not among these families, because
+one parser reads harmony's thinking and calls."""

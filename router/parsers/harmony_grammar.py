@@ -26,10 +26,11 @@ class MessageGrammar:
     """Maximum number of tokens of each message of thinking; None: no limit."""
 
     def before(self, answer: Answer) -> str:
-        """Return rules for `before`: the messages before an answer, and the header of a form.
+        """Return grammar rules, of which `before` matches the messages before a form or a call.
 
-        Returns no rules if the answer is text, whose grammar contains them, or if the prompt has
-        begun the message with the form.
+        Before a form, `before` also matches the header of the form's message. Returns "" for text,
+        because the grammar that `text` returns includes the messages before it. Also returns "" if
+        the prompt has begun the form's message, because then nothing comes before the form.
         """
         if answer == "text" or (answer == "form" and self.begun == "final"):
             return ""
@@ -37,7 +38,7 @@ class MessageGrammar:
         return "\n".join([f"before: {self._before_last} {header}", *self._rules])
 
     def text(self, call: str = "") -> str:
-        """Return a grammar for messages; the last one may be a call with the body `call`."""
+        """Return a grammar for messages; the last message may be a call that matches `call`."""
         last = "note | header said" + (f" | {call}" if call else "")
         start = f"{self._before_last} last"
         if self.begun:
@@ -57,7 +58,7 @@ class MessageGrammar:
 
     @property
     def _before_last(self) -> str:
-        """All messages before the last message, each with the beginning of the next message."""
+        """A term for all messages before the last one, each with the beginning of the next one."""
         match self.max_tokens:
             case None:
                 first, more = "", "((analysis | note) next)*"

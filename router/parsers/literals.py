@@ -25,7 +25,8 @@ class Dialect:
     escapes: Mapping[str, str]
     """Maps the character after a backslash to the JSON of the whole escape."""
     has_byte_escapes: bool
-    """Whether \\x41 is an escape, and an unknown escape stands for itself."""
+    """Whether escapes are Python's: \\x41 is an escape, and an unknown escape, such as \\d, stands
+    for itself."""
 
 
 _JSON_ESCAPES = {character: "\\" + character for character in '"\\/bfnrt'}

@@ -46,7 +46,7 @@ class Reader(Protocol):
 
 
 class Pieces:
-    """Collects the pieces of one push; adjacent pieces of one kind are merged."""
+    """Collects an output's pieces until `take` returns them; merges adjacent pieces of one kind."""
 
     def __init__(self) -> None:
         self.num_calls = 0

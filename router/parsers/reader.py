@@ -67,7 +67,7 @@ def plain_text(source: Source, pieces: Pieces) -> Reading[None]:
 
 
 def read_by(reader: Reader) -> Part:
-    """Return a part that is read by a reader of another class."""
+    """Return a part in which `reader` reads the rest of the output."""
 
     def part(source: Source, pieces: Pieces) -> Reading[None]:
         while True:

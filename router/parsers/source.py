@@ -1,9 +1,9 @@
 """Text that arrives in pieces, behind an interface that hides the pieces from parsers.
 
 A parser is a generator that yields whenever it needs more text. Methods that may wait are
-generators, too (`yield from`). Their results do not depend on how the text is cut into pieces, so a
-parser's results do not depend on the cuts either. The text read since `mark` is kept, to be shown
-if it turns out not to be a call.
+generators, too (`yield from`). The results of these methods do not depend on how the text is cut
+into pieces, so a parser's results do not depend on the cuts either. The text read since `mark` is
+kept, to be shown if it turns out not to be a call.
 """
 
 import re
@@ -95,7 +95,7 @@ class Source:
         return False
 
     def expect(self, literal: str) -> Reading[None]:
-        """Read `literal`, or a part if the text ends within it; else raise MalformedError."""
+        """Read `literal`, or its beginning if the text ends there; else raise MalformedError."""
         if (yield from self.has(literal)):
             return
         rest = self._text[self._at :]
@@ -112,7 +112,7 @@ class Source:
                 return
 
     def word(self, pattern: re.Pattern[str], max_chars: int) -> Reading[str]:
-        """Read one or more characters that match `pattern`, a repeated character class.
+        """Read the characters that match `pattern`, a repeated character class such as [a-z]*.
 
         Raises:
             MalformedError: No character matches, or more than `max_chars` do.
@@ -136,8 +136,8 @@ class Source:
         """Read up to and including the first of `literals`; show the text before it as it arrives.
 
         If `trims` is true, white space before the literal is not shown. Text that was read but not
-        shown stays after the mark. Returns "" at the end of the text; the unshown text may then be
-        the beginning of a literal.
+        shown stays after the mark. Returns the literal, or "" if the text ends without one. In the
+        second case the unshown text may be the beginning of a literal.
         """
         self.mark()
         while True:
@@ -156,7 +156,7 @@ class Source:
                 return ""
 
     def literal(self, value: LiteralText, show: Callable[[str], None]) -> Reading[None]:
-        """Read a literal and show it as it arrives; the mark follows the shown text.
+        """Read a JSON or Python literal and show its JSON as it arrives; move the mark along.
 
         Raises:
             MalformedError: The literal is malformed, or the text ends within it.
@@ -177,7 +177,7 @@ class Source:
                 return
 
     def held_literal(self, value: LiteralText) -> Reading[str]:
-        """Read a literal without showing it or moving the mark; return its JSON."""
+        """Read a JSON or Python literal without moving the mark; return its JSON."""
         shown = []
         while not value.is_done:
             text, self._at = value.push(self._text, self._at)

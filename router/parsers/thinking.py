@@ -26,7 +26,7 @@ class Thinking:
         return prompt.rstrip().endswith(self.begin)
 
     def read(self, source: Source, pieces: Pieces, *, has_begun: bool) -> Reading[None]:
-        """Read thinking, if there is any; white space around it is part of the syntax."""
+        """Read thinking, if there is any, and drop the white space around it."""
         source.mark()
         yield from source.skip_space()
         # A model may repeat a marker with which the prompt ends.

@@ -117,7 +117,7 @@ class ObjectBody:
         source.mark()
 
     def _arguments(self, calls: Calls, name: str, call_id: str) -> Reading[str]:
-        """Read the arguments; return them if the name is still unknown."""
+        """Read the arguments; return their JSON if the call has not begun, else ""."""
         source = calls.source
         if (yield from source.has("null")):
             return "{}"
@@ -201,7 +201,7 @@ class TaggedBody:
     key: tuple[str, str]
     value: tuple[str, str]
     trims_line_ends: bool = False
-    """Whether each value is on separate lines."""
+    """Whether a value stands on lines of its own; the line ends around it are not part of it."""
 
     def read(self, calls: Calls) -> Reading[None]:
         source, pieces = calls.source, calls.pieces
@@ -347,7 +347,7 @@ class Syntax:
     section: tuple[str, str] | None = None
     """The markers around all calls."""
     separator: str = ""
-    """The text between calls that have no markers around them."""
+    """The text after which another call follows without a marker; empty: there is none."""
     at_start: bool = False
     """Whether an output may begin with a call without a marker. Such a call must name an offered
     function, because ordinary text may look like a call."""
@@ -479,7 +479,7 @@ _TYPE_OF: Final = {
 
 
 def _typed(text: str, schema: Any) -> str:
-    """Return the JSON of a value; text that has no type allowed by the schema becomes a string."""
+    """Return a value's JSON: a string, unless `text` is a literal of a type in `schema`."""
     types, stripped = _types(schema), text.strip()
     try:
         value = (
