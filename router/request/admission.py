@@ -1,4 +1,4 @@
-"""Admits a request, unless its id is live, the limit is reached, or the router drains.
+"""Admits a request, unless its id is in use, the limit is reached, or the router drains.
 
 Three places refuse requests under overload. This module limits the live requests of this router, to
 bound its memory. `router/schedulers/pool.py` refuses early when all schedulers have reported full
@@ -41,9 +41,10 @@ class AdmittedRequest:
     admitted_at: float
     """The time of admission, on the event loop's clock."""
     live: LiveRequest | None = None
-    """None until the prompt is tokenized or, for a resumed request, until a scheduler sends it."""
+    """None until the prompt is tokenized; for a resumed request, until a scheduler sends the
+    request."""
     ended_by: QuireError | None = None
-    """The error that ended the request while `live` was None."""
+    """The error that ended the request before `live` was set."""
 
     def end(self, error: QuireError) -> bool:
         """End the request with `error`; return whether it was still live."""

@@ -36,8 +36,9 @@ class AuditLog:
     def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
         """Open the file; may raise AuditLogError.
 
-        Before a line would make the file longer than `max_bytes`, the file is renamed to PATH.1,
-        PATH.1 to PATH.2, and so on; the oldest of `num_files` files is deleted.
+        A line that would make the file longer than `max_bytes` goes to a new file. The old file is
+        renamed to PATH.1, the old PATH.1 to PATH.2, and so on. The `num_files` newest files are
+        kept.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +56,7 @@ class AuditLog:
     def add(self, live: LiveRequest, decode: Callable[[Sequence[int]], str]) -> None:
         """Queue a request whose reader has finished or left, without waiting.
 
-        `decode` makes the text of its prompt and outputs.
+        `decode` turns token ids into text.
         """
         record = logging.makeLogRecord(
             {"live": live, "decode": decode, "at": time.time(), "levelno": logging.INFO}

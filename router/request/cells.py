@@ -55,8 +55,8 @@ class Cells:
     def of(self, model: str) -> Inference:
         """Return the cell that serves a model or an adapter; if the name is empty, the first cell.
 
-        If there are several cells, an unknown name raises `NotFoundError`. A single cell is
-        returned for any name, and checks the name itself.
+        If there are several cells, an unknown name raises `NotFoundError`. If there is only one
+        cell, it is returned for any name, and its own methods check the name.
         """
         if len(self.all) == 1 or not model:
             return self.all[0]
@@ -118,8 +118,8 @@ class Cells:
     async def use(self, model: str, *, is_patient: bool = False) -> Inference:
         """Return the cell of a request's model; if models are loaded on demand, load it first.
 
-        For a patient request (see `on_demand.py`), no model that is busy with impatient requests is
-        unloaded.
+        A patient request (see `on_demand.py`) waits while the loaded models are busy with other
+        requests.
 
         Raises the errors of `of` and `OnDemand.wait_until_loaded`.
         """
@@ -154,7 +154,7 @@ class Cells:
         await self.cancel_of(self.shared.tenant_of(tenant), request_id, model)
 
     async def cancel_of(self, tenant: str, request_id: str, model: str = "") -> None:
-        """Cancel a tenant's resumable request. The caller must have checked the permission.
+        """Cancel a tenant's resumable request. The caller must have checked that this is allowed.
 
         The call is not charged to the tenant's quota.
         """

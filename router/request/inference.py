@@ -44,7 +44,7 @@ from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 
 _SEED_BITS = 63
-"""Number of bits of a drawn seed, which thus fits a signed 64-bit integer in every language."""
+"""Number of bits of a random seed, which must fit a signed 64-bit integer."""
 
 
 class Inference:
@@ -93,8 +93,8 @@ class Inference:
     async def check_capacity(self, num_requests: int, n: int) -> None:
         """Check that all requests of one call, with `n` outputs each, could be live at once.
 
-        Raises `InvalidArgumentError` if they could not be even in an idle service. Then a retry is
-        useless.
+        Raises `InvalidArgumentError` if there are too many even for an idle service, so that a
+        retry is useless.
         """
         with refusals_counted(self.name):
             self._admission.check_capacity(num_requests)
@@ -103,8 +103,8 @@ class Inference:
     async def generate(self, request: GenerateRequest, *, is_kept: bool = False) -> LiveRequest:
         """Submit a request; the caller reads the result within `async with`.
 
-        If `is_kept` is true, the request computes a turn (`router/turns`). The usage is stored with
-        the turn, so it is not counted here.
+        If `is_kept` is true, the request computes a turn (`router/turns`). The turn's usage is
+        stored with the turn instead of being added to `shared.usage`.
 
         Raises `InvalidArgumentError` that names field, value and limit; `NotFoundError` for an
         unknown model; `AlreadyExistsError` if a request with this id is live; `TooBusyError` if
@@ -310,7 +310,7 @@ class Inference:
         return live
 
     async def cancel_of(self, tenant: str, request_id: str) -> None:
-        """Cancel a tenant's resumable request. The caller must have checked the permission.
+        """Cancel a tenant's resumable request. The caller must have checked that this is allowed.
 
         The call is not charged to the tenant's quota.
         """
@@ -430,7 +430,7 @@ def _most_tokens(
 
 @contextmanager
 def refusals_counted(model: str = "") -> Iterator[None]:
-    """Count an error in the `with` block as a refused request of `model`, if that is known."""
+    """Count an error in the `with` block as a refused request; `model` is empty if unknown."""
     try:
         yield
     except QuireError as error:

@@ -179,7 +179,7 @@ class ModelText:
         template: ChatTemplate | None = None,
         **template_kwargs: Any,
     ) -> str:
-        """Render a chat with the model's template.
+        """Render a chat with `template`, or with the model's template if `template` is None.
 
         A thread iterates over the messages. The prompt contains its special tokens, so tokenize it
         with `add_special_tokens=False`.

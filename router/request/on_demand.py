@@ -1,12 +1,12 @@
 """Loads the model of a request, in place of the model that was used least recently.
 
 Unloading a model loses no request: the model's scheduler keeps the requests with their tokens, and
-they continue after the model's next load. Until then they count as demand for the model. So if more
-models are busy than fit, the models take turns, and each stays loaded for a minimum time. Requests
-of the lowest priority, such as lines of batches, are patient: a model that is busy with other
-requests is not unloaded for them. A model that has had no request for some time may be unloaded,
-too; the model's next request loads it again. Only one router may load models on demand at the same
-schedulers, since two routers might load two models at once.
+they continue after the model's next load. Until then, these requests count as demand for the model.
+So if more models are busy than fit, the models take turns, and each stays loaded for a minimum
+time. Requests of the lowest priority, such as lines of batches, are patient: a model that is busy
+with other requests is not unloaded for them. A model that has had no request for some time may be
+unloaded, too; the model's next request loads it again. Only one router may load models on demand at
+the same schedulers, since two routers might load two models at once.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class OnDemand:
         self._tick_s = tick_s
         self._is_draining = False
         self._has_begun = False
-        """Whether a model has been loaded or requested; until then the first model is wanted."""
+        """Whether a model has been loaded or requested; until then `run` loads the first model."""
 
     async def wait_until_loaded(self, cell: Inference, *, is_patient: bool = False) -> None:
         """Wait until requests can be submitted to a cell.
@@ -185,10 +185,10 @@ class OnDemand:
             demand.loaded_at = demand.seen_at = None
 
     def _torn(self) -> Inference | None:
-        """Return a model that was to be unloaded while idle, but is still loaded and used again.
+        """Return a model that is in use although only some of its workers may have it.
 
-        Some workers could not unload the model, or have restarted with it; other workers may lack
-        it.
+        The model was to be unloaded while idle. Some workers could not unload it, or have restarted
+        with it.
         """
         now = asyncio.get_running_loop().time()
         for cell, demand in self._cells.items():
@@ -222,7 +222,9 @@ class OnDemand:
         )
 
     async def _make_room_and_load(self, wanted: Inference) -> None:
-        """Load a model, unless another model must be unloaded first but none may be unloaded yet.
+        """Load a model, after unloading others if too many are loaded.
+
+        Does nothing if another model would have to be unloaded, but none may be unloaded yet.
 
         Raises:
             QuireError: The model cannot be loaded, or another model cannot be unloaded.

@@ -1,4 +1,4 @@
-"""Attributes of the `request` span. They contain sizes and parameters, never text.
+"""Attributes of the `request` span: names, sizes and parameters, but never a request's text.
 
 The names follow OpenTelemetry's conventions, except that latencies have vLLM's names.
 """

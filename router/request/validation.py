@@ -102,7 +102,7 @@ def _check_stop(stop: Sequence[str]) -> None:
 
 
 def _check_bad_words(request: GenerateRequest) -> None:
-    """Check what may be set together with `bad_words`, which become structured output."""
+    """Refuse fields that cannot be combined with `bad_words`, which a grammar enforces."""
     if request.sampling.structured is not None:
         raise InvalidArgumentError("bad_words", "is set; with structured it must be unset")
     if request.beam is not None:
@@ -110,7 +110,7 @@ def _check_bad_words(request: GenerateRequest) -> None:
 
 
 def _check_structured(sampling: SamplingParams, model: Model) -> None:
-    """Check what may be set together with a form; `to_grammar` checks the form itself."""
+    """Refuse fields that cannot be combined with a form; `to_grammar` checks the form itself."""
     if not model.structured_output:
         raise UnimplementedError("sampling.structured: this model does not support it")
     # An end-of-sequence token ends the form.

@@ -43,7 +43,7 @@ def pooling_of(
     normalize: bool | None = None,
     dimensions: int | None = None,
 ) -> Pooling:
-    """Return the pooling for a request; a value that is None is the model's default."""
+    """Return the pooling for a request; an argument that is None takes the model's default."""
     default = model.abilities.pooling or Pooling(PoolingKind.LAST, normalize=True)
     return Pooling(
         default.kind if kind is None else kind,
@@ -79,10 +79,10 @@ async def make_vectors(
 ) -> list[Vector]:
     """Compute an embedding for each request; the requests' `sampling` is ignored.
 
-    At most `max_at_once` requests are live at a time. If the service is too busy for the first one,
-    the call fails; once a request is accepted, refused requests are retried. If a request fails,
-    the others are cancelled. `name` and `pair_name` return the names that errors use for the input
-    and for the pair at an index.
+    At most `max_at_once` requests are live at a time. If the service is too busy before it has
+    accepted any of the requests, the call fails. After that, a request for which the service is too
+    busy is retried. If a request fails, the others are cancelled. Errors call the input at index i
+    `name(i)`, and the second text of its pair `pair_name(i)`.
     """
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, pooling=pooling)
     vectors: list[Vector | None] = [None] * len(requests)
@@ -148,9 +148,10 @@ async def score_pairs(
     first_name: Callable[[int], str],
     second_name: Callable[[int], str],
 ) -> Scores:
-    """Score each text of `seconds` with the text of `firsts` at the same index, or the only text.
+    """Score each text of `seconds` with the text of `firsts` at the same index.
 
-    `first_name` and `second_name` return the name that errors use for the text at an index.
+    If `firsts` has only one text, each text of `seconds` is scored with this text. Errors call the
+    texts at index i `first_name(i)` and `second_name(i)`.
 
     If the model has a classification head, the logistic function maps its score of a pair to
     (0, 1). With other models, the score is the cosine of the two embeddings, in [-1, 1].

@@ -1,4 +1,4 @@
-"""Calls to a scheduler in addition to the router's stream; sums the loads of several schedulers."""
+"""Calls to a scheduler outside the router's stream, and the sum of several schedulers' loads."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final

@@ -15,18 +15,18 @@ from router.live.live_request import LiveRequest
 _MOST_BUSY: Final = 0.7
 """Share of a processor that the event loop's thread may take before tokens are merged."""
 _LONGEST_S: Final = 0.05
-"""Limit on the time between two waves while tokens wait, however busy the router is."""
+"""Maximum time for which tokens wait, however busy the router is."""
 _FEW: Final = 32
 """Up to this many streams are written immediately, because merging would save little."""
 _LONGEST_HOLD_S: Final = 0.005
-"""Maximum time for which a wave holds the event loop before other callbacks run."""
+"""Maximum time for which writing to clients holds the event loop before other callbacks run."""
 _SCHEDSTAT: Final = "/proc/self/task/{}/schedstat"
 _MOST_BYTES: Final = 100
 """How many bytes to read from `_SCHEDSTAT`; its three 64-bit numbers need fewer."""
 
 
 class Delivery:
-    """Makes requests pass on their events, in waves.
+    """Writes tokens to clients in waves; a wave flushes all requests that have new events.
 
     Writing a token to its client takes ten times as long as receiving it from the scheduler. So
     when writing would fill the processor, the next wave waits, and the tokens that a stream has
@@ -57,11 +57,11 @@ class Delivery:
         """Whether `begin` has begun the wave to which the next `add` belongs."""
 
     def begin(self, num_streams: int) -> float:
-        """Begin a wave with a step of this many streams, unless the wave must wait.
+        """Begin a wave for a step with events of this many streams, unless the wave must wait.
 
-        Returns the time until which the caller may flush requests itself, each right after its
-        token, while the request's objects are in the processor's caches. -inf: the caller may flush
-        no request itself. The caller passes all other requests to `add`.
+        Returns the time until which the caller may flush a request as soon as it has pushed the
+        request's token, while the request's objects are in the processor's caches. -inf: the caller
+        may flush no request. The caller passes all requests that it has not flushed to `add`.
         """
         if self._timer is not None or self._wait_s(num_streams) > 0:
             return -math.inf

@@ -12,7 +12,8 @@ from router.schedulers.pool import Schedulers
 _LOOK_S: Final = 0.25
 """How often to look for schedulers that are not watched yet."""
 _MAX_UNREAD: Final = 16
-"""Limit on unread messages here; more messages wait at the schedulers, which limit them."""
+"""How many unread messages the router keeps for a caller of `watch_kv`. Further messages wait at
+the schedulers, which limit them."""
 
 
 async def watch_kv(
@@ -20,8 +21,8 @@ async def watch_kv(
 ) -> AsyncGenerator[kv_pb2.WatchKvResponse]:
     """Yield the events of one worker, or of all, and continue when a scheduler is replaced.
 
-    When a scheduler is lost, each of its workers gets an event that clears its blocks, unless a
-    newer scheduler already reports that worker.
+    When a scheduler is lost, the generator yields an event for each of the scheduler's workers: the
+    event clears the worker's blocks. A worker that a newer scheduler already reports is left out.
 
     Raises:
         UnimplementedError: A scheduler was started without --kv-events.

@@ -75,7 +75,10 @@ class LinkOwner(Protocol):
         """Called when the link has lost its scheduler, or `link.status` or `link.hang` changed."""
 
     def refused(self, link: "SchedulerLink", live: LiveRequest) -> bool:
-        """Called when the scheduler refuses a request; returns whether another link accepts it."""
+        """Called when a full or draining scheduler refuses a new request.
+
+        Returns whether the request was submitted to another scheduler.
+        """
 
     def model_changed(self) -> None:
         """Called when the length limit or the adapters of a link's model have changed."""
@@ -144,7 +147,7 @@ class SchedulerLink:
 
     @property
     def misfit(self) -> MisfitError | None:
-        """Why the router cannot serve the latest scheduler's model."""
+        """Why the router cannot serve the latest scheduler's model; None: the router can."""
         return self._misfit
 
     # --- for requests ---------------------------------------------------------------------------
@@ -159,7 +162,7 @@ class SchedulerLink:
             self._outbox.submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
-        """Cancel live sequences of one request, whose further events are not delivered."""
+        """Cancel live sequences of one request; deliver no further events of these sequences."""
         key_to_live = self.table.take(seq_keys)
         # Without a scheduler, removing the sequences from the table is enough.
         if not key_to_live or self._outbox is None:
@@ -192,7 +195,7 @@ class SchedulerLink:
     # --- for the owner --------------------------------------------------------------------------
 
     def leave_superseded(self, epoch: int) -> None:
-        """End the stream, because the scheduler with `epoch` has taken over this one's workers."""
+        """End the stream to a scheduler whose workers the scheduler with `epoch` has taken over."""
         self._expire(f"the scheduler with epoch {epoch} has taken over its workers")
 
     def hurry(self) -> None:
@@ -204,7 +207,7 @@ class SchedulerLink:
     # --- the stream -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Connect to one scheduler after another until cancelled; any error is a bug."""
+        """Connect to one scheduler after another until cancelled. Raises an error only by a bug."""
         try:
             await self._keep_stream()
         finally:
@@ -286,7 +289,7 @@ class SchedulerLink:
             call.cancel()
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
-        """Report when the scheduler hangs and recovers; end the stream of a lost scheduler."""
+        """Tell the owner when the scheduler hangs or recovers; end a lost scheduler's stream."""
         while not heartbeat.is_lost:
             await asyncio.sleep(TICK_S)
             heartbeat.on_tick()

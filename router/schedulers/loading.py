@@ -1,7 +1,7 @@
 """Calls to schedulers: load and unload their models, and ask which are loaded.
 
-The calls use separate channels. The link to a scheduler closes when the scheduler's model changes,
-and connects only after the scheduler's workers have had a model.
+The calls use separate channels, because the link to a scheduler closes when the scheduler's model
+changes, and connects only after the scheduler's workers have had a model.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from rpc.status import calling
 from rpc.tasks import merged, responses
 
 _UNLOAD_S: Final = 600.0
-"""How long a scheduler may take to unload models. A scheduler waits 360 s for a worker, after
-requests have moved away. A shorter limit could report a failure although the model is unloaded
-afterwards."""
+"""How long a scheduler may take to unload models. A scheduler first moves requests away, and then
+waits up to 360 s for each worker. A shorter limit could report a failure although the model is
+unloaded afterwards."""
 
 log = structlog.get_logger()
 
@@ -137,6 +137,6 @@ def _tolerate(
 
 
 def _check_answered(tolerated: Sequence[QuireError], num_asked: int) -> None:
-    """Raise an error if all schedulers failed; a `NotFoundError` if there is one."""
+    """Raise one of the errors if all schedulers failed, preferably a `NotFoundError`."""
     if tolerated and len(tolerated) == num_asked:
         raise next((each for each in tolerated if isinstance(each, NotFoundError)), tolerated[0])

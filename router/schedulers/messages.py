@@ -97,8 +97,8 @@ class StepEvents:
     admissions: tuple[Admitted, ...]
     pins: tuple[Pin, ...]
     vectors: Mapping[int, bytes]
-    """Maps a key to the vector of a sequence that pools: float32, little-endian. Other events of
-    such a sequence have no meaning."""
+    """Maps the keys of sequences to their embeddings or scores (float32, little-endian). Other
+    events of these sequences have no meaning."""
     endings: tuple[Ending, ...]
     room: QueueRoom | None = None
     max_model_len: int | None = None
