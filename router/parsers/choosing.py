@@ -20,12 +20,12 @@ BY_TEMPLATE = ""
 NONE = "none"
 
 ReaderClass: TypeAlias = Callable[[Tools], Reader]
-"""A user's class. The router makes an object of this class for each output, from the schemas of the
-offered functions."""
+"""A user's class that reads calls. The router makes an object of this class for each output, from
+the schemas of the offered functions."""
 ThinkingReaderClass: TypeAlias = Callable[[str], Reader]
-"""A user's class. The router makes an object of this class for each output, from the end of the
-prompt, where thinking may begin. The text pieces that the object returns are then searched for
-calls."""
+"""A user's class that reads thinking. The router makes an object of this class for each output,
+from the end of the prompt, where thinking may begin. The text pieces that the object returns are
+then searched for calls."""
 
 T = TypeVar("T")
 

@@ -239,4 +239,4 @@ THINKING_FAMILIES: Final[Mapping[str, Thinking]] = MappingProxyType(
     }
 )
 """A template belongs to the first family that matches. Harmony is not among these families, because
-one parser reads harmony's thinking and calls."""
+its entry in `TOOL_FAMILIES` reads both thinking and calls."""

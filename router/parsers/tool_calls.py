@@ -1,8 +1,9 @@
 """Parses tool calls in an output as it arrives, by the markers of a model family's syntax.
 
 A call begins once its name is known and its arguments have begun. From then on, the arguments are
-passed on as they arrive. If the text breaks the syntax before the call begins, all of it is plain
-text. If the text breaks the syntax later, the call ends there, and the rest is plain text.
+passed on as they arrive. If the text breaks the syntax before the call begins, everything from the
+call's marker on is plain text. If the text breaks the syntax later, the call ends there, and the
+rest is plain text.
 """
 
 import json

@@ -274,7 +274,7 @@ class Inference:
         return live
 
     def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
-        """Submit a request that another process had accepted, with its events so far.
+        """Continue a turn's request from its stored record, after `events`, its events so far.
 
         The caller reads the result from its first token on. Raises the errors of `generate`.
         """

@@ -129,7 +129,7 @@ def _check_structured(sampling: SamplingParams, model: Model) -> None:
 
 
 def _check_beam(request: GenerateRequest, beam: BeamSearch, model: Model) -> None:
-    """Check a beam search, and that no parameter for drawing tokens is set."""
+    """Check a beam search; refuse fields that cannot be combined with it."""
     beam.check(request.n)
     sampling, neutral = request.sampling, SamplingParams()
     if sampling.temperature not in {0, 1}:
@@ -168,7 +168,7 @@ def complete_sampling(
     cuts_max_tokens: bool = False,
     is_pair: bool = False,
 ) -> SamplingParams:
-    """Return the parameters with `seed` and `max_tokens` set."""
+    """Return `sampling`, with `seed` and `max_tokens` filled in if they are not set."""
     check_prompt_length(num_prompt_tokens, model, "pair" if is_pair else "prompt")
     room = max(1, model.max_model_len - num_prompt_tokens)
     max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
