@@ -35,10 +35,10 @@ _G = TypeVar("_G", DecodeGraphs, PiecewiseGraphs)
 def forward(
     model: Decoder, batch: InputBatch, pool: Any, metadata: AttentionMetadata
 ) -> torch.Tensor:
-    """Compute a batch; return the final hidden states `[N, E]` that `metadata` wants.
+    """Compute a batch; return final hidden states `[N, E]`, of the tokens in `metadata.wanted`.
 
     Raises:
-        ModelError: The model's class, perhaps a user's, returned a wrong number of hidden states.
+        ModelError: The model, perhaps a user's class, returned a wrong number of hidden states.
     """
     hidden = model.forward(batch.token_ids, batch.positions, pool, metadata)
     if len(hidden) != metadata.num_wanted:
@@ -69,14 +69,15 @@ class ModelRunner:
     ) -> None:
         """`adapters` maps numbers in `rows.adapter` to adapters; it may change between steps.
 
-        `slots`: the adapters' slots, if steps with adapters may run as graphs.
+        `slots` hold adapters for CUDA graphs; None: steps with adapters run without graphs.
 
         `before_launch` is called after a step's inputs are enqueued, right before the model runs.
 
-        `takes_parts` allows splitting a step when memory is short. It is False with several ranks,
-        which would all have to split the step in the same way.
+        `takes_parts` allows splitting a step when memory is short. With several ranks it is False,
+        because all ranks would have to split the step in the same way.
 
-        `is_all_known`: whether the rows have the values of all tokens before a step begins.
+        `is_all_known`: whether a step begins only after `rows` has stored the values of all tokens
+        sampled before. If not, a decoding row's last token is read from the device.
         """
         self._model = model
         self._pool = pool
@@ -135,8 +136,9 @@ class ModelRunner:
         """Compute a step's tokens, sample, and score prompts whose requests want scores.
 
         Returns:
-            The samples of each part of the step, or none if no row samples; and prompt scores. On a
-            GPU, both are only enqueued.
+            The samples and the prompt scores of each part of the step; a step that is not split has
+            one part. Parts without samples, or without scores, are left out. On a GPU, the work is
+            only enqueued.
         """
         results = self._run(scheduled)
         self._token_limit.count_step()
@@ -145,7 +147,7 @@ class ModelRunner:
     def _run(
         self, scheduled: ScheduledRows
     ) -> tuple[tuple[Sampled, ...], tuple[PromptScoresReadback, ...]]:
-        """Do as `run` does; if memory is short, compute the step in parts, one after another."""
+        """Compute a step, or a part of a step, splitting it if it does not fit in memory."""
         is_graph = self._decode_graphs(scheduled) is not None
         if is_graph or self._token_limit.allows(scheduled.num_tokens):
             try:
@@ -178,7 +180,10 @@ class ModelRunner:
         return graphs if graphs is not None and graphs.takes(scheduled) else None
 
     def _of_adapters(self, graphs: Mapping[bool, _G], scheduled: ScheduledRows) -> _G | None:
-        """Return the graphs with or without adapters, as the rows need; None without graphs."""
+        """Return the graphs with adapters if a row has one, else the graphs without adapters.
+
+        None: there are no such graphs, or a row's adapter has no slot.
+        """
         if not self._adapters:
             return graphs.get(False)
         numbers = self._rows.adapter[scheduled.rows]
@@ -307,6 +312,6 @@ class ModelRunner:
 
 
 def _kept(sampled: Sampled) -> Sampled:
-    """Copy results to separate memory, because a graph's next replay overwrites them."""
+    """Copy the samples of a part, because the next part may replay the graph that wrote them."""
     token_ids, is_finite = sampled.token_ids.clone(), sampled.is_finite.clone()
     return replace(sampled, token_ids=token_ids, is_finite=is_finite)

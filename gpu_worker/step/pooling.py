@@ -74,7 +74,10 @@ class Pooler:
             self._kept[row] = _Kept(start + num_tokens, before, value)
 
     def token_types(self, scheduled: ScheduledRows, device: torch.device) -> torch.Tensor | None:
-        """Return int64[T]: 1 for tokens of a pair's second text, else 0; None without pairs."""
+        """Return int64[T]: 1 for tokens of the second text of a pair that is scored, else 0.
+
+        None: no sequence is a pair of texts.
+        """
         rows = scheduled.rows.tolist()
         pooling = self._table.pooling
         firsts = [pooling[row].num_first_tokens if row in pooling else 0 for row in rows]
@@ -122,7 +125,7 @@ def sample_or_pool(
 
     Args:
         pools: bool[S], whether a sequence is pooled; at least one is.
-        hidden: `[S, E]`, the last hidden state of each sequence.
+        hidden: `[S, E]`, the hidden state of each sequence's last token.
         sample: Samples the other sequences, given their hidden states and indices, int64[*].
         pool: Makes the vectors of pooled sequences, given their hidden states and indices.
     """

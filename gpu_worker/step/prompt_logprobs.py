@@ -37,7 +37,12 @@ class PromptScoresReadback:
     def __init__(
         self, parts: list[_Part], chosen: torch.Tensor, top_ids: torch.Tensor, top: torch.Tensor
     ) -> None:
-        """`chosen` is float32[N]; `top_ids` int64[N, K] and `top` float32[N, K], best first."""
+        """Begin to copy the scores to the host.
+
+        `chosen` is float32[N], the log-probabilities of the prompt's own tokens. For the same
+        places, `top_ids` is int64[N, K], the likeliest tokens, best first, and `top` is
+        float32[N, K], the log-probabilities of the likeliest tokens.
+        """
         self._parts = parts
         self._download = Download(chosen, top_ids, top)
         self.is_done = self._download.is_done
@@ -68,7 +73,7 @@ def score_prompts(
     table: SamplingTable,
     logits: Callable[[torch.Tensor], torch.Tensor],
 ) -> PromptScoresReadback | None:
-    """Score the prompt tokens that a step computes; None if no row wants scores.
+    """Score each prompt token that follows a token of the step; None: there is none to score.
 
     Args:
         hidden: `[T, E]`, the final hidden states of the step.

@@ -2,9 +2,10 @@
 
 A row is free, has known tokens left to compute, or *decodes*: such a row computes its last sampled
 token in every step. `apply` knows at once whether a row samples a token; the token's value arrives
-later (`store_sampled`), perhaps after the next step was started. So only `end` depends on the value
-of a token. With guessed tokens (`speculative/verify.py`), the number of tokens that a row gains
-also depends on values. Then `advance` sets this number before the next step.
+later (`store_sampled`), perhaps after the next step was started. So the rows' lengths do not depend
+on the values of tokens; only `end`, which ends a sequence early, does. With guessed tokens
+(`speculative/verify.py`), the number of tokens that a row gains depends on values, too. So
+`advance` must count the tokens of a step before the next step is applied.
 
 Each row's tokens, by position::
 
@@ -25,23 +26,25 @@ from contract.step import NewSequence, Plan, StepLogprob
 from contract.worker_limits import Limits, first_seen
 
 _NUM_LOGPROBS = 32
-"""Number of last tokens for which each row keeps log-probabilities. When a scheduler dies, fewer
-tokens of a row than this are in flight in steps and messages."""
+"""A row keeps the log-probabilities of this many last tokens for the next scheduler. When a
+scheduler dies, a router may lack those of the tokens in flight, which are fewer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledRows:
     """Which rows compute in a step, decodes first, and which of them sample.
 
-    Arrays are int64[S] and parallel, unless described otherwise; N tokens are sampled.
+    Symbols: `S` rows that compute, `N` tokens that are sampled. Arrays are int64[S], unless
+    described otherwise; element i of each belongs to `rows[i]`.
     """
 
     rows: Int64Array
-    """Decodes ascending, then decodes with guesses, then chunks in the batch's order."""
+    """Rows that decode without guesses, ascending; then rows that decode with guesses; then rows
+    with a chunk, in the batch's order."""
     starts: Int64Array
     """Position of the first token that each row computes."""
     lens: Int64Array
-    """Number of tokens that each row computes; 1 for decodes."""
+    """Number of tokens that each row computes; 1 for rows that decode without guesses."""
     num_decodes: int
     sampling: Int64Array
     """int64[N]: indexes into `rows` of the rows that sample, ascending. A row samples if it
@@ -49,7 +52,7 @@ class ScheduledRows:
     positions: Int64Array
     """int64[N]: each sampled token's index in its sequence."""
     incarnations: Int64Array
-    """Each row's sequence; see `Rows.incarnation`."""
+    """The value of `Rows.incarnation` for each row; it identifies the row's sequence."""
     num_drafting: int = 0
     """Number of rows that decode with guesses; they follow the `num_decodes` rows without
     guesses."""
@@ -75,10 +78,12 @@ class Rows:
         """The window of each KV group."""
         self.num_groups = len(limits.kv_windows)
         self.block_tables = np.zeros((num_rows, limits.max_table_len), np.int32)
-        """int32[R, M * G]: one entry per KV group for every `block_size` tokens. Entries behind a
-        group's window are stale: the scheduler has given their blocks to other sequences."""
+        """int32[R, M * G]: the block tables of R rows. For every `block_size` tokens, a table has a
+        block number for each of the G KV groups. Entries behind a group's window are stale: the
+        scheduler may have given their blocks to other sequences."""
         self.num_blocks = np.zeros(num_rows, np.int64)
-        """Number of valid entries of each block table in each group; tables only grow."""
+        """Number of blocks in each block table, per KV group, stale ones included; it only grows.
+        """
         self.table_version = np.zeros(num_rows, np.int64)
         """Incremented when a block table changes other than by growing."""
         self.num_prompt = np.zeros(num_rows, np.int64)
@@ -91,7 +96,8 @@ class Rows:
         """Rows that the scheduler counts as decoding, including ended rows until they are released.
         """
         self.incarnation = np.zeros(num_rows, np.int64)
-        """Incremented when a row gets a sequence; identifies results for earlier sequences."""
+        """Incremented when a row gets a sequence, so that results for the row's earlier sequences
+        are recognized."""
         self.ended_incarnation = np.full(num_rows, -1, np.int64)
         """Each row's last incarnation for which `end` was called. It computes no more."""
         self._ended_len = np.zeros(num_rows, np.int64)
@@ -112,7 +118,7 @@ class Rows:
 
         Raises:
             InvalidArgumentError: The batch contradicts the rows' state, or computes more than fits.
-            InconsistentPlanError: `num_decodes` differs from the number of decoding rows here.
+            InconsistentPlanError: The plan's `num_decodes` is not the number of decoding rows.
 
         After an error the rows are undefined until `clear`.
         """
@@ -128,7 +134,10 @@ class Rows:
         return self._schedule(plan)
 
     def advance(self, rows: Int64Array, num_tokens: Int64Array) -> None:
-        """Count the tokens, int64[N], that decoding rows gained in a step. Full rows end."""
+        """Count the tokens that decoding rows gained in a step. Both arguments are int64[N].
+
+        A row ends when it has `max_total` tokens.
+        """
         self.num_tokens[rows] += num_tokens
         self.num_computed[rows] = self.num_tokens[rows] - 1
         full = rows[self.num_tokens[rows] >= self.max_total[rows]]
@@ -156,7 +165,7 @@ class Rows:
         Args:
             rows: int64[N], rows that sampled a token each.
             incarnations: int64[N]; values of sequences that lost their row are dropped.
-            logprobs: The `index` of each is its token's index in `rows`.
+            logprobs: The `index` of each says which element of `rows` sampled its token.
         """
         for logprob in logprobs:
             row = int(rows[logprob.index])
@@ -198,7 +207,10 @@ class Rows:
         return table
 
     def blocks_of(self, rows: Int64Array, indices: Int64Array) -> Int32Array:
-        """Return int32[N * G]: for each of `rows`, int64[N], all groups' blocks at its index."""
+        """Return, for each of `rows`, the blocks of all G groups at its index in `indices`.
+
+        `rows` and `indices` are int64[N]; the result is int32[N * G].
+        """
         if self.num_groups == 1:
             return self.block_tables[rows, indices]
         entries = indices[:, None] * self.num_groups + np.arange(self.num_groups)
@@ -206,7 +218,9 @@ class Rows:
         return blocks
 
     def held(self, is_broken: Callable[[Int32Array], bool]) -> tuple[HeldRow, ...]:
-        """Describe the sequences that have an identity. All steps' results must have arrived.
+        """Describe, for the next scheduler, the sequences that have an identity (`NewSequence`).
+
+        All steps' results must have arrived.
 
         Args:
             is_broken: Whether the KV of a block table is wrong; such a sequence is left out.
@@ -299,7 +313,10 @@ class Rows:
         self.table_version[rows] += 1
 
     def _is_behind(self, num_computed: Int64Array) -> BoolArray:
-        """Return bool[N, M * G]: which entries no token sees from `num_computed`, int64[N], on."""
+        """Return which entries of a block table are seen by no token at `num_computed` or later.
+
+        `num_computed` is int64[N], for N tables; the result is bool[N, M * G].
+        """
         groups, size = self.num_groups, self._limits.block_size
         firsts = np.zeros((len(num_computed), groups), np.int64)
         for group, window in enumerate(self._limits.kv_windows):

@@ -19,9 +19,9 @@ def find_shared(
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
     """Return the fields of `kernels.sequences.SharedPrefixes`, as arrays.
 
-    The sequences of a group begin with the same blocks, for at least `LEAST_TOKENS` tokens. They
-    share all blocks up to the first that differs. Of more than `MAX_SHARED` groups, those that save
-    most are kept.
+    A group is a set of sequences that begin with the same blocks, for at least `LEAST_TOKENS`
+    tokens. They share all blocks up to the first that differs. Of more than `MAX_SHARED` groups,
+    those that save the most reads are kept.
 
     Args:
         tables: int32[S, M]; entries beyond a sequence's end may have any value.
@@ -49,7 +49,7 @@ def find_shared(
 def _groups(
     tables: Int32Array, seq_lens: Int32Array, long: Int64Array, least: int, block_size: int
 ) -> list[tuple[Int64Array, int]]:
-    """Return groups of sequences, each with the number of tokens that it shares."""
+    """Return groups of sequences, each with the number of tokens that its sequences share."""
     last = tables[long, least - 1]
     order = np.argsort(last, kind="stable")
     cuts = np.flatnonzero(np.diff(last[order])) + 1

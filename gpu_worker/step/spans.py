@@ -28,7 +28,7 @@ _MAX_LINKS = 128
 
 
 class RecordSpan(Protocol):
-    """`rpc.observe.telemetry.record_span`: records a finished span and returns its context."""
+    """The type of `rpc.observe.telemetry.record_span`, which records a span that has ended."""
 
     def __call__(
         self,
@@ -39,11 +39,11 @@ class RecordSpan(Protocol):
         attributes: Mapping[str, int],
         links: Sequence[Context] = (),
     ) -> Context:
-        """Times are wall-clock seconds."""
+        """Return the span's context. Times are wall-clock seconds."""
 
 
 class SampledContext(Protocol):
-    """`rpc.observe.telemetry.sampled_context`."""
+    """The type of `rpc.observe.telemetry.sampled_context`."""
 
     def __call__(self, traceparent: str) -> Context | None:
         """Return the parent context; None if the trace is not recorded."""
@@ -74,7 +74,7 @@ class _Traced:
 
     @property
     def wants_step(self) -> bool:
-        """Whether the latest step that computed for this sequence should be linked."""
+        """Whether this sequence's spans link to the latest step that computed for the sequence."""
         if self.first_token_s is None:
             return True
         return self.num_decodes & (self.num_decodes - 1) == 0

@@ -1,6 +1,6 @@
 """Splits a step that does not fit in the device's memory into parts, computed one after another.
 
-`model_runner.py` catches the error and computes the parts.
+`model_runner.py` catches the out-of-memory error and computes the parts.
 
 Symbols: `S` sequences of a step, `N` tokens that it samples.
 """

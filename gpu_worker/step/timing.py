@@ -1,4 +1,4 @@
-"""Step timing: how long the device was busy, and how long a CPU pauses after a step."""
+"""Step timing: how long the device was busy, and how long a worker on a CPU pauses after a step."""
 
 import time
 from collections import deque
@@ -14,8 +14,9 @@ class BusyClock:
     """Adds up the device time of steps, without waiting for the device.
 
     On CUDA a span begins when the device reaches the span's first event, which the host enqueues in
-    `begin`. So `begin` comes right before the model's first launch: while the host starts block
-    moves and gathers inputs, a device without another step counts as idle. Used by one thread.
+    `begin`. So `begin` is called right before the model's first launch. Before that, while the host
+    starts block moves and gathers inputs, the device counts as idle, unless it still computes the
+    step before. Used by one thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,12 +64,12 @@ pauses cost at most a thirtieth."""
 
 
 def head_start_s(scheduled: ScheduledRows, num_prompt: Int64Array, execute_s: float) -> float:
-    """Return how long a CPU should pause after a step, to let first tokens be delivered.
+    """Return how long a worker on a CPU pauses after a step, so that first tokens arrive sooner.
 
-    Worker, scheduler and router pass a token on, and need the cores that the next step takes. With
-    two cores and a model whose prompt takes 65 ms, a first token reached its client 5.2 ms after it
-    was drawn, and 3.1 to 3.6 ms with a head start (medians of 21 prompts). Later tokens are passed
-    on while the next token is computed, which takes longer, so only first tokens need a pause.
+    To deliver a token, worker, scheduler and router need the cores that the next step would take.
+    Without a pause, a first token reached its client 5.2 ms after it was drawn; with a pause, after
+    3.1 to 3.6 ms (medians of 21 prompts that took 65 ms each, on two cores). Later tokens need no
+    pause, because a later token is delivered before the next one has been computed.
 
     Args:
         scheduled: The step. If other rows decode, a pause would delay them, so the result is 0.

@@ -56,8 +56,8 @@ def warm_up(
 ) -> None:
     """Execute every kind of step; all rows are free before and after. KV contents are lost.
 
-    All ranks must call this function. They execute the same steps, including steps with grammars
-    if any rank `has_structured_output`, although only rank 0 uses grammars.
+    All ranks must call this function, and they execute the same steps. If `has_structured_output`
+    is true on any rank, all ranks execute steps with grammars, although only rank 0 uses grammars.
 
     If the limits are too small for these steps, none is executed, and the first requests wait for
     the compilation of kernels.
@@ -130,7 +130,7 @@ def _one_then_two(
 
 
 def _behind_many(limits: Limits, num_draft_tokens: int) -> Iterator[Plan]:
-    """Plan a long prompt's last chunk, and decodes, so that attention splits the earlier tokens.
+    """Plan a long prompt's last chunk, then decodes: attention splits their context into parts.
 
     A draft model first has to compute the whole prompt, in steps in which the row gets no guesses.
     """
