@@ -49,7 +49,7 @@ class Pooler:
         self._table = table
         self._model = model
         self._kept: dict[int, _Kept] = {}
-        """The state by row; it stays until another sequence in the row is pooled."""
+        """Each row's state; it stays until the row's next pooled sequence replaces it."""
 
     def add(self, hidden: torch.Tensor, scheduled: ScheduledRows) -> None:
         """Add a step's hidden states, `[T, E]`, to the rows' state.
@@ -96,7 +96,7 @@ class Pooler:
         rows: Int64Array,  # [P]
         positions: Int64Array,  # [P]: numbers of tokens
     ) -> Vectors:
-        """Make the vectors of rows whose prompt is computed."""
+        """Make the vectors of rows whose whole prompt has been computed."""
         pooling = tuple(self._table.pooling[row] for row in rows.tolist())
         values = []
         for i, (row, kind) in enumerate(

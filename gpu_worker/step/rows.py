@@ -99,9 +99,10 @@ class Rows:
         """Incremented when a row gets a sequence, so that results for the row's earlier sequences
         are recognized."""
         self.ended_incarnation = np.full(num_rows, -1, np.int64)
-        """Each row's last incarnation for which `end` was called. It computes no more."""
+        """Each row's last incarnation for which `end` was called. Its sequence computes no more."""
         self._ended_len = np.zeros(num_rows, np.int64)
-        """Length of the ended sequence; `num_tokens` keeps growing, as the scheduler counts."""
+        """Length of each row's ended sequence. `num_tokens` keeps growing, because the scheduler
+        counts the row as decoding until it releases the row."""
         self._has_stopped = np.zeros(num_rows, np.bool_)
         """Whether the ended sequence's last token is an end token."""
         self._new: list[NewSequence | None] = [None] * num_rows

@@ -180,7 +180,7 @@ def _new(
     num_tokens: int,
     most_tokens: int,
 ) -> NewSequence:
-    """Make a sequence; its blocks may be shared, because their contents do not matter."""
+    """Make a sequence. Sequences may have the same blocks, because their KV does not matter."""
     num_blocks = -(-most_tokens // limits.block_size) * len(limits.kv_windows)
     return NewSequence(
         seq_id=row,

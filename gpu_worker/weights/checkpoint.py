@@ -38,7 +38,8 @@ class Checkpoint:
         """Open all files; raises ModelError if one is missing or damaged.
 
         `rename` maps a tensor's name in its file to its name in this object; None leaves the tensor
-        out. With `stacked_hidden_size`, the model's hidden size, stacked experts appear one by one.
+        out. With `stacked_hidden_size`, the model's hidden size, a tensor that stacks experts
+        appears as one tensor for each map of each expert (`ExpertsFile`).
         """
         self._name_to_file: dict[str, TensorFile] = {}
         self._name_in_file: dict[str, str] = {}

@@ -46,10 +46,10 @@ def pack_integers(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> "QuantizedLinear":
-    """Do for a GPU what `kernels.cpu.linear.pack_integers` does; `can_pack` must hold.
+    """Make the map of an integer weight; arguments as for `kernels.cpu.linear.pack_integers`.
 
-    Scales and offsets are rounded to float16. At 4 bits, the map's offsets are for values from 0 to
-    15.
+    `can_pack` must hold. Scales and offsets are rounded to float16. At 4 bits, the map's values are
+    from 0 to 15, not from -8 to 7, so its offsets are `offset - 8 * scale`.
     """
     values = values.t()
     if bits == 4:  # noqa: PLR2004
@@ -79,7 +79,10 @@ def pack_fp8(
 def pack_mxfp4(
     blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> "QuantizedLinear":
-    """Do for a GPU what `kernels.cpu.linear.pack_mxfp4` does; `can_pack` must hold."""
+    """Make the map of an MXFP4 weight; arguments as for `kernels.cpu.linear.pack_mxfp4`.
+
+    `can_pack` must hold.
+    """
     # A byte of `blocks` has two neighbours of a group's 32 features. The kernel takes bytes of two
     # features that are 16 apart.
     low, high = blocks[:, :, : HALF_RUN // 2], blocks[:, :, HALF_RUN // 2 :]
@@ -88,10 +91,10 @@ def pack_mxfp4(
 
 
 def batch_invariant(linear: Linear, dtype: torch.dtype) -> Linear:
-    """Make the same map for activations of `dtype`, but let no row depend on other rows.
+    """Make a map with the same weight whose result for a row never depends on other rows.
 
-    Libraries choose kernels by the number of rows. So 16-bit weights get a kernel of ours, and fp8
-    weights are multiplied as 16-bit numbers.
+    Libraries choose kernels by the number of rows. So plain weights get a kernel of ours, and fp8
+    weights are multiplied as 16-bit numbers. `dtype` is that of the activations.
     """
     if isinstance(linear, PlainLinear):
         return OneTileLinear(linear.weight, linear.bias)

@@ -24,11 +24,11 @@ class JsonFields:
     values: Mapping[str, object]
 
     def error(self, name: str, problem: str) -> ModelError:
-        """Make an error to raise; `problem` follows the field's name."""
+        """Make an error to raise; its message names file and field, and ends with `problem`."""
         return ModelError(f"{self.path}: {self.prefix}{name} {problem}")
 
     def unsupported(self, name: str, problem: str) -> UnsupportedError:
-        """Make an error for a feature that another implementation may support."""
+        """Make an error for a feature that Quire's model code lacks; `transformers` may have it."""
         return UnsupportedError(str(self.error(name, problem)))
 
     def has(self, name: str) -> bool:
@@ -41,7 +41,7 @@ class JsonFields:
         return default if value is None else value
 
     def allow_only(self, name: str, supported: object) -> None:
-        """Raise UnsupportedError if the field has another value; it may be absent."""
+        """Raise UnsupportedError unless the field equals `supported` or is absent."""
         if (value := self.get(name, supported)) != supported:
             raise self.unsupported(name, f"is {value!r}; only {supported!r} is supported")
 

@@ -16,7 +16,8 @@ Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Maps `[T, K]` to `[T, N]` of the same dtype and device, row by row."""
 
 HeadMaps: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
-"""A linear map for each head: writes the image of `[T, H, K]` to `[T, H, N]`, row by row."""
+"""A linear map for each head: maps the first argument, `[T, H, K]`, and writes the result to the
+second argument, `[T, H, N]`."""
 
 
 def make_linear(
@@ -24,14 +25,15 @@ def make_linear(
 ) -> Linear:
     """Make the map `x @ weight.T + bias` in the device's fastest form.
 
-    On a CPU the weight is packed once, here, for our own kernel. Few rows then take only the time
-    to read the weight, and a row's result does not depend on the number of rows. Torch multiplies
-    weights that cannot be packed. If the C code was not compiled, no weight can be packed.
+    On a CPU this function packs the weight for our own kernel. A product with few rows then takes
+    only the time to read the weight, and a row's result does not depend on the number of rows.
+    Torch multiplies weights that cannot be packed. If the C code was not compiled, no weight can be
+    packed.
 
     Args:
         weight: `[N, K]`; the caller need not keep it.
         bias: `[N]`, of the weight's dtype.
-        is_low_rank: Whether the map is a factor of a LoRA adapter's addition.
+        is_low_rank: Whether the weight is A or B of a LoRA adapter.
     """
     if native.can_pack(weight):
         return native.pack(weight, bias, is_low_rank=is_low_rank)

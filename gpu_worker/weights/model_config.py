@@ -30,9 +30,10 @@ class ModelConfig:
     """With multi-head latent attention, a value is the first `latent_dim` numbers of its key, so
     values are not stored. None: values are stored."""
     has_exact_keys: bool = False
-    """Whether keys hold positions, as with ALiBi; such KV must not be rounded to 8 bits."""
+    """Whether keys also hold numbers that encode the position, as with ALiBi. 8 bits cannot
+    represent these numbers well enough, so the KV must not be rounded to 8 bits."""
     eos_token_ids: tuple[int, ...]
-    """From config.json and generation_config.json; may be empty."""
+    """The end tokens, from config.json and generation_config.json; may be empty."""
     windows: tuple[KvWindow, ...] = ()
     """The window of each layer. Empty: no layer has a window."""
     num_states: int = 0
@@ -57,7 +58,11 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def resolve_dtype(name: str, config: ModelConfig) -> str:
-    """Return the dtype for a flag's value: one of `DTYPES`, or "auto" for the checkpoint's."""
+    """Return the dtype that a flag's value names; "auto" means the checkpoint's dtype.
+
+    Raises:
+        ModelError: The value is neither "auto" nor one of `DTYPES`.
+    """
     if name == "auto":
         return config.dtype
     if name not in DTYPES:

@@ -37,7 +37,7 @@ from gpu_worker.weights.tensor_file import Piece, TensorSpec
 
 _MOST_GROUP: Final = 128
 _LEAST_GROUP: Final = 32
-"""Packed maps take group sizes that are powers of two in this range."""
+"""Packed maps take group sizes that are powers of two, from `_LEAST_GROUP` to `_MOST_GROUP`."""
 _LEAST_PLAIN_GROUP: Final = 16
 """The smallest group of 8-bit integers without offsets, as in Q6_K; only CPU kernels take it."""
 
@@ -97,7 +97,7 @@ _log = structlog.get_logger()
 
 
 class PackedMaps:
-    """Makes linear maps from packed tensors, and counts how many stay packed.
+    """Makes linear maps from packed tensors, and counts the weights that stay packed.
 
     Integers stay integers where a kernel can multiply them, and fp8 numbers stay fp8 on a GPU.
     Other weights become `dtype`.
@@ -111,7 +111,7 @@ class PackedMaps:
         device: torch.device,
         fill: Callable[[Piece, torch.Tensor], None],
     ) -> None:
-        """Take the arguments of `Weights`. On the meta device, `fill` only notes the tensors."""
+        """Take the arguments of `Weights`. On the meta device, `fill` only records its calls."""
         self._stored = stored
         self._names = names
         self._dtype = dtype
@@ -133,7 +133,7 @@ class PackedMaps:
 
     @property
     def unused(self) -> str:
-        """A pattern for the names of scales of activations, tensors that are not used."""
+        """A regular expression for the names of tensors that are not used: activations' scales."""
         return r".*\.input_scale"
 
     def has(self, name: str) -> bool:
@@ -141,10 +141,10 @@ class PackedMaps:
         return any(f"{name}.{mark}" in self._names for mark in self._marks)
 
     def linear(self, pieces: Sequence[Piece], bias: torch.Tensor | None) -> Linear:
-        """Make the fused map of several weights with the same input, whose outputs are joined.
+        """Make one map of several weights with the same input. The map joins their outputs.
 
         Args:
-            pieces: Weights `[N, K]`, or some of their rows or columns; some may not be packed.
+            pieces: Weights `[N, K]`, or parts of them. Not all weights need to be packed.
             bias: The bias of the fused map.
 
         Raises:
@@ -188,7 +188,7 @@ class PackedMaps:
         return gpu_linear.pack_fp8(values, scales, bias, self._dtype)
 
     def mxfp4(self, weight: Mxfp4Weight, bias: torch.Tensor | None) -> Linear:
-        """Make the map of a weight that the model has read, on its device."""
+        """Make the map of a weight that the model has already read onto the device."""
         num_out, num_groups = weight.scales.shape
         if self._device == _META:
             shape = num_out, num_groups * MXFP4_GROUP_SIZE
@@ -223,7 +223,7 @@ class PackedMaps:
         )
 
     def _part(self, piece: Piece, *, has_bias: bool) -> _Part:
-        """Return the weight of a piece: quantized if its groups can be kept, else in float32.
+        """Return the weight of a piece, as float32 if it is not packed or `cut_weight` refuses it.
 
         Tensors of AWQ, GPTQ and fp8 are read whole even for one rank's part, because the cut may
         divide a group or a block. From GGUF tensors, only the part's rows are read.

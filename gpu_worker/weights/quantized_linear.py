@@ -18,10 +18,11 @@ _INT4_GROUP_SIZE: Final = 32
 """With scales and offsets of 16 bits, groups of this size make 5 bits per weight."""
 _INT4_KERNEL_GROUPS: Final = (32, 64, 128)
 _INT4_RANGES: Final = (1.0, 0.85)
-"""Candidate grids, as shares of a group's range. The whole range keeps weights that are already on
-a grid; a smaller range is finer, which suits all weights except outliers. Each group takes the grid
-with less error. In the shipped model, these shares reduce the error by 0.6 % against the whole
-range alone; four shares would reduce it by 1.3 %."""
+"""Integers of 4 bits stand for 16 evenly spaced numbers, a grid. Each group tries a grid over each
+of these shares of its range, and takes the grid with the least error. A grid over the whole range
+keeps weights that are already on a grid. A grid over a smaller range is finer, which suits all
+weights except outliers. In the shipped model, these shares reduce the error by 0.6 % against the
+whole range alone; four shares would reduce it by 1.3 %."""
 _INT4_FITS: Final = 2
 _FLOAT32_EPS: Final = 1e-6
 _PIECE: Final = 2**18
@@ -49,8 +50,8 @@ class QuantizedWeight:
     offsets: torch.Tensor | None
     """Shaped like the scales; None: zeros.
 
-    The kernel multiplies with scales and offsets in float16. At 4 bits, its offsets are those for
-    values from 0 to 15, so that GGUF's Q4_0 and Q4_1 are kept exactly.
+    The kernel multiplies with scales and offsets in float16. At 4 bits, the kernel's values are
+    from 0 to 15, so its offsets are `offset - 8 * scale`. This keeps GGUF's Q4_0 and Q4_1 exactly.
     """
 
     def to(self, device: torch.device) -> "QuantizedWeight":
@@ -71,7 +72,7 @@ class QuantizedWeight:
     def fits_half_precision(self) -> bool:
         """Whether float16 represents scales and offsets well enough for products in float32.
 
-        At 4 bits, the offsets tested are those for values that begin at 0.
+        At 4 bits, the offsets tested are the kernel's; see `offsets`.
         """
         numbers = [self.scales]
         if self.offsets is not None:
@@ -83,7 +84,7 @@ class QuantizedWeight:
         )
 
     def without_zero_offsets(self) -> "QuantizedWeight":
-        """Replace all-zero offsets by None; only 8-bit weights can have no offsets."""
+        """Replace offsets by None if all are zero; weights of 4 bits always keep their offsets."""
         if self.quantization is Quantization.INT4 or self.offsets is None or self.offsets.any():
             return self
         return replace(self, offsets=None)
@@ -107,7 +108,7 @@ def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
 
 
 def _quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return values, scales and offsets of some rows."""
+    """Quantize some rows to 4 bits; return values, scales and offsets."""
     groups = weight.float().view(weight.shape[0], -1, _INT4_GROUP_SIZE)  # [N, G, 32]
     scales, lows, errors = _fit_int4(groups, _INT4_RANGES[0])
     for share in _INT4_RANGES[1:]:
@@ -126,8 +127,8 @@ def _fit_int4(
     """Return scale, lowest weight and squared error of each group of `[N, G, 32]`.
 
     All are float32 `[N, G, 1]`. Scale and lowest weight are rounded to float16, which the kernel
-    multiplies.
-    The fit starts with a grid over a share of the values' range, and improves it by least squares.
+    multiplies. The fit starts with a grid over `range_share` of the group's range, and improves the
+    grid by least squares.
     """
     low, high = (range_share * bound for bound in groups.aminmax(dim=2, keepdim=True))
     scales = _no_zeros((high - low) / 15)
@@ -153,11 +154,11 @@ def _rounded(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def can_multiply(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether our own kernel on the weight's device takes it, for activations of `dtype`.
+    """Whether our own kernel takes the weight, on its device, for activations of `dtype`.
 
     On a CPU, 4-bit groups must have 32, 64 or 128 input features. With float32 activations the
-    product must be exact, so scales and offsets must fit in float16. A GPU dequantizes weights for
-    float32 activations.
+    product must be exact, so scales and offsets must fit in float16. On a GPU, no kernel takes
+    float32 activations; the weight is then dequantized.
     """
     if gpu_linear.is_here(weight.values.device):
         return gpu_linear.can_pack(

@@ -26,7 +26,7 @@ _PROBE_BYTES: Final = 2**20
 
 
 def read_to_cache(extent: Extent) -> None:
-    """Read bytes of a file and drop them, unless they are cached.
+    """Read bytes of a file, so that they are in the page cache, unless they are there already.
 
     Raises:
         OSError: The bytes cannot be read, or the file has become shorter.
@@ -80,7 +80,7 @@ class ReadAhead:
         self._pool.shutdown(cancel_futures=True)
 
     def wait_for_next(self) -> None:
-        """Begin to use the next extent: wait until it has been read, and start those after it.
+        """Wait until the next extent has been read, and begin to read extents after it.
 
         Raises:
             ModelError: Reading failed twice. A mapped access would end the process.

@@ -38,7 +38,8 @@ _MAX_NAMES_SHOWN = 5
 _DUMMY_STD = 0.02
 """A usual initialization, with which activations stay in range."""
 _DUMMY_MXFP4_SCALE = 120
-"""2^-7: the numbers of MXFP4, drawn evenly, then have about this standard deviation, too."""
+"""The code of the scale 2^-7. With it, evenly drawn MXFP4 numbers have about the standard deviation
+`_DUMMY_STD`."""
 
 
 class Weights:
@@ -56,11 +57,11 @@ class Weights:
         *,
         is_batch_invariant: bool = False,
     ) -> None:
-        """`fill` fills an empty tensor; `names` are the names of all tensors in the checkpoint.
+        """`fill` reads a piece into a tensor; `names` are those of all tensors in the checkpoint.
 
         `ranks` are the devices that share the model; None: this device only. `stored` is how the
-        checkpoint packs its linear maps; None: it does not pack them. If `is_batch_invariant`, no
-        bit of a row depends on other rows in the maps that `linear` and `head` make.
+        checkpoint packs its linear maps; None: it does not pack them. If `is_batch_invariant`, the
+        maps that `linear` and `head` make give a row the same bits whatever the other rows are.
         """
         self.names = names
         self.ranks = ranks
@@ -76,7 +77,7 @@ class Weights:
         self._fill = fill
         self._ignored: list[re.Pattern[str]] = []
         self.packed: PackedMaps | None = None
-        """Reads the maps that the checkpoint packs."""
+        """Reads the maps that the checkpoint packs; None: it packs none."""
         if stored is not None:
             self.packed = PackedMaps(stored, names, dtype, device, fill)
             self.ignore(self.packed.unused)
@@ -86,9 +87,10 @@ class Weights:
         return self.part(Piece(name, shape), dtype)
 
     def dense_share(self, name: str, num_groups: int, size: int, num_in: int) -> torch.Tensor:
-        """Return this rank's outputs of a map, `[N, K]`, for a model that multiplies parts of it.
+        """Return the weight `[N, K]` of this rank's outputs of a map.
 
-        The weight is dequantized if the checkpoint packs it, and is never quantized here.
+        This is for a model that multiplies parts of the weight. The weight is dequantized if the
+        checkpoint packs it, and is never quantized here.
 
         Args:
             name: The map's name, without ".weight".
@@ -132,8 +134,8 @@ class Weights:
 
         Args:
             num_in: K.
-            parts: For each map: the name; the number of groups of its outputs, such as heads, of
-                which this rank takes `Place.groups`; and the size of a group.
+            parts: For each map: the name, the number of groups of outputs, and the size of a group.
+                A group, such as a head, is never split; `Place.groups` says which this rank takes.
             bias: Whether the maps have biases.
         """
         shares = []
@@ -168,7 +170,9 @@ class Weights:
     def split_inputs(
         self, num_groups: int, size: int, part: tuple[str, int], *, bias: bool = False
     ) -> Linear:
-        """Do as `linear` does, with only this rank's share of the inputs; `summed` takes the map.
+        """Do as `linear` does, with only this rank's share of the inputs.
+
+        `summed` makes of this map a map that adds up the ranks' results.
 
         Args:
             num_groups: Number of groups of inputs.
@@ -216,7 +220,7 @@ class Weights:
             name: The weight's name.
             vocab_size: V.
             num_in: E.
-            tied: The weight, if it is the embedding and this rank has that.
+            tied: The embedding, if it is also this weight, and this rank has it.
         """
         rows = self.place.vocabulary(vocab_size)
         weight = (
@@ -307,14 +311,14 @@ def load_weights(
 ) -> ModelT:
     """Build a model with weights read from disk, converted to `dtype`, on `device`.
 
-    The model is built twice. The first time, its tensors are empty, on the meta device. This shows
-    which tensors it needs, so a wrong checkpoint is refused before gigabytes are read. The second
-    time needs memory for the weights and for one more linear map.
+    The model is built twice. The first time, the model's tensors are empty, on the meta device.
+    This shows which tensors the model needs, so a wrong checkpoint is refused before gigabytes are
+    read. The second time needs memory for the weights and for one more linear map.
 
     Args:
         directory: Has the files that `Checkpoint` reads.
         architecture: The model's name in errors.
-        build: Makes the model; must not look into the tensors.
+        build: Makes the model; must not read the values of the tensors.
         dtype: The dtype of weights and activations.
         device: Where to put the weights.
         progress: Called with the fraction of weights read, up to 1.
@@ -399,8 +403,8 @@ def draw_weights(
 ) -> ModelT:
     """Do as `load_weights` does, without files: with random weights, drawn on the device.
 
-    One-dimensional tensors, such as norms, are filled with ones. The same part of a tensor is the
-    same on each rank, whatever else the rank draws.
+    One-dimensional tensors, such as norms, are filled with ones. Ranks that have the same part of a
+    tensor draw the same numbers for it.
     """
     generator = torch.Generator(device)
 

@@ -40,7 +40,7 @@ class Extent:
 
 
 class OpenFile:
-    """A file that is also mapped, open for reading ahead as long as this object exists."""
+    """An open file, whose mapped tensors are read ahead. It is closed when this object is freed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -15,7 +15,7 @@ from model_files.gguf_config import QUANT_METHOD
 _GROUP_SIZES: Final = (32, 64, 128)
 MXFP4_GROUP_SIZE: Final = 32
 MXFP4_ARCHITECTURE: Final = "GptOssForCausalLM"
-"""The only one whose weights may be in MXFP4, except for a user's class."""
+"""The only architecture whose weights may be in MXFP4, unless a user's class reads them."""
 _DEQUANTIZED: Final = ("fp8", "mxfp4")
 _WHOLE: Final = -1
 """The group size in config.json that means one group of all input features."""
@@ -62,7 +62,7 @@ class Fp8Format:
     """Weights in float8_e4m3fn, with scales."""
 
     scale_shape: ScaleShape | tuple[int, int]
-    """A `ScaleShape`, or the outputs and inputs of a block that shares a scale."""
+    """A `ScaleShape`, or the numbers of outputs and inputs of a block that shares a scale."""
     scale_name: str
     """The name of the tensor of scales, after the map's name and a dot."""
 
@@ -82,7 +82,7 @@ class GgufFormat:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Format:
-    """Experts in MXFP4, which their model reads (`gpu_worker.weights.stored.mxfp4`)."""
+    """Experts in MXFP4. The model's own code reads them; see `stored/mxfp4.py`."""
 
     title = "mxfp4"
     """Its name in the log."""
@@ -123,7 +123,7 @@ def check_dequantized(fields: JsonFields) -> None:
 
 
 def check_mxfp4(fields: JsonFields) -> None:
-    """Raise ModelError if the weights are in MXFP4 and only a user's class may read them."""
+    """Raise ModelError if the weights are in MXFP4 but the model is not `MXFP4_ARCHITECTURE`."""
     config = fields.nested("quantization_config")
     if config.get("quant_method") != "mxfp4":
         return

@@ -14,7 +14,7 @@ from gpu_worker.weights.tensor_file import TensorSpec
 
 
 def fp8_tensors(stored: Fp8Format, num_out: int, num_in: int) -> dict[str, TensorSpec]:
-    """Return the tensors of a map `[N, K]`, by the ends of their names."""
+    """Return shape and dtype of a map's tensors, by the ends of their names."""
     if stored.scale_shape is ScaleShape.TENSOR:
         shape: tuple[int, ...] = (1,)
     elif stored.scale_shape is ScaleShape.CHANNEL:

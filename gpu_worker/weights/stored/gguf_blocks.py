@@ -94,7 +94,7 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _k_nibbles(numbers: torch.Tensor) -> torch.Tensor:
-    """Unpack 128 bytes to eight groups: 32 bytes hold one in low nibbles, another in high ones."""
+    """Unpack 128 bytes to eight groups: 32 bytes have one in low nibbles, the next in high ones."""
     return _split(_halves(_split(numbers, 4, 32)).flatten(2), 8, 32)
 
 

@@ -1,4 +1,4 @@
-"""Reads the tensors of a GGUF file under the names and in the order that `transformers` gives them.
+"""Reads the tensors of a GGUF file, with the names and the order of rows that `transformers` uses.
 
 A quantized matrix of a layer appears as its blocks: its name ends with the type instead of
 "weight", as in `model.layers.0.mlp.up_proj.Q4_K`. Other quantized tensors, such as the embedding,
@@ -61,8 +61,9 @@ class _Rows:
     tensor: GgufTensor
     expert: int | None = None
     num_rotated_heads: int | None = None
-    """Number of heads, if their rows are in the order of Llama's own rotation, pair by pair; None:
-    they are in the usual order."""
+    """Number of heads, if the rows of a head are in the order of Llama's own rotary embedding, in
+    which the two rows of a rotated pair are neighbours. None: the rows are in the order of
+    `transformers`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +80,8 @@ class GgufFile:
             path: The file.
             heads: Numbers of heads of "attn_q" and "attn_k", if their rows must be reordered: see
                 `_Rows.num_rotated_heads`.
-            experts: Names of tensors of experts, with `{}` for an expert's number.
+            experts: Maps GGUF's names of the tensors of experts to those of `transformers`, with
+                `{}` for an expert's number.
 
         Raises:
             ModelError: The file is damaged, or has a tensor that no supported architecture has.

@@ -14,11 +14,11 @@ from gpu_worker.weights.stored.format import IntegerFormat, Packing
 from gpu_worker.weights.tensor_file import TensorSpec
 
 _AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""For each of eight consecutive outputs, its nibble in their word."""
+"""Which nibble of a word each of its eight consecutive outputs has; 0 is the lowest."""
 
 
 def integer_tensors(stored: IntegerFormat, num_out: int, num_in: int) -> dict[str, TensorSpec]:
-    """Return the tensors of a map `[N, K]`, by the ends of their names, without GPTQ's `g_idx`."""
+    """Return shape and dtype of a map's tensors, except `g_idx`, by the ends of their names."""
     per_word = 32 // stored.bits
     num_groups = num_in // (stored.group_size or num_in)
     weight = (num_in // per_word, num_out)

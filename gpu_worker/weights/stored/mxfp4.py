@@ -19,7 +19,8 @@ from kernels.reference.linear.quantized import E2M1, powers_of_two
 NAN_SCALE: Final = 255
 """The scale that stands for NaN, and not for a power of two."""
 LARGEST_SCALE: Final = 240
-"""The largest scale that GPU kernels can multiply by 2^14 in float32."""
+"""The code of 2^113, the largest supported scale. GPU kernels multiply scales by 2^14 in float32,
+which overflows for larger scales."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +40,7 @@ class Mxfp4Weight:
 
 
 def can_pack_mxfp4(weight: Mxfp4Weight, dtype: torch.dtype) -> bool:
-    """Whether a kernel for the weight's device takes it, for activations of `dtype`."""
+    """Whether a kernel takes the weight, on its device, for activations of `dtype`."""
     device, num_groups = weight.scales.device, weight.scales.shape[1]
     if gpu_linear.is_here(device):
         return gpu_linear.can_pack(num_groups * MXFP4_GROUP_SIZE, num_groups, dtype, is_int4=True)

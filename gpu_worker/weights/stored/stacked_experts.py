@@ -1,4 +1,4 @@
-"""Reads experts that a checkpoint stacks, as Qwen3-VL-MoE does.
+"""Reads single experts from tensors that stack all experts of a layer, as in Qwen3-VL-MoE.
 
 Symbols: `X` experts, `E` hidden size, `I` intermediate size of an expert.
 """
@@ -48,7 +48,7 @@ class ExpertsFile:
     """A file whose stacked tensors appear as a tensor for each map of each expert."""
 
     def __init__(self, file: TensorFile, hidden_size: int) -> None:
-        """`hidden_size` is E. It shows the order of dimensions, which differs by checkpoint.
+        """`hidden_size`, E, shows the order of a tensor's dimensions, which differs by checkpoint.
 
         A shape that fits both orders is read as `[X, outputs, inputs]`, as by `transformers`.
         """
