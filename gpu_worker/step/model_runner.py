@@ -35,7 +35,7 @@ _G = TypeVar("_G", DecodeGraphs, PiecewiseGraphs)
 def forward(
     model: Decoder, batch: InputBatch, pool: Any, metadata: AttentionMetadata
 ) -> torch.Tensor:
-    """Compute a batch; return final hidden states `[N, E]`, of the tokens in `metadata.wanted`.
+    """Compute a batch; return the final hidden states `[N, E]` of the `metadata.wanted` tokens.
 
     Raises:
         ModelError: The model, perhaps a user's class, returned a wrong number of hidden states.
@@ -108,8 +108,8 @@ class ModelRunner:
         """Capture graphs for steps of decodes only. Called before the first step.
 
         Without `has_adapters`, the graphs are only for steps in which no row has an adapter.
-        `report` gets the fraction done. Errors of the backend pass through; steps of decodes
-        then run without these graphs. For `shares_prefixes` see `DecodeGraphs`.
+        `report` gets the fraction done. If the backend raises an error, it reaches the caller, and
+        steps of decodes run without these graphs. For `shares_prefixes` see `DecodeGraphs`.
         """
         captured = self._captured(has_adapters=has_adapters)
         graphs = DecodeGraphs(self._model, *captured, shares_prefixes=shares_prefixes)

@@ -29,7 +29,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """The state of a row's pooling: the sum of the hidden states so far, or the first hidden state.
+    """The state of a row's pooling: the sum of the hidden states so far, or the first token's.
 
     Sums are float64, so that a mean does not depend on how the prompt was cut into chunks.
     """
@@ -54,7 +54,7 @@ class Pooler:
     def add(self, hidden: torch.Tensor, scheduled: ScheduledRows) -> None:
         """Add a step's hidden states, `[T, E]`, to the rows' state.
 
-        If memory is short, the same chunk may come again, in parts.
+        After a step that ran out of memory, the same chunk may come again, in parts.
         """
         ends = scheduled.lens.cumsum()
         for i in self._table.pools_all[scheduled.rows].nonzero()[0].tolist():
@@ -126,7 +126,7 @@ def sample_or_pool(
     Args:
         pools: bool[S], whether a sequence is pooled; at least one is.
         hidden: `[S, E]`, the hidden state of each sequence's last token.
-        sample: Samples the other sequences, given their hidden states and indices, int64[*].
+        sample: Samples the other sequences, given their hidden states and indices in `pools`.
         pool: Makes the vectors of pooled sequences, given their hidden states and indices.
     """
     (pooled,), (others,) = pools.nonzero(), (~pools).nonzero()

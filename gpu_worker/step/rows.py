@@ -27,7 +27,7 @@ from contract.worker_limits import Limits, first_seen
 
 _NUM_LOGPROBS = 32
 """A row keeps the log-probabilities of this many last tokens for the next scheduler. When a
-scheduler dies, a router may lack those of the tokens in flight, which are fewer."""
+scheduler dies, fewer of a row's tokens than this are on their way to a router."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

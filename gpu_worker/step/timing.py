@@ -73,7 +73,7 @@ def head_start_s(scheduled: ScheduledRows, num_prompt: Int64Array, execute_s: fl
 
     Args:
         scheduled: The step. If other rows decode, a pause would delay them, so the result is 0.
-        num_prompt: int64[R], each row's prompt length, which is the index of its first token.
+        num_prompt: int64[R], each row's prompt length: the index of the first token after it.
         execute_s: How long the step took, in seconds.
     """
     has_decodes = bool(scheduled.num_decodes or scheduled.num_drafting)

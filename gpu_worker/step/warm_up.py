@@ -132,7 +132,8 @@ def _one_then_two(
 def _behind_many(limits: Limits, num_draft_tokens: int) -> Iterator[Plan]:
     """Plan a long prompt's last chunk, then decodes: attention splits their context into parts.
 
-    A draft model first has to compute the whole prompt, in steps in which the row gets no guesses.
+    With a draft model, there are more decodes: the draft model first has to compute the whole
+    prompt, and until then the row gets no guesses.
     """
     num_steps = 1
     if num_draft_tokens:

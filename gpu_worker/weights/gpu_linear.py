@@ -32,7 +32,7 @@ def is_here(device: torch.device) -> bool:
 
 
 def can_pack(num_in: int, num_groups: int, dtype: torch.dtype, *, is_int4: bool = False) -> bool:
-    """Whether the kernel takes K features in G groups, for activations of `dtype`."""
+    """Whether the GPU's kernel takes K features in G groups, for activations of `dtype`."""
     # For float32 activations, weights are dequantized, so that products are exact.
     is_whole = num_groups == 1 and not is_int4
     return dtype is not torch.float32 and (is_whole or num_in // num_groups % _RUN == 0)

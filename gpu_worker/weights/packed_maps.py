@@ -43,7 +43,7 @@ _LEAST_PLAIN_GROUP: Final = 16
 
 
 def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> QuantizedWeight | None:
-    """Return a part of a weight; None if its groups would be too small for packed maps.
+    """Return a part of a weight; None if the part's groups would be too small for packed maps.
 
     If the part would cut a group, groups are split into smaller ones with the same scale.
     """

@@ -1,8 +1,8 @@
 """Reads tensors' bytes into the page cache, in parallel, before the tensors are converted.
 
 A mapped file is read sequentially: each access waits for the pages around it. Disks, above all
-those behind a network, are faster with several large reads at once. The bytes that are read are
-thrown away, because they stay in the page cache, from which the system can drop them. vLLM's
+those behind a network, are faster with several large reads at once. The process does not keep the
+bytes that it reads: they stay in the page cache, from which the system can drop them. vLLM's
 strategy "prefetch" does the same.
 """
 

@@ -36,7 +36,7 @@ MapT = TypeVar("MapT", bound=Callable[[torch.Tensor], torch.Tensor])
 _META = torch.device("meta")
 _MAX_NAMES_SHOWN = 5
 _DUMMY_STD = 0.02
-"""A usual initialization, with which activations stay in range."""
+"""Standard deviation of random weights: a usual one, with which activations stay in range."""
 _DUMMY_MXFP4_SCALE = 120
 """The code of the scale 2^-7. With it, evenly drawn MXFP4 numbers have about the standard deviation
 `_DUMMY_STD`."""
