@@ -159,7 +159,9 @@ class _Family:
     ties_embeddings: bool = False
     has_query_scalar: bool = False
     """Whether `query_pre_attn_scalar`, by default 256, replaces the head dim in the scale of
-    attention's scores, and fields may cap scores and logits."""
+    attention's scores, and `final_logit_softcapping` may cap logits."""
+    caps_scores: bool = False
+    """Whether `attn_logit_softcapping` may cap scores."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     read_experts: _ReadExperts | None = None
@@ -211,6 +213,7 @@ _FAMILIES = {
     "Gemma2ForCausalLM": replace(
         _LATER_GEMMA,
         window=_Window(4096, is_by_layer=True, period=2),
+        caps_scores=True,
         attention_softcap=50.0,
         logit_softcap=30.0,
     ),
@@ -325,10 +328,12 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         norms_add_one=family.norms_add_one,
         scales_embedding=family.scales_embedding,
         attention_scale=_attention_scale(fields, family, head_dim),
-        attention_softcap=_softcap(
-            fields, family, "attn_logit_softcapping", family.attention_softcap
-        ),
-        logit_softcap=_softcap(fields, family, "final_logit_softcapping", family.logit_softcap),
+        attention_softcap=_softcap(fields, "attn_logit_softcapping", family.attention_softcap)
+        if family.caps_scores
+        else None,
+        logit_softcap=_softcap(fields, "final_logit_softcapping", family.logit_softcap)
+        if family.has_query_scalar
+        else None,
         windows=_windows(fields, family, common.num_layers),
         experts=None
         if family.read_experts is None
@@ -370,22 +375,16 @@ def _check_activation(fields: JsonFields, family: _Family) -> None:
 def _attention_scale(fields: JsonFields, family: _Family, head_dim: int) -> float:
     if not family.has_query_scalar:
         return float(head_dim**-0.5)
-    scalar = fields.number("query_pre_attn_scalar", default=256.0)
-    if scalar <= 0:
-        raise fields.error("query_pre_attn_scalar", f"is {scalar}; it must be positive")
-    return float(scalar**-0.5)
+    return float(fields.number("query_pre_attn_scalar", default=256.0) ** -0.5)
 
 
-def _softcap(fields: JsonFields, family: _Family, name: str, default: float | None) -> float | None:
-    """Read a cap of scores or logits; `default` holds if the field is absent, not if it is null."""
-    if not family.has_query_scalar or (fields.has(name) and fields.get(name) is None):
-        return None
+def _softcap(fields: JsonFields, name: str, default: float | None) -> float | None:
+    """Read a cap of scores or logits; null means that there is none."""
     if not fields.has(name):
         return default
-    softcap = fields.number(name)
-    if softcap <= 0:
-        raise fields.error(name, f"is {softcap}; it must be positive or null")
-    return softcap
+    if fields.get(name) is None:
+        return None
+    return fields.number(name)
 
 
 def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig | None]:

@@ -40,6 +40,7 @@ FAMILIES = {
     "phi3": {},
     "qwen2": {},
     "qwen3": {},
+    "gemma3_text": {},
     "gpt_neox": {},
     "nemotron": {},
     "stablelm": {"use_parallel_residual": True, "qk_layernorm": True},

@@ -18,6 +18,20 @@ VARIANTS = [
     ("mistral", {"num_key_value_heads": 1, "sliding_window": None}),
     ("mixtral", {"sliding_window": 33, "num_experts_per_tok": 3}),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False}),
+    ("gemma", {"hidden_act": "gelu", "num_key_value_heads": 1, "attention_bias": True}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+            },
+            "attn_logit_softcapping": 0.5,  # ignored, as in transformers
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+        },
+    ),
     ("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
     ("nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "hidden_act": "silu"}),
     ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True, "num_key_value_heads": 4}),

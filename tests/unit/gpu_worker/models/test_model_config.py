@@ -250,6 +250,14 @@ def test_olmo_3_s_rotation_before_transformers_5(tmp_path):
     assert config.windowed_rope == RopeConfig(1e6)
 
 
+def test_gemma_2_s_own(tmp_path):
+    config = read(write(tmp_path, architectures=["Gemma2ForCausalLM"], without=["hidden_act"]))
+    assert config.windows == (4096, None, 4096)
+    assert (config.attention_scale, config.head_dim) == (1 / 16, 256)
+    assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
+    assert (config.tie_word_embeddings, config.activation) == (True, "gelu_pytorch_tanh")
+
+
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
 def test_experts_of_qwen_3_as_old_and_new_transformers_write_them(tmp_path, name):
     fields = {**QWEN_3_MOE, name: 64}
@@ -323,6 +331,7 @@ def test_the_epsilon_of_layer_norms(tmp_path, family, name):
     assert config.layer_norm_eps == 1e-3
 
 
+GEMMA_3 = {"architectures": ["Gemma3ForCausalLM"]}
 NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
 OLMO_3 = {"architectures": ["Olmo3ForCausalLM"], "layer_types": ["full_attention"] * 3}
 
@@ -330,6 +339,14 @@ OLMO_3 = {"architectures": ["Olmo3ForCausalLM"], "layer_types": ["full_attention
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            GEMMA_3 | {"query_pre_attn_scalar": 0},
+            "query_pre_attn_scalar is 0; it must be a positive number",
+        ),
+        (
+            GEMMA_3 | {"final_logit_softcapping": -1},
+            "final_logit_softcapping is -1; it must be a positive number",
+        ),
         (NEOX | {"hidden_act": "mish"}, "hidden_act is 'mish'; supported: gelu"),
         (NEOX | {"rotary_pct": 0.2}, "rotary_pct is 0.2; it must rotate an even number of"),
         (NEOX | {"num_attention_heads": 6}, "num_attention_heads must divide hidden_size, 64"),
@@ -388,6 +405,14 @@ def test_unsupported_features_of_the_families_are_named(tmp_path, changes, messa
             "partial_rotary_factor is 0.5; only 1.0 is supported",
         ),
         ({"clip_qkv": 8.0}, "clip_qkv is 8.0; only null is supported"),
+        (
+            GEMMA_3 | {"use_bidirectional_attention": True},
+            "use_bidirectional_attention is true; only false is supported",
+        ),
+        (
+            GEMMA_3 | {"hidden_activation": "relu"},
+            "hidden_activation is 'relu'; only 'gelu_pytorch_tanh' is supported",
+        ),
         (
             {"rope_scaling": {"type": "ntk", "factor": 4.0}},
             "rope_scaling.rope_type is 'ntk'; supported:",

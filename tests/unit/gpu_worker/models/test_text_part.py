@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from gpu_worker.loading.early_check import check_config
 from gpu_worker.models.llama.config import read_llama_config
 from gpu_worker.models.registry import open_model
+from gpu_worker.models.rope import LinearScaling, RopeConfig
 from gpu_worker.models.text_part import name_alone, text_part
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import JsonFields, ModelError
@@ -196,6 +197,32 @@ def test_sizes_that_older_configs_omit_are_those_of_transformers(model_type):
     )
     sizes = ours.vocab_size, ours.hidden_size, ours.intermediate_size
     assert sizes == (theirs.vocab_size, theirs.hidden_size, theirs.intermediate_size)
+
+
+def test_gemma_3_4b_s_own():
+    """The published config.json leaves out what equals the defaults of transformers."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    config = read_llama_config(text_part(JsonFields(Path("config"), "", whole)))
+    theirs = AutoConfig.for_model(**text)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.max_model_len) == (262208, 131072)
+    assert config.windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
+    assert [kind == "full_attention" for kind in theirs.layer_types] == [
+        window is None for window in config.windows
+    ]
+    assert config.rope == RopeConfig(1e6, LinearScaling(8.0))
+    assert config.windowed_rope == RopeConfig(1e4)
+    assert config.tie_word_embeddings
+    assert config.qk_norm
+    assert config.attention_scale == 1 / 16
 
 
 def test_another_text_part_than_the_usual_one_is_refused_by_name(tmp_path):

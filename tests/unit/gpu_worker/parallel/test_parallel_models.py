@@ -17,6 +17,8 @@ FAMILIES = {
     "mistral": {"num_key_value_heads": 1},
     "mixtral": {},
     "phi3": {},
+    "gemma2": {},
+    "gemma3_text": {},
     "glm4": {},
     "glm4_moe": {},
     "olmo2": {},
@@ -33,7 +35,16 @@ FAMILIES = {
     "deepseek_v3": {"attention_bias": True},
     "minicpm3": {},
 }
-OF_A_PIPELINE = ("qwen2", "qwen3", "gpt_neox", "gpt_oss", "olmo2", "minicpm3", "starcoder2")
+OF_A_PIPELINE = (
+    "qwen2",
+    "gemma3_text",
+    "qwen3",
+    "gpt_neox",
+    "gpt_oss",
+    "olmo2",
+    "minicpm3",
+    "starcoder2",
+)
 LATENT_SIZES = {
     "kv_lora_rank": 32,
     "v_head_dim": 16,
@@ -43,7 +54,7 @@ LATENT_SIZES = {
 WITH_ADAPTERS = [
     (f"{family} adapters{graphs}", sizes)
     for families, sizes in (
-        ("llama mistral phi3 gpt_neox stablelm nemotron starcoder2 gpt_oss", TENSOR),
+        ("llama gemma3_text mistral phi3 gpt_neox stablelm nemotron starcoder2 gpt_oss", TENSOR),
         ("qwen2 gpt_neox", PIPELINE),
     )
     for family in families.split()
