@@ -13,9 +13,10 @@ MAX_SHARED: Final = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefixes:
-    """Groups of sequences that begin with the same blocks, which decodes read once per group.
+    """Groups of sequences that begin with the same blocks.
 
-    `gpu_worker.step.shared_prefixes` finds the groups.
+    Decode attention reads these blocks once for the whole group. `gpu_worker.step.shared_prefixes`
+    finds the groups.
     """
 
     seqs: torch.Tensor
@@ -24,8 +25,8 @@ class SharedPrefixes:
     starts: torch.Tensor
     """int32[MAX_SHARED + 1]: where each group's sequences start in `seqs`."""
     lens: torch.Tensor
-    """int32[MAX_SHARED]: how many positions the sequences of each group share, in whole blocks; 0:
-    there is no such group."""
+    """int32[MAX_SHARED]: how many positions the sequences of each group share, a multiple of the
+    block size; 0 in each element after the last group."""
     len_of_seq: torch.Tensor
     """int32[S]: how many positions each sequence shares with its group, always fewer than the
     sequence's length; 0: the sequence has no group."""

@@ -22,7 +22,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
     """Return `x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2`, elementwise, in fp32.
 
-    On a CPU the last bits of torch's own depend on an element's place in the tensor.
+    torch's own tanh GELU is not used: on a CPU, its last bits depend on where an element is in the
+    tensor.
     """
     wide = x.float()
     inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
@@ -32,7 +33,8 @@ def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
 def tanh_gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return `tanh_gelu(gate) * up` [T, I] for `gate_up` [T, 2 * I], with gate in the first half.
 
-    GELU is rounded to the dtype before the product, as in a model that computes it by itself.
+    `tanh_gelu(gate)` is rounded to the dtype before it is multiplied by `up`, as in a model that
+    calls GELU separately.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return tanh_gelu(gate).to(gate_up.dtype).mul_(up)

@@ -7,11 +7,11 @@ import torch
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """Copy block `src[i]` of `pool` [B, block_elems] onto block `dst[i]`, for all i at once.
+    """Copy block `src[i]` of `pool` [B, E] onto block `dst[i]`, for all i at once.
 
-    Every read happens before any write, so chains and swaps copy the old contents. `src` and
-    `dst` are int64[N]. Two equal numbers in `dst` are an error of the caller, and leave the block's
-    contents undefined.
+    All blocks are read before any block is written. So a block that is both a source and a
+    destination is copied with its old contents. `src` and `dst` are int64[N]. Two equal numbers in
+    `dst` are an error of the caller, and leave the block's contents undefined.
     """
     pool.index_copy_(0, dst, pool.index_select(0, src))
 

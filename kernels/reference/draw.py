@@ -9,7 +9,7 @@ import torch
 def draw(
     logits: torch.Tensor, places: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Draw one token from each of the rows `places` of `logits`; see `kernels.cpu.ops.draw`."""
+    """Draw a token from each row of `logits` that `places` lists; see `kernels.cpu.ops.draw`."""
     chosen = logits.index_select(0, places)
     largest = chosen.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     weights = ((chosen - largest) / temperature.unsqueeze(1)).exp()

@@ -24,8 +24,8 @@ def rotary_store_kv(
 ) -> torch.Tensor:
     """Rotate `query` [T, H, D] and `key` [T, HKV, D]; store the keys and `value` [T, HKV, D].
 
-    The result is that of `rotary`, and then `store_kv` with the rotated keys. Returns the rotated
-    queries, [T, H, D].
+    This is `rotary`, followed by `store_kv` with the rotated keys. Returns the rotated queries,
+    [T, H, D].
     """
     query, key = rotary(query, key, cos_sin, positions)
     store_kv(

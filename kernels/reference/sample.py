@@ -23,11 +23,13 @@ def sample(
     """Draw a token from each row of `logits`, fp32[S, V]; return int64[S].
 
     Weights are `exp((logits - max) / temperature)`. First, top_k keeps the k largest weights. Of
-    these, top_p keeps the fewest largest weights that add up to the share p of their sum. Then
-    min_p keeps weights of at least min_p times the largest. Among equal weights, those of the lower
-    token ids are kept. The drawn token is the first at which the running sum of kept weights, in
-    token order, exceeds u times their sum, where u depends only on seed and position (`uniforms`).
-    Sums are fp64, and a row does not depend on other rows.
+    these, top_p keeps the largest ones, as few as are needed to add up to at least p times the sum
+    of the k weights. Then min_p keeps weights of at least min_p times the largest. Among equal
+    weights, those of the lower token ids are kept.
+
+    The kept weights are added up in the order of token ids. The drawn token is the first at which
+    this running sum exceeds u times the sum of all kept weights. The number u depends only on seed
+    and position (`uniforms`). Sums are fp64, and a row does not depend on other rows.
 
     `temperature` is fp32[S] above 0, `top_k` int64[S] in [1, V], `top_p` fp64[S] in (0, 1], `min_p`
     fp32[S] in [0, 1], and `positions` int64[S]. `seeds` is int64[S] with the bits of unsigned
@@ -55,10 +57,11 @@ def sample(
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return fp64[S] in [0, 1), the (position + 1)-th output of each seed's SplitMix64 generator.
+    """Return a number in [0, 1) for each pair of a seed and a position, fp64[S].
 
-    A number is the upper 53 bits of the output, times 2^-53. The source is Steele, Lea, Flood: Fast
-    splittable pseudorandom number generators, OOPSLA 2014.
+    The number is made of the (position + 1)-th output of the seed's SplitMix64 generator: the upper
+    53 bits of this output, times 2^-53. The generator is from Steele, Lea, Flood: Fast splittable
+    pseudorandom number generators, OOPSLA 2014.
     """
     x = seeds + (positions + 1) * _GAMMA  # int64 wraps as unsigned numbers do
     x = (x ^ _shifted(x, 30)) * _MIX[0]

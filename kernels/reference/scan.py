@@ -1,7 +1,7 @@
 """The recurrences of Mamba layers and gated delta nets: twins of the scans in `kernels.cpu.ops`.
 
-Symbols: `S` sequences, `T` tokens of each, `H` heads, `P` head dim, `G` groups of heads, `N`
-numbers of the state per element of `P`, `HK` heads of queries and keys, `K` their head dim.
+Symbols: `S` sequences, `T` tokens of each, `H` heads, `P` head dim, `G` groups of heads, `N` size
+of a Mamba state (a head has `P * N` numbers), `HK` heads of queries and keys, `K` their head dim.
 """
 
 import torch

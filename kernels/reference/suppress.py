@@ -7,7 +7,7 @@ import torch
 
 
 def suppress(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
-    """Set the logits of tokens whose bit in a mask is 0 to -inf, in place.
+    """Set a logit to -inf, in place, if the token's bit in the mask of the row is 0.
 
     Args:
         logits: float32[S, V].

@@ -26,8 +26,8 @@ def _silu_mul_kernel(
 ):
     """`out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i]`, silu(x) = x / (1 + exp(-x)).
 
-    There is one program for each token and COLUMNS elements. SiLU is computed in fp32 and rounded
-    to the dtype before the product.
+    Each program computes COLUMNS elements of one token. SiLU is computed in fp32 and rounded to the
+    dtype before the product.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -65,8 +65,8 @@ def _tanh_gelu_mul_kernel(
 ):
     """`out[t, i] = gelu(gate_up[t, i]) * gate_up[t, I + i]`, with GELU's tanh approximation.
 
-    (1 + tanh(z)) / 2 is computed as 1 / (1 + exp(-2 z)). There is one program for each token and
-    COLUMNS elements. GELU is computed in fp32 and rounded to the dtype before the product.
+    (1 + tanh(z)) / 2 is computed as 1 / (1 + exp(-2 z)). Each program computes COLUMNS elements
+    of one token. GELU is computed in fp32 and rounded to the dtype before the product.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -106,8 +106,8 @@ def _clamped_swiglu_kernel(
 ):
     """`out[t, i] = (up + 1) * gate * sigmoid(ALPHA * gate)`, with gate and up clamped.
 
-    There is one program for each token and COLUMNS elements. The result is computed in fp32 and
-    rounded once.
+    Each program computes COLUMNS elements of one token. The result is computed in fp32 and rounded
+    once.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -144,7 +144,7 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
 
 
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """Check `[T, 2 * I]`; return memory for its gated product `[T, I]`."""
+    """Check `gate_up` [T, 2 * I]; return an uninitialized tensor [T, I] for the gated product."""
     check_float("gate_up", gate_up, 2)
     num_tokens, width = gate_up.shape
     if width % 2 != 0:

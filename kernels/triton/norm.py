@@ -14,9 +14,10 @@ from kernels.checks import check_float, check_norm_weight, check_tensor
 
 @triton.jit
 def _normalise(x, weight, column, eps, N: tl.constexpr):
-    """Normalise one row `x`, which is zero past N; the quotient is rounded to the weight's dtype.
+    """Return one row `x`, which is zero past N, normalised and multiplied by the weight, as fp32.
 
-    The product is fp32, and the store rounds it once, as if it had been computed in the dtype.
+    The normalised row is rounded to the weight's dtype before the product. The caller rounds the
+    product when it stores it.
     """
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / N + eps)
@@ -74,7 +75,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension, in the shape of `x`.
 
     `x` is [T, N], or [T, H, N] to normalise each head; strides over T and H may be any. `weight` is
-    [N], of the same dtype or fp32. The mean and the quotient are fp32; the quotient is rounded to
+    [N], of the dtype of `x` or fp32. The mean and the quotient are fp32; the quotient is rounded to
     `weight.dtype` before the product with `weight`, as in transformers' Llama and Gemma.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Linear maps for groups of rows, in plain torch: each row uses one map.
+"""Linear maps for groups of rows, in plain torch: all rows of a group use the same map.
 
 Symbols: `R` rows that are mapped, `X` maps, `K` input features, `N` output features.
 """
@@ -20,8 +20,9 @@ def grouped_linear(
     """Compute `out[places[i]] += x[sources[i]] @ w.T`, where w is the weight of the map of row i.
 
     i is in [0, R), and R is `num_rows`. Map m has the rows [ends[m - 1], ends[m]); rows after the
-    last end have no map. `sources` and `places` are int64[R], and no place occurs twice; None
-    stands for i itself. `ends` is int32[X], ascending. `x` is `[*, K]`.
+    last end have no map. `sources` and `places` are int64[R], and no place occurs twice. If
+    `sources` is None, row i of `x` is read; if `places` is None, row i of `out` is written. `ends`
+    is int32[X], ascending. `x` is `[*, K]`.
 
     If `maps.biases` is given, the bias of row i's map is added, too. If `out` is None, the products
     are returned in a new tensor `[R, N]`, in which elements that no map writes are undefined. Sums

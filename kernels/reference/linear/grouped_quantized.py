@@ -24,9 +24,9 @@ def grouped_quantized_linear(
     """Compute `out[places[i]] = x[sources[i]] @ w + b`, where w and b are of the map of row i.
 
     `ends`, `sources`, `places` and `num_rows` are those of `grouped_linear`. `values`, `scales` and
-    `offsets` are X weights of `quantized_linear`, one after another: int8 or float8_e4m3fn
-    [X, K, N] or uint8 [X, K / 2, N]; floats, or uint8 of MXFP4, [X, G, N]. `bias` is [X, N], of the
-    dtype of `x`.
+    `offsets` are stacks of those of `quantized_linear`, one for each map. `values` are int8 or
+    float8_e4m3fn [X, K, N], or uint8 [X, K / 2, N]. `scales` are [X, G, N], floats or, for MXFP4,
+    uint8. `bias` is [X, N], of the dtype of `x`.
 
     Returns:
         A new tensor `[R, N]`. Elements that no map writes are undefined.

@@ -9,8 +9,8 @@ from torch.nn import functional
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The 16 numbers of MXFP4, indexed by their 4 bits (OCP Microscaling Formats, version 1.0)."""
 HALF_RUN = 16
-"""Of 32 consecutive 4-bit values of an output, the first 16 are the low nibbles of 16 bytes, and
-the others are the high nibbles."""
+"""Half the length of a run. A run is 32 consecutive 4-bit numbers of a column, which are packed in
+16 bytes: the first half in the low nibbles, and the second half in the high nibbles."""
 
 
 def quantized_linear(
@@ -34,8 +34,8 @@ def quantized_linear(
 
     `bias` is [N], of the dtype of `x`.
 
-    Each weight is computed in fp32 and rounded to the dtype of `x`; sums are fp32. `has_one_tile`
-    is for the kernel, which then adds in the same order for any T.
+    Each weight is computed in fp32 and rounded to the dtype of `x`; sums are fp32. If
+    `has_one_tile`, the Triton kernel adds in the same order for any T; this twin ignores it.
     """
     del has_one_tile
     numbers = unpack_nibbles(values) if values.dtype is torch.uint8 else values

@@ -1,7 +1,7 @@
 """Paged attention for one new token per sequence, split along the KV length.
 
 Symbols: `S` sequences, `H` query heads, `HKV` kv heads, `G` query heads of one kv head, `D` head
-dim of values, `REST` numbers by which keys are wider (`tile.py`), `B` blocks, `P` block size, `M`
+dim of values, `REST` numbers that a key has beyond `D` (`tile.py`), `B` blocks, `P` block size, `M`
 max blocks per sequence, `N` partial results of a sequence.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -105,9 +105,9 @@ def _attend_splits_kernel(
 ):
     """`out = softmax(cap(scale * q K^T)) V` and its log-sum-exp over splits of the positions.
 
-    A piece of work is a triple (sequence, split, kv head). The device counts the pieces from the
-    lengths. So the grid is fixed, and no program starts for a split that does not exist: of n
-    programs, program i takes pieces i, i + n, i + 2n and so on. The G query heads of a piece are
+    A piece of work is a triple (sequence, split, kv head). The grid is fixed: of n programs,
+    program i takes pieces i, i + n, i + 2n and so on. The device counts the pieces from the
+    lengths, so no program runs for a split that does not exist. The G query heads of a piece are
     the rows of one product. The result of a sequence with one split is written to `out`; other
     sequences leave partial results for `_reduce_splits_kernel`. A sequence with shared positions
     also leaves partial results, because `prefill.py` attends to the shared positions.
@@ -250,10 +250,10 @@ def _reduce_splits_kernel(
     """Merge the partial results of each sequence, with one program for each sequence and head.
 
     Sequences whose result is already in `out` are skipped. The host leaves the launch out if no
-    table is longer than a split. In a CUDA graph, tables have the maximum length, so the launch is
-    always there; its programs then end immediately, which takes an estimated 2 us per layer. To
-    save this time in steps whose sequences are all shorter than one split (128 to 512 tokens), a
-    second set of graphs would have to be captured and kept in memory.
+    block table is longer than a split. A CUDA graph always contains the launch, because its block
+    tables have the maximum length. If all sequences of a step fit into one split (128 to 512
+    tokens), the programs of this launch end at once, which takes an estimated 2 us per layer. To
+    save this time, a second set of graphs would have to be captured and kept in memory.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -303,26 +303,26 @@ def paged_attention_decode(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [S, H, D + REST] to each sequence's first `seq_lens` slots.
+    """Attend with row s of `query` [S, H, D + REST] to the first `seq_lens[s]` slots of sequence s.
 
     Returns [S, H, D]. The caches are views, [B, P, HKV, D + REST] and [B, P, HKV, D]; if REST is
     not 0, the second is a part of the first. `block_tables` is int32[S, M]. `seq_lens` is int32[S],
     each at most M * P; the host never reads the lengths, so it cannot check them. A sequence of
     length 0 is a padding row and gives zeros. No bit of a row depends on other rows of the batch,
-    or on S or M: splits have a fixed size, which grows only for a sequence that would have too many
-    splits. The op needs S * N * H * (D + 1) fp32 numbers of scratch memory, where N is the number
-    of splits of a sequence of M * P tokens.
+    or on S or M, because the splits of a sequence depend only on its length. The op needs S * N * H
+    * (D + 1) fp32 numbers of scratch memory, where N is the number of splits of a sequence of M * P
+    tokens.
 
     With `window`, only the last `window` slots are read and attended to. With `softcap`, each score
-    s becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], are one more score of each head in
-    the softmax's denominator, without scale or value.
+    s becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], has one more score for each head.
+    It is not scaled and has no value; it only adds to the softmax's denominator.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
-    `kernels.kv_formats` says. The scales multiply scores and weights in fp32, so stored numbers are
-    not rounded again.
+    `kernels.kv_formats` says. Scores and softmax weights are multiplied by the scales, in fp32. The
+    stored numbers are not multiplied, because the products would have to be rounded.
 
-    If `out` is given, contiguous [T, H, D], its first S rows are written and it is returned;
-    `query` is then [T, H, D + REST].
+    With `out`, contiguous [T, H, D], `query` is [T, H, D + REST], where T is at least S. Only the
+    first S rows of `query` are read, and only the first S rows of `out` are written. Returns `out`.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or an option is not positive.
@@ -359,9 +359,10 @@ def prepare_decode(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> Callable[[Sequences], None]:
-    """Check and prepare `paged_attention_decode`, to be launched on many steps' sequences.
+    """Check the arguments of `paged_attention_decode`; return a function that launches it.
 
-    A launch with S sequences overwrites the first S rows of `out`.
+    The function takes the sequences of a step, and can be called for many steps. A launch with S
+    sequences overwrites the first S rows of `out`.
 
     Raises:
         ValueError: an argument does not fit, as in `paged_attention_decode`.

@@ -1,7 +1,7 @@
 """Causal paged attention for chunks of many tokens, of variable length.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `G` query heads of one kv
-head, `D` head dim of values, `REST` numbers by which keys are wider (`tile.py`), `B` blocks, `P`
+head, `D` head dim of values, `REST` numbers that a key has beyond `D` (`tile.py`), `B` blocks, `P`
 block size, `M` max blocks per sequence, `N` partial results of a token.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -33,11 +33,12 @@ _LEAST_POSITIONS: Final = 512
 
 @triton.jit
 def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
-    """Return the sequence that owns `tile`: the last s with start(s) // TOKENS + s <= tile.
+    """Return the sequence that owns `tile`: the last s whose first tile is at most `tile`.
 
-    So each sequence has at least ceil(query_len / TOKENS) tiles, and all sequences together have
-    T // TOKENS + S tiles, a number that the host knows without reading the device. Tiles before the
-    first sequence's own tiles also belong to it.
+    The first tile of sequence s has the number query_start_loc[s] // TOKENS + s. So each sequence
+    has at least ceil(query_len / TOKENS) tiles, and all sequences together have T // TOKENS + S
+    tiles, a number that the host knows without reading the device. Tiles before the first
+    sequence's own tiles also belong to it.
     """
     low = 0
     high = num_seqs
@@ -63,7 +64,7 @@ def _attend_chunks_kernel(
     block_tables,  # int32[S, M]
     seq_lens,  # int32[S]
     query_start_loc,  # int32[S + 1]
-    sharing,  # int32[*]: tokens, and their rows of block_tables, in place of 0, 1, ...; or None
+    sharing,  # int32[*]: which rows of query and block_tables to read; None: 0, 1, ...
     sinks,  # fp32 [H], or None
     out,  # [T, H, D], contiguous
     partial_out,  # fp32 [T, N, H, D], contiguous; None: positions are not split
@@ -97,7 +98,7 @@ def _attend_chunks_kernel(
     DIMS: tl.constexpr,  # power of two, at least D and 16
     REST: tl.constexpr,  # numbers of a key that are not of its value
     REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
-    VALUE_PARTS: tl.constexpr,  # programs that share the dims of values; 1, or D is DIMS
+    VALUE_PARTS: tl.constexpr,  # programs that share the dims of values; if several, D is DIMS
     POSITIONS: tl.constexpr,  # kv positions of a tile
     LEAST_POSITIONS: tl.constexpr,  # a split's size is a multiple of this
     NUM_STAGES: tl.constexpr,  # tiles in flight
@@ -105,16 +106,18 @@ def _attend_chunks_kernel(
     """`out[t] = softmax(cap(scale * q[t] K^T)) V` over the positions that token t sees.
 
     A token sees all positions up to its own, or with a window the last `window` of them. There is
-    one program for each pair of a kv head and a tile of TOKENS query tokens of one sequence; if
-    values are wide, there is one for each part of the values. The G heads of each token are rows of
-    the same product, so K and V are read once for all G heads. The last tiles start first, because
-    the last tile of a chunk sees the most positions, and should not be the last to end.
+    one program for each pair of a kv head and a tile of TOKENS query tokens of one sequence. If
+    values are wide, each such pair has several programs, each for a part of the values' dims. The G
+    heads of each token are rows of the same product, so K and V are read once for all G heads. The
+    last tiles start first, because the last tile of a chunk sees the most positions, and should not
+    be the last to end.
 
     With `partial_out`, each split of a tile's positions has its own program, which leaves a partial
     result for `_merge_chunks_kernel`.
 
-    With `sharing`, the S sequences are prefixes, each shared by several tokens. A prefix is in the
-    blocks of the first of its tokens, and its tokens see all its positions.
+    With `sharing`, the S sequences are prefixes. Each prefix is shared by several sequences of a
+    decode step, which have one token each and see all positions of the prefix. The blocks of the
+    prefix are read from the block table of the first of these sequences.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1) // VALUE_PARTS
@@ -296,8 +299,8 @@ def paged_attention_prefill(
     """Attend with each query token to its sequence's slots up to its position; return [T, H, D].
 
     The rows [query_start_loc[s], query_start_loc[s + 1]) of `query`, [T, H, D + REST], are the last
-    query_len tokens of sequence s: row i has position seq_len - query_len + i. The keys and values
-    of these tokens are already in the caches, which are as in `paged_attention_decode`.
+    query_len tokens of sequence s: the i-th of them has position seq_len - query_len + i. The keys
+    and values of these tokens are already in the caches, which are as in `paged_attention_decode`.
     `block_tables` is int32[S, M], `seq_lens` int32[S], and `query_start_loc` int32[S + 1], whose
     first number may be above 0; the host does not read these tensors. Rows that belong to no
     sequence, or to a sequence of length 0, give zeros. A row does not depend on other sequences of
@@ -305,8 +308,8 @@ def paged_attention_prefill(
     positions that a tile sees are split. Splitting needs T * N * H * (D + 1) fp32 numbers of
     scratch memory, where N falls as T grows.
 
-    `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`. Tiles outside
-    the windows of all query tokens of a program are not read.
+    `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`. With `window`,
+    a program reads only positions that are in the window of at least one of its query tokens.
 
     If `out` is given, contiguous [T, H, D], the result is written to it and it is returned; then
     rows of no sequence are undefined.
@@ -354,10 +357,10 @@ def prepare_prefill(
     """Check and prepare `paged_attention_prefill`; the result launches it on a step's sequences.
 
     Each launch overwrites the rows of `out` that belong to its sequences, unless their length is 0.
-    If `is_whole`, positions are never split, so no bit of a row depends on T. No bit depends on how
-    the row's sequence was cut into chunks either, because each product and each sum is rounded by
-    itself. If the compiler could fuse products and sums, it would do so or not depending on whether
-    a tile of positions has a mask.
+    If `is_whole`, positions are never split, so no bit of a row depends on T. Also, the compiler is
+    kept from fusing products and sums. It might fuse them only in tiles of positions without a
+    mask, and which tiles have a mask depends on how the sequence was cut into chunks. So no bit of
+    a row depends on the chunks either.
 
     Raises:
         ValueError: an argument does not fit, as in `paged_attention_prefill`.
@@ -407,8 +410,9 @@ class SharedLaunch(Protocol):
     def __call__(
         self, sequences: Sequences, partial_out: torch.Tensor, partial_lse: torch.Tensor
     ) -> None:
-        """Write the first of the N partial results of each sequence that shares positions.
+        """Write the first partial results of each sequence that shares positions.
 
+        `prepare_shared` returns how many these are, and N is the number of all partial results.
         `partial_out` is fp32 [S, N, H, D], and `partial_lse`, to base 2, is fp32 [S, N, H]; both
         are contiguous.
         """

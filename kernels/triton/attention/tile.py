@@ -202,8 +202,9 @@ def _attend_range(
     `m' = max(m, max_c s)`, `l' = l * 2^(m - m') + sum_c 2^(s - m')`, and `acc` likewise with V.
     Here `s = scale_log2 * q . k`, and with a cap `c` it becomes `c * tanh(s / c)` (Milakov and
     Gimelshein 2018; FlashAttention). Scores and sums are fp32; products have operands of the dtype
-    of q, without TF32. The numbers of a quantized cache are not dequantized one by one: a
-    position's scale multiplies its scores, or the weight of its values.
+    of q, without TF32. The numbers of a quantized cache are not dequantized one by one:
+    instead, a position's scores are multiplied by the scale of its key, and the weight of its value
+    is multiplied by the scale of this value.
     """
     dim = tl.arange(0, DIMS)
     dim_mask = dim < D
@@ -350,7 +351,8 @@ def group_heads(
     query heads.
 
     Raises:
-        ValueError: values are narrower than keys, and not a part of them.
+        ValueError: values are narrower than keys, and are not a part of the keys, or there is more
+            than one kv head.
     """
     group = num_heads // key_cache.shape[2]
     if value_cache.shape[3] == key_cache.shape[3]:
