@@ -7,7 +7,7 @@ import torch
 
 
 def suppress(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
-    """Set a logit to -inf, in place, if the token's bit in the mask of the row is 0.
+    """Set to -inf, in place, the logits of all tokens whose bit in their row's mask is 0.
 
     Args:
         logits: float32[S, V].

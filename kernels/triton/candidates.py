@@ -43,7 +43,7 @@ def weight_of(key):
 
 @triton.jit
 def bin_of(key, BINS: tl.constexpr):
-    """Return the bin of each key: its gap in eighths, at most BINS - 1. Bins ascend with keys."""
+    """Return the bin of each key: 8 * gap rounded down, at most BINS - 1. Bins ascend with keys."""
     is_finite = key < 0x7F800000
     gap = tl.where(is_finite, key, 0).to(tl.float32, bitcast=True)
     return tl.where(is_finite, tl.minimum(gap * 8.0, BINS - 1.0).to(tl.int32), BINS - 1)
@@ -71,7 +71,7 @@ def _count_kernel(
     """Sum the weights of each tile; in rows with top_k or top_p, count the tile's tokens by bin.
 
     In other rows, the sums leave out weights that min_p drops. Tokens past V are in the last bin.
-    There is one program for each row and TOKENS tokens.
+    There is one program for each tile of TOKENS tokens of a row.
     """
     seq = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -103,11 +103,12 @@ def _choose_kernel(
     CHUNK: tl.constexpr,  # tiles whose counts are read at once
     TILES: tl.constexpr,  # a power of two, at least C
 ):
-    """Choose the last bin of each row's candidates; count candidates up to the end of each tile.
+    """Choose each row's last bin of candidates; count candidates up to the end of each tile.
 
-    Candidates include all tokens that top_k keeps; without top_k, all that top_p keeps, because the
-    bins after the last one surely weigh no more than the share that top_p drops. There is one
-    program for each row.
+    A row's candidates are the tokens in the bins up to the last one. With top_k, the last bin is
+    the first up to which there are at least k tokens. With top_p alone, the bins after the last one
+    weigh at most the share that top_p drops. So all tokens that are kept are candidates. There is
+    one program for each row.
     """
     seq = tl.program_id(0).to(tl.int64)
     k = tl.load(top_k + seq)
@@ -179,14 +180,14 @@ def _gather_kernel(
 
 
 class Candidates(NamedTuple):
-    """The candidates of each row, in the order of kernel arguments."""
+    """The candidates of all rows. The fields are in the order of `_sample_kernel`'s arguments."""
 
     keys: torch.Tensor
     """int32 [S, C * TOKENS]: the keys of each row's candidates, in the order of tokens."""
     sums: torch.Tensor
     """fp64 [S, C]: the sum of each tile's weights; see `_count_kernel`."""
     lasts: torch.Tensor
-    """int32[S]: the last bin of each row's candidates."""
+    """int32[S]: each row's last bin of candidates; see `_choose_kernel`."""
     ends: torch.Tensor
     """int32 [S, C]: the number of candidates up to the end of each tile."""
 

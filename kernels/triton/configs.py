@@ -91,9 +91,9 @@ def config_of(kind: type[Config], device: torch.device, shape: LaunchShape) -> C
 
 @contextmanager
 def forced(config: DecodeConfig | PrefillConfig) -> Iterator[None]:
-    """Make a kernel use `config` in all launches, for measurements and tests; not thread-safe.
+    """In this context, a kernel uses `config` for all its launches; not thread-safe.
 
-    Which kernel it is follows from the type of `config`.
+    The type of `config` says which kernel this is. Measurements and tests use this context.
     """
     _forced[type(config)] = config
     try:
@@ -128,7 +128,7 @@ def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], C
 
     Raises:
         ValueError: a rule matches a field that `LaunchShape` does not have, or a configuration does
-            not have the fields of `kind`.
+            not have the fields of `kind`, or one of its values is not a positive integer.
     """
     rules = []
     for rule in json.loads(text)["kernels"][NAMES[kind]]:
@@ -140,7 +140,11 @@ def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], C
 
 
 def config_path(device_name: str, capability: tuple[int, int]) -> Path:
-    """Return the device's own file, or that of the highest capability up to the device's."""
+    """Return the device's own file or, if there is none, the file for its compute capability.
+
+    If no file has this capability, the highest lower capability that has a file is used. If all
+    files have higher capabilities, the lowest of these is used.
+    """
     own = CONFIG_DIR / f"{file_stem(device_name)}.json"
     if own.exists():
         return own

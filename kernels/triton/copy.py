@@ -33,7 +33,7 @@ def _copy_blocks_kernel(
 ):
     """`target[target_ids[i], k, e] = source[source_ids[i], k, e]`.
 
-    There is one program for each copy i, piece k and COLUMNS elements.
+    Each program copies COLUMNS elements for one i and one k.
     """
     copy = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1).to(tl.int64)
@@ -49,10 +49,10 @@ def _copy_blocks_kernel(
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
     """Copy block `src[i]` of `pool` [B, E] onto block `dst[i]`, for all i at once.
 
-    The blocks pass through a buffer of N blocks, so every read happens before any write, and chains
-    and swaps copy the old contents. `src` and `dst` are int64[N]. Two equal numbers in `dst` are an
-    error of the caller, and leave the block's contents undefined. `pool` may have any dtype,
-    because bits are copied.
+    The blocks pass through a buffer of N blocks, so all blocks are read before any block is
+    written. So a block that is both a source and a destination is copied with its old contents.
+    `src` and `dst` are int64[N]. Two equal numbers in `dst` are an error of the caller, and leave
+    the block's contents undefined. `pool` may have any dtype, because bits are copied.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -126,7 +126,10 @@ def _copy(
 
 
 def _widest_word(*tensors: torch.Tensor) -> torch.dtype:
-    """Return the widest integer dtype that divides the rows and addresses of all tensors."""
+    """Return the widest integer dtype in which all tensors can be copied.
+
+    The dtype's size divides the rows, strides and offsets of the tensors, in bytes.
+    """
     for dtype in (torch.int64, torch.int32, torch.int16):
         if all(
             size * tensor.element_size() % dtype.itemsize == 0

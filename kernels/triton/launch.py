@@ -27,8 +27,8 @@ class Launch:
     def __call__(self, grid: tuple[int, int, int], variant: Hashable, **changing: Any) -> None:
         """Launch the kernel with its remaining arguments, `changing`.
 
-        If an argument is a constant to the compiler, each of its values needs another compiled
-        kernel, so calls with different values must differ in `variant`. All other arguments must be
+        Triton compiles the values of `tl.constexpr` arguments into the kernel. So calls with
+        different values of such an argument must differ in `variant`. All other arguments must be
         exempt from specialization.
         """
         compiled = self._compiled.get(variant)

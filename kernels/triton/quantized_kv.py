@@ -53,7 +53,10 @@ def plain_numbers(numbers, dtype: tl.constexpr):
 
 @triton.jit
 def unit_of(numbers):
-    """Return the factor by which `plain_numbers` must be multiplied, in addition to the scale."""
+    """Return the factor by which the result of `plain_numbers` must be multiplied.
+
+    The scale is not in this factor.
+    """
     return 256.0 if numbers.dtype == tl.uint8 else 1.0
 
 

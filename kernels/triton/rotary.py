@@ -14,7 +14,7 @@ from kernels.checks import check_cos_sin, check_float, check_tensor
 
 @triton.jit
 def pair_dims(HALF: tl.constexpr, ROTATED: tl.constexpr, DIMS: tl.constexpr):
-    """Return the two dims of each of a head's D / 2 pairs, [1, DIMS].
+    """Return the first dim of each of a head's D / 2 pairs, and the second, both as [1, DIMS].
 
     The first R / 2 pairs, of dims i and R / 2 + i, are rotated. The dims after R are paired, too.
     """
@@ -37,9 +37,10 @@ def load_rotated(
     HEADS: tl.constexpr,  # power of two, at least NUM_HEADS
     DIMS: tl.constexpr,  # power of two, at least HALF
 ):
-    """Return both dims of the pairs of one token's rotated heads, and the mask for both dims.
+    """Rotate one token's heads; return the first and the second number of each pair, and a mask.
 
-    All three are [HEADS, DIMS]; the dims are fp32, in the order of `pair_dims`.
+    All three are [HEADS, DIMS], in the order of `pair_dims`; the numbers are fp32. The mask is true
+    for heads and pairs that exist.
     """
     head = tl.arange(0, HEADS).to(tl.int64)[:, None]
     first, second = pair_dims(HALF, ROTATED, DIMS)
@@ -109,9 +110,9 @@ def _rotary_kernel(
 ):
     """Rotate the halves of each head's first R dims; copy the others.
 
-    `(x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin)`. cos and sin are
-    rounded to the dtype of the query, as in the twin. Products and sums are fp32, and the result is
-    rounded once, while the twin rounds each product. There is one program for each token.
+    `(x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin)`. cos and sin are rounded to the dtype
+    of the query, as in the twin. Products and sums are fp32, and the result is rounded once, while
+    the twin rounds each product. There is one program for each token.
     """
     token = tl.program_id(0).to(tl.int64)
     row = cos_sin + tl.load(positions + token) * cos_sin_stride

@@ -33,7 +33,7 @@ def _store_pairs(
     LARGEST: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Store one token's heads, given in the order of `pair_dims`; if `scales`, quantize them."""
+    """Store one token's heads, given in the order of `pair_dims`; with `scales`, quantize them."""
     head = tl.arange(0, HEADS).to(tl.int64)
     pointer = row + head[:, None] * stride_h
     first, second = pair_dims(HALF, ROTATED, DIMS)
@@ -92,9 +92,9 @@ def _rotary_store_kernel(
 ):
     """Rotate queries and keys as `_rotary_kernel` does, and store keys and values.
 
-    `(x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin)` for the halves of each head's
-    first R dims; then
-    `cache[slot // P, slot % P, h, d] = new[t, h, d]` where slot = slot_mapping[t] >= 0. Rotated
+    A head's first R dims have the halves x1 and x2, which become
+    `(x1 * cos - x2 * sin, x2 * cos + x1 * sin)`. Keys and values are stored by
+    `cache[slot // P, slot % P, h, d] = new[t, h, d]`, where slot = slot_mapping[t] >= 0. Rotated
     keys are rounded to the dtype before they are stored or quantized. There is one program for each
     token.
     """
@@ -182,9 +182,9 @@ def rotary_store_kv(
 ) -> torch.Tensor:
     """Rotate `query` [T, H, D] and `key` [T, HKV, D]; store the keys and `value` [T, HKV, D].
 
-    The result is that of `rotary`, and then `store_kv` with the rotated keys. `cos_sin` is fp32
-    [max_pos, R]. Returns the rotated queries, [T, H, D] and contiguous. Both caches are quantized
-    to the same dtype, or neither is quantized.
+    This is `rotary`, followed by `store_kv` with the rotated keys. `cos_sin` is fp32 [max_pos, R].
+    Returns the rotated queries, [T, H, D] and contiguous. Both caches are quantized to the same
+    dtype, or neither is quantized.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or D or R is odd.

@@ -26,12 +26,14 @@ def _load_keys(row, first, V, TOKENS: tl.constexpr):
 
 @triton.jit
 def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the least key such that the keys up to it add up to `goal`, and the sum below it.
+    """Return the least key at which the running sum reaches `goal`, and the sum before this key.
 
-    A key adds its weight, or 1 if `IS_WEIGHT` is false. If no key below `high` reaches the goal,
-    `high` is returned. Each pass over the row computes the sums up to three pivots, and keeps a
-    quarter of the range of keys, cut to keys that occur, until one key is left. Each lane adds up
-    its own tokens, so threads wait for each other only once in a pass.
+    The sum runs over the row's keys in ascending order. A key adds its weight, or 1 if `IS_WEIGHT`
+    is false. If no key below `high` reaches the goal, `high` is returned. Each pass over the row
+    computes the sums up to three pivots, which divide the range of keys into quarters. The quarter
+    that reaches the goal is the range of the next pass, narrowed to keys that occur in the row. The
+    passes end when the range has one key. Each lane adds up its own tokens, so threads wait for
+    each other only once in a pass.
     """
     AMOUNT: tl.constexpr = tl.float64 if IS_WEIGHT else tl.int32
     low = tl.full([], -1, tl.int32)  # keys in (low, high] are left; those up to low are `below`
@@ -80,10 +82,10 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
 
 @triton.jit
 def _end_of_equals(row, threshold, num_equal, V, TOKENS: tl.constexpr):
-    """Return where the first `num_equal` tokens whose keys equal the threshold end.
+    """Return the position after the `num_equal`-th token whose key equals the threshold.
 
-    If no further key equals the threshold, the end is V, and the row is read once, without a wait
-    for each tile.
+    If the row has at most `num_equal` such tokens, return V. Then the row is read only once, and
+    threads do not wait for each other after each tile.
     """
     counts = tl.full([TOKENS], 0, tl.int32)
     for first in range(0, V, TOKENS):
@@ -221,8 +223,8 @@ def _sample_kernel(
     tokens before `equals_end` whose keys equal the threshold. The threshold is found for top_k by
     counting, then for top_p by weight; min_p drops weights below a floor. For all this only the
     candidates are read, and then one tile, to find the token of the drawn candidate. For a row with
-    neither top_k nor top_p only one tile is read, which the sums of all tiles determine. There is
-    one program for each row; sums are fp64, in a fixed order.
+    neither top_k nor top_p, the sums of the tiles say which tile has the drawn token, and only this
+    tile is read. There is one program for each row; sums are fp64, in a fixed order.
     """
     seq = tl.program_id(0).to(tl.int64)
     k = tl.load(top_k + seq)

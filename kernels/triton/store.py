@@ -120,11 +120,11 @@ def store_kv(
 ) -> None:
     """Write token t's `key` and `value` [T, HKV, D] to slot `slot_mapping[t]` of the caches.
 
-    The caches are [B, P, HKV, D] views of any block stride; slot = block * P + offset, int64[T].
-    Without `value` and `value_cache` only keys are stored; then values are a part of the keys.
-    Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens with the same slot are an error of
-    the caller, and so is a slot of a block that does not exist. These errors are not found, because
-    the host does not read slots.
+    The caches are [B, P, HKV, D] views of any block stride. `slot_mapping` is int64[T]; a slot is
+    block * P + offset. Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens with the same
+    slot are an error of the caller, and so is a slot of a block that does not exist. These errors
+    are not found, because the host does not read slots. In latent attention the values are a part
+    of the keys: then `value` and `value_cache` are None, and only keys are stored.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says: int8 or float8_e4m3fn.

@@ -30,7 +30,7 @@ def _suppress_kernel(
 ):
     """`logits[places[g], t] = -inf` where bit t % 32 of `admitted[g, t // 32]` is 0.
 
-    There is one program for each mask and TOKENS tokens.
+    Each program reads the bits of TOKENS tokens in one mask.
     """
     g = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -42,7 +42,7 @@ def _suppress_kernel(
 
 
 def suppress(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
-    """Set the logits of tokens whose bit in a mask is 0 to -inf, in place.
+    """Set to -inf, in place, the logits of all tokens whose bit in their row's mask is 0.
 
     Args:
         logits: float32[S, V].

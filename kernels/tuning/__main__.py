@@ -3,9 +3,10 @@
     python -m kernels.tuning --heads 32 --kv-heads 8 --head-dim 128 --processes 12
 
 For a model's shape and cache format it times decode and prefill attention with each candidate, over
-several workloads. The fastest candidate, by the sum of relative times, becomes the first rule in
-the device's file. The file is in `kernels/triton/configs` and is named after the device; commit it.
---out names another file. The file is written after each of the two kernels.
+several workloads. Each time is divided by the time that the configuration used before takes. The
+candidate with the least sum of these quotients becomes the first rule in the device's file. The
+file is in `kernels/triton/configs` and is named after the device; commit it. --out names another
+file. The file is written after each of the two kernels.
 
 --processes compiles the candidates beforehand, in that many processes. --quick tries only a few
 candidates. --cpu-smoke needs no GPU, and shows that the script works. Its times mean nothing, so it

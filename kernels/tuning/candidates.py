@@ -18,7 +18,7 @@ def decode_seconds(
     device: torch.device,
     repeats: int,
 ) -> float:
-    """Return how many seconds attention of one decode step takes, for these sequence lengths."""
+    """Return the seconds of one launch of decode attention, for sequences of these lengths."""
     with forced(config):
         return seconds_of(decode_launch(model, seq_lens, device), device, repeats)
 
@@ -30,7 +30,7 @@ def prefill_seconds(
     device: torch.device,
     repeats: int,
 ) -> float:
-    """Return how many seconds attention of one step takes, for chunks (query_len, seq_len)."""
+    """Return the seconds of one launch of prefill attention, for chunks (query_len, seq_len)."""
     with forced(config):
         return seconds_of(prefill_launch(model, chunks, device), device, repeats)
 
@@ -38,7 +38,7 @@ def prefill_seconds(
 def decode_launch(
     model: ModelSizes, seq_lens: Sequence[int], device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """Return a function that launches attention of one decode step, for these sequence lengths."""
+    """Return a function that launches decode attention once, for sequences of these lengths."""
     torch.manual_seed(0)
     paged = paged_inputs(model, seq_lens, device)
     query = queries(model, len(seq_lens), device)
@@ -55,7 +55,7 @@ def decode_launch(
 def prefill_launch(
     model: ModelSizes, chunks: Sequence[tuple[int, int]], device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """Return a function that launches attention of one step, for chunks (query_len, seq_len)."""
+    """Return a function that launches prefill attention once, for chunks (query_len, seq_len)."""
     torch.manual_seed(0)
     query_lens, seq_lens = zip(*chunks, strict=True)
     paged = paged_inputs(model, seq_lens, device)

@@ -309,8 +309,8 @@ def paged_attention_decode(
     not 0, the second is a part of the first. `block_tables` is int32[S, M]. `seq_lens` is int32[S],
     each at most M * P; the host never reads the lengths, so it cannot check them. A sequence of
     length 0 is a padding row and gives zeros. No bit of a row depends on other rows of the batch,
-    or on S or M, because the splits of a sequence depend only on its length. The op needs S * N * H
-    * (D + 1) fp32 numbers of scratch memory, where N is the number of splits of a sequence of M * P
+    or on S or M, because the splits of a sequence depend only on its length. The scratch memory
+    has S * N * H * (D + 1) fp32 numbers, where N is the number of splits of a sequence of M * P
     tokens.
 
     With `window`, only the last `window` slots are read and attended to. With `softcap`, each score

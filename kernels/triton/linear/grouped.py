@@ -36,7 +36,7 @@ def rows_of_tile(ends, num_maps, nth, MAPS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def sources_and_places(sources, places, row, is_row):
-    """Return, as int64, the row of `x` to read and the row of `out` to write, for each row."""
+    """Return `sources[i]` and `places[i]` for each i in `row`; i itself where a tensor is None."""
     source = row.to(tl.int64)
     place = row.to(tl.int64)
     if sources is not None:

@@ -20,8 +20,8 @@ from kernels.triton.quantized_kv import as_bits, plain_numbers
 RUN: Final = 32
 _ONE_TILE: Final = BY_ROWS[1]
 _MAX_SPLITS: Final = 16
-"""The limit on splits of the input features. Only maps with the smallest tile have splits, by which
-a few tiles occupy the whole device. Not measured."""
+"""The limit on splits of the input features. The features are split only with the smallest tile
+size: then `out` has few tiles, and the splits make enough programs for the device. Not measured."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -106,9 +106,9 @@ def dequantized_product(
     """Return the sums of `x @ (values * scale + offset)`, fp32 [ROWS, COLUMNS].
 
     The sums are over tiles [`first`, `last`) of RUNS * 32 input features. A weight is computed in
-    fp32, and rounded to the dtype of `x` before its product. Each byte of a 4-bit tile holds two
-    features that are 16 apart. So the low nibbles are the weights of one product, the high nibbles
-    are those of another, and no interleaving is needed.
+    fp32, and rounded to the dtype of `x` before its product. With 4 bits, each byte holds the
+    weights of two input features that are 16 apart. One product takes all low nibbles, and another
+    takes all high nibbles, so that no interleaving is needed.
     """
     dtype: tl.constexpr = x_row.dtype.element_ty
     is_mxfp4: tl.constexpr = scales.dtype.element_ty == tl.uint8

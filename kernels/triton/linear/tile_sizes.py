@@ -1,8 +1,8 @@
 """The tile sizes for linear maps, and the choice among them by the number of rows.
 
-The choice depends only on the numbers of rows and maps, which the host knows. A captured graph has
-fixed numbers, so it uses the same tile in each replay. None of the sizes was measured. This module
-does not import Triton.
+The choice depends only on the numbers of rows and maps, which the host knows. In a captured graph
+both numbers are fixed, so the graph uses the same tile size in each replay. None of the sizes was
+measured. This module does not import Triton.
 """
 
 from collections.abc import Sequence
