@@ -13,11 +13,10 @@ _HEARTBEAT: Final = scheduler_pb2.ConnectRequest(heartbeat=scheduler_pb2.RouterH
 
 
 class SchedulerOutbox:
-    """Requests to submit, in order, and sequences to cancel. Only `next` waits.
+    """Queues the messages to one scheduler. Only `next` waits.
 
     A request is serialized when it is sent, and dropped if it ends before that. So while a
-    scheduler does not read, memory grows only by a few bytes per cancelled sequence and per call
-    that waits to resume.
+    scheduler does not read its messages, the queue stays small.
     """
 
     def __init__(self) -> None:
@@ -44,13 +43,20 @@ class SchedulerOutbox:
         self._filled.set()
 
     def leave(self, seq_keys: Iterable[int]) -> None:
-        """Let a request continue at the scheduler; `seq_keys` name the live sequences."""
+        """Tell the scheduler that a request's client has left, and that the request continues.
+
+        `seq_keys` are the keys of the request's live sequences.
+        """
         leave = scheduler_pb2.Leave(seq_keys=seq_keys)
         self._messages.append(scheduler_pb2.ConnectRequest(leave=leave))
         self._filled.set()
 
     def resume(self, request_id: str, tenant: str, first_seq_key: int) -> None:
-        """Resume a request, after earlier calls of `leave`, which may be for the same request."""
+        """Ask the scheduler for a resumable request of this or another router.
+
+        The message follows all earlier `leave` messages, because the request may be one that this
+        router has just left.
+        """
         resume = scheduler_pb2.Resume(
             request_id=request_id, tenant=tenant, first_seq_key=first_seq_key
         )

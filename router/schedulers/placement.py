@@ -1,12 +1,13 @@
 """Chooses a scheduler for a request by its prompt's prefix and the schedulers' loads.
 
 The method is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018).
-For each prompt, the schedulers are ranked by a hash of the prompt's first tokens, its salt, and the
-scheduler's name, so all routers rank alike. The prompt goes to the first scheduler that stays
-within 1.25 times its share of all sequences. So prompts with the same beginning go to the same
-scheduler, which has the beginning in its prefix cache. If that scheduler is too busy, all these
-prompts go to the same next one. When a scheduler is added or removed, only its own share of the
-prompts moves. A scheduler with a full queue is skipped while another scheduler has room.
+For each prompt, the schedulers are ranked by a hash of the prompt's first tokens, the request's
+cache salt and the scheduler's name. So all routers rank the schedulers alike. The prompt goes to
+the first scheduler that stays within 1.25 times its share of all sequences. So prompts with the
+same beginning go to the same scheduler, which has the beginning in its prefix cache. If that
+scheduler is too busy, all these prompts go to the same next one. When a scheduler is added or
+removed, only its own share of the prompts moves. A scheduler with a full queue is skipped while
+another scheduler has room.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ PREFIX_TOKENS: Final = 64
 """How many tokens of a prompt are hashed; a few KV blocks."""
 _SLACK: Final = 1.25
 _MIN_SEQS: Final = 4
-"""While no worker has more sequences than this, similar prompts stay together."""
+"""A scheduler with at most this many sequences per worker never counts as too busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ def _score(text: str) -> bytes:
 
 
 _REFRESH_S = 1.0
-"""Interval at which the loads of several schedulers are polled; other routers add to the loads."""
+"""Interval at which the schedulers' loads are polled, if there are several schedulers. The router
+has to poll because other routers submit sequences, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,12 @@ class _LastLoad:
     """A scheduler's last known load."""
 
     num_other_seqs: int = 0
-    """The number of sequences of other routers."""
+    """The number of the scheduler's sequences that belong to other routers."""
     num_workers: int = 1
 
 
 class SchedulerPlacement:
-    """Chooses among links by their schedulers' last known loads."""
+    """Chooses a link for each request; `watch` polls the loads that the choice depends on."""
 
     def __init__(self) -> None:
         self._last_loads: dict[SchedulerLink, _LastLoad] = {}

@@ -2,8 +2,8 @@
 
 Several schedulers may each have workers of their own, or be standbys of each other; the router does
 not need to know which. Live requests of a lost scheduler go to the next scheduler that connects:
-the same one, its replacement, or another that had lost its stream. If no scheduler connects soon,
-these requests go to schedulers that are still connected.
+the lost scheduler itself, its replacement, or any other. If no scheduler connects soon, these
+requests go to schedulers that are still connected.
 """
 
 import asyncio
@@ -36,11 +36,12 @@ from rpc.health import Health
 from rpc.peers.discovery import Discovery, keep_members
 
 _RETURN_S = 2.0
-"""How long to wait for a lost scheduler before its requests move to others, which compute them
-again."""
+"""How long the router waits for a lost scheduler to return, before it submits the scheduler's
+requests to other schedulers, which have to compute the requests' KV again."""
 _AWAY_S = 10.0
-"""For this long a lost scheduler may return with its old state. Until then the router refuses
-changes that must reach all schedulers."""
+"""While a scheduler has been away for less than this time, the router refuses changes that must
+reach all schedulers, such as a new adapter. Otherwise the scheduler could return without the
+change."""
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class Schedulers:
     def __init__(
         self, discovery: Discovery, config: LinkConfig, *, tokenizers: Tokenizers, health: Health
     ) -> None:
-        """`run` connects. `health` is ready while a connected scheduler does not hang.
+        """`health` is ready while at least one connected scheduler does not hang.
 
         When a scheduler connects, its model's tokenizer is selected in `tokenizers`. A model whose
         vocabulary is smaller than its tokenizer's cannot be served.
@@ -69,7 +70,7 @@ class Schedulers:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether a connected scheduler is known to have a worker with the model."""
+        """Whether a connected scheduler has a worker with a model, as far as the router knows."""
         return any(not link.is_unloaded for link in self._connected)
 
     @property
@@ -86,9 +87,10 @@ class Schedulers:
 
     @property
     def model(self) -> ModelInfo | None:
-        """The model that the schedulers serve, or served last, with the smallest length limit.
+        """The model that the schedulers serve, or served last.
 
-        None before the first welcome, and when the model does not fit the tokenizer.
+        If the schedulers' length limits differ, the model has the smallest. None before a scheduler
+        has connected, and if the scheduler's model does not fit the tokenizer.
         """
         return self._model
 
@@ -105,10 +107,9 @@ class Schedulers:
     def check_room(self, n: int) -> None:
         """Check that a scheduler has reported enough room in its queue for `n` more sequences.
 
-        Requests are refused here early, before a prompt is tokenized. `Admission` limits the
-        requests of this router, and the scheduler has the final decision. Raises
-        InvalidArgumentError if no queue is ever long enough, and TooBusyError if no queue has
-        enough room now.
+        This check comes before the prompt is tokenized, so it saves the work for most requests
+        that the scheduler would refuse. Raises InvalidArgumentError if no queue is ever long
+        enough, and TooBusyError if no queue has enough room now.
         """
         limits = [link.max_waiting for link in self._connected]
         if limits and all(most is not None and n > most for most in limits):
@@ -146,7 +147,7 @@ class Schedulers:
             )
 
     def reserve_seq_keys(self, n: int) -> int:
-        """Return the first of `n` new consecutive keys.
+        """Return the first of `n` new consecutive sequence keys.
 
         The caller must call `submit` before it awaits anything. Raises UnavailableError if no
         scheduler is connected.
@@ -162,7 +163,7 @@ class Schedulers:
         self._placement.choose(live, self._connected).submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
-        """Cancel live sequences of one request, whose further events are not delivered."""
+        """Cancel live sequences of one request; their further events are not delivered."""
         for link in self._links:
             link.cancel(seq_keys)
 
@@ -182,7 +183,7 @@ class Schedulers:
         return link is not None and link.is_connected
 
     async def resume(self, request_id: str, tenant: str, start: StartResumed) -> LiveRequest:
-        """Become the owner of a request; return it with all its events so far.
+        """Become the router of a resumable request; return it with all its events so far.
 
         `start` makes an empty live request. Raises the scheduler's errors, such as `NotFoundError`,
         and `UnavailableError` if no scheduler is connected.
@@ -212,11 +213,11 @@ class Schedulers:
     # --- unary calls ----------------------------------------------------------------------------
 
     def calls_to_all(self) -> Sequence[SchedulerCalls]:
-        """Return the calls of all schedulers, for changes that must reach every scheduler.
+        """Return a `SchedulerCalls` for each scheduler, for changes that must reach all of them.
 
-        Raises UnavailableError if no scheduler is connected, or if a scheduler was lost or
-        discovered less than `_AWAY_S` ago and is not connected. A scheduler that has been away for
-        longer may be a standby.
+        Raises UnavailableError if no scheduler is connected, or if one was lost or discovered less
+        than `_AWAY_S` ago and has not connected since. A scheduler that has been away for longer is
+        left out, because it may be a standby.
         """
         if not self._connected:
             raise self.unavailable()
@@ -238,7 +239,7 @@ class Schedulers:
     def target_to_is_connected(self) -> Mapping[str, bool]:
         """Maps the address of each known scheduler to whether it is connected; may be empty.
 
-        A scheduler that is not connected may be running without any loaded model.
+        A scheduler whose workers have never loaded a model is not connected, even while it runs.
         """
         return {link.target: link.is_connected for link in self._links}
 
@@ -254,7 +255,7 @@ class Schedulers:
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
         """Return which sequences hold which KV blocks.
 
-        May raise a scheduler's error; raises `UnavailableError` if there is no scheduler.
+        Raises the schedulers' errors, and `UnavailableError` if no scheduler is connected.
         """
         return await self._ask_all(lambda link: link.calls.describe_kv(query))
 
@@ -279,7 +280,7 @@ class Schedulers:
     async def run(self) -> None:
         """Keep a stream to each scheduler until cancelled.
 
-        Raises only because of a bug, after all live requests have been ended with an error.
+        If a bug raises an error, all live requests end with an error before `run` raises it.
         """
         self._update_health()
         watch = asyncio.create_task(
@@ -347,7 +348,11 @@ class Schedulers:
         self._model = together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
-        """Move the live requests of lost and superseded schedulers to the connected scheduler."""
+        """Move live requests to a scheduler that has just connected.
+
+        These are the requests of lost schedulers, and of connected schedulers whose workers the new
+        scheduler has taken over.
+        """
         for other in self._links:
             self._move_all(other, [link])
             if other.is_connected and other.epoch in link.superseded_epochs:
@@ -355,11 +360,12 @@ class Schedulers:
         self._update_health()
 
     def changed(self, link: SchedulerLink) -> None:
-        """Move the requests of a lost scheduler, and look for a standby that replaces it.
+        """Handle a change of a link, such as the loss or the hang of its scheduler.
 
-        The requests move only after `_RETURN_S`, because the scheduler may return, and its workers
-        still have the KV. If another scheduler has taken over these workers, the requests move at
-        once.
+        If the scheduler hangs or was lost, links without a scheduler retry sooner, because a
+        standby may replace it. The requests of a lost scheduler move only after `_RETURN_S`,
+        because the scheduler may return, and its workers still have the KV. If another scheduler
+        has taken over these workers, the requests move at once.
         """
         if link.hang is not None or not (link.is_connected or link.is_starting):
             for other in self._links:

@@ -1,4 +1,4 @@
-"""Calls that resume a request, and wait until the scheduler sends it."""
+"""Clients' calls that resume a request, and wait until the scheduler sends the request."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from router.live.live_request import LiveRequest
 from router.schedulers.messages import Resumption
 
 StartResumed: TypeAlias = Callable[[Resumption], LiveRequest]
-"""Makes an empty live request from a resumption."""
+"""Makes a live request, without its events so far, from a `Resumption`."""
 
 
 class ResumingCalls:
@@ -19,7 +19,7 @@ class ResumingCalls:
         self._calls: dict[int, tuple[StartResumed, asyncio.Future[LiveRequest]]] = {}
 
     async def wait(self, first_seq_key: int, start: StartResumed) -> LiveRequest:
-        """Wait for the answer; raises the error that `fail` gets."""
+        """Wait until `answer` makes the request, and return it; raises the error of `fail`."""
         answer: asyncio.Future[LiveRequest] = asyncio.get_running_loop().create_future()
         self._calls[first_seq_key] = start, answer
         try:
@@ -37,7 +37,7 @@ class ResumingCalls:
     ) -> LiveRequest | None:
         """Start the request and let `replay` push its past events; return None if no call waits.
 
-        Errors of `start` and `replay` are raised both here and in the waiting call.
+        Errors of `start` and `replay` are raised both by this method and by the waiting `wait`.
         """
         start, answer = self._calls.pop(resumption.record.first_seq_key, (None, None))
         if start is None or answer is None or answer.done():

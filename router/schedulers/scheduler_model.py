@@ -9,7 +9,8 @@ from contract.info import ModelInfo
 def can_continue(model: ModelInfo, earlier: ModelInfo) -> bool:
     """Whether outputs of `earlier` can continue with `model`.
 
-    Outputs of an adapter that is gone or changed cannot continue; the scheduler refuses these.
+    Adapters are not compared: if an output's adapter is gone or has changed, the scheduler refuses
+    the output's request.
     """
     return can_share(model, replace(earlier, adapters=model.adapters))
 

@@ -14,7 +14,7 @@ _NO_ADAPTERS: Mapping[str, LoraAdapter] = {}
 
 
 class ServedModel:
-    """The served model. Methods with a `name` accept "" for the model without an adapter."""
+    """The served model. For `check_name` and `info`, "" names the model without an adapter."""
 
     def __init__(self, name: str, schedulers: Schedulers) -> None:
         """`name` is the name that requests use for the model of --model or --cell."""
@@ -78,7 +78,7 @@ class ServedModel:
         return (self.name, *self._adapters())
 
     def has_adapter(self, name: str) -> bool:
-        """Whether an adapter of this name is known, by what schedulers have reported last."""
+        """Whether the schedulers' latest reports include an adapter of this name."""
         return name in self._adapters()
 
     def has(self, name: str, digest: bytes) -> bool:
