@@ -57,9 +57,10 @@ class RouterSettings(ProcessSettings):
     name that requests use; MODEL and SCHEDULER are as in --model and --scheduler. May be repeated.
     A request that names no model goes to the model of --model (docs/operations.md)."""
     on_demand: PositiveInt | None = None
-    """Maximum number of models that are loaded at once. A model that a request needs replaces the
-    least recently used one; new requests for the replaced model wait. Start the workers with
-    --unloaded, and start only one router. Unset: only operators load models."""
+    """Maximum number of models that are loaded at once. If a request needs another model, this
+    model replaces the least recently used one. Requests for the replaced model wait until it is
+    loaded again. Start the workers with --unloaded, and start only one router. Unset: only
+    operators load models."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """With --on-demand, the minimum time in seconds for which a model stays loaded, even if
     requests need other models."""
@@ -74,9 +75,10 @@ class RouterSettings(ProcessSettings):
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
     grpc_server: Literal["quire", "grpcio"] = "quire"
-    """The gRPC server. quire is Quire's own, which sends all pending tokens of a connection in one
-    write, for a fraction of the processor time. It also limits a client's frames that carry neither
-    a request nor data. grpcio is the server of the gRPC library."""
+    """The gRPC server: quire or grpcio. quire is Quire's own server. It sends all pending tokens of
+    a connection in one write, and so takes much less CPU time. It also limits how many frames
+    without a request or data, such as pings, a client may send. grpcio is the server of the gRPC
+    library."""
     vllm_engine: bool = False
     """Whether to serve the engine contract of the Shepherd Model Gateway by gRPC:
     `vllm.grpc.engine.VllmEngine` (docs/fleet.md)."""
@@ -87,8 +89,8 @@ class RouterSettings(ProcessSettings):
     """An additional HTTP port that several routers on one machine share; they then also share
     --grpc-port. Each router gets some of the connections, and needs its own --http-port."""
     scheduler_tls_cert: Path | None = None
-    """PEM file with the certificate for connections to schedulers, if it differs from --tls-cert,
-    which may be a public certificate."""
+    """PEM file with the certificate that the router shows to schedulers. Unset: --tls-cert. Set it
+    if --tls-cert is a public certificate."""
     scheduler_tls_key: Path | None = None
     """PEM file with the private key of --scheduler-tls-cert."""
     max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
@@ -101,12 +103,12 @@ class RouterSettings(ProcessSettings):
     """Whether HTTP bodies (Content-Encoding) and gRPC messages (grpc-encoding) may be compressed
     with gzip or deflate."""
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
-    """Host names, separated by commas, by which clients may call a router that listens on loopback
-    without API keys, such as the name of a proxy in front of it. localhost, loopback addresses and
-    --host are always allowed."""
+    """Further names, separated by commas, that a call's Host header may have, such as the name of a
+    proxy in front of the router. A router checks this header only if it has neither API keys nor
+    TLS (docs/security.md). localhost, loopback addresses and --host are always allowed."""
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = ()
-    """Origins of web pages, besides the router's own, that may call a router without API keys;
-    separated by commas, such as https://example.com."""
+    """Origins, separated by commas, whose web pages may call a router that has no API keys, such as
+    https://example.com. The router's own web page may always call it."""
     tool_parser: str = ""
     """The syntax of the model's tool calls: a family (docs/clients.md), none, or your class as
     package.module:Class; empty: detected from its chat template."""
@@ -129,7 +131,8 @@ class RouterSettings(ProcessSettings):
     postgresql://… for several routers (quire[postgres]); empty: nothing is stored. Put a password
     in PGPASSWORD or ~/.pgpass, because other users can see the command line."""
     turn_retention_days: Annotated[float, Field(gt=0, le=36500)] = 30.0
-    """How many days stored responses, files and batches are kept after their end."""
+    """How many days a response is kept after its end, and a file or an ended batch after its
+    creation."""
     usage_retention_days: Annotated[float, Field(gt=0, le=36500)] = 400.0
     """How many days usage (`quire usage`) is kept; without --turn-store it is not kept at all."""
     audit_log: Path | None = None
@@ -140,7 +143,7 @@ class RouterSettings(ProcessSettings):
     audit_log_files: Annotated[int, Field(ge=2, le=10_000)] = 10
     """How many files of --audit-log to keep, including the current one; the oldest is deleted."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of the requests without a traceparent that are traced (--otlp-traces-endpoint)."""
+    """Which share of the requests without a traceparent is traced (with --otlp-traces-endpoint)."""
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
     """How many new tokens of an output are sent together, unless the request sets stream_interval.
     Fewer and larger events cost less. The first token and the last tokens do not wait."""

@@ -1,1 +1,1 @@
-"""Converts text to token ids and back: tokenizer, chat template and grammars."""
+"""Tokenizers, chat templates, and grammars for structured output."""

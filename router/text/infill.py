@@ -7,11 +7,12 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class InfillForm:
-    """The markers before the prefix, before the suffix, and before the output."""
+    """How some models write a fill-in-the-middle prompt."""
 
     markers: tuple[str, ...]
+    """The markers before the prefix, the suffix and the output, in this order."""
     is_suffix_first: bool = False
-    """Whether the suffix comes first; the output then follows the prefix without a marker."""
+    """Whether the suffix comes before the prefix; then the output has no marker."""
 
     def prompt(self, prefix: str, suffix: str) -> str:
         if self.is_suffix_first:

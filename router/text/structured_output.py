@@ -26,9 +26,10 @@ MAX_WORDS: Final = 256
 MAX_WORD_CHARS: Final = 128
 """Maximum number of characters of each of the `bad_words`."""
 _MAX_KEPT: Final = 64
-"""How many grammars to cache; many requests have the same form."""
+"""How many grammars to cache; many requests have the same schema."""
 _MAX_KEPT_CHARS: Final = 16_384
-"""Length of the longest form to cache. Its grammar may have several times as many bytes."""
+"""Maximum length of a schema, regex or other text whose grammar is cached. The grammar may be
+several times as long."""
 
 _FIELD: Final = "sampling.structured"
 
@@ -39,12 +40,13 @@ _JSON: Final = json.JSONDecoder()
 
 
 def to_grammar(structured: StructuredOutput, before: str = "") -> StructuredOutput:
-    """Convert a form to a grammar, which may take up to a second in extreme cases.
+    """Convert a schema, regex or other form of structured output to a grammar.
 
-    `before` contains grammar rules for the text before the form; the first rule is named `before`.
+    This may take up to a second in extreme cases. `before` has grammar rules for the part of an
+    output before the structured part, such as thinking; one rule is named `before`.
 
     Raises:
-        InvalidArgumentError: The form is too large, malformed, or uses an unsupported feature.
+        InvalidArgumentError: `structured` is too large, malformed, or uses an unsupported feature.
     """
     texts = _texts(structured)
     is_small = sum(map(len, texts)) <= _MAX_KEPT_CHARS
@@ -106,7 +108,7 @@ def _grammar(form: str, texts: Sequence[str], field: str) -> str:
 
 
 def _check_lark(grammar: str, field: str) -> None:
-    """Check the schemas in a grammar; may raise InvalidArgumentError."""
+    """Check the JSON schemas in a Lark grammar; may raise InvalidArgumentError."""
     if grammar.lstrip().startswith("{"):  # llguidance would accept JSON instead of Lark
         raise InvalidArgumentError(field, "is JSON; it must be Lark")
     schemas = []
@@ -134,7 +136,8 @@ def _behind(before: str, grammar: str) -> str:
 def without_words(words: Sequence[str], marker_ids: Collection[int]) -> StructuredOutput:
     """Return a grammar for texts that contain none of `words`.
 
-    `marker_ids` are special tokens. They may occur anywhere, but no text pattern matches them.
+    The texts may also contain the special tokens `marker_ids`. The grammar lists them, because no
+    text pattern matches a special token.
     """
     check_count("bad_words", len(words), MAX_WORDS)
     for i, word in enumerate(words):
@@ -180,11 +183,11 @@ def _json_grammar(schema: str, field: str) -> str:
 # --- multiples ------------------------------------------------------------------------------------
 
 _MAX_REMAINDERS: Final = 2**15
-"""Limit on a product: the least common multiple of all `multipleOf` in a grammar, without their
-trailing zeros, times the number of `multipleOf`. Workers enumerate this many remainders when they
-compile the grammar, and none of llguidance's own limits counts them. 100,003 remainders took 0.1 to
-0.3 s and 1,000,003 took 4 s; 10 alternatives with a `multipleOf` of about 1,000 had not ended after
-a minute."""
+"""Limit on the remainders that a worker enumerates when it compiles a grammar. None of llguidance's
+own limits counts them. Their estimated number is the number of `multipleOf` in the grammar, times
+the least common multiple of the values of `_multiples`. To enumerate 100,003 remainders took 0.1 to
+0.3 s, and 1,000,003 took 4 s. A grammar of 10 alternatives, each with a `multipleOf` of about
+1,000, was not compiled after a minute."""
 
 
 def _check_multiples(schemas: Iterable[object], field: str) -> None:
@@ -200,7 +203,7 @@ def _check_multiples(schemas: Iterable[object], field: str) -> None:
 
 
 def _multiples(schemas: Iterable[object]) -> Iterator[int]:
-    """Yield the digits of each `multipleOf` in schemas, such as 25 for 0.25 and 36 for 3600."""
+    """Yield the digits of each `multipleOf` in schemas: 25 for 0.25, and 36 for 3600."""
     pending = [*schemas]
     while pending:
         value = pending.pop()
@@ -219,7 +222,7 @@ def _multiples(schemas: Iterable[object]) -> Iterator[int]:
 _SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
 """Keywords whose subschemas describe the same value as the schema that contains them."""
 _NOT_INSIDE: Final = frozenset({*_SAME_VALUE, "$defs", "definitions"})
-"""Keywords whose schemas do not describe a part of the value."""
+"""Keywords whose subschemas do not describe a part of the value, such as an item."""
 _MAX_EXCERPT_CHARS: Final = 80
 _MAX_JOINED_PATTERNS: Final = 8
 """Limit on the patterns that one string must match. llguidance's time doubles with each pattern: 12
@@ -227,10 +230,12 @@ patterns `a.{N}b` take 12 ms, 16 take 0.2 to 0.6 s, and 18 take 2 to 4 s."""
 
 
 def check_refs(root: object, field: str) -> None:
-    """Refuse a `$ref` that leads back to itself without descending to a property or an item.
+    """Refuse schemas that llguidance could not compile, or not fast enough.
 
-    Every `$ref` must be a JSON pointer into the whole schema, `root`, so that it can be followed
-    here. llguidance reports a `$ref` that resolves to nothing.
+    A `$ref` must not lead back to itself without descending to a property or an item, and a string
+    must not have to match too many patterns. Every `$ref` must be a JSON pointer into the whole
+    schema, `root`, so that this function can follow it. llguidance reports a `$ref` that resolves
+    to nothing.
     """
     id_to_ids: dict[int, list[int]] = {}
     id_to_ref: dict[int, str] = {}
@@ -282,11 +287,11 @@ def check_refs(root: object, field: str) -> None:
 
 
 def _num_joined(schema: object, root: object, id_to_num: dict[int, int]) -> int:
-    """Return an upper bound on the patterns and formats that apply to one string.
+    """Return an upper bound on the number of patterns and formats that apply to one string.
 
-    Of alternatives, and of the parts of an object or list, only the one with the most patterns
-    counts. `id_to_num` has the results so far. A `$ref` to a schema that contains this one adds
-    nothing.
+    Of several alternatives only the one with the most patterns counts, and of an object or list
+    only the part with the most. `id_to_num` has the results so far. A `$ref` to a schema that
+    contains this one adds nothing.
     """
     if isinstance(schema, list):
         return max((_num_joined(part, root, id_to_num) for part in schema), default=0)
@@ -329,7 +334,7 @@ def _about_same_value(schema: Mapping[str, Any], root: object) -> Iterator[objec
 
 
 def _resolve(ref: str, root: object) -> object:
-    """Return the value at a JSON pointer in a URL fragment; None if there is none."""
+    """Return the value in `root` to which a `$ref` points; None if there is none."""
     found: Any = root
     for part in unquote(ref).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")

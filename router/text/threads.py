@@ -73,7 +73,10 @@ class TextThreads:
         )
 
     def _take_newest_of_another(self, tenant: str) -> "Future[Any] | None":
-        """Take a waiting task from a tenant that has more tasks than `tenant` will have, if any."""
+        """Remove and return the newest waiting task of the tenant that has the most waiting tasks.
+
+        Returns None if that tenant has no more of them than `tenant` will have with its new task.
+        """
         num_own = len(self._tenant_to_tasks.get(tenant, ())) + 1
         while True:
             longest = max(self._tenant_to_tasks.values(), key=len, default=deque())

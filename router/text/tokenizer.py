@@ -70,10 +70,10 @@ class Tokenizer:
 
         Returns:
             The token ids, and how many of them belong to the first text of a pair. The number is 0
-            if the tokenizer does not mark token types.
+            without a pair, or if the tokenizer gives both texts the same token type.
 
         Raises:
-            InvalidArgumentError: The first text leaves no room for the second one.
+            InvalidArgumentError: `most` leaves no room for any token of the text that is cut.
         """
         texts = [text] if pair is None else [text, pair]
         parts = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -159,7 +159,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: str | dict[str, Any]) -> str:
-    """Return the text of a special token: a string, or an object with its content."""
+    """Return the text of a special token, which files give as a string or as an object."""
     return token if isinstance(token, str) else str(token["content"])
 
 
@@ -168,15 +168,14 @@ _FLAGS: Final = ""
 
 
 class Tokenizers:
-    """The current tokenizer, and tokenizers that are being read."""
+    """Reads tokenizers; keeps the one of the served model, and the one of the flags' model."""
 
     def __init__(self, first: Tokenizer, cache_dir: Path = DEFAULT_CACHE_DIR) -> None:
         """`first` is the tokenizer of the flags' model; for `cache_dir` see `find_model`."""
         self._cache_dir = cache_dir
         self._directory_to_tokenizer = {_FLAGS: first}
         self._directory_to_read: dict[str, asyncio.Task[Tokenizer]] = {}
-        """Tasks that read tokenizers, including tasks that ended after their caller was cancelled.
-        """
+        """Tasks that read tokenizers. A task whose callers were cancelled remains after its end."""
         self.current = first
         """The tokenizer of the served model."""
 
