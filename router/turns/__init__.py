@@ -1,1 +1,1 @@
-"""Turns: stored calls that are completed even if all processes die in between."""
+"""Turns: stored calls, which are completed even if all processes die before that."""

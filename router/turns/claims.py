@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 from router.turns.database import Cursor, DatabaseConnection
 
 MAX_QUEUES: Final = 1000
-"""Limit on the queues that one claim looks at."""
+"""Limit on the queues that one claim looks at. A queue has the turns of one tenant and model."""
 MAX_MODELS: Final = 100
-"""Limit on how many of the `MAX_QUEUES` queues belong to one tenant. Turns of unknown models, which
-end at once, could make many queues."""
+"""Limit on how many of the `MAX_QUEUES` queues belong to one tenant. A tenant could have very many
+queues, because each unknown model that its turns name makes a queue."""
 
 _ORDER: Final = "ORDER BY priority DESC, created_at, position"
 # Each of these is the condition of a partial index, which has the turns in the order of the query.
@@ -45,7 +45,7 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How much of a router each tenant uses, so that free places go to other tenants."""
+    """What decides which tenants' turns a claim takes first."""
 
     num_running: Mapping[str, int]
     """Number of running turns of groups, by tenant."""
@@ -73,10 +73,10 @@ def find_single(
 def find_grouped(
     cursor: Cursor, db: DatabaseConnection, now: float, limit: int, models: Models, shares: Shares
 ) -> tuple[list[Waiting], str]:
-    """Return at most `limit` turns of groups without an owner, and the next claim's `last_tenant`.
+    """Return at most `limit` ownerless turns of groups, and `last_tenant` for the next claim.
 
-    The turns of one tenant and model are a queue in order, which an index keeps. Thus a claim
-    reads only the head of each queue.
+    An index keeps the turns of each tenant and model in order, as a queue. So a claim reads only
+    the first turns of each queue.
     """
     tenant_to_queues: defaultdict[str, list[list[Waiting]]] = defaultdict(list)
     last = shares.last_tenant
@@ -96,7 +96,7 @@ def find_grouped(
 
 
 def _queues(cursor: Cursor, last_tenant: str) -> Iterator[tuple[str, str]]:
-    """Yield the tenants and models of live turns of groups, `last_tenant` last."""
+    """Yield the tenant and model of each queue, beginning with the tenant after `last_tenant`."""
     conditions: Sequence[tuple[str, Sequence[str]]] = ((" AND tenant > ?", (last_tenant,)),)
     num_models: Counter[str] = Counter()
     before_wrap: Collection[str] | None = None
@@ -120,7 +120,7 @@ def _queues(cursor: Cursor, last_tenant: str) -> Iterator[tuple[str, str]]:
 def _first_queue(
     cursor: Cursor, conditions: Iterable[tuple[str, Sequence[str]]]
 ) -> tuple[str, str] | None:
-    """Return the first queue under the first condition that any queue fulfils."""
+    """Return the first queue that fulfils a condition; an earlier condition has precedence."""
     for condition, values in conditions:
         cursor.execute(
             f"SELECT tenant, model FROM turns WHERE {_LIVE_GROUPED}{condition}"  # noqa: S608 - constants
@@ -136,10 +136,11 @@ def _first_queue(
 def _share(
     queues: dict[str, deque[Waiting]], limit: int, shares: Shares
 ) -> Iterator[tuple[str, Waiting]]:
-    """Yield the next turn of the tenant that has the fewest running turns, and so on.
+    """Yield at most `limit` turns, each with its tenant, in the order in which to claim them.
 
-    Among tenants with equally many, the next one after the last served is chosen. A turn of higher
-    priority always comes first.
+    A turn of higher priority always comes first. Among turns of equal priority, the next is one of
+    the tenant with the fewest running turns. If several tenants have equally few, the next tenant
+    by name after the one served last has its turn.
     """
     num_running, last = Counter(shares.num_running), shares.last_tenant
     for _ in range(limit):

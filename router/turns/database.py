@@ -89,7 +89,7 @@ class Database:
 
 
 class SqliteConnection:
-    """A file on this machine, which several processes may use."""
+    """A connection to a SQLite file on this machine, which several processes may use."""
 
     skips_locked = ""
 
@@ -134,7 +134,7 @@ _BUSY_S: Final = 5.0
 
 
 def migrate(connection: DatabaseConnection) -> None:
-    """Upgrade the schema to this version; several processes may do so at once.
+    """Upgrade the schema to this router's version; several processes may do so at once.
 
     Raises:
         StoreError: The schema is newer than this router, or the database cannot be written.

@@ -1,4 +1,4 @@
-"""The stored counts of a group's ended turns, so that no call has to read a large group."""
+"""Stored counts of each group's ended turns, so that no call has to read all turns of a group."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, fields
@@ -48,7 +48,10 @@ def counts_of(end: TurnEnd) -> GroupCounts:
 
 
 def add_counts(cursor: Cursor, group_to_counts: Mapping[str, GroupCounts]) -> None:
-    """Add counts, in an order that all routers share, so that no transactions deadlock."""
+    """Add counts to the stored ones, in the order of the groups' ids.
+
+    All routers use this order, so their transactions never deadlock.
+    """
     for group, counts in sorted(group_to_counts.items()):
         values = counts.completed, counts.failed, counts.result_bytes, *astuple(counts.used)
         cursor.execute(

@@ -79,7 +79,7 @@ class _OutputTokens:
 
 
 class RunningTurn:
-    """Collects a turn's events. Readers get the end once it is stored, or could not be stored."""
+    """Collects a turn's events. Readers get the end once it is stored, or once storing failed."""
 
     def __init__(self, turn: Turn, kept: Iterable[Event] = ()) -> None:
         """`kept` are the events that are already stored."""
@@ -156,7 +156,7 @@ class RunningTurn:
 
     @property
     def used(self) -> Used:
-        """The usage to record once the turn has ended; empty if no scheduler started it."""
+        """The usage to record once the turn has ended; empty if no scheduler began the turn."""
         live = self.live
         is_begun = live is None or live.num_cached_tokens is not None or self.num_tokens
         if self.record is None or not is_begun:

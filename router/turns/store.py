@@ -1,4 +1,4 @@
-"""Stores turns, which are responses and lines of batches, and their events.
+"""Stores turns (responses and lines of batches) and their events.
 
 Every call raises `StoreError` if the database fails.
 """
@@ -46,7 +46,7 @@ class TurnProgress:
     """The number of the first event in `events`, which is the count of events stored before."""
     events: Sequence[Event] = ()
     record: bytes | None = None
-    """The turn's record, set only after the turn was submitted for the first time."""
+    """The turn's replay record; None: the turn was not submitted yet, or its record is stored."""
     end: TurnEnd | None = None
 
 
@@ -60,7 +60,7 @@ class TurnChanges:
     released: list[str] = field(default_factory=list)
     """Turns to leave to other routers."""
     usage: tuple[int, UsageRows] = (0, {})
-    """A sequence number, and the usage of requests that are not turns."""
+    """Usage of requests that are not turns, and its number; see `add_once`."""
 
 
 OF_GROUP: Final = "group_id = ? AND group_id <> ''"
@@ -129,7 +129,7 @@ class TurnStore:
         models: Models = ALL_MODELS,
         num_running: Mapping[str, int] = NO_TURNS,
     ) -> Sequence[Turn]:
-        """Become the owner of turns that have none: by priority, then from oldest to newest.
+        """Take over turns without an owner: by priority, then from oldest to newest.
 
         Claims at most `limit` turns without a group, and `group_limit` turns of groups. For turns
         of groups, the tenants with the lowest `num_running` come first.
@@ -306,7 +306,10 @@ class TurnStore:
         limit: int = 1000,
         max_bytes: int = 16 * 2**20,
     ) -> Sequence[Turn]:
-        """Return turns of a group in order: at most `max_bytes`, but at least one turn."""
+        """Return a group's turns in order, from `first_position` on.
+
+        Returns at most `limit` turns, with at most `max_bytes` in total, but at least one turn.
+        """
         of_group = f"FROM turns WHERE tenant = ? AND {OF_GROUP} AND position >= ?"
         in_order = "ORDER BY position LIMIT ?"
         asked = tenant, group, first_position
@@ -326,7 +329,7 @@ class TurnStore:
 
 
 def insert_turn(cursor: Cursor, turn: Turn, owner: str, lease_until: float) -> bool:
-    """Insert a turn; return whether its key and id were free."""
+    """Insert a turn; return False if a stored turn has its id or its idempotency key."""
     cursor.execute(
         f"INSERT INTO turns ({_COLUMNS}, owner, lease_until) VALUES ({_PLACES})"  # noqa: S608 - constants
         " ON CONFLICT DO NOTHING",

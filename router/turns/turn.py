@@ -61,7 +61,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """The answer of a turn that was computed as a whole."""
+    """The answer of a turn that has no tokens to store, such as a batch's line for embeddings."""
 
     result: bytes
     used: Used
@@ -75,6 +75,6 @@ class TurnEnd:
     result: bytes
     at: float
     usage: UsageRows = field(default_factory=dict)
-    """The turn's usage, stored together with the end."""
+    """The usage to add to the tenant's usage, in the transaction that stores the end."""
     used: Used = field(default_factory=Used)
-    """The tokens used, for the group's counts only; `usage` has the tenant's usage."""
+    """The usage to add to the counts of the turn's group."""

@@ -66,9 +66,9 @@ class TurnKind(Protocol):
     """An API's methods for its turns."""
 
     async def answer(self, turn: Turn) -> TurnAnswer | None:
-        """Compute a turn as a whole; or return None, to have its request submitted instead.
+        """Compute the whole answer of a turn, such as a batch's line for embeddings.
 
-        May raise QuireError.
+        Returns None for other turns, whose `request` is then submitted. May raise QuireError.
         """
 
     async def request(self, turn: Turn) -> GenerateRequest:
@@ -84,7 +84,7 @@ class TurnKind(Protocol):
 
 
 class Turns:
-    """The turns of one router. A task for each turn computes it; one task writes all of them."""
+    """The turns of one router. Each turn has a task that computes it; `run` stores all turns."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class Turns:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _pace(self, turn: Turn) -> None:
-        """Let at most one grouped turn proceed in each round of the event loop.
+        """Wait, so that at most one turn of a group proceeds in each round of the event loop.
 
         Many lines of a batch end in the same step. If they all proceeded at once, they would delay
         the tokens of waiting clients.
@@ -338,7 +338,7 @@ class Turns:
         return live
 
     async def _end_of(self, running: RunningTurn) -> TurnEnd:
-        """Make a turn's answer; if that fails, make an answer that tells the failure.
+        """Return a turn's end, with an answer; if no answer can be made, it tells the failure.
 
         Raises:
             TooBusyError: The answer cannot be made now; a retry may succeed.
@@ -463,7 +463,7 @@ class Turns:
         losing.add_done_callback(self._losing.discard)
 
     async def _unpin_if_deleted(self, running: RunningTurn) -> None:
-        """Drop the pins that a lost turn may have set after another router deleted it."""
+        """If another router has deleted a lost turn, drop the pins that the turn has set since."""
         if running.task is not None:
             await asyncio.wait([running.task])
         with contextlib.suppress(StoreError):
@@ -527,7 +527,10 @@ class Turns:
         await self._release([each for each in self._running.values() if not each.num_readers])
 
     async def close(self) -> None:
-        """Release all turns to other routers or to the next start; called after `run` has ended."""
+        """Release all turns, so that other routers or the next start can take them over.
+
+        Called after `run` has ended.
+        """
         self._is_draining = True
         await self._release(list(self._running.values()))
         with contextlib.suppress(StoreError):

@@ -75,7 +75,8 @@ async def read_usage(
     `since` is rounded down to the hour.
 
     Raises:
-        InvalidArgumentError: `by` has an unknown name, or there are more rows than `MAX_ROWS`.
+        InvalidArgumentError: `by` has an unknown name, or a name twice, or there are more rows than
+            `MAX_ROWS`.
         StoreError: The database cannot be read.
     """
     for name in by:

@@ -66,12 +66,12 @@ class Ui:
         return message_to_json(await self._cells.load())
 
     async def _kv(self, request: web.Request) -> object:
-        """Return which sequences hold which KV blocks, as `WorkerKv`; parameters: `KvQuery`."""
+        """Return which sequences hold which KV blocks, as `WorkerKv`; the query is a `KvQuery`."""
         workers = await self._cells.describe_kv(query_from_url(KvQuery, request.query))
         return {"workers": [kv_to_json(worker) for worker in workers]}
 
     async def _activity(self, request: web.Request) -> object:
-        """Return the workers' activity, as `WorkerActivity`; parameters: `ActivityQuery`."""
+        """Return the workers' activity, as `WorkerActivity`; the query is an `ActivityQuery`."""
         query = query_from_url(ActivityQuery, request.query)
         workers = await self._cells.describe_activity(query)
         return {"workers": [activity_to_json(worker) for worker in workers]}

@@ -1,7 +1,8 @@
 """Converts URL queries to protobuf, and messages to JSON values for the page.
 
 Fields are named as in the protos. Bytes are base64. An enum's value is its name in lower case
-without the enum's prefix. There are many steps and sequences, so these are sent as columns.
+without the enum's prefix. There may be many steps and sequences, so these are sent as columns: one
+list of values for each field.
 """
 
 import base64
@@ -47,7 +48,7 @@ def query_from_url(kind: type[Query], parameters: Mapping[str, str]) -> Query:
 
 
 def message_to_json(message: Message, without: str = "") -> dict[str, Any]:
-    """Convert a message and its nested messages to JSON values, without the fields `without`."""
+    """Convert a message, except its field `without`, and its nested messages to JSON values."""
     return {
         field.name: _to_json(field, getattr(message, field.name))
         for field in message.DESCRIPTOR.fields

@@ -101,7 +101,7 @@ def _structured(params: pb.SamplingParams) -> StructuredOutput | None:
 def output_logprobs_to_proto(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
 ) -> pb.OutputLogProbs | None:
-    """Describe output tokens; return None if there are no log-probabilities."""
+    """Convert the log-probabilities of an output's tokens; return None if there are none."""
     if not logprobs:
         return None
     return pb.OutputLogProbs(
@@ -114,7 +114,7 @@ def output_logprobs_to_proto(
 def input_logprobs_to_proto(
     prompt: Sequence[int], logprobs: Sequence[TokenLogprob]
 ) -> pb.InputLogProbs:
-    """Describe the prompt's tokens; `logprobs` has no entry for the first token."""
+    """Convert the prompt's log-probabilities; `logprobs` has no entry for the first token."""
     values = [pb.InputTokenLogProb(value=each.logprob) for each in logprobs]
     return pb.InputLogProbs(
         token_logprobs=[pb.InputTokenLogProb(), *values],
@@ -138,7 +138,10 @@ def _top_to_proto(logprobs: Sequence[TokenLogprob]) -> list[pb.TopLogProbs]:
 def complete_to_proto(
     finished: OutputFinished, counts: pb.GenerateStreamChunk
 ) -> pb.GenerateComplete:
-    """Describe the end of an output that has not failed; `counts` has its token counts."""
+    """Make the message for the end of an output that has not failed.
+
+    `counts` has the tokens, their counts and their log-probabilities.
+    """
     complete = pb.GenerateComplete(
         output_ids=counts.token_ids,
         finish_reason="length" if finished.finish_reason is FinishReason.LENGTH else "stop",
