@@ -49,9 +49,9 @@ class RouterSettings(ProcessSettings):
     name on the hub."""
     scheduler: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)
     """Addresses of the schedulers, separated by commas: host:port or unix:/path. dns:HOST:PORT
-    stands for all addresses of a host name, such as that of a headless service; the addresses may
-    change while the router runs. Several schedulers, each with its own workers, share the requests.
-    A standby takes over the requests of the scheduler that it replaces."""
+    stands for all addresses of a host name, such as the name of a headless service in Kubernetes.
+    These addresses may change while the router runs. Several schedulers, each with its own workers,
+    share the requests. A standby takes over the requests of the scheduler that it replaces."""
     cell: Annotated[tuple[str, ...], NoDecode] = ()
     """A further model behind the same ports, as NAME=MODEL@SCHEDULER[,SCHEDULER...]. NAME is the
     name that requests use; MODEL and SCHEDULER are as in --model and --scheduler. May be repeated.

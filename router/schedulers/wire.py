@@ -262,7 +262,7 @@ def error_from_code(code: int, message: str, retry_after_s: float = 1.0) -> Quir
 
 
 def failure_of(finished: OutputFinished) -> QuireError | None:
-    """Return the error with which a unary call ends; None if the output succeeded."""
+    """Return the error of an output that has failed; None if it has succeeded."""
     match finished.finish_reason:
         case FinishReason.ERROR:
             assert finished.error is not None, "ERROR comes with an error"

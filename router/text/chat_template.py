@@ -24,7 +24,8 @@ _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, Attribu
 
 
 _END_OF_CONTENT = "\ue000end of content\ue000"
-"""Private-use characters that mark the end of the last message's content in a prompt."""
+"""Marks the end of the last message's content while a prompt is rendered. Messages do not contain
+this text, because it has private-use characters."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
