@@ -1,7 +1,7 @@
-"""Tracks who holds which blocks, for readers of KV events that treat a cell as one engine.
+"""Tracks which workers have which blocks, to present a cell's KV events as those of one engine.
 
-No call holds an event loop for long, however many blocks there are. For this, the blocks are in
-many small tables: a dict of a million blocks takes tens of milliseconds to grow.
+No call blocks the event loop for long, however many blocks there are: the blocks are in many small
+tables, because a dict of a million blocks takes tens of milliseconds to grow.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -18,7 +18,7 @@ _PART_BLOCKS: Final = 512
 
 
 class BlockHolders(Generic[HolderT]):
-    """The holders of each block; a block that no one holds is forgotten."""
+    """The holders of each block: workers or their tiers. A block without holders is forgotten."""
 
     def __init__(self) -> None:
         self._tables: list[dict[BlockHash, tuple[HolderT, ...]]] = [{} for _ in range(_NUM_TABLES)]

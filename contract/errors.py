@@ -76,7 +76,7 @@ class AlreadyExistsError(QuireError):
 
 
 class AbortedError(QuireError):
-    """Another call has taken over the work of this call."""
+    """Another call has resumed or aborted the request of this call."""
 
     code = grpc.StatusCode.ABORTED
     http_status = 409

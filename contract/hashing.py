@@ -48,7 +48,7 @@ def next_hash(parent: BlockHash, token_bytes: bytes) -> BlockHash:
 
 
 def group_hash(name: BlockHash, group: int) -> BlockHash:
-    """Return the hash of a KV group's block from the hash of its tokens."""
+    """Return the hash of a KV group's block; `name` is the hash of the block of group 0."""
     # Not wrapped in `BlockHash(...)`, as in `next_hash`.
     return sha256(name + _GROUPS[group]).digest() if group else name  # type: ignore[return-value]
 
@@ -60,9 +60,9 @@ def tail_hash(
     end: int,
     block_size: int,
 ) -> BlockHash:
-    """Return the hash of the partial block at the end of the first `end` tokens.
+    """Return the hash of the partial block that ends with token `end` - 1.
 
-    `chain` has at least the hashes of the full blocks before that block.
+    `chain` has at least the hashes of the full blocks before the partial block.
     """
     num_full = end // block_size
     tail = token_ids[num_full * block_size : end].astype("<i4", copy=False).tobytes()

@@ -55,7 +55,7 @@ class ModelInfo:
     adapters: tuple[LoraAdapter, ...] = ()
     """The LoRA adapters that are loaded, sorted by name."""
     directory: str = ""
-    """The model's directory, if an operator loaded it; empty for the model of the worker's flags.
+    """The directory of a model that an operator loaded; empty for the model of the worker's flags.
     """
     abilities: Abilities = ONLY_GENERATES
 
@@ -87,7 +87,7 @@ class WorkerInfo:
     limits: Limits
     eos_token_ids: tuple[int, ...]
     block_bytes: int
-    """Size of one block over all layers; 0: unknown."""
+    """Size of one block, over all layers of its KV group; 0: unknown."""
     dtype: str
     """Number format of weights and activations, such as "bfloat16"."""
     structured_output: bool = False
@@ -146,7 +146,7 @@ class WorkerInfo:
 
     @property
     def kv_format(self) -> str:
-        """The format of the worker's host blocks. Workers exchange KV only in the same format."""
+        """The format of host blocks. Two workers exchange KV only if their formats are equal."""
         size = f"{self.limits.block_size} tokens, {self.host_block_bytes or self.block_bytes} bytes"
         if self.limits.has_windows:
             size += f", windows {self.limits.kv_windows}"

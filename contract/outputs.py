@@ -85,7 +85,8 @@ class Usage:
 class PromptScores:
     """Log-probabilities of the prompt; if `prompt_logprobs` is set, a stream begins with them.
 
-    Together, these events have one entry for each prompt token except the first.
+    A stream may have several of these events. Together, they have one entry for each prompt token
+    except the first.
     """
 
     logprobs: tuple[TokenLogprob, ...]

@@ -37,7 +37,7 @@ class Pooling:
     dimensions: int | None = None
     """How many numbers of the vector to keep, before normalization; None: all."""
     num_first_tokens: int = 0
-    """If the prompt is a pair of texts: the tokens of the first text, with its special tokens."""
+    """For a pair of texts: how many tokens the first text has, special tokens included."""
 
     @property
     def needs_all(self) -> bool:

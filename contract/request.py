@@ -1,4 +1,4 @@
-"""What clients request: to generate, or to resume a stream; and the models that they may name."""
+"""Clients' requests, to generate or to resume a stream, and the models that they may name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -31,8 +31,8 @@ MIN_BEAM_WIDTH: Final = 2
 MAX_BEAM_WIDTH: Final = 10
 MAX_LENGTH_PENALTY: Final = 5
 MAX_GRAMMAR_BYTES: Final = 2**19
-"""The limit on bytes of a grammar. A grammar may need six characters for each byte of a form, and a
-form may have 64 KiB."""
+"""The limit on bytes of a grammar. The router makes a grammar from a form of at most 64 KiB, and
+each byte of the form may become six characters of the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StructuredOutput:
         return given[0]
 
     def check_grammar(self, field: str) -> None:
-        """Check that the form is a grammar, as workers need; raises InvalidArgumentError."""
+        """Check that the form is a grammar of allowed size; raises InvalidArgumentError."""
         if not self.grammar:
             raise InvalidArgumentError(f"{field}.grammar", "is not set")
         if (num_bytes := len(self.grammar.encode())) > MAX_GRAMMAR_BYTES:
@@ -129,7 +129,8 @@ class SamplingParams:
     ) -> None:
         """Check all fields but `structured`, `adapter` and `pooling`.
 
-        Errors name a field with the prefix `field`.
+        `field` is the name of the parameters in errors: if it is "sampling", an error about `top_k`
+        names "sampling.top_k".
 
         Raises:
             InvalidArgumentError: A value is out of its range.
@@ -202,7 +203,7 @@ class EarlyStopping(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """Search for the likeliest outputs instead of drawing tokens."""
+    """The parameters of a beam search, which finds likely outputs instead of drawing tokens."""
 
     width: int
     """Number of beams, and of complete outputs, that the search keeps."""

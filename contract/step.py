@@ -4,8 +4,9 @@ A *row* is the slot of a live sequence in the worker, in [0, max_num_seqs); the 
 the numbers. A plan contains only changes. When all known tokens of a row are computed, the row
 samples a new one. From then on the row *decodes*: every step computes the last token and samples
 the next, until the sequence stops or reaches its length. Later plans name the row only to append a
-block or to release it. Arrays are int32. Arrays that one docstring names together are parallel.
-`contract.codec.step` turns plans and results into the messages of `worker.proto`.
+block or to release it. Arrays are int32. Two arrays that one docstring describes together, such as
+`copy_src_block_ids` and `copy_dst_block_ids`, are parallel. `contract.codec.step` turns plans and
+results into the messages of `worker.proto`.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class OutputState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchState:
-    """The state of a beam search. The request and the best beam's tokens are kept elsewhere."""
+    """The state of a beam search, without its request and without the best beam's tokens."""
 
     beams: tuple[OutputState, ...]
     """Best first."""
@@ -91,7 +92,7 @@ class NewSequence:
 # these calls would take a twentieth of the time of planning a step.
 @dataclass(slots=True, eq=False)
 class Plan:
-    """The changes before a step, and the prompt chunks that it computes.
+    """The changes to make before a step, and the chunks of prompts that the step computes.
 
     The worker applies a plan in this order: it releases, adds and extends rows; renames blocks in
     block tables; records labels; starts disk moves; swaps out or swaps in; copies blocks; computes.
@@ -108,8 +109,8 @@ class Plan:
     `appended_block_ids` has these blocks."""
     appended_block_ids: Int32Array = field(default_factory=no_ints)
     placements: Int32Array = field(default_factory=no_ints)
-    """Entries to set in block tables, as a flat list of triples: row, entry, block. Used only for
-    KV groups with a window, whose blocks a prompt takes chunk by chunk."""
+    """Entries to set in block tables, as a flat list of triples: row, place, block. Used only for
+    KV groups with a window: a prompt gets its blocks of such a group chunk by chunk."""
     copy_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Device blocks copied to `copy_dst_block_ids` before the step computes."""
     copy_dst_block_ids: Int32Array = field(default_factory=no_ints)
@@ -129,8 +130,8 @@ class Plan:
     renamed_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_store_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Host blocks to write to disk blocks `disk_store_dst_block_ids`. The worker reads these host
-    blocks before this step writes to any. The result of this or a later step reports the end of
-    each write."""
+    blocks before this step writes to any host block. The result of this or a later step reports the
+    end of each write."""
     disk_store_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_load_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Disk blocks to read into host blocks `disk_load_dst_block_ids`. The result of this or a later
@@ -174,9 +175,9 @@ class PromptLogprobs:
 
     row: int
     position: int
-    """The first token's index in the prompt."""
+    """The index in the prompt of the first token of this part."""
     logprobs: tuple[StepLogprob, ...]
-    """One entry for the token at `position`, and one for each token after it."""
+    """One entry for each token of this part of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,15 +231,15 @@ class Result:
     num_computed_tokens: int = 0
     """Tokens that the step put through the model. Not sent to the scheduler."""
     head_start_s: float = 0.0
-    """Seconds for which the worker pauses after the step, so that the result is sent first. The
-    number itself is not sent."""
+    """How long a worker on a CPU pauses after the step, in seconds. The pause leaves the cores to
+    the processes that deliver the result. Not sent to the scheduler."""
 
     # Set only at the scheduler, which reads them from the log-probabilities of beams.
     candidate_rows: Int32Array = field(default_factory=no_ints)
     """Rows of beams; a subset of `sampled_rows`."""
     candidate_counts: Int32Array = field(default_factory=no_ints)
-    """Parallel to `candidate_rows`: the number of entries that each row has in
-    `candidate_token_ids`, best first."""
+    """Parallel to `candidate_rows`: the number of entries of each row in `candidate_token_ids`. The
+    best entry of a row comes first."""
     candidate_token_ids: Int32Array = field(default_factory=no_ints)
     candidate_logprobs: Float32Array = field(default_factory=no_floats)
     """Parallel to `candidate_token_ids`."""

@@ -11,9 +11,9 @@ from contract.arrays import Int64Array
 from contract.lora import LoraAdapter
 
 STATE_WINDOW = 2
-"""The window of a KV group of recurrent layers, in tokens: the token itself and the one before,
-because these layers need only the state after the previous token. The state after a token is in the
-block of that token's position."""
+"""The window of a KV group of recurrent layers, in tokens. A token sees itself and the token before
+it, because a recurrent layer needs only the state after the previous token. The state after a token
+is in the block of that token's position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class Limits:
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     adapters: Mapping[LoraAdapter, int] = field(default_factory=dict)
-    """Maps each loaded LoRA adapter to its number, at least 1, which rows refer to."""
+    """Maps each loaded LoRA adapter to its number, by which rows name it; at least 1."""
     num_saturating_tokens: int | None = None
-    """How many prompt tokens per step keep the device busy with arithmetic; None:
+    """How many prompt tokens in one step saturate the device's arithmetic; None:
     `max_num_batched_tokens`."""
     min_prompt_tokens: int = 0
     """How many prompt tokens a step with decodes may always have, however long they take."""

@@ -1,1 +1,1 @@
-"""Converts the values of `contract` to protobuf and back; sizes are checked before parsing."""
+"""Converts the values of `contract` to protobuf and back."""

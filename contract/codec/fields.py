@@ -1,4 +1,4 @@
-"""Copies the fields that a message and a dataclass share by name."""
+"""Copies fields between a message and a dataclass whose fields have the same names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
@@ -11,7 +11,7 @@ Converters: TypeAlias = Mapping[str, Callable[[Any], Any]]
 
 
 def set_fields(message: Message, converters: Converters) -> dict[str, Any]:
-    """Return the values of the message's set fields, to construct the dataclass with."""
+    """Return the fields that are set in `message`, as keyword arguments for the dataclass."""
     return {
         descriptor.name: converters.get(descriptor.name, _same)(value)
         for descriptor, value in message.ListFields()
@@ -19,7 +19,7 @@ def set_fields(message: Message, converters: Converters) -> dict[str, Any]:
 
 
 def changed_fields(value: Any, converters: Converters) -> dict[str, Any]:
-    """Return the dataclass fields that differ from their defaults, to set in a message."""
+    """Return the fields that differ from their defaults, as keyword arguments for the message."""
     changed = {}
     for field in fields(value):
         default = field.default

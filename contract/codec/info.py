@@ -89,7 +89,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
     """Parse a worker's description of itself.
 
     Raises:
-        InvalidArgumentError: A number is out of its range.
+        InvalidArgumentError: A field is malformed, or a number is out of its range.
     """
     model = model_info_from_proto(message.model, "worker.model")
     info = WorkerInfo(
@@ -130,10 +130,11 @@ def model_info_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
 
 
 def model_info_from_proto(message: common_pb2.ModelInfo, field: str) -> ModelInfo:
-    """Parse the description of a model; errors call the description `field`.
+    """Parse the description of a model; `field` is the name of the description in errors.
 
     Raises:
-        InvalidArgumentError: An adapter has no name, or a digest of the wrong length.
+        InvalidArgumentError: An adapter has no name or a digest of the wrong length, or this
+            version does not know the kind of pooling.
     """
     return ModelInfo(
         id=message.id,
@@ -148,7 +149,7 @@ def model_info_from_proto(message: common_pb2.ModelInfo, field: str) -> ModelInf
 
 
 def abilities_to_proto(abilities: Abilities) -> dict[str, Any]:
-    """Return the fields of a `ModelInfo` for the model's tasks."""
+    """Return the fields of a `ModelInfo` that say what the model can do."""
     pooling = abilities.pooling
     return {
         "tasks": map(TASK_TO_PROTO.__getitem__, abilities.tasks),
@@ -179,7 +180,7 @@ def adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
 
 
 def adapter_from_worker(message: common_pb2.LoraAdapter, field: str) -> LoraAdapter:
-    """Parse a worker's description of an adapter; errors call the description `field`.
+    """Parse a worker's description of an adapter; `field` is the description's name in errors.
 
     Raises:
         InvalidArgumentError: The name is empty, or the digest has the wrong length.
@@ -199,7 +200,7 @@ def memory_level_to_proto(level: MemoryLevel | None) -> common_pb2.MemoryLevel:
 
 
 def memory_level_from_proto(number: common_pb2.MemoryLevel) -> MemoryLevel:
-    """Return the level of an enum value; an unset or unknown value is OK."""
+    """Return the level of an enum value; an unset or unknown value means `OK`."""
     return _LEVEL_FROM_PROTO.get(number, MemoryLevel.OK)
 
 

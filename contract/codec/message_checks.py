@@ -74,7 +74,7 @@ def check_parallel(field: str, values: Sized, other: str, others: Sized) -> None
 
 
 def unpack_labels(packed: bytes, field: str, other: str, count: int) -> Labels:
-    """Unpack uint8[count, 32], one label for each entry of the field `other`, without a copy."""
+    """Unpack `count` labels, one for each entry of the field `other`, without a copy."""
     if len(packed) != HASH_BYTES * count:
         raise InvalidArgumentError(
             field,

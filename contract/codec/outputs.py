@@ -73,7 +73,11 @@ def event_to_proto(request_id: str, event: Event) -> inference_pb2.GenerateRespo
 
 
 def write_delta(delta: OutputDelta, message: inference_pb2.OutputDelta) -> None:
-    """Write a delta into an empty message; to make a new one would take three times as long."""
+    """Write a delta into an empty message.
+
+    The caller can clear one message and use it again for each delta. To make a new message for each
+    delta would take three times as long.
+    """
     message.output_index = delta.output_index
     message.token_offset = delta.token_offset
     message.token_ids.extend(delta.token_ids)
@@ -147,7 +151,11 @@ def prompt_scores_to_proto(scores: PromptScores) -> inference_pb2.PromptScores:
 
 
 def logprob_from_proto(message: common_pb2.TokenLogprob) -> TokenLogprob:
-    """Convert a log-probability; raises InvalidArgumentError if its lists differ in length."""
+    """Convert a log-probability.
+
+    Raises:
+        InvalidArgumentError: The numbers of top tokens and of their log-probabilities differ.
+    """
     if len(message.top_token_ids) != len(message.top_logprobs):
         raise InvalidArgumentError(
             "logprob.top_logprobs",

@@ -40,8 +40,8 @@ def generate_request_from_proto(message: inference_pb2.GenerateRequest) -> Gener
     """Convert a request.
 
     Raises:
-        InvalidArgumentError: The request has no prompt, has an unknown enum value, or sets
-            `sampling.adapter` or `sampling.pooling`.
+        InvalidArgumentError: The request has no prompt; has an unknown enum value; has a
+            `sampling.structured` without a form; or sets `sampling.adapter` or `sampling.pooling`.
     """
     if message.sampling.HasField("adapter"):
         raise InvalidArgumentError("sampling.adapter", "is set; name the adapter in model")

@@ -29,7 +29,8 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     """Convert without checking ranges, which `SamplingParams.check` does.
 
     Raises:
-        InvalidArgumentError: `structured` is set but empty.
+        InvalidArgumentError: `structured` is set without a valid form, or this version does not
+            know the kind of `pooling`.
     """
     return SamplingParams(**set_fields(message, _SAMPLING_FROM_PROTO))
 

@@ -23,7 +23,7 @@ def search_to_note(state: SearchState) -> bytes:
 
 
 def search_from_note(note: bytes) -> SearchState | None:
-    """Parse a note that a worker has kept; None if it is empty: its sequence has no beam search.
+    """Parse a note that a worker has kept; None if the note is empty, which means no beam search.
 
     Raises:
         InvalidArgumentError: The note is malformed.

@@ -63,7 +63,7 @@ def holdings_to_parts(holdings: Holdings) -> Iterator[worker_pb2.ReadHoldingsRes
 
 
 def holdings_from_proto(parts: Iterable[worker_pb2.ReadHoldingsResponse]) -> Holdings:
-    """Join the parts in the order in which they arrived.
+    """Make holdings from the parts in which they were sent, in the order of arrival.
 
     Raises:
         InvalidArgumentError: An array is malformed, or parallel arrays differ in length.
@@ -81,7 +81,7 @@ def holdings_from_proto(parts: Iterable[worker_pb2.ReadHoldingsResponse]) -> Hol
 
 
 def check_holdings(holdings: Holdings, info: WorkerInfo) -> None:
-    """Check that a worker of this size can hold `holdings`.
+    """Check that the worker that `info` describes can have these holdings.
 
     Raises:
         InvalidArgumentError: A number exceeds the worker's limits, or a block or pin occurs twice.

@@ -174,9 +174,10 @@ def result_to_proto(result: Result, epoch: int) -> worker_pb2.StepResult:
 def result_from_proto(
     message: worker_pb2.StepResult, step_id_base: int, max_num_seqs: int
 ) -> Result:
-    """Parse a result without its log-probabilities; `step_id_base` is that of `plan_to_proto`.
+    """Parse a result without its vectors and log-probabilities.
 
-    `WorkerLedger` checks which rows must sample and which blocks may move.
+    `step_id_base` is the number that `plan_to_proto` added to the plan's step id. The scheduler's
+    `WorkerLedger` checks later that the result has the rows and blocks that the plan asks for.
 
     Raises:
         InvalidArgumentError: Arrays that must be parallel are not, or a row is out of range.
@@ -205,7 +206,11 @@ def token_logprob_to_proto(logprob: StepLogprob) -> common_pb2.TokenLogprob:
 
 
 def token_logprob_from_proto(message: common_pb2.TokenLogprob, field: str) -> StepLogprob:
-    """Parse one token's log-probabilities; raises InvalidArgumentError, which names `field`."""
+    """Parse the log-probabilities at one token; `field` is their name in errors.
+
+    Raises:
+        InvalidArgumentError: The numbers of top tokens and of their log-probabilities differ.
+    """
     check_parallel(
         f"{field}.top_logprobs", message.top_logprobs, "top_token_ids", message.top_token_ids
     )

@@ -12,8 +12,8 @@ from contract.errors import InvalidArgumentError
 
 MAX_LEAD_NS: Final = 366 * 24 * 3600 * 10**9
 """How far an epoch may be ahead of a worker's clock. The limit is generous to inaccurate clocks.
-With the limit, a newer epoch is still possible after a bug or an attacker makes a worker obey a
-wrong epoch."""
+Without a limit, a bug or an attacker could make a worker obey the greatest possible epoch, and the
+worker would refuse every later scheduler."""
 _SPREAD_NS: Final = 2**16
 """Schedulers that start at the same time draw from this many epochs, to get different ones."""
 
@@ -24,12 +24,12 @@ def clock_epoch() -> int:
 
 
 def epoch_after(newest: int) -> int:
-    """Draw an epoch above `newest`, which workers have seen, for a scheduler that starts now."""
+    """Draw an epoch for a new scheduler; `newest` is the newest epoch that workers have seen."""
     return max(clock_epoch(), newest + 1) + secrets.randbelow(_SPREAD_NS)
 
 
 def check_epoch(epoch: int) -> None:
-    """Check that a scheduler may have this epoch, by the clock of the caller.
+    """Check against this machine's clock that a scheduler may have this epoch.
 
     Raises:
         InvalidArgumentError: The epoch is 0, or too far ahead of the clock.

@@ -1,8 +1,8 @@
 """Heartbeats: how a process notices that a peer hangs or is lost.
 
 Every peer sends a message at least every `BEAT_S`. An open connection proves nothing: a hanging
-process keeps its connections, and the kernel accepts data for the process. Even if its event loop
-hangs, gRPC answers pings as long as any thread of the process runs.
+process keeps its connections, and the kernel accepts data for the process. A gRPC ping proves
+nothing either: gRPC answers pings while any thread of a process runs, even if the event loop hangs.
 """
 
 BEAT_S = 0.25
