@@ -88,7 +88,7 @@ def end_tokens(header: GgufHeader) -> list[int]:
 
 
 class _Fields:
-    """The metadata of one architecture; names leave out the architecture's prefix."""
+    """The model's metadata; names omit the architecture: "llama.block_count" is "block_count"."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
@@ -112,7 +112,7 @@ class _Fields:
         return ModelError(f"{self._header.path}: {self.architecture}.{name} {problem}")
 
     def rope_factors(self, name: str) -> list[float] | None:
-        """Return the divisors of the rotary frequencies from their tensor; None: there is none."""
+        """Return the divisors of the rotary frequencies; None: the file has no such tensor."""
         tensor = self._header.tensors.get(f"{name}.weight")
         if tensor is None:
             return None

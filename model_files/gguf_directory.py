@@ -26,7 +26,7 @@ def lay_out(path: Path, cache_dir: Path) -> Path:
     """Return the directory of a GGUF file; make it in `cache_dir` if it is missing.
 
     Args:
-        path: The file, or any one of a model's several files.
+        path: The file; any of the files if the model has several.
         cache_dir: The cache, which is created if it is missing.
 
     Raises:
@@ -93,7 +93,7 @@ def _files(header: GgufHeader) -> dict[str, str]:
 
 
 def _move(made: Path, directory: Path) -> None:
-    """Rename a directory atomically, unless another process has made the target meanwhile."""
+    """Rename `made` to `directory`; delete `made` if another process has made `directory` first."""
     try:
         made.rename(directory)
     except OSError:

@@ -47,8 +47,8 @@ _PRE_TOKENIZERS: Final = {
 or the pattern only separates digits, GPT-2's pattern is applied next."""
 _WITH_GPT2: Final = (None, r"\p{N}")
 _IGNORING_MERGES: Final = (_LLAMA3, _TEKKEN)
-"""With these patterns, a word that is a token is not split by merges, and texts begin with bos
-unless the file says otherwise."""
+"""With these patterns, a word that is in the vocabulary becomes one token, without merges. Texts
+begin with bos unless the file says otherwise."""
 
 
 class _TokenKind(IntEnum):
@@ -118,7 +118,10 @@ class _Metadata:
         return self._header.metadata.get(f"tokenizer.ggml.{name}", default)
 
     def special(self, name: str, default: int | None = None) -> str:
-        """Return the text of a special token such as "bos_token"; `default` is a token id."""
+        """Return the text of a special token such as "bos_token".
+
+        If the file does not give the token's id, the id is `default`.
+        """
         number = self.get(_SPECIAL_TOKENS[name], default)
         if number is None or not 0 <= number < len(self.tokens):
             raise self.error(

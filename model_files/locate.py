@@ -13,8 +13,8 @@ from model_files.hub import HubName, download_from_hub
 from model_files.old_tokenizer import convert_tokenizer, has_old_tokenizer
 
 Report: TypeAlias = Callable[[str, float | None], None]
-"""Receives a status, and the progress in [0, 1] or None. An error that the function raises ends the
-search."""
+"""A callback that gets a status, and the progress in [0, 1] or None. An error that the callback
+raises ends `find_model`."""
 
 DEFAULT_CACHE_DIR: Final = Path("~/.cache/quire")
 

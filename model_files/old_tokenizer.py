@@ -91,7 +91,7 @@ def convert_tokenizer(directory: Path, cache_dir: Path) -> Path:
 
 
 def _name_of(directory: Path, sources: list[Path]) -> str:
-    """Return a name that changes with the files that the conversion reads."""
+    """Return the new directory's name, which depends on the files that the conversion reads."""
     read = [*sources, *(path for name in _READ_TOO if (path := directory / name).is_file())]
     known = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in read]
     key = json.dumps([_FORM, str(directory.resolve()), known])
@@ -143,7 +143,7 @@ def _convert(directory: Path, sources: list[Path], target: Path, cache_dir: Path
 
 
 def _package_of(path: Path) -> str | None:
-    """Return the package that reads a file; None: none is needed."""
+    """Return the package that `transformers` needs for a file; None: it needs no package."""
     if path.suffix != ".model":
         return None
     with path.open("rb") as file:

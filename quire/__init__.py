@@ -10,7 +10,7 @@ __all__ = ["LLM", "BeamSearch", "Generation", "SamplingParams", "StructuredOutpu
 
 
 def __getattr__(name: str) -> object:
-    """Import names at their first use, because `quire.v1` and `quire down` need none of them."""
+    """Import names of `__all__` at their first use: `quire.v1` and `quire down` need none."""
     if name not in __all__:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     from quire import llm  # noqa: PLC0415 - see above

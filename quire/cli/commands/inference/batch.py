@@ -33,7 +33,8 @@ _RETRIED: Final = frozenset({429, 502, 503, 529})
 _OK: Final = 200
 _MAX_WAIT_S: Final = 30.0
 _PATIENCE_S: Final = 300.0
-"""How long a service may be unreachable, which is enough to restart all its processes."""
+"""How long the service may be unreachable before a request fails. All processes of the service can
+restart in this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def _parse(place: str, text: str) -> Line:
 
 
 def answered(path: Path) -> set[str]:
-    """Return the ids that an earlier run answered; remove all other lines from the output file."""
+    """Return the ids that earlier runs answered; remove failed answers from the output file."""
     if not path.exists():
         return set()
     done: dict[str, bytes] = {}
@@ -176,7 +177,7 @@ async def _session(
 
 
 async def _answer(session: aiohttp.ClientSession, line: Line, output: TextIO) -> bool:
-    """Write the answer to one line; return whether it succeeded."""
+    """Send a request until it is answered; write the answer, and return whether it is OK."""
     response, error = None, None
     wait_s, lost_at = 0.5, None
     # With a key, a stored response is not computed again after the connection has broken.
