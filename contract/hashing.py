@@ -72,7 +72,7 @@ def tail_hash(
 def extend_chain(
     chain: list[BlockHash], root: BlockHash, token_ids: npt.NDArray[np.int32], block_size: int
 ) -> None:
-    """Append the missing hashes of full blocks of `token_ids` to `chain`.
+    """Extend `chain` to the hashes of all full blocks of `token_ids`.
 
     Args:
         chain: Hashes of the first `len(chain)` blocks; extended in place.

@@ -20,14 +20,14 @@ class MemoryLevel(Enum):
 
 
 class Role(StrEnum):
-    """The part of a request that the scheduler gives to a worker.
+    """Which part of a request the scheduler gives to a worker: the prompt, the output, or both.
 
-    Every worker is able to compute all parts.
+    Every worker is able to compute both parts.
     """
 
     BOTH = "both"
     PREFILL = "prefill"
-    """Computes prompts. Once its prompt is computed, a request moves to a worker that decodes."""
+    """Computes prompts. A request moves to another worker once its prompt is computed."""
     DECODE = "decode"
     """Decodes requests whose prompts other workers have computed."""
 
@@ -60,7 +60,7 @@ class ModelInfo:
     abilities: Abilities = ONLY_GENERATES
 
     def __str__(self) -> str:
-        """Show the fields that may differ between the models of two workers."""
+        """Describe the model by the fields in which another worker's model may differ."""
         details = f"vocab_size {self.vocab_size}"
         if self.directory:
             details += f", from {self.directory}"

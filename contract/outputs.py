@@ -33,7 +33,7 @@ class OutputDelta(NamedTuple):
 
     output_index: int
     token_offset: int
-    """The position of the first of `token_ids` in the output."""
+    """The position in the output of the first of `token_ids`."""
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()

@@ -35,7 +35,7 @@ class Pooling:
     normalize: bool = False
     """Whether to scale the vector to length 1."""
     dimensions: int | None = None
-    """How many numbers of the vector to keep, before normalization; None: all."""
+    """Keep only this many numbers of the vector, and then normalize it; None: keep all."""
     num_first_tokens: int = 0
     """For a pair of texts: how many tokens the first text has, special tokens included."""
 

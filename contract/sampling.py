@@ -195,7 +195,7 @@ class EarlyStopping(StrEnum):
 
     @classmethod
     def of(cls, word: "EarlyStopping | bool | Literal['never']") -> "EarlyStopping":
-        """Convert the value that `transformers` uses; a member is returned as it is."""
+        """Convert a value that `transformers` uses; return a member of this class unchanged."""
         if isinstance(word, bool):
             return cls.WHEN_FULL if word else cls.HEURISTIC
         return cls(word)

@@ -3,10 +3,10 @@
 A *row* is the slot of a live sequence in the worker, in [0, max_num_seqs); the scheduler assigns
 the numbers. A plan contains only changes. When all known tokens of a row are computed, the row
 samples a new one. From then on the row *decodes*: every step computes the last token and samples
-the next, until the sequence stops or reaches its length. Later plans name the row only to append a
-block or to release it. Arrays are int32. Two arrays that one docstring describes together, such as
-`copy_src_block_ids` and `copy_dst_block_ids`, are parallel. `contract.codec.step` turns plans and
-results into the messages of `worker.proto`.
+the next, until the sequence stops or reaches its maximum length. Later plans name the row only to
+append a block or to release it. Arrays are int32. Two arrays that one docstring describes together,
+such as `copy_src_block_ids` and `copy_dst_block_ids`, are parallel. `contract.codec.step` turns
+plans and results into the messages of `worker.proto`.
 """
 
 from collections.abc import Callable

@@ -32,7 +32,7 @@ class ModelPlace(Enum):
 
 
 def place_of(model: str) -> ModelPlace:
-    """Return the kind of place that a model's name means; raises ModelError if it means none.
+    """Return where a model's files are, by the name; raises ModelError if the name fits no place.
 
     An existing directory or file takes precedence over a name on the hub.
     """

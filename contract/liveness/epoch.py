@@ -1,7 +1,7 @@
 """Epochs, which number schedulers. A worker obeys only the scheduler of the newest epoch.
 
-An epoch is the wall clock's time in nanoseconds, or slightly above the newest epoch that the
-workers have seen.
+A scheduler's epoch is the time of its start, in nanoseconds since 1970. If its workers have seen a
+newer epoch, the scheduler's epoch is slightly above that one.
 """
 
 import secrets
