@@ -1,4 +1,4 @@
-"""Determines the command that starts this program, for messages that suggest commands."""
+"""Determines how the user can run `quire`, for messages that suggest commands."""
 
 import os
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def invocation() -> str:
-    """Return the command that runs `quire`: the word `quire` if it is on PATH, else a path."""
+    """Return a command such as `quire`, `.venv/bin/quire` or `.venv/bin/python -m quire.cli`."""
     program = sys.argv[0]
     found = shutil.which("quire")
     if found is not None and os.path.realpath(found) == os.path.realpath(program):
@@ -19,7 +19,10 @@ def invocation() -> str:
 
 
 def _from_here(program: str) -> str:
-    """Return a path, short if possible; keep links, because virtual environments need them."""
+    """Return the path of a program, relative if the program is in the working directory or below.
+
+    Links are not resolved, because a virtual environment's Python is a link.
+    """
     path, here = Path(program).absolute(), Path.cwd()
     if path.parent == here:
         return f"./{path.name}"

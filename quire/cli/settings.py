@@ -135,10 +135,10 @@ class BatchSettings(RouterClientSettings):
 
 
 class BenchSettings(RouterClientSettings):
-    """Measure a service with streams of random tokens.
+    """Measure a service with streaming requests, whose prompts are meaningless tokens.
 
-    --concurrency streams run at a time; when one ends, the next one starts. Without --target, the
-    command starts a service for the measurement, and stops it afterwards.
+    Up to --concurrency requests run at a time; when one ends, the next one starts. Without
+    --target, the command starts a service for the measurement, and stops it afterwards.
     """
 
     target: str = ""
@@ -169,7 +169,8 @@ class StatusSettings(RouterTargetSettings):
     """Show the service's processes, their health and their load. Exits with 0 if all are ready."""
 
     target: str = ""
-    """Address of another router: host:port, or unix:/path; empty: the services on this machine."""
+    """gRPC address of a router whose load to show, without its processes: host:port, or unix:/path;
+    empty: show the services on this machine."""
     http_port: ServicePort | None = None
     """Choose the service on this machine by its router's HTTP port; default: all services."""
 
@@ -277,7 +278,7 @@ class SchedulerClientSettings(LinkSettings):
 
 
 class DefragmentSettings(SchedulerClientSettings):
-    """Move the held KV blocks of each worker together, while all workers continue to work."""
+    """Move held KV blocks to the low end of each worker's pool; the workers continue to serve."""
 
     scheduler: str = ""
     """The scheduler's gRPC address: host:port, or unix:/path; empty: the scheduler of the only
@@ -287,8 +288,8 @@ class DefragmentSettings(SchedulerClientSettings):
 class ResizeSettings(SchedulerClientSettings):
     """Resize a worker's KV pool while the worker runs, for example to make room for another model.
 
-    The contents of removed blocks move first, or their sequences are preempted. Set --blocks or
-    --gib.
+    If the pool shrinks, KV in the blocks that it loses first moves to other blocks. If there is not
+    enough room, sequences are preempted. Set --blocks or --gib.
     """
 
     worker: str = ""
@@ -309,8 +310,8 @@ class ResizeSettings(SchedulerClientSettings):
 class UnloadSettings(SchedulerClientSettings):
     """Free a worker's device: drop weights, KV and adapters, and keep the process.
 
-    The worker's requests continue on other workers of the model, or wait with their tokens so far.
-    `quire load` loads the model again, or another one.
+    The worker's requests continue on other workers of the model. If there are none, the requests
+    wait, and keep the tokens that they have. `quire load` loads the model again, or another one.
     """
 
     worker: CliPositionalArg[str] = ""
@@ -320,9 +321,9 @@ class UnloadSettings(SchedulerClientSettings):
 class LoadSettings(SchedulerClientSettings):
     """Load the model of an unloaded worker, and show the progress.
 
-    --model loads another model, which is served if no other worker serves the old model. In
-    requests, the new model has the name of its directory. Requests that still wait for the old
-    model end.
+    With --model, the worker loads a new model instead. The new model is served as soon as no worker
+    serves the old one; requests that still wait for the old model then end. In requests, the new
+    model has the name of its directory.
     """
 
     worker: CliPositionalArg[str] = ""
@@ -404,8 +405,8 @@ class ProbeSettings(_CommandSettings):
     http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """HTTP port of the process; default: a router's port."""
     tls_cert: Path | None = None
-    """The certificate file of the process. The command does not read the file; if this is set, the
-    process uses TLS for HTTP."""
+    """The certificate file of the process. If this flag is set, the command connects with TLS; it
+    does not read the file."""
 
 
 class QuantizeSettings(_CommandSettings):
@@ -426,8 +427,8 @@ class QuantizeSettings(_CommandSettings):
     bits: Literal["4", "8"] = "4"
     """Number of bits per weight."""
     group_size: Literal["32", "64", "128"] = "32"
-    """Number of input features per scale. Fewer features keep more quality, but need more memory.
-    """
+    """Number of input features that share a scale. A smaller group loses less quality, but needs
+    more memory."""
     num_samples: PositiveInt = 128
     """Number of samples, spread evenly over the text of --calibrate."""
     sample_length: PositiveInt = 512
@@ -479,9 +480,9 @@ class LogsSettings(_CommandSettings):
 class RestartSettings(_CommandSettings):
     """Restart the processes of a service that `quire up` started, one after another.
 
-    Each process drains, ends and becomes ready again before the next one restarts. Streams pause
-    while a worker or the scheduler restarts. While the router restarts, calls are refused, and
-    clients retry.
+    Each process drains and ends; the next one follows when the process that replaces it is ready.
+    Streams pause while a worker or the scheduler restarts. While the router restarts, calls are
+    refused, and clients retry.
     """
 
     names: CliPositionalArg[tuple[str, ...]] = ()

@@ -26,7 +26,8 @@ _ANSWER_S: Final = 2.0
 """How long a scheduler may take to answer. A scheduler that hangs accepts connections, but never
 answers."""
 _CONNECTED_BUT: Final = "--tls-"
-"""A message that contains this has a hint of `rpc.security.tls.explain`: a server was reached."""
+"""A part of each hint that `rpc.security.tls.explain` adds to an error. An error with a hint means
+that a server was reached."""
 _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
 """Beginnings of gRPC's messages when no connection is possible."""
 
@@ -61,7 +62,10 @@ def find_target(settings: RouterTargetSettings) -> str:
 
 
 def find_operator_targets(settings: RouterTargetSettings) -> tuple[str, ...]:
-    """Return the operator addresses of the chosen router and the service's other routers."""
+    """Return the addresses for operators' calls to all routers of the chosen service.
+
+    If --target is set, or no service is found, return only the target of `find_target`.
+    """
     service = None if settings.target else _find_service_if_any(settings.http_port)
     if service is None or not service.operator_target:
         return (find_target(settings),)
@@ -91,7 +95,10 @@ def _find_scheduler(http_port: int | None, default: str, model: str = "") -> str
 
 
 def _serving(targets: str) -> str:
-    """Return the target that answers; a standby listens only once it serves."""
+    """Return the scheduler that serves, out of `targets`, which are separated by commas.
+
+    A scheduler that only stands by does not listen.
+    """
     first, *others = targets.split(",")
     if others and not _answers(first):
         return next(filter(_answers, others), first)
@@ -120,7 +127,7 @@ def _scheduler_of(service: ServiceInfo, model: str) -> str:
 
 
 def open_client(target: str, settings: RouterClientSettings) -> Client:
-    """Make a client of a router with TLS and API key from the settings."""
+    """Make a client for the router at `target`, with the API key and TLS files of the settings."""
     return Client(target, api_key=settings.api_key.get_secret_value(), tls=settings.client_tls)
 
 
@@ -128,7 +135,9 @@ def open_client(target: str, settings: RouterClientSettings) -> Client:
 def scheduler_channel(
     settings: SchedulerClientSettings, default: str = ""
 ) -> Iterator[grpc.Channel]:
-    """Open a channel to `--scheduler`, else to this machine's only service, else to `default`.
+    """Open a channel to --scheduler, or else to a scheduler of the service on this machine.
+
+    `default` is the target if there is no service.
 
     Raises:
         CommandError: There is no such scheduler, or it cannot be reached.

@@ -35,7 +35,7 @@ from rpc.transport import DEFAULT_MAX_MESSAGE_MB
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The transport of a client: makes channels, and waits between two calls."""
+    """How a client opens channels, and how it waits between two calls."""
 
     open_channel: Callable[..., Any]
     sleep: Callable[[float], Awaitable[None]]
@@ -45,10 +45,10 @@ ASYNCIO: Final = Transport(open_channel, asyncio.sleep)
 
 
 class AsyncClient:
-    """The client for asyncio, with `Client`'s methods; use it in the event loop that made it.
+    """The client for asyncio, with `Client`'s methods.
 
-    Its methods await only calls on the transport's channels, and the transport's `sleep`; `Client`
-    relies on this.
+    A client may be used only in the event loop in which it was made. The methods await only calls
+    on the transport's channels, and the transport's `sleep`; `Client` relies on this.
     """
 
     def __init__(
@@ -214,7 +214,8 @@ class AsyncClient:
         """Return which sequences hold which KV blocks, as messages of `quire.v1.kv_pb2`.
 
         `worker` selects one worker. A limit that is None is the service's default. To get the rest
-        of a long answer, call again with its `next_seq_id` and `next_block`.
+        of a worker's long answer, call again for this worker, with the answer's `next_seq_id` as
+        `first_seq_id`, or a tier's `next_block` as `first_block`.
         """
         query = kv_pb2.KvQuery(
             worker=worker,

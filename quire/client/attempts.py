@@ -76,7 +76,7 @@ class Attempts:
         return method(request, timeout=self._time_limit.remaining_s(), metadata=self._metadata)
 
     def once(self) -> Any:
-        """Start the next call that is answered in one message."""
+        """Start the next call, whose answer is a single message."""
         self._begin()
         return self._router.stub.GenerateOnce(
             inference_pb2.GenerateOnceRequest(request=self._request),

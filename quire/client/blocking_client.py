@@ -32,7 +32,7 @@ T = TypeVar("T")
 def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["Client", P], T]:
-    """Make the method of `Client` from the coroutine method of `AsyncClient`."""
+    """Make a method of `Client` from a coroutine method of `AsyncClient`."""
 
     @functools.wraps(method)
     def call(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:

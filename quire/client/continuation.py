@@ -43,7 +43,7 @@ class _Received:
     num_text_bytes: int = 0
     finished: bool = False
     is_finished_again: bool = False
-    """Whether the service has finished the output since the request was last sent."""
+    """Whether the output's `OutputFinished` has arrived since the request was last sent."""
     token_ids_to_repeat: Sequence[int] = ()
     """The part of `token_ids` that the service has yet to repeat, if the request was sent again."""
     text_to_repeat: str = ""
@@ -82,7 +82,7 @@ class Continuation:
         self._is_accepted = False
         """Whether any call has delivered an event."""
         self._may_be_live = False
-        """Whether the service may have accepted, or has accepted, a call that brought no event."""
+        """Whether the request may be live at the service although no event has arrived."""
         self._num_failures = 0
         """Failures since the last new event."""
         self._failing_since = 0.0

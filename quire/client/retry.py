@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """When to repeat a failed call: never sooner than a busy service asks for."""
+    """How often a client repeats a failed call, and how long it waits before.
+
+    If a busy service says how long to wait, the client waits at least that long.
+    """
 
     max_attempts: int = 5
     """Maximum number of calls for a request that is refused because the service is too busy or
     unavailable."""
     first_backoff_s: float = 0.05
-    """The first wait, which doubles with each failure in a row. Each wait is random: between half
-    of that time and all of it."""
+    """The longest wait after the first failure. This time doubles with each further failure in a
+    row, up to `max_backoff_s`. The client waits a random time between half of it and all of it."""
     max_backoff_s: float = 1.0
     resume_within_s: float = 30.0
     """How long the client tries to resume a broken stream."""
@@ -32,9 +35,10 @@ NO_RETRY = Retry(max_attempts=1)
 class RetryBudget:
     """Stops retries while most calls of a client fail. Thread-safe.
 
-    The method is gRPC's retry throttling (gRFC A6). Each failure costs one of `capacity` tokens,
-    each success returns a tenth of a token, and nothing is retried while half the tokens or fewer
-    are left. So a service that keeps failing gets at most a tenth more calls.
+    The method is gRPC's retry throttling (gRFC A6). A bucket holds `capacity` tokens. Each failed
+    call takes one token out, and each call that succeeds puts a tenth of a token back. The client
+    retries only while the bucket is more than half full. So a service that keeps failing gets at
+    most a tenth more calls.
     """
 
     def __init__(self, capacity: float = 10.0) -> None:

@@ -35,7 +35,7 @@ class Routers:
                 "targets", f"is {targets!r}; it must name at least one router"
             )
         self.channels: list[Any] = []
-        """All open channels; the owner closes them."""
+        """Two channels to each router; the client closes them."""
         self._index = 0
 
         def stub(target: str, pings: Pings) -> InferenceServiceStub:

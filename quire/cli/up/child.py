@@ -1,4 +1,4 @@
-"""One child process that cannot outlive its parent and logs to a file."""
+"""A child process that logs to a file and, on Linux, cannot outlive its parent."""
 
 import asyncio
 import contextlib
@@ -106,8 +106,8 @@ def _until_parent_ends(argv: tuple[str, ...]) -> tuple[str, ...]:
 
     Only Linux can kill the command then; elsewhere, children survive a parent that is killed. On
     Linux the command is a short Python program (`_BECOME`), which asks the kernel to send it
-    SIGKILL when its parent ends, and then becomes `argv` by `execv`. `preexec_fn` would need a real
-    fork, which may hang in a process with gRPC's threads.
+    SIGKILL when its parent ends, and then becomes `argv` by `execv`. `preexec_fn` would run Python
+    between fork and exec, which may hang in a process with threads.
 
     Raises:
         FileNotFoundError: There is no program `argv[0]`.

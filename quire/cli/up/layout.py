@@ -1,4 +1,4 @@
-"""One service: its models, its ports, and its processes."""
+"""Plans a service before it starts: its models, its ports, and its processes."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -35,7 +35,7 @@ class Layout:
     """One service, ready to start."""
 
     service: ServiceInfo
-    """The description before the start, when no process has a pid yet."""
+    """The service's description, still without its processes."""
     specs: tuple[ProcessSpec, ...]
 
 
@@ -161,13 +161,16 @@ def plan(
 
 
 def described_flags(settings: UpSettings, names: Collection[str] | None = None) -> dict[str, str]:
-    """Describe the flags that define the service, or only those in `names`; leave out API keys."""
+    """Return the values of flags by name, without the flags in `_NOT_OF_THE_SERVICE`.
+
+    If `names` is given, return only the flags in `names`.
+    """
     values = settings.model_dump(mode="json", exclude=_NOT_OF_THE_SERVICE)
     return {name: str(value) for name, value in values.items() if names is None or name in names}
 
 
 def grpc_target(settings: UpSettings, grpc_port: int) -> str:
-    """Return the router's target for clients on this machine."""
+    """Return the gRPC target at which clients on this machine reach the router."""
     if settings.uds is not None:
         return f"unix:{settings.uds.absolute()}"
     return ports.join(ports.reachable(settings.host), grpc_port)

@@ -20,7 +20,8 @@ from quire.cli.up.settings import (
 from rpc.settings import ENV_PREFIX
 
 EXIT_STALE_EPOCH: Final = 3
-"""A scheduler's exit code after another scheduler took over its workers; see `scheduler_svc`."""
+"""A scheduler's exit code after another scheduler took over its workers, as in
+`scheduler_svc/__main__.py`."""
 GPU_MEMORY_UTILIZATION: Final = 0.9
 """The worker's default for --gpu-memory-utilization."""
 
@@ -208,7 +209,7 @@ class Processes:
         return flags
 
     def _further_cells(self) -> tuple[str, ...]:
-        """Return the flags for the models after the first."""
+        """Return a router's --cell flags, one for each model after the first."""
         flags: tuple[str, ...] = ()
         for cell, name in enumerate(self._names[1:], 1):
             flags += ("--cell", f"{name}={self._models[name]}@{self.scheduler_targets(cell)}")
@@ -221,7 +222,10 @@ def folder_of(name: str) -> str:
 
 
 def _flags(settings: UpSettings, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the flags that are set; an empty string means the process's default."""
+    """Return those of the flags `names` that are set, as arguments for a command line.
+
+    A flag whose value is an empty string counts as not set.
+    """
     flags: list[str] = []
     for name in names:
         value = getattr(settings, name)
@@ -248,7 +252,8 @@ def _secrets(settings: UpSettings) -> dict[str, str]:
 def _turn_store(settings: UpSettings, name: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the turn store as an environment variable.
 
-    By default, the store is a file that later starts find again.
+    By default, the store is a file whose name has the model and the port, so that a restarted
+    service finds it again.
     """
     place = settings.turn_store
     if not place and settings.http_port and not settings.attached:
@@ -309,7 +314,11 @@ def _num_loaded(settings: UpSettings) -> int:
 
 
 def _share_of_device(settings: UpSettings) -> tuple[str, ...]:
-    """Divide a GPU's memory among the models that are loaded at once."""
+    """Return the flags for workers of several models on one device.
+
+    Models that are loaded on demand begin unloaded. The models that are loaded at once get equal
+    shares of a GPU's memory.
+    """
     flags: tuple[str, ...] = () if settings.on_demand is None else ("--unloaded",)
     if settings.gpu_memory_utilization is None and (num_loaded := _num_loaded(settings)) > 1:
         flags += ("--gpu-memory-utilization", f"{GPU_MEMORY_UTILIZATION / num_loaded:.3f}")

@@ -1,8 +1,8 @@
 """The private directory of one running service: sockets, logs, and a description of the service.
 
 All services of a user have their directories in one parent. Each directory holds `service.json`,
-and a `lock` file that the supervisor keeps locked while it runs. Unlike a pid, a lock cannot pass
-to an unrelated process.
+and a `lock` file that the supervisor keeps locked while it runs. So the lock shows whether the
+service runs. A pid would not show this, because the pid of an ended process may be used again.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class ServiceInfo:
     processes: tuple[ServiceProcess, ...] = ()
     scheduler_target: str = ""
     """The scheduler's gRPC target, for operators. If there is a standby, two targets with a comma
-    between them, of which only the serving one listens. Empty in files of older releases."""
+    between them; only the scheduler that serves listens. Empty in files of older releases."""
     operator_target: str = ""
     """The router's gRPC target for operators; empty in files of older releases."""
     models: Mapping[str, str] = field(default_factory=dict)
@@ -91,8 +91,8 @@ class ServiceDir:
         parent = _root(root)
         making = _open_lock(parent)
         try:
-            # Hold the parent's lock meanwhile, because a new directory whose lock is free looks
-            # like an ended service's.
+            # Hold the parent's lock until the new directory's lock is held, because a directory
+            # whose lock is free looks like an ended service's.
             fcntl.flock(making, fcntl.LOCK_EX)
             for stale in _left_behind(parent)[_MAX_KEPT:]:
                 shutil.rmtree(stale, ignore_errors=True)

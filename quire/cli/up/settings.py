@@ -119,17 +119,17 @@ class UpSettings(ProcessSettings):
     """LoRA adapters in PEFT's format, as NAME=DIR, separated by commas. Requests for the model NAME
     use the adapter (docs/models.md)."""
     tool_parser: str = ""
-    """The syntax of the model's tool calls: a family (docs/clients.md), none, or your class as
-    package.module:Class; empty: detected from its chat template."""
+    """The syntax of the model's tool calls: a name in docs/clients.md, none, or your class as
+    package.module:Class; empty: detected from the model's chat template."""
     reasoning_parser: str = ""
-    """The syntax of the model's thinking: a family, none, or your `Thinking` as
-    package.module:NAME; empty: detected from its chat template."""
+    """The syntax of the model's thinking: a name in docs/clients.md, none, or your `Thinking` as
+    package.module:NAME; empty: detected from the model's chat template."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many workers to start. With CUDA, each worker has separate devices."""
     prefill_workers: Annotated[int, Field(ge=0, le=64)] = 0
-    """How many workers compute prompts. A request whose prompt is computed moves with its KV to a
-    decode worker (docs/fleet.md). Set this flag together with --decode-workers, instead of
-    --workers."""
+    """How many workers compute prompts. When a request's prompt has been computed, the request
+    moves with its KV to a decode worker (docs/fleet.md). Set this flag together with
+    --decode-workers, instead of --workers."""
     decode_workers: Annotated[int, Field(ge=0, le=64)] = 0
     """How many workers decode. Set this flag together with --prefill-workers."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
@@ -185,7 +185,8 @@ class UpSettings(ProcessSettings):
     """Format of the KV cache: auto is the format in which the model computes; int8 and fp8 take
     about half the memory of bfloat16."""
     kv_cache_dtype_skip_layers: str = ""
-    """Layers that keep the KV format of auto, counted from 0, such as 0,1,23."""
+    """Numbers of layers, such as 0,1,23, whose KV keeps the format of auto; the first layer is 0.
+    """
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Host memory for KV that does not fit on a worker's device, in GiB; default: the worker's own
     default."""
@@ -232,8 +233,8 @@ class UpSettings(ProcessSettings):
     num_threads: PositiveInt | None = None
     """Threads of each worker that computes on a CPU; default: all cores, shared evenly."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """API keys, separated by commas; each call of the router must have one. Prefer the environment
-    variable, since other users can see a command line."""
+    """API keys, separated by commas; each call to the router must have one of them. Prefer the
+    environment variable, since other users can see a command line."""
     api_keys_file: Path | None = None
     """TOML file with API keys, their tenants, and the tenants' quotas (docs/security.md)."""
     turn_store: str = ""
@@ -247,8 +248,8 @@ class UpSettings(ProcessSettings):
     """How many days usage (`quire usage`) is kept; default: the router's default, 400."""
     audit_log: Path | None = None
     """File for the prompt and the outputs of every request, as JSON lines; unset: prompts and
-    outputs are not logged. If there are several routers, the others write FILE-1, FILE-2, and so
-    on."""
+    outputs are not logged. If there are several routers, the first writes FILE, and the others
+    write FILE-1, FILE-2, and so on."""
     ui: bool = True
     """Whether the router serves the web page /ui: live figures of the service, and a playground."""
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] | None = None
@@ -264,8 +265,9 @@ class UpSettings(ProcessSettings):
     verbose: bool = False
     """Print the logs of the processes as they are written."""
     attached: bool = False
-    """Stop when standard input ends. The flag is for programs that start a private service: their
-    pipe to it closes even if they are killed."""
+    """Stop when standard input ends. This flag is for a program that starts a private service, with
+    a pipe as the service's standard input. The pipe closes when the program ends, even if the
+    program is killed."""
 
     @field_validator("model", mode="before")
     @classmethod

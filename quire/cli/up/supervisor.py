@@ -50,9 +50,10 @@ class _Slot:
 class Supervisor:
     """Owns the children of one service.
 
-    A process that ends is restarted. But before `mark_started`, the start fails if a process ends
-    with a code other than its `harmless_exit_code`. `report` gets messages for the user.
-    `on_change` is called after each start and each end of a process.
+    A process that ends is restarted. But before `mark_started` is called, only a process that ends
+    with its `harmless_exit_code` is restarted; another exit code ends `run` with StartError.
+    `report` gets messages for the user. `on_change` is called after each start and each end of a
+    process.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ def chats(service: ServiceInfo) -> bool:
 
 
 async def run_demo(service: ServiceInfo, settings: UpSettings) -> int:
-    """Stream an answer, or a completion, to the terminal; return the exit code.
+    """Stream the demo model's answer, or another model's completion; return the exit code.
 
     A separate process streams the text, because the supervisor must not import gRPC, whose threads
     do not survive a fork.

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def beam_from(settings: GenerateSettings) -> BeamSearch | None:
-    """Return the beam search that the flags ask for; None: sample instead."""
+    """Return the beam search that the flags ask for; None if --beam-width is not set."""
     if settings.beam_width is None:
         return None
     stopping: dict[str, bool | Literal["never"]] = {"false": False, "true": True, "never": "never"}

@@ -1,4 +1,4 @@
-"""`quire defragment`: moves the held KV blocks of each worker together."""
+"""`quire defragment`: moves held KV blocks to the low end of each worker's pool."""
 
 from collections.abc import Sequence
 from typing import Final

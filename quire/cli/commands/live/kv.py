@@ -30,7 +30,7 @@ _NEXT: Final = frozenset({"next_block", "next_seq_id"})
 """Fields in which 0 means none."""
 _LEGEND: Final = "· free   c cached   p pinned   # held   S shared   x retired"
 _MAX_MAP_LINES: Final = 16
-"""Maximum number of lines for one tier on a terminal; JSON output has all blocks."""
+"""Maximum number of lines that show the blocks of one tier; --json has no such limit."""
 _NUMBER_WIDTH: Final = 9
 
 

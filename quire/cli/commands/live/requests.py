@@ -49,7 +49,7 @@ def filter_of(
 def calling_operator(
     settings: RouterTargetSettings, target: str
 ) -> Iterator[tuple[RequestServiceStub, tuple[tuple[str, str], ...]]]:
-    """Yield a stub for operators' calls to a router, and the metadata for these calls."""
+    """Yield a stub for a router's operator calls, and the calls' metadata, with the API key."""
     key = settings.api_key.get_secret_value()
     metadata = (("authorization", f"Bearer {key}"),) if key else ()
     with (

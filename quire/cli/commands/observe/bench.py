@@ -53,10 +53,11 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """One measurement; durations are in seconds."""
+    """What one run of the benchmark measured; durations are in seconds."""
 
     began_ns: int
-    """The start, on the clock of `time.monotonic_ns`, which all processes of a machine share."""
+    """When the run began, on the clock of `time.monotonic_ns`, which all processes of a machine
+    share."""
     took_s: float
     num_tokens: int
     to_first_token: list[float]
@@ -149,7 +150,7 @@ def _show_load(console: Console, result: _Result) -> None:
 
 
 def _show_time(console: Console, trace: dict[str, Any], result: _Result) -> None:
-    """Show the spans within the measured time, summed up by process."""
+    """Show how much time of the run each process spent in each kind of span."""
     names: dict[int, str] = {}
     spans: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     began_us = result.began_ns / 1e3

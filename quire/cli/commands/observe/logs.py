@@ -20,13 +20,14 @@ from rpc.settings import parse_settings
 
 _POLL_S: Final = 0.2
 _SUPERVISOR: Final = "up"
-"""The supervisor's log lines have another format, so they are shown only on request."""
+"""The name of the supervisor's log. Its lines have another format, so only `quire logs up` shows
+them."""
 
 
 _OWN: Final = ("service",)
-"""Fields that the process's name already shows."""
+"""Log fields that are left out, because each shown line begins with the process's name."""
 _ALIKE: Final = (*_OWN, "request_id", "trace_id")
-"""Fields that are equal in all lines about a request."""
+"""Log fields that --request leaves out, because they are equal in all lines about a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class _Parser:
 
 
 class _About:
-    """Selects the lines about one request: lines with the request's id or its trace's id."""
+    """Selects the lines about one request: those with the id of the request or of its trace."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id

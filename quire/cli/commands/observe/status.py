@@ -91,7 +91,10 @@ def _describe(readiness: Readiness | None) -> str:
 
 
 def _show_load(console: Console, target: str, settings: StatusSettings, model: str = "") -> bool:
-    """Show the load of one model or all, as the router reports it; return whether it answered."""
+    """Show the load of `model`, or of the service if `model` is empty.
+
+    Return whether the router answered.
+    """
     title = f"{escape(model)}: " if model else ""
     try:
         with open_client(target, settings) as client:

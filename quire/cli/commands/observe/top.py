@@ -75,7 +75,11 @@ def _watch(
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Read keys without echo; yield a function that waits, and returns whether the user quits."""
+    """Turn off the terminal's echo; yield a function that waits for the user to quit.
+
+    The function waits for at most the given seconds, and returns whether the user has pressed one
+    of `_QUIT_KEYS`.
+    """
     if not sys.stdin.isatty():
         yield _sleep
         return

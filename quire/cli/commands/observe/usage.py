@@ -1,4 +1,4 @@
-"""`quire usage`: shows the usage of requests by time, tenant, key, model and adapter."""
+"""`quire usage`: counts past requests and their tokens by time, tenant, key, model and adapter."""
 
 import json
 import re

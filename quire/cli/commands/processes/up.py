@@ -151,7 +151,10 @@ async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -
 
 
 async def _show_start(planned: Layout, check: Callable[[], None] = lambda: None) -> None:
-    """Show the progress until all processes are ready, then the duration; `check` may raise."""
+    """Show the progress until all processes are ready, and then how long the start took.
+
+    `check` is called again and again until then, and may raise an error.
+    """
     started_at = time.monotonic()
     display = make_display()
     addresses = {spec.name: spec.http_address for spec in planned.specs}
@@ -202,7 +205,10 @@ def _exit(number: int, _: object) -> NoReturn:
 def _become_daemon(
     settings: UpSettings, planned: Layout, directory: ServiceDir, report_failure: int
 ) -> None:
-    """Supervise without a terminal; report a failure also to the parent's pipe. Never returns."""
+    """Supervise without a terminal, and exit. Errors go to the log.
+
+    A CommandError is also written to `report_failure`, the pipe that the parent reads.
+    """
     code = 1
     try:
         os.setsid()
