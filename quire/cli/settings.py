@@ -25,8 +25,8 @@ class RouterTargetSettings(RouterClientSettings):
     """The flags that select a router."""
 
     target: str = ""
-    """The router's gRPC address: host:port, or unix:/path; empty: the only service on this machine,
-    else 127.0.0.1:50051."""
+    """The router's gRPC address: host:port, or unix:/path; empty: the router of the only service on
+    this machine, else 127.0.0.1:50051."""
     http_port: ServicePort | None = None
     """Choose the service on this machine by its router's HTTP port; default: the only service."""
 
@@ -106,8 +106,7 @@ class BatchSettings(RouterClientSettings):
 
     Answers are written as they arrive. Run the same command again to continue after an
     interruption: lines that are already answered are skipped. The requests have the lowest
-    priority. Without --url, the command starts a service for --model, or else uses the only service
-    of this machine.
+    priority. Without --url and --model, the command uses the service on this machine.
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"output": "o"})
@@ -169,8 +168,8 @@ class StatusSettings(RouterTargetSettings):
     """Show the service's processes, their health and their load. Exits with 0 if all are ready."""
 
     target: str = ""
-    """gRPC address of a router whose load to show, without its processes: host:port, or unix:/path;
-    empty: show the services on this machine."""
+    """gRPC address of a router, host:port or unix:/path: show only its load; empty: show the
+    services on this machine."""
     http_port: ServicePort | None = None
     """Choose the service on this machine by its router's HTTP port; default: all services."""
 
@@ -221,8 +220,8 @@ class UsageSettings(RouterTargetSettings):
     """
 
     since: str = "24h"
-    """The first hour to count: an age such as 90m, 24h or 30d, or a time such as 2026-11-01 or
-    2026-11-01T08:00+01:00; UTC by default."""
+    """The beginning of the period: an age such as 90m, 24h or 30d, or a time such as 2026-11-01 or
+    2026-11-01T08:00+01:00, in UTC by default. The hour that contains it counts as a whole."""
     until: str = ""
     """The end of the period, as an age or a time; empty: now."""
     by: Annotated[tuple[str, ...], NoDecode] = ("tenant", "model")
@@ -288,8 +287,8 @@ class DefragmentSettings(SchedulerClientSettings):
 class ResizeSettings(SchedulerClientSettings):
     """Resize a worker's KV pool while the worker runs, for example to make room for another model.
 
-    If the pool shrinks, KV in the blocks that it loses first moves to other blocks. If there is not
-    enough room, sequences are preempted. Set --blocks or --gib.
+    Before a pool shrinks, the KV in the blocks to remove moves to other blocks. If there is not
+    enough room for this KV, sequences are preempted. Set --blocks or --gib.
     """
 
     worker: str = ""
@@ -467,7 +466,8 @@ class LogsSettings(_CommandSettings):
     """
 
     process: CliPositionalArg[str] = ""
-    """One process, by its name in `quire status`, or `up` for the supervisor; default: all."""
+    """One process, by its name in `quire status`, or `up` for the supervisor; default: all
+    processes, without the supervisor."""
     request: str = ""
     """Show only lines about the request with this id. `quire up --log-level debug` logs every step
     of a request."""

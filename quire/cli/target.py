@@ -95,9 +95,9 @@ def _find_scheduler(http_port: int | None, default: str, model: str = "") -> str
 
 
 def _serving(targets: str) -> str:
-    """Return the scheduler that serves, out of `targets`, which are separated by commas.
+    """Return the target of the scheduler that serves; commas separate `targets`.
 
-    A scheduler that only stands by does not listen.
+    A scheduler that stands by does not listen.
     """
     first, *others = targets.split(",")
     if others and not _answers(first):

@@ -191,7 +191,7 @@ class Continuation:
         return new if new.token_ids or new.text else None
 
     def check_complete(self) -> None:
-        """Raise UnavailableError if the stream ended without an error, but before its usage."""
+        """Raise UnavailableError if a stream ended without its last event, the usage."""
         if not self.is_complete:
             raise UnavailableError("the stream ended before its usage")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often a client repeats a failed call, and how long it waits before.
+    """How often a client repeats a failed call, and how long it waits before each retry.
 
     If a busy service says how long to wait, the client waits at least that long.
     """

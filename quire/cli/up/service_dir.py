@@ -40,7 +40,7 @@ class ServiceInfo:
     pid: int
     """The supervisor's process id."""
     model: str
-    """The directory of the first model."""
+    """The location of the first model: a path, a name on the hub, or a URL."""
     model_name: str
     """The name that requests use for the first model."""
     http_address: str

@@ -88,7 +88,7 @@ _NOT_SIMULATED: Final = (
 class UpSettings(ProcessSettings):
     """Start a router, a scheduler and workers on this machine, and keep them running.
 
-    The processes also read environment variables for which there is no flag here, such as
+    The processes also read environment variables for which `quire up` has no flag, such as
     QUIRE_MAX_WAITING (docs/reference/flags.md lists all).
     """
 
@@ -101,8 +101,8 @@ class UpSettings(ProcessSettings):
     """Directory for files that are made from GGUF files or downloaded from URLs; default:
     ~/.cache/quire. Models from the hub are in the hub's own cache (HF_HOME)."""
     served_model_name: Annotated[tuple[str, ...], NoDecode] = ()
-    """The name that requests use for the model; empty: the directory's name. If there are several
-    models, give one name for each, in their order."""
+    """The name that requests use for the model; empty: the name of the model's directory or file,
+    or its name on the hub. If there are several models, give one name for each, in their order."""
     on_demand: PositiveInt | None = None
     """Maximum number of models loaded at once. A model that a request needs replaces the least
     recently used model (docs/operations.md). Default: all models are loaded."""
@@ -206,8 +206,8 @@ class UpSettings(ProcessSettings):
     """How to preempt a sequence: swap its KV to host memory, or recompute its KV later; default:
     cost, which chooses the cheaper way."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] | None = None
-    """Factor by which steps may take longer while a long prompt is computed beside streaming
-    requests; inf: no limit; default: the scheduler's default, 1.4."""
+    """How many times as long a step that decodes may take if it also computes a part of a long
+    prompt; inf: no limit; default: the scheduler's default, 1.4."""
     max_prompt_step_s: Annotated[float, Field(gt=0)] | None = None
     """Longest duration of a step with prompt tokens, in seconds; inf: no limit; default: the
     scheduler's default, 2."""

@@ -17,7 +17,10 @@ _STOP_SLACK_S: Final = 5.0
 
 
 class StartError(Exception):
-    """A process ended before the service was ready. The message holds its last log lines."""
+    """A process could not be started, or ended before the service was ready.
+
+    If the process ended, the message holds its last log lines.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 def filter_of(
     tenant: str | None, older_than_s: float | None, request_id: str = ""
 ) -> requests_pb2.RequestFilter:
-    """Make the filter for a call from flags."""
+    """Make a call's filter from the values of flags."""
     return requests_pb2.RequestFilter(request_id=request_id, tenant=tenant, min_age_s=older_than_s)
 
 

@@ -153,7 +153,7 @@ async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -
 async def _show_start(planned: Layout, check: Callable[[], None] = lambda: None) -> None:
     """Show the progress until all processes are ready, and then how long the start took.
 
-    `check` is called again and again until then, and may raise an error.
+    Until all are ready, `check` is called again and again; `check` may raise an error.
     """
     started_at = time.monotonic()
     display = make_display()
