@@ -1,4 +1,4 @@
-"""Offline use: generates for a list of prompts with a private service.
+"""Offline generation: `LLM` starts a service for this program alone, and sends prompts to it.
 
     from quire import LLM, SamplingParams
 
@@ -6,7 +6,7 @@
         for generation in llm.generate(["def add(", "import "], SamplingParams(max_tokens=32)):
             print(generation.prompt, generation.outputs[0].text)
 
-`quire up` starts the service, with batching, prefix cache and tiers.
+`LLM` starts the service with `quire up`, so batching, prefix cache and tiers work as usual.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
 
 MAX_REQUESTS: Final = 512
-"""Maximum number of concurrent requests: more than the service runs at once, but fewer than its
-limit."""
+"""Maximum number of requests that `LLM` sends at once: enough to keep the service busy, but fewer
+than a router accepts."""
 
 _INPUTS_OF_A_CALL: Final = 512
-"""The limit on inputs of one call of `Embed`."""
+"""Maximum number of inputs in one call of `Embed`."""
 
 _RESERVED: Final = frozenset({"attached", "demo", "detach", "grpc_port", "host", "uds", "verbose"})
 """Flags of `quire up` that `LLM` sets itself."""
@@ -67,7 +67,7 @@ class Generation:
 
 
 class LLM(Closes):
-    """A model and the processes that run it, until `close` or the end of this process.
+    """A model and the processes that serve it; they end at `close`, or with this process.
 
     Threads may share an LLM.
     """
@@ -79,9 +79,9 @@ class LLM(Closes):
 
         `model` is a directory, a GGUF file or a name on the hub, as for `quire up`; by default, it
         is the small model that Quire ships. `flags` are flags of `quire up`, such as `device="cpu"`
-        or `num_blocks=512`. If `api_key` is set, every other caller, for example over HTTP, needs
-        this key. Raises ServiceStartError, with the reason, if the start fails, and TypeError for a
-        flag that `LLM` sets itself.
+        or `num_blocks=512`. If `api_key` is set, the service refuses calls without this key, also
+        over HTTP; `LLM` itself sends the key. Raises ServiceStartError, with the reason, if the
+        start fails, and TypeError for a flag that `LLM` sets itself.
         """
         if refused := sorted(_RESERVED & flags.keys()):
             raise TypeError(f"LLM sets {', '.join(refused)} itself; leave it out")
@@ -102,8 +102,9 @@ class LLM(Closes):
 
         A prompt is text or token ids. `sampling` is one object for all prompts, or a list with one
         for each prompt; `options` (`n`, `stop`, ...) apply to all. `progress` shows a bar on
-        standard error. The first prompt that fails ends the call. InvalidArgumentError names the
-        prompt, such as `prompts[3].sampling.max_tokens`; other errors are those of `AsyncClient`.
+        standard error. The first prompt that fails ends the call. An InvalidArgumentError names the
+        prompt and the field, for example `prompts[3].sampling.max_tokens`; other errors are those
+        of `AsyncClient`.
         """
         listed = _listed(prompts)
         each = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)

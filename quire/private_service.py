@@ -29,9 +29,10 @@ class ServiceStartError(Exception):
 class PrivateService(Closes):
     """Router, scheduler and workers behind a private Unix socket.
 
-    The child lives as long as the pipe to its standard input is open. `close` closes the pipe; if
-    this process is killed, the kernel closes the pipe. The child has a separate session, so Ctrl-C
-    in the terminal reaches only this process, which then drains the service.
+    They run under `quire up`, a child process that ends when the pipe to its standard input is
+    closed. `close` closes the pipe; if this process is killed, the kernel closes the pipe. The
+    child process has a Unix session of its own, so Ctrl-C in the terminal interrupts only this
+    process, and not the service.
     """
 
     def __init__(self, flags: Mapping[str, object], api_key: str = "") -> None:

@@ -30,7 +30,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         operators: Operators,
         drain_worker: Callable[[str], AsyncIterator[int]] | None = None,
     ) -> None:
-        """`drain_worker` drains a worker and yields its number of sequences; schedulers only."""
+        """`drain_worker` drains a worker, and yields how many of its sequences are still live.
+
+        Processes other than schedulers have no `drain_worker`.
+        """
         self._stopping = stopping
         self._num_live = num_live
         self._drain_worker = drain_worker

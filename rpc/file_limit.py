@@ -1,7 +1,7 @@
 """Limits the number of connections, so that a process stays below its limit of open files.
 
-At that limit (`ulimit -n`), new connections wait in the kernel, and so do their clients. So servers
-refuse connections before the process reaches that limit.
+A process at that limit (`ulimit -n`) can neither accept nor refuse connections: their clients wait.
+So servers refuse connections before the process reaches that limit.
 """
 
 import contextlib
@@ -9,12 +9,12 @@ import resource
 from typing import Final
 
 _RESERVED: Final = 128
-"""Open files left for other uses, such as sockets to other processes; at most half of the limit.
-"""
+"""How many open files are left for uses other than connections of clients, such as sockets to other
+processes. With a limit below 256, half of the limit is left."""
 
 
 def raise_file_limit() -> None:
-    """Raise this process's soft limit to its hard limit, if the system allows it."""
+    """Raise this process's soft limit on open files to the hard limit, if the system allows it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # the hard limit is above the system's limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -66,12 +66,12 @@ def make_grpc_server(
 ) -> Server:
     """Make a server that does not listen yet.
 
-    `interceptors` run inside the interceptors for trace context and errors, so they may raise a
-    QuireError.
-    If `max_received_mb` is given, it limits the size of requests instead of
-    `settings.max_message_mb`. With `shares_port`, other processes may listen on the same port.
-    `by_grpcio` chooses grpcio's server; otherwise the server is an `Http2Server`, which spends less
-    time on each message. Compressed requests are UNIMPLEMENTED unless `accepts_compressed`.
+    `interceptors` may raise a QuireError, because the server's own interceptors, for trace context
+    and errors, run around them. If `max_received_mb` is given, it limits the size of requests
+    instead of `settings.max_message_mb`. With `shares_port`, other processes may listen on the same
+    port. `by_grpcio` chooses grpcio's server; otherwise the server is an `Http2Server`, which
+    spends less time on each message. Compressed requests are UNIMPLEMENTED unless
+    `accepts_compressed`.
     """
     chain = [
         telemetry.TraceInterceptor(),
@@ -140,10 +140,11 @@ async def start_grpc_server(server: Server, settings: ProcessSettings) -> str:
 
 
 def failure_of(server: Server) -> asyncio.Future[None]:
-    """Return a future for the error that ends grpcio's `server`, which must have started.
+    """Return a future that fails if grpcio's server ends with an error; start `server` first.
 
-    A call whose path is not UTF-8 ends the server before any interceptor (seen with grpcio 1.85).
-    The server then stops listening, but does not report it: `wait_for_termination` waits forever.
+    For example, a call whose path is not UTF-8 ends grpcio's server, before any interceptor sees
+    the call (grpcio 1.85). The server then stops listening, but does not report it:
+    `wait_for_termination` waits forever.
     """
     failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -178,7 +179,7 @@ def _listen_at_path(server: Server, path: Path) -> str:
 
 @contextlib.contextmanager
 def _naming(address: str) -> Iterator[None]:
-    """Raise CannotListenError if the address is not available."""
+    """Convert an error of the `with` block to a CannotListenError that names the address."""
     try:
         yield
     except (RuntimeError, OSError):  # grpcio raises RuntimeError, our own server OSError

@@ -71,7 +71,7 @@ class Health:
         self._callbacks.append(callback)
 
     def add_details(self, name: str, read: Callable[[], object]) -> None:
-        """Add the JSON value that `read` returns to the answer of `/ready`."""
+        """Show `name` in the answer of `/ready`, with the JSON value that `read` returns."""
         self._details[name] = read
 
     @property
@@ -80,7 +80,7 @@ class Health:
         return {name: read() for name, read in self._details.items()}
 
     def before_scrape(self, refresh: Callable[[], Awaitable[None]]) -> None:
-        """Await `refresh` before each read of the metrics, for gauges that are read from a peer."""
+        """Await `refresh` before each answer of `/metrics`; for gauges with a peer's values."""
         self._before_scrape.append(refresh)
 
     async def refresh_metrics(self) -> None:
@@ -124,8 +124,8 @@ class Health:
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Answers `grpc.health.v1.Health`; the process ("") and all its services are ready together.
 
-    This class replaces gRPC's own servicer, which stores a status of its own. That servicer also
-    forgets all watchers of a service when the first of them leaves.
+    gRPC's own servicer is not used. It would store a second copy of the status, and it forgets all
+    watchers of a service when the first of them leaves.
     """
 
     def __init__(self, health: Health, service_names: Collection[str]) -> None:
@@ -190,8 +190,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 def probes(health: Health) -> Middleware:
     """Make the middleware that answers `/health`, `/ready` and `/metrics` in every process.
 
-    It must be the outermost middleware, so that the application's own middleware, such as
-    authentication, does not block probes.
+    It must run before the application's own middleware, such as authentication, which would refuse
+    probes.
     """
 
     async def answer_health() -> web.Response:

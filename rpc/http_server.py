@@ -111,7 +111,10 @@ class Site(web.BaseSite):
 
 
 class _Connection(web.RequestHandler):
-    """A client's connection. It leaves bodies compressed, so that their reader can limit sizes."""
+    """A client's connection.
+
+    It does not decompress bodies: the code that reads a body does so, and limits the size.
+    """
 
     __slots__ = ()
 

@@ -39,9 +39,9 @@ _FLUSH_S = 2.0
 """Time for calls to send their last bytes after `on_drain`."""
 
 _GC_THRESHOLDS = (10_000, 0, 250)
-"""Python's thresholds for collecting garbage, set so that few collections visit many objects at
-once. New objects are collected after 10,000 more allocations than deallocations. Every second
-collection includes the survivors of the last one. All objects are collected after five million
+"""Thresholds of Python's garbage collector. They keep collections short, and full ones rare: a
+collection visits new objects after 10,000 more allocations than deallocations, and every second one
+also visits the survivors of the last one. A full collection visits all objects, after five million
 allocations at the earliest. While thousands of requests came in one stream, a collection took at
 most 23 ms; with 25,000 in place of 10,000 it took 81 ms."""
 
@@ -80,9 +80,9 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
-    gRPC serves `services`, `AdminService`, `grpc.health.v1` and reflection. Interceptors handle
-    errors and trace context; `interceptors` run inside these. HTTP serves `http`, `/health`,
-    `/ready` and `/metrics`. A handler is cancelled when its client disconnects.
+    gRPC serves `services`, `AdminService`, `grpc.health.v1` and reflection. The server's own
+    interceptors handle errors and trace context, and run around `interceptors`. HTTP serves `http`,
+    `/health`, `/ready` and `/metrics`. A handler is cancelled when its client disconnects.
 
     `on_started` runs when both servers listen; the caller declares `health` ready.
 
@@ -91,13 +91,15 @@ async def serve(
     remain have two seconds more. Without `on_drain`, calls have `settings.drain_s` to end. A second
     signal of the same kind ends the process at once.
 
-    `AdminService` also drains: `num_live` counts the live requests, and `check_operator` raises
-    unless the current call is an operator's. For its default, see `rpc.security.operators`; for
-    `drain_worker` see `rpc.admin`; for `max_received_mb`, `grpc_by_grpcio` and `accepts_compressed`
-    see `make_grpc_server`.
+    An operator can also start the drain through `AdminService`, which reports the number of live
+    requests (`num_live`). `check_operator` raises unless the current call is an operator's;
+    `rpc.security.operators` says who is an operator without `check_operator`. For `drain_worker`
+    see `rpc.admin`; for `max_received_mb`, `grpc_by_grpcio` and `accepts_compressed` see
+    `make_grpc_server`.
 
     With `shared_http_port`, HTTP listens on that port as well, and other processes may share it and
-    the port of gRPC. A drain then begins by closing both ports here.
+    the port of gRPC. A drain then begins when this process closes its sockets at both ports, so
+    that new connections go to the other processes.
 
     Raises CannotListenError if an address is not available, the errors of `on_started`, and the
     error that ended grpcio's server. After any of these errors the process must end, so that

@@ -77,7 +77,7 @@ class LinkSettings(BaseSettings):
     """PEM file with the private key of --tls-cert, not encrypted."""
     tls_server_name: str = ""
     """Name to expect in the certificates of called processes; empty: the host of the address. If
-    all these certificates have one name in common, processes can be called by IP address."""
+    all these certificates have one name in common, set it to call processes by IP address."""
 
     @property
     def client_tls(self) -> ClientTls | None:
@@ -107,14 +107,14 @@ class ProcessSettings(LinkSettings):
     # the flags. A subclass that changes a port's default must repeat the type `Port`.
 
     tls_client_ca: Path | None = None
-    """PEM file with the authorities that must have signed the certificates of callers, over gRPC
-    and HTTP, except for /health and /ready. Needs --tls-cert, which turns on TLS for the process's
-    own ports. Unset: callers need no certificate."""
+    """PEM file with authorities. Callers over gRPC and HTTP need a certificate that one of these
+    authorities has signed, except for /health and /ready. Needs --tls-cert, which turns on TLS for
+    the process's own ports. Unset: callers need no certificate."""
     tls_client_names: str = ""
     """Names of accepted callers, separated by commas. A caller's certificate must have one of them
     as an alternative name (DNS name, URI or address); the common name counts only if there are no
-    alternative names. Needs --tls-client-ca. Empty: accept every certificate from its
-    authorities."""
+    alternative names. Needs --tls-client-ca. Empty: accept every certificate from an
+    authority in --tls-client-ca."""
     host: str = "127.0.0.1"
     """Address to listen on, for gRPC and HTTP."""
     grpc_port: Port = 0
@@ -224,7 +224,7 @@ def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Removes indentation and Python's types, functions and empty values from help texts."""
+    """Formats help texts: removes indentation, Python's notation of types, and empty defaults."""
 
     def add_text(self, text: str | None) -> None:
         super().add_text(None if text is None else inspect.cleandoc(text))

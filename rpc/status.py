@@ -1,4 +1,4 @@
-"""Converts errors to a gRPC status with `google.rpc` details and back, also in an interceptor."""
+"""Converts errors to a gRPC status with `google.rpc` details, and back."""
 
 import asyncio
 import contextlib
@@ -22,15 +22,15 @@ TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-"""Delay for gRPC's own retries in clients, which ignore `RetryInfo`."""
+"""Metadata key of the delay before a retry by gRPC's client itself, which ignores `RetryInfo`."""
 ERROR_DOMAIN = "quire.v1"
 
 _MAX_MESSAGE_BYTES = 1024
-"""Longest message of a status. A message is sent three times, once percent-encoded, and peers may
-accept only 8 KiB of metadata."""
+"""Longest message of a status. The metadata has up to three copies of the message, one of them
+percent-encoded, and peers may accept only 8 KiB of metadata."""
 
 _MAX_RETRY_AFTER_S = 3600.0
-"""Longest delay that is accepted from a peer."""
+"""If a peer asks for a longer delay, this delay is used."""
 
 _CODE_TO_ERROR: dict[grpc.StatusCode, type[errors.QuireError]] = {
     error.code: error
@@ -53,8 +53,8 @@ _HANDLER_KINDS: Final = {
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
-"""Keys: whether requests are a stream, and whether responses are a stream. Values: the attribute of
-the handler, and the function that makes such a handler."""
+"""Keys: whether requests are a stream, and whether responses are a stream. Values: the name of
+the attribute with the handler's function, and the function that makes such a handler."""
 
 _END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 
@@ -206,11 +206,10 @@ def _check(request: Any) -> None:
 
 
 async def _abort(context: Any, status: tuple[grpc.StatusCode, str, TrailingMetadata]) -> None:
-    """End a call; the caller must have dropped its references to `context` and the request.
+    """End a call; delete your references to `context` and the request before you await this.
 
-    gRPC's context keeps the error that this raises. If a frame of the error referred to the
-    context, both would stay in memory until a garbage collection, with everything that the frames
-    refer to.
+    gRPC's context keeps the AbortError. If the error's traceback led back to the context, both
+    would stay in memory until a garbage collection, and so would the request.
     """
     aborting = context.abort(*status)
     del context
@@ -232,7 +231,7 @@ async def _received(context: Any) -> AsyncIterator[Any]:
 
 def _wrap(behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[..., Any]:
     def blamed(error: Exception) -> Exception:
-        """Convert a client's invalid message to InvalidArgumentError; other errors are bugs."""
+        """Convert the error of an invalid message in a stream; return other errors unchanged."""
         if request_streaming and isinstance(error, DecodeError):
             return invalid_message(error)
         return error

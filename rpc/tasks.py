@@ -84,7 +84,7 @@ def retrieve(task: asyncio.Task[Any]) -> None:
 
 
 async def merged(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator[_T]:
-    """Yield the items of all streams as they arrive; raises the first error at the end."""
+    """Yield the items of all streams as they arrive; then raise an error if a stream has failed."""
     queue: asyncio.Queue[tuple[_T] | None] = asyncio.Queue()
 
     async def read(stream: AsyncGenerator[_T]) -> None:

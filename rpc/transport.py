@@ -34,7 +34,7 @@ class Pings:
 
 
 PATIENT = Pings(after_ms=10_000, timeout_ms=20_000, are_sent_idly=True)
-"""For calls that are lost with their connection, so that waiting for a slow peer is better."""
+"""For calls that are lost with their connection: rather wait for a slow peer than lose them."""
 QUICK = Pings(after_ms=1_000, timeout_ms=700, are_sent_idly=False)
 """For calls that can continue elsewhere. gRPC sends at most one ping per second."""
 
@@ -48,9 +48,9 @@ def channel_options(
 ) -> ChannelOptions:
     """Return limits and keepalive for a server or a channel.
 
-    `max_message_mb` limits messages in both directions (gRPC's default is 4 MiB, for received
-    messages only); `max_received_mb`, if given, limits received messages instead;
-    `max_metadata_kb` limits received metadata. The limits hold for decompressed messages.
+    `max_message_mb` limits sent and received messages; if `max_received_mb` is given, it limits
+    received messages instead. The limits hold for decompressed messages. `max_metadata_kb` limits
+    received metadata.
     """
     metadata_limit = max_metadata_kb * _KIB
     return [

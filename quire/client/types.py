@@ -78,7 +78,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The complete outputs of one prompt, by output index."""
+    """The complete answer to one prompt; `outputs[i]` is the output with index i."""
 
     request_id: str
     outputs: tuple[Output, ...]
@@ -87,7 +87,7 @@ class Completion:
 
 
 class EmbedOptions(TypedDict, total=False):
-    """The keyword arguments of `embed`; the defaults are the model's."""
+    """The keyword arguments of `embed`; the model has defaults for `pooling` and `normalize`."""
 
     model: str
     pooling: PoolingKind | Literal["last", "mean", "cls"] | None

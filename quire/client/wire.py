@@ -1,4 +1,4 @@
-"""Converts the client's requests, metadata and complete answers from and to protobuf."""
+"""Converts the Python client's requests to protobuf and metadata, and answers from protobuf."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +42,7 @@ def request_to_proto(
 
 
 def precedence_to_metadata(priority: int, tenant: str) -> list[tuple[str, str]]:
-    """Make the metadata for a priority and a tenant, unless they have their default values.
+    """Return the metadata for a priority and a tenant; a default value (0, "") is left out.
 
     Raises InvalidArgumentError for invalid characters in `tenant`.
     """
@@ -119,7 +119,7 @@ def completion_from_proto(response: inference_pb2.GenerateOnceResponse) -> Compl
 
 
 def completion_from_events(request_id: str, events: Sequence[Event]) -> Completion:
-    """Combine the events of a stream into the answer of `GenerateOnce`.
+    """Combine all events of one request into the same object that `GenerateOnce` would give.
 
     Raises QuireError if an output failed.
     """

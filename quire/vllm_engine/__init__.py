@@ -1,1 +1,4 @@
-"""Stubs of SMG's engine contract, generated from protos/quire/vllm_engine by `make protos`."""
+"""Stubs of the API with which the gateway SMG calls vLLM.
+
+`make protos` generates them from protos/quire/vllm_engine.
+"""

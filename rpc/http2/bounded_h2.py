@@ -1,4 +1,4 @@
-"""The library h2's connection, with limits on the work that each frame of a client causes."""
+"""`H2Connection` of the library h2, with limits on the work that a client's frame can cause."""
 
 from typing import Any, Final
 
@@ -19,12 +19,14 @@ _LENGTH_BYTES: Final = 3
 _FRAMES_AT_ONCE: Final = 32
 """One `receive_data` parses at most this many frames; a frame takes 10 to 1000 us."""
 _STREAMS_PER_FRAME: Final = 50
-"""Changing the windows of this many streams takes as long as one frame."""
+"""Changing the windows of this many streams takes as long as parsing one frame."""
 _MOST_TABLE_BYTES: Final = 4096
-"""Limit on the table that compresses the headers we send; hpack searches each entry in turn."""
+"""Maximum size of the table with which hpack compresses the headers that we send: for each header,
+hpack searches the table entry by entry."""
 _MOST_TABLE_CHANGES: Final = 2
-"""Limit on changes of the table's size in one block of headers (RFC 7541, 4.2). A change has only
-one byte, but takes 1 us."""
+"""How often one block of headers may change the size of the table that decompresses the client's
+headers (RFC 7541, 4.2). Otherwise a client could send many changes: each takes one byte to send,
+but 1 us to apply."""
 _USED_SETTINGS: Final = frozenset(
     (
         SettingCodes.HEADER_TABLE_SIZE,
@@ -42,7 +44,7 @@ _SETTINGS_OF_STREAMS: Final = frozenset(
 
 
 class _Frames(FrameBuffer):
-    """Yields `num_left` frames; refuses a frame that is too large before it has arrived whole."""
+    """Yields at most `num_left` frames; refuses a too large frame once its length has arrived."""
 
     num_left = _FRAMES_AT_ONCE
 
@@ -56,7 +58,7 @@ class _Frames(FrameBuffer):
 
 
 class _Decoder(Decoder):
-    """Decodes headers, and refuses many changes of the table's size."""
+    """Decodes headers; refuses a block that changes the table's size more than twice."""
 
     _num_changes = 0
 
@@ -74,14 +76,14 @@ class _Decoder(Decoder):
 
 
 def _is_use(event: Event) -> bool:
-    """Whether a frame brought a request or data."""
+    """Whether an event is a request, or data that is not empty."""
     if isinstance(event, DataReceived):
         return bool(event.data)
     return isinstance(event, RequestReceived)
 
 
 class BoundedH2(H2Connection):
-    """A server's connection, which continues after a client's GOAWAY.
+    """The server's end of a connection; open streams continue after a client's GOAWAY.
 
     The caller must call `forget` for each stream that has closed.
     """
@@ -111,7 +113,10 @@ class BoundedH2(H2Connection):
         self._max_headers_bytes = 4 * limits.max_metadata_bytes
         self.decoder.max_header_list_size = self._max_headers_bytes
         self.num_idle_frames = 0
-        """Frames without a request or data in the last `receive_data`, weighted by their work."""
+        """Number of frames without a request or data in the last `receive_data`.
+
+        A frame that changes the windows of many streams counts more than once.
+        """
 
     @property
     def has_more(self) -> bool:
@@ -122,7 +127,8 @@ class BoundedH2(H2Connection):
         """Parse a few frames; see `has_more`.
 
         Raises:
-            ProtocolError: The connection has ended, with a GOAWAY.
+            ProtocolError: The client broke the protocol. h2 has made a GOAWAY; send it, and close
+                the connection.
         """
         self.incoming_buffer.num_left = _FRAMES_AT_ONCE
         self.num_idle_frames = 0

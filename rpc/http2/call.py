@@ -186,7 +186,7 @@ class Call:
     # --- for handlers: writing from another task -------------------------------------------------
 
     def has_room(self) -> bool:
-        """Whether no earlier response waits for the client."""
+        """Whether all earlier responses have been sent."""
         return self.stream.unsent is None
 
     async def wait_for_room(self) -> None:

@@ -25,7 +25,7 @@ from rpc.security.client_certificates import auth_context
 _PREFACE_S: Final = 10.0
 """Longest wait for a client's first settings."""
 _LINGER_S: Final = 2.0
-"""Longest time for a closed connection to send its remaining bytes."""
+"""How long closing a connection may wait until the remaining bytes have been sent."""
 _RECEIVE_WINDOW_BYTES: Final = 1024 * 1024
 """Flow-control window of the connection, for all its streams together."""
 _MOST_UNREAD_BYTES: Final = 1024 * 1024
@@ -37,7 +37,7 @@ _SLICE_BYTES: Final = 4096
 """Size of the slices in which received bytes are parsed, so that many small frames do not block the
 event loop."""
 _CALLS_AT_ONCE: Final = 100
-"""How many handlers are cancelled at once; each holds the event loop for 20 us or more."""
+"""How many handlers are cancelled in one turn of the event loop; each takes 20 us or more."""
 
 log = structlog.get_logger()
 
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         self._num_received = 0
         """Bytes of data received since the connection's window was last widened."""
         self._room = asyncio.Semaphore(_LARGE_AT_ONCE)
-        """Places for messages larger than a stream's window."""
+        """A message larger than a stream's window takes one of these places while it arrives."""
         self._is_reading = True
         self._is_leaving = False
         self._is_closed = False

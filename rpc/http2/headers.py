@@ -17,7 +17,7 @@ _PSEUDO: Final = frozenset((b":method", b":scheme", b":path", b":authority"))
 _HIDDEN: Final = frozenset(
     (b"te", b"content-type", b"grpc-encoding", b"grpc-accept-encoding", b"grpc-timeout", b"host")
 )
-"""Headers that are not metadata, besides HTTP's own, which begin with a colon."""
+"""Headers that are not metadata, besides HTTP/2's pseudo-headers such as `:path`."""
 _KEY: Final = re.compile(r"[0-9a-z_.-]+")
 _VALUE: Final = re.compile(r"[\x20-\x7e]*")
 _LINE_END: Final = re.compile(r"[\0\r\n]")
@@ -26,9 +26,9 @@ _SAFE: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 _TIMEOUT: Final = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _MOST_DETAILS: Final = 200
-"""The limit on characters of a refusal, which names what the client has sent."""
+"""Maximum number of characters in a refusal's text, which quotes what the client has sent."""
 _FIELD_BYTES: Final = 32
-"""Bytes that HTTP/2 adds to the size of each header."""
+"""HTTP/2 counts this many bytes for each header, besides those of its name and value."""
 _IDENTITY: Final = "identity"
 ENCODING_TO_WBITS: Final = {_IDENTITY: 0, "deflate": 15, "gzip": 31}
 """zlib's `wbits` for each `grpc-encoding`; 0: messages are not compressed."""

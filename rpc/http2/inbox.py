@@ -13,8 +13,8 @@ WINDOW_BYTES: Final = 65_535
 """Maximum number of bytes that a client may send on a stream before the handler reads; HTTP/2's
 default."""
 _LARGE_S: Final = 60.0
-"""Longest time for a message larger than `WINDOW_BYTES` to arrive, because its place in `room` is
-one of few."""
+"""Longest time for a message larger than `WINDOW_BYTES` to arrive, because a connection has few
+places for such messages (`room`)."""
 
 _PREFIX_BYTES: Final = 5
 _QUICK_BYTES: Final = 256 * 1024
@@ -46,7 +46,8 @@ class Inbox:
     ) -> None:
         """`allow(n)` lets the client send n bytes more; at first it may send `WINDOW_BYTES`.
 
-        `room` limits how many larger messages all inboxes with this `room` receive at once.
+        The inboxes of a connection share `room`, which limits how many messages larger than
+        `WINDOW_BYTES` they receive at the same time.
         """
         self._max_bytes = max_bytes
         self._encoding = encoding

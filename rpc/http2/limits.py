@@ -22,7 +22,7 @@ class ConnectionLimits:
     max_concurrent_streams: int
     """Maximum number of handlers that run at once for one connection."""
     max_connections: int | None = None
-    """Maximum number of open connections; None: no limit."""
+    """Maximum number of connections that the server has open; None: no limit."""
     pings: Pings = PATIENT
     accepts_compressed: bool = False
     """Whether request messages may be compressed."""
@@ -32,8 +32,8 @@ class FrameBudget:
     """Limits how many frames without a request or data a client may send.
 
     PING, SETTINGS, RST_STREAM and the like cost CPU time, and a client could send them without end
-    ("rapid reset", CVE-2023-44487). Each frame sent to the client earns it one frame, and each
-    second earns it 100.
+    ("rapid reset", CVE-2023-44487). So the client has a budget of such frames. The budget grows by
+    one for each frame that the server sends, and by 100 per second, up to a limit.
     """
 
     def __init__(self, max_concurrent_streams: int, now: float) -> None:

@@ -41,12 +41,19 @@ class OutStream:
         self.sent = asyncio.Event()
         """Set when `unsent` becomes None."""
         self.is_queued = False
-        """Whether the stream is in the outbox's queue; else `unsent` waits for a wider window."""
+        """Whether the stream is in the outbox's queue.
+
+        If `unsent` has bytes and the stream is not in the queue, the client must first widen the
+        stream's window.
+        """
         self.has_ended = False
         self._turn = asyncio.Lock()
 
     async def wait(self) -> None:
-        """Wait until all has been sent or the stream has ended; several tasks continue in turn."""
+        """Wait until all bytes have been sent or the stream has ended.
+
+        If several tasks wait, each continues only when the bytes of the task before it are sent.
+        """
         async with self._turn:
             while self.unsent is not None:
                 await self.sent.wait()
@@ -108,7 +115,7 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough frames have collected to write them at once."""
+        """Whether the collected frames have so many bytes that they should be written now."""
         return self._num_bytes >= _FULL_BYTES
 
     def end(self, stream: OutStream) -> None:
@@ -139,7 +146,7 @@ class Outbox:
             self.add(data)
 
     def close(self) -> None:
-        """Send nothing more, and drop the reference to the transport."""
+        """Send nothing more, and drop the reference to the connection."""
         self._write = _drop
 
     def add(self, frames: bytes) -> None:

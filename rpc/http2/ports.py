@@ -12,7 +12,7 @@ _WILDCARDS: Final = ("", "0.0.0.0", "::")  # noqa: S104 - the address is the use
 
 
 def listen_at(address: str, *, shares_port: bool) -> list[socket.socket]:
-    """Listen at all addresses of "host:port". As in gRPC, a wildcard means IPv4 and IPv6.
+    """Listen at all addresses of "host:port"; the host 0.0.0.0 or :: means IPv4 and IPv6.
 
     Raises:
         OSError: An address is not available.
@@ -75,7 +75,7 @@ class ListeningPath:
         self._inode = path.stat().st_ino
 
     def remove(self) -> None:
-        """Remove the socket's file, unless another process has put its own in its place."""
+        """Remove the socket's file, unless another process has replaced the file."""
         with contextlib.suppress(OSError):
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()

@@ -25,7 +25,7 @@ class ParsingTurns:
     def __init__(self) -> None:
         self._queue: deque[Parser] = deque()
         self._until: float | None = None
-        """Until when this turn of the event loop may parse; None: it has parsed nothing yet."""
+        """When parsing ends in this turn of the event loop; None: it has not begun in this turn."""
 
     def add(self, parser: Parser) -> None:
         """Let a connection parse, now or soon. The connection must not be in the queue already."""

@@ -1,12 +1,12 @@
 """Passes trace context between processes, and exports spans.
 
 Context is always propagated, as W3C specifies: an incoming `traceparent` is passed on even if this
-process exports nothing. Without an endpoint, and above log level debug, the tracer is
-OpenTelemetry's no-op tracer, which passes on its parent's context at almost no cost. In that case
-the SDK is not imported.
+process exports nothing. Without an endpoint, and above log level debug, the SDK is not imported.
+The tracer is then OpenTelemetry's no-op tracer: its spans cost almost nothing, and have the context
+of their parent.
 
 The client, or else the router, decides whether a trace is recorded. All other processes follow the
-`traceparent`; `sampled_context` returns the contexts to record.
+`traceparent`; `sampled_context` returns None if the trace is not recorded.
 """
 
 import threading
@@ -112,7 +112,7 @@ def sampled_context(traceparent: str) -> Context | None:
 
 
 def inject(context: Context | None = None) -> str:
-    """Return the `traceparent` of the span in `context` or of the current span; "": no span."""
+    """Return the `traceparent` of the span in `context` (None: the current span); "": no span."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context)
     return carrier.get(TRACEPARENT, "")

@@ -1,6 +1,6 @@
 """Decides which traces are recorded.
 
-This module is separate from `telemetry`, because it imports the SDK.
+This module imports OpenTelemetry's SDK, so `telemetry` imports this module only when it needs it.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,11 @@ from rpc.observe.telemetry import STALL_SPAN
 
 
 def sampler(new_trace_ratio: float) -> Sampler:
-    """Make a sampler that records a span if its parent, or else a linked span, is recorded.
+    """Make the sampler, which decides whether a span is recorded.
 
-    The sampler records the share `new_trace_ratio`, in [0, 1], of spans without parent and links.
+    A span with a parent is recorded if the parent is. A span without a parent is recorded if it
+    links to a recorded span or is a stall of the event loop. Of all other spans, the share
+    `new_trace_ratio` (0 to 1) is recorded.
     """
     return ParentBased(_AsLinked(TraceIdRatioBased(new_trace_ratio)))
 

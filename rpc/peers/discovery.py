@@ -1,6 +1,6 @@
 """Finds other processes from a list of targets, which are addresses or DNS names.
 
-`keep_members` runs a task for each process while the process exists.
+`keep_members` runs a task for each process, until the process is no longer listed.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Discovery:
     def __init__(
         self, targets: Sequence[str], *, resolver: Resolver | None = None, interval_s: float = 5.0
     ) -> None:
-        """`targets` are gRPC targets, or dns:HOST:PORT for every address of a name."""
+        """A target is a gRPC target, or dns:HOST:PORT, which means every address of HOST."""
         check_targets(targets)
         self._listed = tuple(targets)
         self._resolver = DnsResolver() if resolver is None else resolver
@@ -127,13 +127,13 @@ async def keep_members(
     may_leave: Callable[[M], bool],
     left: Callable[[M], None],
 ) -> None:
-    """Run a member for each target until cancelled; if a member fails, raise its error.
+    """Run a `MemberTask` for each target until cancelled; if one fails, raise its error.
 
     Args:
         discovery: The targets.
-        join: Makes the member for a new target.
-        may_leave: Returns whether a member whose target is gone may end; called until it returns
-            True.
+        join: Makes the member, a `MemberTask`, for a new target.
+        may_leave: Returns whether a member whose target is gone may end; called at each lookup
+            until it returns True.
         left: Called with a member that has ended because its target is gone.
     """
     tasks: dict[asyncio.Task[None], M] = {}

@@ -27,7 +27,7 @@ def check_names(names: Sequence[str], accepted: Collection[str]) -> None:
     """Check that one of a certificate's names is in `accepted`, unless `accepted` is empty.
 
     Raises:
-        UnauthenticatedError: There is no certificate.
+        UnauthenticatedError: There is no certificate, or it has no name.
         PermissionDeniedError: No name of the certificate is accepted.
     """
     if not accepted or not set(names).isdisjoint(accepted):
@@ -119,7 +119,7 @@ def certificate_middleware(accepted: Collection[str]) -> Middleware:
 
 
 def _names_of(certificate: Mapping[str, Any]) -> list[str]:
-    """Return the names in a certificate, as parsed by `ssl`."""
+    """Return a certificate's alternative names; if it has none, its common names."""
     alternatives = [value for _, value in certificate.get("subjectAltName", ())]
     return alternatives or _common_names(certificate)
 

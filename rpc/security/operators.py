@@ -19,12 +19,12 @@ class Operators:
         has_client_certificates: bool,
         obeys_loopback: bool,
     ) -> None:
-        """Make a check from the process's security settings.
+        """`check_operator` raises unless the call has an operator's key; None: calls have no keys.
 
-        `check_operator` raises unless the call has an operator's key; None: calls have no keys.
-        Without keys, all callers are operators if callers need certificates. Otherwise callers on
-        the Unix socket are, because its file permissions protect it; with `obeys_loopback`, so are
-        callers on the loopback interface, including any proxy on this machine.
+        If callers need a certificate but no key, every caller is an operator. If they need neither,
+        every caller on a Unix socket is an operator, because file permissions protect the socket.
+        With `obeys_loopback`, so is every caller on the loopback interface, even a proxy on this
+        machine that forwards calls of others.
         """
         self._check_operator = check_operator
         self._has_client_certificates = has_client_certificates

@@ -83,7 +83,7 @@ def check_authorities(ca: Path) -> None:
 
 
 def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """Read the files; a channel keeps its certificate for its whole life."""
+    """Make a channel's credentials; files that are replaced later affect only new channels."""
     return grpc.ssl_channel_credentials(
         root_certificates=tls.ca.read_bytes(),
         private_key=None if tls.key is None else tls.key.read_bytes(),
@@ -124,7 +124,10 @@ def http2_context(tls: ServerTls) -> ssl.SSLContext:
 def _reloading_context(
     tls: ServerTls, of_clients: ssl.VerifyMode, protocols: Sequence[str]
 ) -> ssl.SSLContext:
-    """Make a server's context; `of_clients` applies only if `tls.client_ca` is set."""
+    """Make a server's context, which reads replaced files again.
+
+    `of_clients` says whether clients need a certificate; without `tls.client_ca` they need none.
+    """
 
     def read() -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.client_ca)
