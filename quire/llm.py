@@ -63,7 +63,7 @@ class Generation:
     """The outputs, by output index."""
     usage: Usage
     prompt_scores: PromptScores | None = None
-    """The prompt's scores; set if `prompt_logprobs` was requested."""
+    """Logprobs of the prompt's tokens; set if `prompt_logprobs` was requested."""
 
 
 class LLM(Closes):

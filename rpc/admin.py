@@ -1,4 +1,4 @@
-"""`AdminService`, with which operators drain a process, as SIGTERM does."""
+"""`AdminService`: an operator's call drains the process, as SIGTERM would."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""Sends a connection's messages and h2's other frames, in the order in which they were made.
+"""Sends a connection's messages, and the frames that h2 makes, in the order in which they came.
 
 h2 takes 10 us for a DATA frame. So this module makes the DATA frames of messages itself, and
 subtracts their bytes from h2's windows, as `H2Connection.send_data` does. h2 makes all other frames
@@ -15,7 +15,7 @@ from h2.connection import H2Connection
 from h2.stream import H2Stream
 
 _FULL_BYTES: Final = 64 * 1024
-"""From this size on, collected frames are written before the end of the event loop's turn."""
+"""Frames are collected until the end of the event loop's turn, or until they have this size."""
 
 _FRAME_AND_PREFIX: Final = struct.Struct(">BHBBIBI")
 """A DATA frame's header (length in 8 and 16 bits, type, flags, stream), then a message's prefix

@@ -1,4 +1,4 @@
-"""Lets connections parse received bytes in turn, some milliseconds per turn of the event loop."""
+"""Lets connections parse received bytes one after another, a few ms per turn of the event loop."""
 
 import asyncio
 import time

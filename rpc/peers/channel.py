@@ -20,8 +20,8 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """Open a channel to "host:port" or "unix:/path", which connects at the first call.
 
-    Calls with a single request carry the current trace context. Long-lived streams do not, because
-    a stream serves many requests, and its messages name their traces. Unix sockets do not use TLS.
+    Calls with a single request carry the current trace context. Long-lived streams carry none: a
+    stream serves many requests, and its messages name their traces. Unix sockets do not use TLS.
     """
     # The type stubs do not accept a list of different interceptors.
     interceptors: Any = [_UnaryUnaryTrace(), _UnaryStreamTrace()]
