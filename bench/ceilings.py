@@ -12,7 +12,7 @@ import json
 import torch
 from harness.case import arguments, main
 
-from gpu_worker.loading.measure import least_s
+from gpu_worker.loading.measure_rates import least_s
 
 _READ_BYTES = 1 << 30
 _GEMM_SIZE = 2048

@@ -39,8 +39,8 @@ from scheduler_svc.core.pacing import Pace, StepPacer
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.observers.metrics import SchedulerMetrics
-from scheduler_svc.operations.handoff import Handoff
 from scheduler_svc.operations.migration import Migrator
+from scheduler_svc.operations.prefill_handoff import Handoff
 from scheduler_svc.workers.crash_counter import CrashCounter
 from scheduler_svc.workers.placement import Placer, WorkerLoad
 from sim_worker.time_model import TimeModel

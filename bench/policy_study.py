@@ -14,7 +14,7 @@ from policy.report import describe_study
 from policy.study import study
 
 from scheduler_svc.core.policies.arguments import split_arguments
-from scheduler_svc.core.policies.loading import make_policy
+from scheduler_svc.core.policies.make_policy import make_policy
 from scheduler_svc.journal.entries import RecordingError
 
 

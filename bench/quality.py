@@ -35,8 +35,8 @@ from contract.step import NewSequence, Plan
 from contract.worker_limits import Limits
 from gpu_worker.kv.layer_groups import MAX_GROUPS
 from gpu_worker.loading.worker_model import load
-from gpu_worker.loop import StepLoop
 from gpu_worker.settings import WorkerSettings
+from gpu_worker.step_loop import StepLoop
 from model_files.errors import ModelError
 from rpc.observe import logs
 

@@ -22,7 +22,7 @@ from router.grpc.operations import operator_services
 from router.http import api as openai_api
 from router.http.authentication import key_middleware
 from router.http.batches.batches import Batches
-from router.http.web_pages import PageGuard, is_loopback
+from router.http.cross_origin import PageGuard, is_loopback
 from router.kserve.api import kserve_service
 from router.live.usage import UsageCounts
 from router.operators.adapters_and_models import Operations
@@ -36,10 +36,10 @@ from router.request.shared_admission import SharedAdmission
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.settings import CellSettings, RouterSettings
+from router.stored_turns.database import open_database
+from router.stored_turns.store import TurnStore
+from router.stored_turns.turns import Turns
 from router.text.tokenizer import Tokenizers, load_tokenizer
-from router.turns.database import open_database
-from router.turns.store import TurnStore
-from router.turns.turns import Turns
 from router.ui.api import Ui
 from rpc.grpc_server import Service
 from rpc.health import Health

@@ -22,10 +22,10 @@ from scheduler_svc.journal.record import Recordings
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.observers.spans import SequenceSpans
-from scheduler_svc.operations.handoff import Handoff
 from scheduler_svc.operations.kept_state import StateFile, accounts_of, restore_pools
 from scheduler_svc.operations.loading import Loading, WorkerCalls
 from scheduler_svc.operations.migration import Drainer, Migrator
+from scheduler_svc.operations.prefill_handoff import Handoff
 from scheduler_svc.operations.resizing import Resizer
 from scheduler_svc.operations.services import adapter_service, loading_service
 from scheduler_svc.routers.fan_out import QueueRoomReporter, RouterStreams

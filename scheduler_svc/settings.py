@@ -11,7 +11,7 @@ from contract.liveness.heartbeat import BEAT_S
 from rpc.peers.discovery import check_targets
 from rpc.settings import Port, PositiveInt, ProcessSettings, split_at_commas
 from scheduler_svc.core.policies.arguments import split_arguments
-from scheduler_svc.core.policies.loading import make_policy
+from scheduler_svc.core.policies.make_policy import make_policy
 
 
 class SchedulerSettings(ProcessSettings):

@@ -12,7 +12,7 @@ from gpu_worker.kv.codecs.lossless import LosslessCodec
 from gpu_worker.kv.codecs.names import parse_codec
 from gpu_worker.kv.codecs.quantized import QuantizedCodec
 from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.loading.measure import least_s
+from gpu_worker.loading.measure_rates import least_s
 
 LOSSLESS = ("lz4", "zstd", "zstd:3", "gzip")
 QUANTIZED = ("int8", "fp8")

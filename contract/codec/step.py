@@ -177,7 +177,7 @@ def result_from_proto(
     """Parse a result without its vectors and log-probabilities.
 
     `step_id_base` is the number that `plan_to_proto` added to the plan's step id. The scheduler's
-    `WorkerLedger` checks later that the result has the rows and blocks that the plan asks for.
+    `ResultChecker` checks later that the result has the rows and blocks that the plan asks for.
 
     Raises:
         InvalidArgumentError: Arrays that must be parallel are not, or a row is out of range.

@@ -18,7 +18,7 @@ from router.http.lora import LoadAdapterBody, UnloadAdapterBody
 from router.http.openai_responses.body import ResponseBody
 from router.http.requests.chat import ChatBody
 from router.http.requests.completions import CompletionBody
-from router.http.requests.schema import NO_EFFECT
+from router.http.requests.shared_fields import NO_EFFECT
 from router.http.requests.tokens import DetokenizeBody, TokenizeBody
 from router.http.strict_json import Schema
 from router.operators.usage import UsageReports

@@ -20,7 +20,7 @@ from gpu_worker.loading.checked_model import CheckedModel, check_model, has_grap
 from gpu_worker.loading.device import name_arithmetic
 from gpu_worker.loading.kv_memory import open_pool_memory
 from gpu_worker.loading.kv_tiers import LowerTiers, kv_identity, open_lower_tiers
-from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
+from gpu_worker.loading.measure_rates import Rates, measure_rates, rates_of_all
 from gpu_worker.lora.adapted_maps import AdaptableConfig
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.slots import AdapterSlots

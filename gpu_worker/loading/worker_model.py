@@ -18,7 +18,6 @@ from gpu_worker.kv.far_store import FarStore, open_far_store
 from gpu_worker.kv.nixl_engine import NixlEngine, load_agent
 from gpu_worker.loading.device import device_name
 from gpu_worker.loading.rank_model import RankModel, load_rank_model
-from gpu_worker.loop import StepLoop
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.memory.available import device_available_bytes
 from gpu_worker.memory.watch import MemoryMonitor, watch_device
@@ -31,6 +30,7 @@ from gpu_worker.ranks.shards import Place
 from gpu_worker.service.adapters import AdapterLoader
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
+from gpu_worker.step_loop import StepLoop
 from gpu_worker.weights.json_fields import ModelError
 
 _GIB = 1024**3

@@ -28,7 +28,7 @@ from router.operators.adapters_and_models import Operations
 from router.operators.usage import UsageReports
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.turns.turns import Turns
+from router.stored_turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", USAGE, FILES))
 """Routes that a router without API keys always refuses to web pages of other sites (`PageGuard`).

@@ -16,7 +16,7 @@ from router.http.answers.objects import Json
 from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.requests.completions import Prompts, parse_prompts
-from router.http.requests.schema import RequestId
+from router.http.requests.shared_fields import RequestId
 from router.http.strict_json import Listed, Schema, at_most, json_bytes
 from router.request.cells import Cells
 from router.request.inference import Inference

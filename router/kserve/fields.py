@@ -9,7 +9,7 @@ from pydantic import ConfigDict, ValidationError
 from contract.errors import InvalidArgumentError
 from quire.kserve import open_inference_pb2
 from router.http.errors import error_from_validation
-from router.http.requests.schema import UNIMPLEMENTED, Body
+from router.http.requests.shared_fields import UNIMPLEMENTED, Body
 from router.http.strict_json import excerpt, parse_json
 from router.kserve.tensors import Element
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from contract.errors import InvalidArgumentError, UnimplementedError
-from router.turns.turns import Turns
-from router.turns.usage import UsageRow, read_usage
+from router.stored_turns.turns import Turns
+from router.stored_turns.usage import UsageRow, read_usage
 from rpc.security.operators import Operators
 
 DEFAULT_BY: Final = ("tenant", "model")

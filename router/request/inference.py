@@ -103,8 +103,8 @@ class Inference:
     async def generate(self, request: GenerateRequest, *, is_kept: bool = False) -> LiveRequest:
         """Submit a request; the caller reads the result within `async with`.
 
-        If `is_kept` is true, the request computes a turn (`router/turns`). The turn's usage is
-        stored with the turn instead of being added to `shared.usage`.
+        If `is_kept` is true, the request computes a turn (`router/stored_turns`). The turn's usage
+        is stored with the turn instead of being added to `shared.usage`.
 
         Raises `InvalidArgumentError` that names field, value and limit; `NotFoundError` for an
         unknown model; `AlreadyExistsError` if a request with this id is live; `TooBusyError` if

@@ -57,7 +57,7 @@ from scheduler_svc.core.limits.acceptance import (
 from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.plan import PlanBuilder
-from scheduler_svc.core.policies.loading import make_policy
+from scheduler_svc.core.policies.make_policy import make_policy
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.prefix import FoundKv, KvLookup
 from scheduler_svc.core.queue import WaitingQueue

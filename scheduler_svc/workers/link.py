@@ -22,7 +22,7 @@ from quire.v1 import adapters_pb2, adapters_pb2_grpc, worker_pb2, worker_pb2_grp
 from rpc.observe import timeline
 from rpc.security.tls import ClientTls, explain
 from rpc.status import calling
-from scheduler_svc.workers.ledger import WorkerLedger
+from scheduler_svc.workers.result_checker import ResultChecker
 
 ADAPTER_TIMEOUT_S = 300.0
 """The timeout of loading an adapter, which may come from a slow disk."""
@@ -105,7 +105,7 @@ class WorkerLink:
         self._in_flight: deque[_SentStep] = deque()
         self._results: deque[TimedResult] = deque()
         self._batches: asyncio.Queue[worker_pb2.StepBatch | None] = asyncio.Queue()
-        self._ledger = WorkerLedger(info)
+        self._checker = ResultChecker(info)
         self._watchdog: asyncio.TimerHandle | None = None
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         self._adapters = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ class WorkerLink:
             self._since_result.on_message()  # an idle worker owes no results
         batch = plan_to_proto(plan, self._config.epoch, self._step_id_base)
         self._in_flight.append(_SentStep(batch.step_id, self._loop.time()))
-        self._ledger.on_sent(plan)
+        self._checker.on_sent(plan)
         self._batches.put_nowait(batch)
         if self._watchdog is None:
             self._arm_watchdog()
@@ -342,7 +342,7 @@ class WorkerLink:
             )
         with timeline.span("decode the result"):
             result = result_from_proto(message, self._step_id_base, self.info.limits.max_num_seqs)
-            self._ledger.check(result, message)
+            self._checker.check(result, message)
         sent = self._in_flight.popleft()
         self._since_result.on_message()
         if timeline.is_on():

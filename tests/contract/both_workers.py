@@ -28,8 +28,8 @@ async def real_steps():
 
     from gpu_worker.kv.disk_pool import DiskPool  # noqa: PLC0415
     from gpu_worker.kv.host_pool import HostPool  # noqa: PLC0415
-    from gpu_worker.loop import StepLoop  # noqa: PLC0415
     from gpu_worker.step.executor import Executor  # noqa: PLC0415
+    from gpu_worker.step_loop import StepLoop  # noqa: PLC0415
 
     pool = FakePool(LIMITS.num_blocks, LIMITS.block_size, MAX_BLOCKS)
     blocks = pool.slots.view(MAX_BLOCKS, -1).view(uint8)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from contract.codec.packing import unpack_int32
 from contract.info import WorkerInfo
 from contract.worker_limits import Limits
-from gpu_worker.loop import StepLoop
 from gpu_worker.service.api import WorkerService
 from gpu_worker.step.executor import Executor
+from gpu_worker.step_loop import StepLoop
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.status import ErrorInterceptor

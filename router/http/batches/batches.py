@@ -33,8 +33,8 @@ from router.http.idempotency import CallKey
 from router.http.strict_json import excerpt
 from router.live.usage import Used
 from router.request.cells import Cells
-from router.turns.turn import Turn, TurnStatus
-from router.turns.turns import Turns
+from router.stored_turns.turn import Turn, TurnStatus
+from router.stored_turns.turns import Turns
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ from contract.errors import InvalidArgumentError, QuotaError
 from router.http.answers.objects import Json
 from router.http.answers.sse import STARTED
 from router.http.batches.batches import Batches
-from router.http.batches.places import Places
+from router.http.batches.concurrency_limit import Places
 from router.http.batches.store import File
 from router.http.batches.transfers import Upload, receive, send, temporary_file
 from router.http.endpoint import CallId, endpoint, json_response

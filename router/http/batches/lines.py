@@ -26,7 +26,7 @@ from router.http.strict_json import Schema, json_bytes, parse_json
 from router.live.usage import Used
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.turns.turn import Turn, TurnAnswer, TurnStatus
+from router.stored_turns.turn import Turn, TurnAnswer, TurnStatus
 
 T = TypeVar("T")
 

@@ -7,13 +7,13 @@ from aiohttp import web
 from pydantic import Field
 
 from router.http.batches.batches import Batches
+from router.http.batches.concurrency_limit import Places
 from router.http.batches.file_routes import ExpiresAfter
-from router.http.batches.places import Places
 from router.http.body import BodyReader, check_kind
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.idempotency import call_key
 from router.http.listing import page_json, page_query
-from router.http.requests.schema import MAX_METADATA
+from router.http.requests.shared_fields import MAX_METADATA
 from router.http.strict_json import Schema, at_most
 
 _MAX_BATCHES_LISTED: Final = 100

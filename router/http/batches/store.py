@@ -11,9 +11,9 @@ from router.http.answers.objects import Json
 from router.http.idempotency import CallKey
 from router.http.listing import PageQuery
 from router.http.strict_json import json_bytes
-from router.turns.database import Cursor, Database, DatabaseConnection
-from router.turns.store import OF_GROUP, insert_turn
-from router.turns.turn import Turn
+from router.stored_turns.database import Cursor, Database, DatabaseConnection
+from router.stored_turns.store import OF_GROUP, insert_turn
+from router.stored_turns.turn import Turn
 
 VALIDATING: Final = "validating"
 """A batch's status while its lines are made into turns."""

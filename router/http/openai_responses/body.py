@@ -14,7 +14,7 @@ from router.http.openai_responses.items import Item, messages_of, parse_items
 from router.http.openai_responses.tools import ResponseTools
 from router.http.requests.chat_words import ChatWords
 from router.http.requests.conversation import Conversation, Effort
-from router.http.requests.schema import (
+from router.http.requests.shared_fields import (
     MAX_METADATA,
     MAX_TOP_LOGPROBS,
     CacheRetention,

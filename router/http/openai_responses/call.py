@@ -17,7 +17,7 @@ from router.http.requests.outputs import OutputPlan
 from router.live.stop_strings import StopMatcher
 from router.request.inference import Inference
 from router.schedulers.wire import record_from_bytes
-from router.turns.turn import Turn
+from router.stored_turns.turn import Turn
 
 _PROMPT_END = 64
 """How many of a prompt's last tokens to decode, to see whether the output begins within

@@ -1,4 +1,4 @@
-"""The stored responses of /v1/responses; each is stored as a turn (`router/turns/turn.py`)."""
+"""The stored responses of /v1/responses; each is a turn (`router/stored_turns/turn.py`)."""
 
 import asyncio
 import hashlib
@@ -27,9 +27,9 @@ from router.http.openai_responses.call import (
 from router.http.openai_responses.items import Item, parse_items, with_id
 from router.http.strict_json import excerpt, json_bytes
 from router.request.cells import Cells
-from router.turns.running import Seen
-from router.turns.turn import Turn, TurnStatus
-from router.turns.turns import Turns
+from router.stored_turns.running import Seen
+from router.stored_turns.turn import Turn, TurnStatus
+from router.stored_turns.turns import Turns
 
 KIND: Final = "response"
 MAX_LISTED: Final = 100

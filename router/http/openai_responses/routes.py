@@ -31,9 +31,9 @@ from router.http.strict_json import excerpt
 from router.live.live_request import LiveRequest
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.turns.running import Seen
-from router.turns.turn import Turn
-from router.turns.turns import Turns
+from router.stored_turns.running import Seen
+from router.stored_turns.turn import Turn
+from router.stored_turns.turns import Turns
 
 _MAX_BODIES = 16
 """Limit on the size of the conversation that a new response continues, as a multiple of the limit

@@ -18,7 +18,7 @@ from router.http.requests.messages import (
     check_template_kwargs,
     for_template,
 )
-from router.http.requests.schema import MAX_TOP_LOGPROBS, UNIMPLEMENTED, Body
+from router.http.requests.shared_fields import MAX_TOP_LOGPROBS, UNIMPLEMENTED, Body
 from router.http.requests.tools import ToolFields
 from router.http.strict_json import Schema
 from router.request.inference import Inference

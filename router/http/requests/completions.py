@@ -9,7 +9,7 @@ from pydantic import PlainValidator
 from contract.errors import InvalidArgumentError
 from router.http.answers.answer import ClientCall
 from router.http.answers.objects import CompletionShape, Echo
-from router.http.requests.schema import UNIMPLEMENTED, Body, Prompt
+from router.http.requests.shared_fields import UNIMPLEMENTED, Body, Prompt
 from router.http.strict_json import excerpt
 from router.request.inference import Inference
 

@@ -7,9 +7,9 @@ import torch
 from fake_model import FakeModel, FakePool
 from worker_service import INFO, LIMITS, Worker
 
-from gpu_worker.loop import StepLoop
 from gpu_worker.service.api import WorkerService
 from gpu_worker.step.executor import Executor
+from gpu_worker.step_loop import StepLoop
 from tests.models_fixture import ModelDirs
 from tests.served_worker import served
 

@@ -381,7 +381,7 @@ async def test_kept_turns_and_batches_go_on_at_their_model(settings, tmp_path):
 
 
 async def test_turns_of_a_dead_cell_take_no_room_from_others(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr("router.turns.turns._MAX_GROUPED", 1)
+    monkeypatch.setattr("router.stored_turns.turns._MAX_GROUPED", 1)
 
     def line(model):
         body = {"model": model, "prompt": "a", "max_tokens": 1}

@@ -29,10 +29,10 @@ from router.request.on_demand import OnDemand
 from router.request.shared_admission import SharedAdmission
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
+from router.stored_turns.database import open_database
+from router.stored_turns.store import TurnStore, insert_turn
+from router.stored_turns.turns import Turns
 from router.text.tokenizer import Tokenizers, load_tokenizer
-from router.turns.database import open_database
-from router.turns.store import TurnStore, insert_turn
-from router.turns.turns import Turns
 from rpc.health import Health
 from rpc.peers.discovery import Discovery
 

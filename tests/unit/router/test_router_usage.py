@@ -17,8 +17,8 @@ from quire.v1 import inference_pb2, scheduler_pb2
 from router.live.thinking_counter import ThinkingCounter
 from router.live.usage import UsageCounts, UsageKey, Used
 from router.parsers.harmony import THOUGHT_MESSAGES
-from router.turns.database import open_database
-from router.turns.usage import read_usage
+from router.stored_turns.database import open_database
+from router.stored_turns.usage import read_usage
 
 PLAIN = ThinkingMarkers("<think>", ("</think>", "<call>"))
 BEGUN = replace(PLAIN, has_begun=True)

@@ -20,9 +20,9 @@ from router.http.answers import streaming
 from router.http.answers.sse import SseResponse
 from router.http.api import routes
 from router.http.endpoint import endpoint
-from router.turns.database import open_database
-from router.turns.store import TurnStore
-from router.turns.turns import Turns
+from router.stored_turns.database import open_database
+from router.stored_turns.store import TurnStore
+from router.stored_turns.turns import Turns
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,7 +11,7 @@ import torch
 from gpu_worker import metrics
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layer_groups import LayerGroups
-from gpu_worker.loading import checked_model, device, measure, worker_model
+from gpu_worker.loading import checked_model, device, measure_rates, worker_model
 from gpu_worker.loading.kv_tiers import kv_identity, open_lower_tiers
 from gpu_worker.loading.rank_model import load_rank_model
 from gpu_worker.models.registry import open_model
@@ -96,7 +96,7 @@ def test_lossless_tiers_give_back_each_bit(open_tiers, codec):
 def test_quantized_kv_comes_back_bit_for_bit(open_tiers, codec, dtypes):
     pool, _, tiers = open_tiers(dtypes=dtypes, disk_kv_codec=codec, kv_checksum=True)
     assert (tiers.num_host_blocks, tiers.num_disk_blocks) == (100, 200)
-    assert measure.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool) > 0
+    assert measure_rates.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool) > 0
     before = pool.blocks_as_bytes.random_(generator=torch.Generator().manual_seed(0)).clone()
     before[:, : pool.block_bytes // 2] = 7  # content that compresses
     pool.blocks_as_bytes[:] = before
@@ -162,7 +162,7 @@ def test_ratio_and_time_of_codecs_are_counted(open_tiers, host, disk):
 
 def test_the_disks_rate_is_measured_and_leaves_no_trace(open_tiers):
     pool, _, tiers = open_tiers(disk_kv_codec="zstd")
-    assert measure.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool) > 0
+    assert measure_rates.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool) > 0
     assert not pool.blocks_as_bytes.any()
     assert not tiers.disk_pool.has_ended_moves(99)
 
@@ -171,7 +171,7 @@ def test_a_disk_that_loses_what_is_stored_is_not_measured(open_tiers, monkeypatc
     pool, _, tiers = open_tiers()
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(OSError, match="0 of 10 KV blocks came back"):
-        measure.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool)
+        measure_rates.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool)
 
 
 def test_there_are_no_lower_tiers_on_a_cpu_unless_asked_for(open_tiers):

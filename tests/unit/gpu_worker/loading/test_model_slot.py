@@ -17,7 +17,6 @@ from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.loading import kv_memory
 from gpu_worker.loading.model_slot import ModelSlot
-from gpu_worker.loop import StepLoop
 from gpu_worker.memory.elastic import OutOfMemoryError
 from gpu_worker.metrics import UNLOADED
 from gpu_worker.models.llama.decoder import LlamaDecoder
@@ -26,6 +25,7 @@ from gpu_worker.service.adapters import AdapterServicer
 from gpu_worker.service.api import WorkerService
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
+from gpu_worker.step_loop import StepLoop
 from quire.v1 import (
     adapters_pb2,
     adapters_pb2_grpc,

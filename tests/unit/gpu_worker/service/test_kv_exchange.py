@@ -22,10 +22,10 @@ from gpu_worker import metrics
 from gpu_worker.kv import nixl_engine
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.kv.nixl_engine import NixlEngine, TransferFailedError
-from gpu_worker.loop import StepLoop
 from gpu_worker.service import kv_exchange
 from gpu_worker.service.api import WorkerService
 from gpu_worker.step.block_labels import BlockLabels
+from gpu_worker.step_loop import StepLoop
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls, ServerTls, server_credentials

@@ -6,7 +6,7 @@ from aiohttp import web
 from openai_fakes import FakeAdapters, FakeCells, FakeInference
 
 from router.http.api import routes
-from router.http.web_pages import PageGuard
+from router.http.cross_origin import PageGuard
 
 
 @pytest.fixture

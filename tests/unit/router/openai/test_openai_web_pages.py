@@ -10,7 +10,7 @@ from openai_fakes import FakeCells, FakeInference
 
 from contract.errors import PermissionDeniedError
 from router.http.api import OPERATOR_PATHS, routes
-from router.http.web_pages import PageGuard, is_loopback
+from router.http.cross_origin import PageGuard, is_loopback
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 BODY = {"lora_name": "sql", "lora_path": "/adapters/sql"}

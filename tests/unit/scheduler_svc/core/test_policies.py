@@ -8,7 +8,7 @@ import pytest
 from policy_driver import ROUTER, Worker, admission_order, make_core, request
 
 from scheduler_svc.core.interface.request import FinishReason
-from scheduler_svc.core.policies.loading import make_policy
+from scheduler_svc.core.policies.make_policy import make_policy
 from scheduler_svc.core.policies.policy import Policy
 
 

@@ -11,12 +11,12 @@ from contract.outputs import FinishReason, OutputDelta, OutputFinished, Usage
 from router.http.batches.store import BatchStore, File
 from router.http.listing import PageQuery
 from router.live.usage import Used
-from router.turns.claims import Models
-from router.turns.database import MIGRATIONS, SqliteConnection
-from router.turns.groups import GroupCounts
-from router.turns.postgres import PostgresConnection
-from router.turns.turn import TurnStatus
-from router.turns.usage import read_usage
+from router.stored_turns.database import MIGRATIONS, SqliteConnection
+from router.stored_turns.fair_claims import Models
+from router.stored_turns.groups import GroupCounts
+from router.stored_turns.postgres import PostgresConnection
+from router.stored_turns.turn import TurnStatus
+from router.stored_turns.usage import read_usage
 
 EVENTS = OutputDelta(0, 0, (1, 2), ""), OutputFinished(0, FinishReason.STOP), Usage(3, 2, 1)
 VERSIONS = range(1, len(MIGRATIONS))

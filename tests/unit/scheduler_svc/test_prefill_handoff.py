@@ -14,8 +14,8 @@ from contract.info import Role
 from contract.worker_limits import STATE_WINDOW
 from scheduler_svc.core.interface.request import SourceId
 from scheduler_svc.observers.metrics import SchedulerMetrics
-from scheduler_svc.operations.handoff import Handoff
 from scheduler_svc.operations.migration import Migrator
+from scheduler_svc.operations.prefill_handoff import Handoff
 
 PROMPT, OTHER = islice(prompts_with_long_outputs(), 2)
 MAX_TOKENS = 18

@@ -12,8 +12,8 @@ from contract.errors import TooBusyError
 from router.http.api import routes
 from router.http.batches import file_routes, transfers
 from router.http.batches.batches import Batches
-from router.http.batches.places import Places
-from router.turns.turns import Turns
+from router.http.batches.concurrency_limit import Places
+from router.stored_turns.turns import Turns
 
 pytestmark = pytest.mark.timeout(60)
 

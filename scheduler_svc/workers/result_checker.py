@@ -17,7 +17,7 @@ from quire.v1 import worker_pb2
 _NEVER = np.iinfo(np.int64).max
 
 
-class WorkerLedger:
+class ResultChecker:
     """Records the plans sent on one link and checks their results, with array operations."""
 
     def __init__(self, info: WorkerInfo) -> None:

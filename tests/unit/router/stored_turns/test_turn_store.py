@@ -9,13 +9,13 @@ import pytest
 from contract.errors import InvalidArgumentError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob, Usage
 from router.live.usage import HOUR_S, UsageKey, Used
-from router.turns import claims
-from router.turns import store as store_module
-from router.turns.claims import Models
-from router.turns.groups import GroupCounts
-from router.turns.store import TurnChanges, TurnProgress
-from router.turns.turn import Turn, TurnEnd, TurnStatus
-from router.turns.usage import read_usage
+from router.stored_turns import fair_claims
+from router.stored_turns import store as store_module
+from router.stored_turns.fair_claims import Models
+from router.stored_turns.groups import GroupCounts
+from router.stored_turns.store import TurnChanges, TurnProgress
+from router.stored_turns.turn import Turn, TurnEnd, TurnStatus
+from router.stored_turns.usage import read_usage
 
 TURN = Turn(
     id="resp_1", tenant="t", kind="response", body=b"{}", created_at=1.0, status=TurnStatus.RUNNING
@@ -157,7 +157,7 @@ async def test_a_tenant_s_models_are_one_queue_and_a_claim_takes_its_models_only
 
 
 async def test_a_tenant_with_many_models_leaves_places_to_others(new_store, monkeypatch):
-    monkeypatch.setattr(claims, "MAX_MODELS", 2)
+    monkeypatch.setattr(fair_claims, "MAX_MODELS", 2)
     store = new_store()
     many = [replace(turn, model=f"unknown {i}") for i, turn in enumerate(queued("a", 4))]
     await insert_queued(store, many + queued("b", 1))
@@ -169,7 +169,7 @@ async def test_a_tenant_with_many_models_leaves_places_to_others(new_store, monk
 
 
 async def test_no_tenant_starves_behind_more_queues_than_a_claim_looks_at(new_store, monkeypatch):
-    monkeypatch.setattr(claims, "MAX_QUEUES", 2)
+    monkeypatch.setattr(fair_claims, "MAX_QUEUES", 2)
     store = new_store()
     for tenant in "abcde":
         await insert_queued(store, queued(tenant, 3))

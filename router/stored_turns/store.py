@@ -14,11 +14,11 @@ from contract.errors import InvalidArgumentError
 from contract.outputs import Event
 from quire.v1 import inference_pb2
 from router.live.usage import UsageRows
-from router.turns.claims import ALL_MODELS, Models, Shares, find_grouped, find_single
-from router.turns.database import Cursor, Database, DatabaseConnection
-from router.turns.groups import GroupCounts, add_counts, counts_of, read_counts
-from router.turns.turn import Turn, TurnEnd, TurnStatus
-from router.turns.usage import add_once, add_usage, sweep_usage
+from router.stored_turns.database import Cursor, Database, DatabaseConnection
+from router.stored_turns.fair_claims import ALL_MODELS, Models, Shares, find_grouped, find_single
+from router.stored_turns.groups import GroupCounts, add_counts, counts_of, read_counts
+from router.stored_turns.turn import Turn, TurnEnd, TurnStatus
+from router.stored_turns.usage import add_once, add_usage, sweep_usage
 
 SWEEP_LIMIT: Final = 1000
 """Maximum number of turns that one sweep deletes."""

@@ -5,8 +5,8 @@ from dataclasses import astuple, dataclass, field, fields
 from typing import Final
 
 from router.live.usage import Used
-from router.turns.database import Cursor
-from router.turns.turn import TurnEnd, TurnStatus
+from router.stored_turns.database import Cursor
+from router.stored_turns.turn import TurnEnd, TurnStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from router.http.batches.store import Batch, BatchStore
-from router.turns.claims import ALL_MODELS, Models
-from router.turns.database import Database, SqliteConnection
-from router.turns.store import TurnChanges, TurnProgress, TurnStore, insert_turn
-from router.turns.turn import Turn, TurnEnd, TurnStatus
+from router.stored_turns.database import Database, SqliteConnection
+from router.stored_turns.fair_claims import ALL_MODELS, Models
+from router.stored_turns.store import TurnChanges, TurnProgress, TurnStore, insert_turn
+from router.stored_turns.turn import Turn, TurnEnd, TurnStatus
 
 LINE = Turn("g_1", "t", "batch line", b"{}", 1.0, model="m", group="g", priority=-100)
 BATCH = Batch("g", "t", 1.0, True, {"status": "in_progress"})

@@ -33,10 +33,10 @@ from router.request.cells import Cells
 from router.request.inference import Inference
 from router.request.on_demand import is_patient
 from router.schedulers.wire import record_from_bytes, record_to_bytes
-from router.turns.claims import Models
-from router.turns.running import MovedError, RunningTurn, Seen
-from router.turns.store import SWEEP_LIMIT, TurnChanges, TurnStore
-from router.turns.turn import StoreError, Turn, TurnAnswer, TurnEnd, TurnStatus
+from router.stored_turns.fair_claims import Models
+from router.stored_turns.running import MovedError, RunningTurn, Seen
+from router.stored_turns.store import SWEEP_LIMIT, TurnChanges, TurnStore
+from router.stored_turns.turn import StoreError, Turn, TurnAnswer, TurnEnd, TurnStatus
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from heapq import merge
 from typing import Final, NamedTuple
 
-from router.turns.database import Cursor, DatabaseConnection
+from router.stored_turns.database import Cursor, DatabaseConnection
 
 MAX_QUEUES: Final = 1000
 """Limit on the queues that one claim looks at. A queue has the turns of one tenant and model."""

@@ -6,7 +6,7 @@ from typing import Final
 
 from contract.errors import InvalidArgumentError
 from router.live.usage import HOUR_S, UsageRows, Used, hour_of
-from router.turns.database import Cursor, Database, DatabaseConnection
+from router.stored_turns.database import Cursor, Database, DatabaseConnection
 
 _DAY_S: Final = 24 * HOUR_S
 GROUPS: Final[Mapping[str, str]] = {

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from router.turns.database import MIGRATIONS, SqliteConnection, migrate, open_database
-from router.turns.store import TurnChanges, TurnStore
-from router.turns.turn import StoreError, Turn, TurnStatus
+from router.stored_turns.database import MIGRATIONS, SqliteConnection, migrate, open_database
+from router.stored_turns.store import TurnChanges, TurnStore
+from router.stored_turns.turn import StoreError, Turn, TurnStatus
 
 TURN = Turn(
     id="resp_1", tenant="t", kind="response", body=b"{}", created_at=1.0, status=TurnStatus.RUNNING

@@ -20,8 +20,8 @@ from contract.outputs import (
 from router.live.live_request import LiveRequest
 from router.live.usage import Used, used_of
 from router.schedulers.wire import record_from_bytes
-from router.turns.store import TurnProgress
-from router.turns.turn import Turn, TurnAnswer, TurnEnd, TurnStatus
+from router.stored_turns.store import TurnProgress
+from router.stored_turns.turn import Turn, TurnAnswer, TurnEnd, TurnStatus
 
 
 class MovedError(QuireError):

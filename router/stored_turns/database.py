@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import structlog
 
-from router.turns.turn import StoreError
+from router.stored_turns.turn import StoreError
 
 log = structlog.get_logger()
 
@@ -283,7 +283,7 @@ Both databases accept these statements: SQLite accepts any type name and stores 
 def open_database(place: str) -> Database:
     """Return the database of `--turn-store`, which connects when needed."""
     if place.startswith(("postgresql://", "postgres://")):
-        from router.turns.postgres import PostgresConnection  # noqa: PLC0415 - an extra
+        from router.stored_turns.postgres import PostgresConnection  # noqa: PLC0415 - an extra
 
         return Database(lambda: PostgresConnection(place))
     return Database(lambda: SqliteConnection(Path(place)))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from router.turns.database import open_database
-from router.turns.store import TurnStore
+from router.stored_turns.database import open_database
+from router.stored_turns.store import TurnStore
 from tests.postgres_server import PostgresServer, postgres_server
 
 

@@ -16,11 +16,11 @@ from router.http.api import routes
 from router.http.openai_responses import call
 from router.http.openai_responses.body import ResponseBody
 from router.live.usage import Used
+from router.stored_turns.store import TurnChanges
+from router.stored_turns.turn import StoreError, TurnStatus
+from router.stored_turns.turns import Turns
+from router.stored_turns.usage import read_usage
 from router.text.chat_template import ChatTemplate
-from router.turns.store import TurnChanges
-from router.turns.turn import StoreError, TurnStatus
-from router.turns.turns import Turns
-from router.turns.usage import read_usage
 
 KEPT = {"retention_s": 60, "usage_retention_s": 60}
 pytestmark = pytest.mark.timeout(60)
@@ -306,7 +306,7 @@ async def test_another_router_cancels_a_turn_and_its_owner_stops(router, new_sto
 
 
 async def test_another_router_streams_a_turn(router, new_store, monkeypatch):
-    monkeypatch.setattr("router.turns.turns._POLL_S", 0.01)
+    monkeypatch.setattr("router.stored_turns.turns._POLL_S", 0.01)
     async with serving(router, new_store()) as owner, serving(router, new_store()) as other:
         response = await owner.responses.create(**ASK, background=True)
         submit = await router.scheduler.submits.get()

@@ -8,7 +8,7 @@ import torch
 from contract.errors import InvalidArgumentError, UnavailableError
 from contract.state import Holdings
 from contract.step import Plan, Result
-from gpu_worker.loop import StepLoop
+from gpu_worker.step_loop import StepLoop
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -142,7 +142,7 @@ async def test_a_result_that_gets_a_head_start_is_there_before_the_next_step_beg
         naps.append(seconds)
         is_over.wait()
 
-    monkeypatch.setattr("gpu_worker.loop.time.sleep", nap)
+    monkeypatch.setattr("gpu_worker.step_loop.time.sleep", nap)
     executor.max_in_flight, executor.head_start_s = 1, 0.5
     first, second = loop.submit(0, Plan(1, 0)), loop.submit(0, Plan(2, 0))
     await executor.wait_for(("launch", 1))
@@ -233,7 +233,7 @@ async def test_a_loop_that_has_ended_is_a_problem():
 
 
 async def test_a_step_that_takes_too_long_is_a_problem(executor, loop, monkeypatch):
-    monkeypatch.setattr("gpu_worker.loop._STUCK_S", 0.0)
+    monkeypatch.setattr("gpu_worker.step_loop._STUCK_S", 0.0)
     step = loop.submit(0, Plan(1, 0))
     await executor.wait_for(("launch", 1))
     assert "a step has taken" in loop.problem()
@@ -289,7 +289,7 @@ async def test_callers_of_a_failed_loop_get_an_error():
 
 
 async def test_stopping_does_not_wait_for_a_device_that_hangs(executor, monkeypatch):
-    monkeypatch.setattr("gpu_worker.loop._STOP_S", 0.05)
+    monkeypatch.setattr("gpu_worker.step_loop._STOP_S", 0.05)
     executor.max_in_flight = 1  # so that the loop collects the step at once
     loop = StepLoop(executor, asyncio.get_running_loop())
     await loop.attach(0)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
-from router.turns.database import Cursor
-from router.turns.turn import StoreError
+from router.stored_turns.database import Cursor
+from router.stored_turns.turn import StoreError
 
 T = TypeVar("T")
 

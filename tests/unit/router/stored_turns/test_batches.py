@@ -17,12 +17,12 @@ from router.http.batches import lines
 from router.http.batches.batches import Batches, _Results
 from router.http.batches.lines import turn_of_line
 from router.http.batches.store import Batch, BatchStore
-from router.turns.database import SqliteConnection
-from router.turns.groups import GroupCounts
-from router.turns.postgres import PostgresConnection
-from router.turns.store import insert_turn
-from router.turns.turn import StoreError
-from router.turns.turns import Turns
+from router.stored_turns.database import SqliteConnection
+from router.stored_turns.groups import GroupCounts
+from router.stored_turns.postgres import PostgresConnection
+from router.stored_turns.store import insert_turn
+from router.stored_turns.turn import StoreError
+from router.stored_turns.turns import Turns
 
 KEPT = {"retention_s": 60, "usage_retention_s": 60}
 pytestmark = pytest.mark.timeout(60)
