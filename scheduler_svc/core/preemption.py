@@ -130,18 +130,18 @@ class Preemption:
                 recomputed.
             must_swap: Swap regardless of the cost; the caller has checked that the host has room.
         """
+        done = None if self.observer is None else self.observer(seq, can_swap)
         self.num_preemptions += 1
         self.take_out(seq, can_swap=can_swap, must_swap=must_swap)
+        if done is not None:
+            done()
 
     def take_out(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
         """Do as `preempt` for a sequence that moves to another core; do not count a preemption."""
-        done = None if self.observer is None else self.observer(seq, can_swap)
         if seq.group is not None:
             self._queue.push(self._beams.preempt(seq.group))
         else:
             self._preempt_one(seq, can_swap=can_swap, must_swap=must_swap)
-        if done is not None:
-            done()
 
     def _preempt_one(self, seq: Sequence, *, can_swap: bool, must_swap: bool) -> None:
         assert seq.row is not None

@@ -314,3 +314,4 @@ def test_a_run_in_which_requests_move_replays_the_same(tmp_path):
         result = replay(file)
     assert result.difference is None, "\n".join(describe(result))
     assert result.load == driver.core.load()
+    assert len(result.preemptions) == result.load.num_preemptions, "a move is no preemption"
