@@ -200,6 +200,7 @@ CONFIG = LlamaConfig(
     output_bias=False,
     mlp_bias=False,
     qk_norm=False,
+    attention_scale=8**-0.5,
     windows=(None,) * _NUM_LAYERS,
     experts=None,
 )

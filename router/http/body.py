@@ -20,7 +20,7 @@ from router.http.errors import (
 )
 from router.http.strict_json import Schema, excerpt, parse_json
 from router.request.cells import Cells
-from router.text.threads import TextThreads
+from router.text.fair_threads import TextThreads
 from rpc.http_server import MALFORMED
 
 S = TypeVar("S", bound=Schema)

@@ -15,10 +15,10 @@ from router.schedulers.served_model import ServedModel
 from router.text.chat_settings import ChatSettings
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer
+from router.text.fair_threads import TextThreads
 from router.text.infill import infill
 from router.text.size_limits import check_chat, check_text
 from router.text.structured_output import to_grammar, without_words
-from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer, Tokenizers
 
 T = TypeVar("T")

@@ -40,6 +40,7 @@ CONFIG = LlamaConfig(
     output_bias=False,
     mlp_bias=False,
     qk_norm=True,
+    attention_scale=0.25,
     windows=(None,) * 2,
     experts=None,
 )

@@ -13,7 +13,7 @@ from router.http.answers.sse import SseResponse, named_events, sse_of
 from router.http.answers.streaming import stream
 from router.http.anthropic import errors as anthropic
 from router.http.anthropic.body import FIELD_TO_JSON, MessagesBody
-from router.http.anthropic.content import ContentEvents, collected, usage_json
+from router.http.anthropic.content_events import ContentEvents, collected, usage_json
 from router.http.anthropic.errors import error_json
 from router.http.errors import REQUEST_ID_HEADER, error_from_finished, error_with_json_names
 from router.http.requests.outputs import OutputPlan

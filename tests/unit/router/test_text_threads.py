@@ -10,7 +10,7 @@ import pytest
 
 from contract.errors import TooBusyError
 from router.access.api_keys import ApiKeys, Caller, KeysFile
-from router.text.threads import TextThreads
+from router.text.fair_threads import TextThreads
 
 KEYS = ApiKeys(
     file=KeysFile(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from openai_fakes import FakeModel, FakeText, spell
 
 from contract.outputs import FinishReason, OutputFinished
-from router.http.anthropic.content import ContentEvents, collected
+from router.http.anthropic.content_events import ContentEvents, collected
 from router.text.chat_template import ChatTemplate
 
 PIECES = [
