@@ -8,7 +8,7 @@
 
 int64_t quire_amx_uses = 0;
 
-/* Asks the system for the memory of the registers, which only a process that asks for it gets. */
+/* Asks the system to let this process use AMX's registers. Returns whether the process may use them. */
 static bool is_permitted(void)
 {
 #if defined(AMX_EMULATION)
@@ -21,8 +21,9 @@ static bool is_permitted(void)
 #endif
 }
 
-/* Turns AMX on for the uses in this set of bits, and off for all others. Returns whether it is on for any
- * use; it never is if the library or the system does not support AMX. No kernel may run meanwhile. */
+/* Sets which operations use AMX; `uses` is a set of bits like `quire_amx_uses` (amx.h). Returns whether
+ * AMX is on for any operation. AMX stays off if the library or the system does not support it. No kernel
+ * may run during this call. */
 bool quire_use_amx(int64_t uses)
 {
     quire_amx_uses = uses && is_permitted() ? uses : 0;

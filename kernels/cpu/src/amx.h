@@ -1,9 +1,10 @@
 /* Products with Intel's AMX, which has eight matrix registers of 16 rows of 64 bytes.
  *
- * An instruction adds to 16 x 16 sums the product of up to 16 rows of x with 16 columns of a panel, over
- * up to 32 k. It adds up the products of even k and those of odd k, each in ascending order, adds these
- * two, and adds the result to the sum. So an element does not depend on other rows, nor on their number:
- * a lone row is computed as one of many, with registers of fewer rows.
+ * An instruction multiplies up to 16 rows of x with 16 columns of a panel (linear.c), over up to 32
+ * values of k, and adds the products to 16 x 16 sums. For each sum, the instruction first adds up the
+ * products of even k, in ascending order, and in the same way the products of odd k. Then it adds these
+ * two numbers, and adds the result to the sum. So an element of the result does not depend on other rows,
+ * nor on their number: a single row gets the same result as among many rows.
  *
  * These instructions have never run on a CPU: tests run them in an emulation in plain C, and a worker
  * checks and times them at its first start (kernels/cpu/amx_choice.py) before it uses them. */
@@ -21,8 +22,9 @@
 
 enum { AMX_ROWS = 32 /* rows of two registers */, AMX_ATTENTION = 4 };
 
-/* A set of bits: what uses AMX, in bf16. The bit of a format of weights is its number (`kept_as` in
- * linear.c); AMX_ATTENTION is the bit of attention. The set never changes while a kernel runs. */
+/* A set of bits: which operations in bf16 use AMX. Bit AMX_ATTENTION is for attention. The other bits are
+ * for linear maps: bit i is for weights in the format i of `kept_as` (linear.c). MXFP4 weights have no
+ * bit, because their maps never use AMX. The set never changes while a kernel runs. */
 extern int64_t quire_amx_uses;
 
 #ifdef HAS_AMX
@@ -31,12 +33,12 @@ enum { AMX_TILE_ROWS = 16, AMX_TILE_BYTES = 64, AMX_STEPS = 16 /* pairs of k */ 
 
 /* Registers 0 to 3 hold sums [2][2], 4 and 5 hold rows of x, and 6 and 7 hold columns of the panel. */
 struct amx_shape {
-    int64_t rows, steps; /* of x; pairs of k that an instruction takes */
+    int64_t rows, steps; /* rows of x; pairs of k that an instruction takes */
 };
 
 static _Thread_local struct amx_shape amx_configured;
 
-/* Makes the compiler write to memory what the code before a call of this function stores. This is needed
+/* A compiler barrier: all stores before it are in memory when the code after it begins. It is needed
  * because gcc's AMX functions do not tell the compiler what they read. */
 INLINE void amx_sync(const void *read) { __asm__ volatile("" ::"r"(read) : "memory"); }
 
@@ -63,10 +65,12 @@ static inline void amx_configure(int64_t rows, int64_t steps)
     _tile_loadconfig(&shape);
 }
 
-/* Begins a share: other code may have set up this thread's registers since its last share. */
+/* Called at the beginning of a share (threads.h), so that the next product sets up the registers again:
+ * other code may have changed them since this thread's last share. */
 INLINE void amx_begin(void) { amx_configured = (struct amx_shape){0}; }
 
-/* Ends a share: the system need not keep the registers when the thread loses its core. */
+/* Called at the end of a share: frees the registers, so that the system need not save them when the
+ * thread loses its core. */
 INLINE void amx_end(void) { _tile_release(); }
 
 /* Adds the product over `steps` pairs of k to the sums in the registers. */
@@ -121,8 +125,8 @@ INLINE void amx_store(bool has_second, float *c, int64_t ldc)
     amx_sync(c);
 }
 
-/* Multiplies up to AMX_ROWS rows with a panel of pairs, [steps][PANEL] of [steps][ldb]. It takes the
- * place of `pairs_product`. */
+/* Multiplies up to AMX_ROWS rows with the first PANEL columns of b, which is [steps][ldb] pairs. With AMX
+ * it replaces `pairs_product` (linear.c). */
 static inline void amx_product(int rows, const struct product *p)
 {
     const bool has_second = rows > AMX_TILE_ROWS;
@@ -134,8 +138,8 @@ static inline void amx_product(int rows, const struct product *p)
     amx_store(has_second, p->c, p->ldc);
 }
 
-/* Does as `product` (tile.h), but for up to AMX_ROWS rows and a multiple of PANEL columns. The number of
- * steps is a multiple of AMX_STEPS. */
+/* Multiplies as `product` (tile.h) does, but up to AMX_ROWS rows with a multiple of PANEL columns. The
+ * number of steps is a multiple of AMX_STEPS. */
 static inline void amx_columns(int rows, int64_t columns, struct product p)
 {
     p.group_steps = AMX_STEPS;
@@ -143,8 +147,9 @@ static inline void amx_columns(int rows, int64_t columns, struct product p)
         amx_product(rows, &p);
 }
 
-/* Takes the place of `scaled_pairs_product`: each group of steps has its own sums, which go through
- * memory. */
+/* Multiplies rows with a panel that has scales; with AMX it replaces `scaled_pairs_product` (linear.c).
+ * The sums of each group of steps are written to memory, and are scaled and added to the totals from
+ * there. */
 static inline void scaled_amx_product(int rows, const struct product *p)
 {
     float sums[AMX_ROWS * PANEL] __attribute__((aligned(64)));

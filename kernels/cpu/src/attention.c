@@ -1,29 +1,32 @@
 /* Causal attention over the paged cache, read in place, for decodes and chunks of prompts.
  *
- * A row is one head of one token. A row attends to its keys in tiles of COLUMNS positions, at multiples
- * of COLUMNS, in ascending order, and in splits of SPLIT positions, which are merged in ascending order.
- * So its result depends only on its own sequence: not on the batch, not on how the prompt was cut into
- * chunks, and not on the number of threads. Sums are fp32; the operands of products have the dtype of the
- * queries. With bf16, the weights are rounded for the product, but not in the sum of weights.
+ * A row is one head of one token. The positions of a sequence are divided into tiles of COLUMNS
+ * positions, and into splits of SPLIT positions, both counted from position 0. A row attends to its tiles
+ * in ascending order. It has one result for each split, and these results are merged in ascending order.
+ * So the result of a row depends only on its own sequence: not on the batch, not on how the prompt was
+ * cut into chunks, and not on the number of threads. Sums are fp32. Products are of bf16 numbers if the
+ * queries are bf16 and the CPU has a dot product of bf16, or else of fp32 numbers. For a product in bf16,
+ * the attention weights are rounded to bf16, but softmax's sum adds the weights before they are rounded.
  *
- * With AMX, all rows in bf16 use its products (amx.h), also the rows of a decode: registers of few rows
- * give the same sums as registers of many, and positions that a row does not see add zeros. The weights
- * are rounded as with AVX-512, so their error is the same, and no second product has to add what rounding
- * took from them.
+ * If attention uses AMX's products (amx.h), it does so for all rows, also for the rows of a decode. A
+ * product of few rows gives the same sums as a product of many rows, and positions that a row does not
+ * see add zeros. The weights are rounded as with AVX-512, so their error is the same.
  *
- * Work is divided into items (attention_walk.h). An item is some query tokens of one sequence, for one kv
- * head and, if a lone token attends to more than one split, for one split. A share has the items that
- * start within its part of the total cost. Splits leave partial results: maximum, sum and accumulator. A
- * second kernel, merge_splits, merges them and writes the result to `out`. */
+ * Work is divided into items (attention_walk.h). An item is some query tokens of one sequence, with the
+ * query heads of one kv head. If a sequence has only one query token, and this token attends to several
+ * splits, each split is an item of its own. The items have a fixed order, and each has a cost. The total
+ * cost is cut into equal ranges, one for each share, and a share has the items that begin within its
+ * range. An item of a split stores partial results: softmax's maximum and sum, and the accumulator. A
+ * second kernel, merge_splits, merges the partial results and writes the result to `out`. */
 #include "attention_few.h"
 #include "attention_walk.h"
 #include "thread_memory.h"
 #include "threads.h"
 
 enum {
-    SHARE_COST = 2048, /* of a share: some microseconds */
-    PASSING_COST = 64, /* of a share for each sequence, which it may have to skip */
-    MERGED_HEADS = 32, /* of a share of merge_splits */
+    SHARE_COST = 2048, /* the least cost of a share: some microseconds */
+    PASSING_COST = 64, /* the least cost of a share for each sequence, as it may skip all sequences */
+    MERGED_HEADS = 32, /* the least number of heads of a share of merge_splits */
 };
 
 static const float NOTHING_SEEN = -1e30f; /* the running maximum before the first key */
@@ -135,7 +138,7 @@ INLINE void multiply(const struct attention *a, step_kind kind, int rows, int64_
 #define multiply(a, ...) product(__VA_ARGS__)
 #endif
 
-/* Attends with all rows of an item to one tile, which it lays out for the product. */
+/* Lays out a tile for the product, and lets all rows of an item attend to the tile. */
 INLINE void attend_many(dtype type, const struct attention *a, const struct scratch *s,
                         const struct item *item, const struct kv_tile *tile, int64_t start,
                         int64_t seen)
@@ -164,8 +167,8 @@ INLINE void attend_many(dtype type, const struct attention *a, const struct scra
     }
 }
 
-/* Attends with all rows of an item to the positions [start, end) of one split, starting from empty
- * sums. */
+/* Lets all rows of an item attend to the positions [start, end), which are in one split, starting from
+ * empty sums. */
 INLINE void attend_split(dtype type, const struct attention *a,
                          const struct scratch *s, const struct item *item, int64_t start,
                          int64_t end)
@@ -289,7 +292,7 @@ INLINE void merge_splits(dtype type, const struct attention *a, int64_t width, i
     }
 }
 
-/* Computes the items that start within this share of the cost. */
+/* Computes the items that begin within this share's range of the total cost. */
 INLINE void attend_share(dtype type, const struct attention *a, int64_t total_cost, int64_t share,
                          int64_t num_shares)
 {

@@ -11,7 +11,7 @@
 enum {
     COLUMNS = 64,      /* positions of a tile */
     SPLIT = 512,       /* positions of a split; a multiple of COLUMNS */
-    ITEM_ROWS = 96,    /* rows that share one layout of keys and values */
+    ITEM_ROWS = 96,    /* rows of an item, at most; a single token may have more */
 #ifdef HAS_AMX
     BLOCK_ROWS = AMX_ROWS, /* rows of the largest product */
 #else
@@ -32,8 +32,9 @@ struct attention {
     const int32_t *query_start_loc; /* [S + 1], or NULL: one token each */
     const float *sinks;           /* [H], or NULL */
     char *out;                    /* [T, H, DV], contiguous */
-    float *partials; /* memory for results of splits, [splits * H][DV in whole vectors + 2] of each token
-                        that is the only one of its sequence; such a token is called lone */
+    float *partials; /* memory for partial results, [splits * H][DV in whole vectors + 2] for each token
+                        that attends to several splits and is lone: the only query token of its
+                        sequence; or NULL */
     int64_t query_stride_t, query_stride_h;
     int64_t key_stride_b, key_stride_p, key_stride_h;
     int64_t value_stride_b, value_stride_p, value_stride_h;
@@ -49,31 +50,33 @@ struct item {
     int64_t seq, kv_head;
     int64_t token, num_tokens;        /* token is an index in the batch */
     int64_t position;                 /* of the first token */
-    int64_t start, end;               /* positions to look at, [start, end); start at a tile */
-    float *partial;                   /* where a split leaves its partial result; NULL: no split */
+    int64_t start, end;               /* positions of the keys: [start, end); a tile begins at `start` */
+    float *partial;                   /* where the partial result goes; NULL: the result is complete */
 };
 
-/* The working memory of a thread, in thread_memory; rows are padded to whole vectors. */
+/* The working memory of a thread, in thread_memory. `rows` is ITEM_ROWS, or the number of query heads of
+ * a kv head if there are more. */
 struct scratch {
     int64_t width; /* DV in whole vectors */
     int64_t steps; /* D in steps of the product with keys */
-    char *query;   /* [ITEM_ROWS][steps] of 4 bytes */
+    char *query;   /* [rows][steps] of 4 bytes */
     char *keys;    /* [steps][COLUMNS] of 4 bytes */
-    char *values;  /* [steps of COLUMNS positions][width] of 4 bytes */
+    char *values;  /* [COLUMNS][width] floats, or [COLUMNS / 2][width] pairs of bf16 */
     float *scores; /* [BLOCK_ROWS][COLUMNS] */
     char *weights; /* [BLOCK_ROWS][COLUMNS] */
-    char *dequantized; /* [COLUMNS][D + DV], in whole vectors, of the model's format */
-    char *zeros;   /* [max(D, DV)] of 4 bytes: read behind the window, and past the last position */
+    char *dequantized; /* [COLUMNS][D + DV] of the model's format, D and DV in whole vectors;
+                          NULL: AS_IS */
+    char *zeros;   /* [max(D, DV)] of 4 bytes: read in place of positions that no row sees (`kv_tile`) */
     float *sum, *max;            /* [rows]: softmax's sum and maximum in the present split */
     float *acc;                  /* [rows][width] */
     float *all_sum, *all_max, *all_acc; /* the same over all splits so far */
 };
 
-/* Where the keys and values of a tile's positions are. Positions behind the window point at zeros; so do
- * the positions that fill the tile up to what the product takes. */
+/* Where the keys and values of a tile's positions are. Positions behind the window point at zeros, and so
+ * do the positions with which the tile is filled up to `columns`. */
 struct kv_tile {
     const char *keys[COLUMNS], *values[COLUMNS]; /* [D] and [DV] each */
-    int64_t columns; /* a multiple of LANES, or with AMX's product of PANEL */
+    int64_t columns; /* a multiple of LANES; with AMX, of PANEL */
 };
 
 /* Whether values are the first numbers of their keys, as in multi-head latent attention. */
@@ -82,11 +85,13 @@ INLINE bool has_values_in_keys(const struct attention *a) { return a->value_cach
 INLINE int64_t group_of(const struct attention *a) { return a->num_heads / a->num_kv_heads; }
 
 /* Whether attention uses AMX's products; then it does so for all rows, as AMX adds in another order than
- * AVX-512. With quantized KV it does not, because that was not timed when AMX was chosen. */
+ * AVX-512. With quantized KV, attention does not use AMX, because the choice of AMX was timed with bf16
+ * KV only (kernels/cpu/amx_choice.py). */
 #ifdef HAS_AMX
 INLINE bool attends_with_amx(const struct attention *a)
 {
-    const int64_t whole = 2 * AMX_STEPS; /* equals PANEL, so both products have whole registers */
+    const int64_t whole = 2 * AMX_STEPS; /* k of an instruction; equals PANEL, so that the products
+                                         with keys and with values both fill their registers */
     return quire_amx_uses >> AMX_ATTENTION & 1 && step_kind_of((dtype)a->type) == PAIRS &&
            a->format == AS_IS && a->head_dim % whole == 0 && a->value_dim % whole == 0;
 }
@@ -171,8 +176,9 @@ INLINE void find_tile(dtype type, const struct attention *a, const struct scratc
     int64_t seen = end - start;
     int64_t behind = a->window ? item->position - a->window + 1 - start : 0;
     char *room = s->dequantized;
-    /* AMX adds up 32 positions at once. Fewer positions at the end would be added in another order, and
-     * where the end is depends on the chunk. */
+    /* AMX adds up 32 positions at once, and would add up fewer positions in another order. How many
+     * positions the last tile has depends on how the prompt is cut into chunks, so the tile is filled up
+     * with zeros. */
     const int64_t whole = attends_with_amx(a) ? PANEL : LANES;
     tile->columns = ceil_div(seen, whole) * whole;
     for (int64_t c = 0; c < seen; c++) {

@@ -2,8 +2,8 @@
  * laid out in memory first.
  *
  * This code is only for bf16 and head dims of whole vectors, and not for AMX, which adds in another
- * order. The sums are added in the order in which `product` adds them for the layout of `lay_out`, so
- * the results are the same to the bit. */
+ * order. It adds up in the same order as `product` does after `lay_out`, so the results are the same to
+ * the bit. */
 #ifndef QUIRE_ATTENTION_FEW_H
 #define QUIRE_ATTENTION_FEW_H
 
@@ -72,7 +72,8 @@ INLINE void add_rows(int rows, const struct scratch *s, const struct kv_tile *ti
     for (; d < s->width; d += 2 * LANES) add_vectors(rows, 2, s, tile, d);
 }
 
-/* Compiles each number of rows on its own, so that the sums stay in registers. */
+/* Calls `function` with the number of rows as a constant, so that the compiler keeps the sums in
+ * registers. */
 #define BY_FEW_ROWS(rows, function, ...)              \
     switch (rows) {                                   \
     case 1: function(1, __VA_ARGS__); break;          \

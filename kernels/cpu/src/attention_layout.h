@@ -37,7 +37,8 @@ INLINE void transpose(const vi rows[LANES], vi out[LANES])
 #endif
 }
 
-/* Pairs up two rows of 2 LANES halves: pairs[0] has the first LANES pairs, pairs[1] the others. */
+/* Pairs up the numbers of two rows, which have 2 LANES numbers of 16 bits each: pairs[0] has the first
+ * LANES pairs, pairs[1] the others. */
 INLINE void interleave(vi first, vi second, vi pairs[2])
 {
 #ifdef HAS_AVX512
@@ -58,8 +59,8 @@ INLINE void interleave(vi first, vi second, vi pairs[2])
 #endif
 }
 
-/* Loads LANES steps of 4 bytes of a row, as a product reads them, from number d on. Past the end of the
- * row the steps are zeros. */
+/* Loads LANES steps of a row, from number d on. A step is 4 bytes, as in `step_kind` (tile.h). Steps past
+ * the end of the row are zeros. */
 INLINE vi load_steps(dtype type, const char *row, int64_t d, int64_t head_dim)
 {
     const int64_t count = step_kind_of(type) == PAIRS ? 2 * LANES : LANES;
@@ -72,8 +73,8 @@ INLINE vi load_steps(dtype type, const char *row, int64_t d, int64_t head_dim)
     return steps;
 }
 
-/* Loads the values of one step of the product with weights, from number d of the rows on. They are LANES
- * numbers of one position, or 2 LANES pairs of numbers of two positions. */
+/* Loads values for one step of the product of weights and values, from number d on: LANES floats of one
+ * position, or 2 LANES pairs, each with a number of one position and a number of the next. */
 INLINE void load_values(dtype type, const char *const *values, int64_t d,
                         int64_t head_dim, vi out[2])
 {

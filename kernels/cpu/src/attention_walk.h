@@ -16,7 +16,8 @@ struct walk {
     int64_t cost;                       /* of the items so far */
 };
 
-/* How many splits the lone query token of a sequence attends to; for several tokens there is one. */
+/* How many splits the lone query token of a sequence attends to; each of them is an item of its own. It
+ * is 1 if the sequence has several query tokens, because their items are not split. */
 INLINE int64_t num_splits_of(const struct attention *a, int64_t seq)
 {
     int64_t len = a->seq_lens[seq], num_tokens = query_start(a, seq + 1) - query_start(a, seq);
@@ -24,7 +25,8 @@ INLINE int64_t num_splits_of(const struct attention *a, int64_t seq)
     return (len - 1) / SPLIT - first_seen(a, len - 1) / SPLIT + 1;
 }
 
-/* The cost of an item: of attention by some tokens, with the heads of one kv head, to some positions. */
+/* The cost of an item whose tokens attend to `num_positions` positions. A row that attends to one
+ * position costs 1. */
 INLINE int64_t cost_of(const struct attention *a, int64_t num_tokens, int64_t num_positions)
 {
     return (num_tokens * group_of(a) + 4) * num_positions; /* 4 is the cost of laying out a position */

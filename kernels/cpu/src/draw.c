@@ -63,8 +63,9 @@ static double sum_of(const float *logits, int64_t start, int64_t end, vf most, v
     return sum;
 }
 
-/* The first token of the tile at which the running sum of weights exceeds `target`, or else the last
- * token with any weight: sums of the same numbers in two orders may differ in the last bits. */
+/* The first token of the tile at which the running sum of weights exceeds `target`. If the sum never
+ * does, the last token whose weight is not 0. This happens because `target` was computed from sums in
+ * another order, which may differ in the last bits. */
 static int64_t find(const float *logits, int64_t start, int64_t end, vf most, vf temperature,
                     double target)
 {

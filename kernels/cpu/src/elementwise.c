@@ -12,7 +12,8 @@ enum {
 };
 
 /* out[t, h] = weight * x[t, h] / sqrt(mean(x[t, h]^2) + eps), after x += residual if there is a residual.
- * The sum is rounded to the dtype, and the quotient, before the product, to the weight's dtype. */
+ * x + residual is rounded to x's dtype. The quotient is rounded to the weight's dtype before it is
+ * multiplied by the weight. */
 struct rms_norm {
     int64_t type, weight_type; /* weight_type: as type, or F32 */
     int64_t num_tokens, num_heads, width;

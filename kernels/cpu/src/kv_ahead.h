@@ -5,9 +5,9 @@
  * product of the other tiles prefetches some runs. A run is a part of a block's keys or values in one
  * layer, at most RUN_BYTES; a block consists of some runs of keys, and then as many of values.
  *
- * Prefetched memory goes to the second-level cache, and from there to the third. So at most MOST_BYTES are
- * prefetched for a layer, and no KV of a prompt that this step stores (except in a last layer that computes
- * wanted tokens only). */
+ * Prefetched memory goes to the second-level cache, and from there to the third. So at most MOST_BYTES
+ * are prefetched for a layer. The KV that this step stores for prompts is not prefetched, except for a
+ * last layer that computes only the tokens whose logits are wanted. */
 #ifndef QUIRE_KV_AHEAD_H
 #define QUIRE_KV_AHEAD_H
 
@@ -15,13 +15,13 @@
 #include "threads.h"
 
 enum {
-    MAX_RUNS = 256, /* of one product; one that would fetch more fetches none */
+    MAX_RUNS = 256, /* of one product; a product that would prefetch more runs prefetches none */
     MOST_BYTES = 16 << 20,
 };
 
-/* The runs that one map prefetches. The last map before the attention prefetches as many runs as it can,
- * from the end of the list; the map before it prefetches the runs before those, and so on. Runs that are
- * prefetched late are more likely to be still in a cache. */
+/* The runs that one map prefetches. All runs of a layer form a list, from which the last map before the
+ * attention prefetches the last runs, as many as it can. The map before it prefetches the runs before
+ * those, and so on. Runs that are prefetched late are more likely to be still in a cache. */
 struct kv_part {
     const struct attention *attention; /* NULL: nothing */
     int64_t num_runs, num_runs_after;  /* runs prefetched with each tile of rows but the first:
@@ -32,8 +32,8 @@ struct kv_part {
 struct kv_ahead {
     const struct attention *attention;
     int64_t num_left;
-    int64_t num_of_side, run_bytes; /* runs of a block's keys, and as many of its values; bytes of one */
-    int64_t seq, block, run;        /* the next one; `block` in the sequence's table */
+    int64_t num_of_side, run_bytes; /* num_of_side: runs of a block's keys, and as many of its values */
+    int64_t seq, block, run;        /* the next run; `block` is an index in the sequence's block table */
 };
 
 /* How many positions of a sequence were stored before this step. */
@@ -58,7 +58,8 @@ INLINE int64_t num_blocks_of(const struct attention *a, int64_t seq)
     return max64(0, end_block(a, seq) - first_block(a, seq));
 }
 
-/* Goes to the first block of the next sequence, from `seq` on, that has blocks; there must be one. */
+/* Goes to the first block of sequence `seq`, or of the next sequence that has blocks to prefetch; there
+ * must be one. */
 INLINE void enter_seq(struct kv_ahead *ahead, int64_t seq)
 {
     while (!num_blocks_of(ahead->attention, seq)) seq++;

@@ -23,8 +23,9 @@ INLINE vf dequantized(kv_format format, const char *numbers, float scale)
 #ifdef HAS_AVX512
     __m128i bytes = _mm_loadu_si128((const __m128i *)numbers);
     if (format == INT8) return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)) * scale;
-    /* Read as fp16, whose exponent has five bits and a bias of 15, not 7, the bits mean a number
-     * 2^8 times smaller. The shift leaves a copy of the sign in the exponent. */
+    /* fp8 has an exponent of four bits with a bias of 7, and fp16 one of five bits with a bias of 15. So
+     * the bits, shifted and read as fp16, mean a number 2^8 times smaller. The sign is extended into the
+     * exponent's highest bit, which the mask clears. */
     __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
     halves = _mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff));
     return (vf)_mm512_cvtph_ps(halves) * (256.0f * scale);
@@ -58,8 +59,8 @@ INLINE const char *dequantize_row(dtype type, kv_format format, struct kv_row ro
     return out;
 }
 
-/* Rounds a vector of quotients to the nearest numbers of the format, ties to even; as int8, NaN becomes 0.
- * No quotient is above the format's largest number, except in a row whose scale is infinite. */
+/* Rounds x, numbers divided by their row's scale, to the nearest numbers of the format, ties to even; as
+ * int8, NaN becomes 0. Scales are rounded up, so no number of x is above the format's largest number. */
 INLINE vb quantized(kv_format format, vf x)
 {
     if (format == INT8) {
@@ -69,15 +70,16 @@ INLINE vb quantized(kv_format format, vf x)
     vu bits = (vu)x, size = bits & 0x7fffffff;
     /* 3 of 23 bits of the mantissa stay, rounded; the exponent's bias becomes 7, not 127. */
     vu normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-    /* Numbers below 2^-6 are multiples of 2^-9, the last bit of a float near 2^14. */
+    /* fp8 numbers below 2^-6 are multiples of 2^-9. Adding 2^14 rounds to such a multiple, because floats
+     * near 2^14 are 2^-9 apart. */
     vu tiny = (vu)((vf)size + 0x1p14f) - 0x46800000;
     vu is_tiny = (vu)(size < 0x3c800000), is_nan = (vu)(size > 0x7f800000);
     vu magnitude = (tiny & is_tiny) | (normal & ~is_tiny & ~is_nan) | (0x7f & is_nan);
     return __builtin_convertvector(magnitude | (bits >> 24 & 0x80), vb);
 }
 
-/* Quantizes a row of the model's format. It stores only final results, each once, because another thread
- * may be reading them already. */
+/* Quantizes a row of the model's format. Stores only final results, each once, because another thread may
+ * be reading them already. */
 INLINE void quantize_row(dtype type, kv_format format, const char *row, int64_t head_dim,
                          char *numbers, bf16 *scale)
 {

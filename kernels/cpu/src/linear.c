@@ -1,29 +1,30 @@
-/* Linear maps with packed weights: x @ weight.T + bias. A gated map also computes silu(gate) * up of it.
+/* Linear maps with packed weights: x @ weight.T + bias. From [gate, up] = x @ weight.T + bias, a gated
+ * map computes silu(gate) * up.
  *
  * Symbols: m rows, K input features, N output features. A weight [N, K] is packed once, when it is
  * loaded, into panels of 32 output features (`b_format` in tile.h), so that a thread reads contiguous
- * memory. The weight's numbers are plain numbers; or each is an integer q of 8 or 4 bits, or a number q of
- * 4 bits (MXFP4), that stands for q * scale + offset. A group of input features of one output feature
- * shares scale and offset, which are applied to the sum of the group. bf16 can hold each q exactly, so
- * products are exactly those of q. Weights in bf16 come in pairs of k: if x has an odd number of features,
- * K is one more, the weights of the additional feature are zero, and rows of x are copied with a zero at
- * their end.
+ * memory. A weight is kept as plain numbers, or as quantized numbers q, each of which stands for
+ * q * scale + offset. q is an integer of 8 or 4 bits, or a 4-bit float (MXFP4). For each output feature,
+ * the input features are divided into groups. A group shares a scale and an offset, which are applied to
+ * the sum over the group. bf16 can hold each q exactly, so multiplying q in bf16 loses nothing. Weights
+ * in bf16 are kept in pairs of k. If the number of input features is odd, one feature is added: its
+ * weights are zero, rows of x are copied with a zero at their end, and K counts it.
  *
- * x in bf16 is multiplied in bf16 if the CPU has a dot product for it, or else in fp32. The sums are fp32,
- * each over k in the same order for any number of rows, so a row's result does not depend on other rows.
- * For many rows, a panel is unpacked once into the form that the product takes; for few rows, it is
+ * x in bf16 is multiplied in bf16 if the CPU has a dot product for it, or else in fp32. The sums are
+ * fp32, each over k in the same order for any number of rows, so a row's result does not depend on other
+ * rows. For many rows, a panel is unpacked once into the form that the product takes; for few rows, it is
  * unpacked during the product. A unit of work is one panel for one part of the rows; a share is some
- * units. With AMX, maps in bf16 use its products (amx.h) for any number of rows, unless AVX-512 is faster
- * for the format of the weights, or the map belongs to an adapter. */
+ * units. If AMX is on for a format of weights (`quire_amx_uses`), maps of x in bf16 with such weights use
+ * AMX's products (amx.h) for any number of rows. Maps of an adapter never use AMX. */
 #include "amx.h"
 #include "kv_ahead.h"
 #include "thread_memory.h"
 
 enum {
     CACHED_ROWS = 96,     /* rows of x at a time, so that they stay in the second-level cache */
-    CHUNK_BYTES = 16384,  /* of an unpacked panel at a time, so that they stay in the first-level cache */
-    FUSED_ROWS = 36,      /* up to so many rows, each tile of them unpacks the panel as it multiplies */
-    L1_WAYS = 8,          /* a first-level cache of 32 KiB is a guess; only copies depend on it */
+    CHUNK_BYTES = 16384,  /* of an unpacked chunk of a panel, which stays in the first-level cache */
+    FUSED_ROWS = 36,      /* up to so many rows, each tile of rows unpacks the panel as it multiplies */
+    L1_WAYS = 8,          /* a guess: a first-level cache of 32 KiB; only copies depend on it */
     L1_SETS = 64,
     SHARE_BYTES = 49152,  /* about so many bytes of weights, which take two microseconds from memory */
     COPY_PANELS = 4,      /* fewer panels are not worth copying rows */
@@ -43,11 +44,11 @@ struct linear {
     const fp16 *offsets;  /* as scales; or NULL */
     const void *bias;             /* [N] of x's type, or NULL */
     void *out;                    /* [m, num_out]; rows may lie apart, as those of x */
-    int64_t group;                /* k of a group: K, or a multiple of 8; of 32 if there are offsets */
+    int64_t group;                /* k of a group: K, or a multiple of 8; with offsets a multiple of 32 */
     int64_t x_stride, out_stride;
     int64_t x_width;  /* K, or K - 1 */
     int64_t is_gated; /* the weight is [gate; up], 2 * num_out; out = silu(gate) * up */
-    int64_t is_low_rank; /* results equal those of low_rank.c to the bit, so AMX is not used */
+    int64_t is_low_rank; /* results have to equal those of low_rank.c to the bit, so AMX is not used */
     struct kv_part next; /* what the map prefetches for the next attention */
 };
 
@@ -67,8 +68,8 @@ INLINE step_kind kind_of(const struct linear *a)
     return a->kept == FLOAT_WEIGHTS ? FLOATS : step_kind_of((dtype)a->x_type);
 }
 
-/* How many of `num_rows` rows a product takes: AMX's products take as many as there is room for, all
- * others take equal parts. */
+/* How many rows a product takes at a time, of `num_rows` rows: AMX_ROWS with AMX. Without AMX, at most
+ * TILE_ROWS, and such that all products have nearly the same number of rows. */
 INLINE int64_t height_of(const struct linear *a, int64_t num_rows)
 {
     return has_amx_products(a) ? AMX_ROWS : ceil_div(num_rows, ceil_div(num_rows, TILE_ROWS));
@@ -89,13 +90,14 @@ INLINE int64_t bytes_of_panel(const struct linear *a)
                                     : panel_bytes(a->kept == BF16_WEIGHTS ? HALVES : format_of(a), a->num_in);
 }
 
-/* The rows of a block in the form that the product takes, and numbers computed from them. */
+/* A block of rows of x, in the form that the product takes, and memory for multiplying them. */
 struct rows {
     int64_t first, end;
     const char *x;
     int64_t x_bytes;     /* from one to the next */
-    const float *sums;   /* [rows][groups] of x, if there are offsets */
-    char *panel;         /* memory for a chunk of an unpacked one; NULL: rows are few, or it is PLAIN */
+    const float *sums;   /* [rows][groups]: sums of x over groups, if there are offsets */
+    char *panel;         /* memory for an unpacked chunk of a panel; NULL: panels are PLAIN, or rows
+                            are few */
 };
 
 INLINE vf biased(const struct linear *a, const float *sums, int64_t column, int64_t n)
@@ -146,9 +148,10 @@ INLINE void panel_columns(struct tile tile, int rows, int vectors, struct produc
     }
 }
 
-/* Multiplies some rows with all columns of a panel. With scales, each element has the sum of a group and a
- * total in registers, so a tile can have only half as many elements: half the rows if the panel is PLAIN;
- * or else half the columns, because with half the rows the panel would be unpacked twice. */
+/* Multiplies some rows with all columns of a panel. With scales, registers hold two numbers for each
+ * element, the sum of a group and the total. So a tile has only half as many elements. If the panel is
+ * PLAIN, the tile has half the rows. If not, the tile has half the columns, because with half the rows
+ * the panel would be unpacked twice. */
 INLINE void panel_product(struct tile tile, int rows, struct product p)
 {
     const bool is_half = tile.is_scaled && rows > TILE_ROWS / 2;
@@ -221,7 +224,8 @@ static void unpack_panel(const struct linear *a, const char *panel, int64_t leng
     }
 }
 
-/* Whether scales cannot be applied to the whole sum at its end, as there are groups or offsets. */
+/* Whether scales are applied to the sum of each group, because there are several groups, or offsets. If
+ * not, the scale can be applied to the sum over all k. */
 INLINE bool is_grouped(const struct linear *a) { return a->offsets || a->group < a->num_in; }
 
 /* How many k of a panel are unpacked at a time; if there are several groups, whole groups. */
@@ -232,7 +236,7 @@ INLINE int64_t chunk_of(const struct linear *a)
     return min64(most, a->num_in);
 }
 
-/* Multiplies the sums of some rows by their scales, if one group is all of K. */
+/* Multiplies the sums of some rows by the scales of the columns, if there is only one group. */
 static void scale_rows(const struct product *p, int64_t num_rows, float *sums)
 {
     for (int64_t v = 0; v < PANEL; v += LANES) {

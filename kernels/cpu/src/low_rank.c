@@ -2,10 +2,10 @@
  *
  * Symbols: T rows, K input features, N output features, R ranks. A and B are packed like the weights of
  * linear.c. There are two kernels. low_rank_down computes A x, and may run beside the model's own map of
- * the same x. low_rank_up adds B A x to the result of that map, and writes the sum to other memory, since a
- * share may be done twice. Rows are processed in order of adapters, so that each weight is read for
- * several rows. Every sum is over k in ascending order, and A x, B A x and the sum are each rounded to
- * bf16, so a row's result does not depend on other rows. */
+ * the same x. low_rank_up adds B A x to the result of that map, and writes the sum to other memory, since
+ * a share may be done twice. Rows are processed in order of adapters, so that each weight is read for
+ * several rows. Products are added up over k in ascending order, and A x, B A x and the final sum are
+ * each rounded to bf16. So a row's result does not depend on other rows. */
 #include "thread_memory.h"
 #include "threads.h"
 #include "tile.h"
@@ -13,8 +13,8 @@
 enum {
     BLOCK_ROWS = 96,     /* rows at a time, so that B stays in a cache */
     SHARE_BYTES = 16384, /* about so many bytes of B, which take a microsecond from memory */
-    ROW_BYTES = 256,     /* adding to 32 columns of a row costs as much as reading these bytes of B */
-    L1_WAYS = 8,         /* this is a guess; only copies depend on it */
+    ROW_BYTES = 256,     /* reading so many bytes of B takes as long as adding to 32 columns of a row */
+    L1_WAYS = 8,         /* a guess; only copies of rows depend on it */
     L1_SET_BYTES = 4096, /* rows this far apart fall on the same lines of the first-level cache */
 };
 
@@ -22,8 +22,8 @@ enum {
 struct low_rank {
     const uint32_t *down; /* A: [ceil(R / 32)][ceil(K / 2)][32] pairs */
     const uint32_t *up;   /* B: [ceil(N / 32)][R / 2][32] pairs */
-    const int32_t *spans; /* [ceil(N / 32)][2]: the steps [first, end), of R / 2, outside which a
-                             panel of B is zero */
+    const int32_t *spans; /* [ceil(N / 32)][2]: for each panel of B, steps [first, end) of its R / 2
+                             steps; all other steps are zero */
     int64_t num_ranks;    /* R, even; 0: the adapter does not change this map */
 };
 
@@ -35,8 +35,8 @@ struct group {
 
 struct row_adapters {
     int64_t num_rows, num_groups;
-    const int64_t *places; /* [T]: for each row sorted by adapter, its index in the step; NULL:
-                              the orders are the same */
+    const int64_t *places; /* [T]: the index in the step of the i-th row in order of adapters;
+                              NULL: the orders are the same */
     struct group groups[];
 };
 
@@ -50,7 +50,8 @@ struct low_rank_down {
     int64_t x_stride, ranks_stride;
 };
 
-/* out[places[i]] = y, or gated silu(gate) * up of y = [gate, up]; y = alone[places[i]] + B ranks[i] */
+/* out[places[i]] = y, where y = alone[places[i]] + B ranks[i]. If gated, out[places[i]] =
+ * silu(gate) * up, where [gate, up] = y. */
 struct low_rank_up {
     const struct row_adapters *rows;
     int64_t map, num_out; /* num_out: columns of `out` */
@@ -86,9 +87,9 @@ static int64_t most_ranks(const struct row_adapters *rows, int64_t map)
     return most;
 }
 
-/* Returns rows [first, end) of x in order of adapters, at most TILE_ROWS. They are in place if they lie one
- * after another and have whole pairs. Otherwise they are a copy, with a zero after an odd number of
- * features. */
+/* Returns rows [first, end) of x in order of adapters, at most TILE_ROWS. The returned rows are those in
+ * x itself if they lie one after another and the product can take them as they are. Otherwise they are a
+ * copy, with a zero after an odd number of features. */
 static const char *tile_of_x(const struct low_rank_down *a, int64_t first, int64_t end,
                              int64_t *row_bytes)
 {
@@ -111,7 +112,8 @@ static const char *tile_of_x(const struct low_rank_down *a, int64_t first, int64
     return copy;
 }
 
-/* Computes vectors [vector, last) of the ranks of rows [first, end) of one group, at most TILE_ROWS. */
+/* Computes A x for rows [first, end) of one group, at most TILE_ROWS: for each row, vectors
+ * [vector, last) of its ranks. */
 static void down_tile(const struct low_rank_down *a, const struct low_rank *weights, int64_t first,
                       int64_t end, int64_t vector, int64_t last)
 {
@@ -155,9 +157,9 @@ void quire_low_rank_down_share(const void *args, int64_t share, int64_t num_shar
     const struct row_adapters *rows = a->rows;
     int64_t num_vectors = ceil_div(most_ranks(rows, a->map), LANES);
     int64_t num_units = down_units(a, num_vectors);
-    share = num_shares - 1 - share; /* if units are fewer than shares, the first share then has one, and
-                                       the last has none: other threads can make up for work that begins
-                                       early */
+    share = num_shares - 1 - share; /* if units are fewer than shares, the first share now has a unit, and
+                                       the last has none: while a thread works on an early share, others
+                                       can take the later shares of its part */
     int64_t unit = share_start(num_units, share, num_shares);
     int64_t last_unit = share_start(num_units, share + 1, num_shares);
     while (unit < last_unit) {
@@ -223,8 +225,9 @@ static void up_panel(const struct low_rank_up *a, const struct low_rank *weights
                                      .fresh = true, .ahead_bytes = PREFETCH_BYTES / 4});
 }
 
-/* Computes panels [panel, last) of rows [first, end) of one adapter, or of rows without an adapter (NULL).
- * A few rows are computed at a time, so that the memory read and written for each row lies side by side. */
+/* Computes panels [panel, last) of rows [first, end) of one adapter, or of rows without an adapter
+ * (NULL). All panels are computed for a few rows, then for the next rows, so that what is read and
+ * written for a row lies side by side. */
 static void up_rows(const struct low_rank_up *given, const struct low_rank *weights, int64_t first,
                     int64_t end, int64_t panel, int64_t last)
 {

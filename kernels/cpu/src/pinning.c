@@ -63,8 +63,8 @@ void unpin_caller(void) {}
 
 /* Memory whose pages have not been used yet, for panels of weights. A system with several nodes of memory
  * takes a page from the node of the thread that first writes to it. So each worker writes to the panels
- * that it will read: the same part of all panels as in linear.c, except for gated maps, where a worker reads
- * a part of each half. */
+ * that it will read in linear.c. Gated maps are an exception: there a worker reads one part of each half
+ * of the panels, so some of them may lie on another node. */
 struct first_touch {
     char *memory;
     int64_t num_panels, panel_bytes;

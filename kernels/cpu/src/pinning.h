@@ -11,7 +11,7 @@
 
 /* Sets the CPUs for programs with up to `count` workers. A program with more workers pins no thread, but
  * threads of the pool that are pinned stay where they are. Returns whether the system can pin so many
- * threads. No kernel may run meanwhile. */
+ * threads. No kernel may run during this call. */
 bool quire_pin_threads(const int64_t *cpus, int64_t count);
 
 /* Moves the calling thread, which is worker `worker`, to its CPU, if it has one. */

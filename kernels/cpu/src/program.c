@@ -38,7 +38,8 @@ enum {
 
 struct worker {
     /* The shares of the worker's part that no thread has taken, [first, end) of call `call`, packed as
-     * (1 + call) << 32 | first << 16 | end. If `call` is an earlier call, no share is taken yet. */
+     * (1 + call) << 32 | first << 16 | end. If `call` is earlier than the present call, no share of the
+     * present call is taken yet. */
     _Atomic uint64_t left __attribute__((aligned(64)));
     /* The earliest call for which the worker may still write; NOWHERE: none. */
     _Atomic int place __attribute__((aligned(64)));
@@ -123,8 +124,8 @@ static bool is_done_within(struct run *run, int call, int share, int64_t patienc
 }
 
 /* Waits until a share is done; if this takes too long, does the share. Of several waiting threads, the
- * first does the share, and the others do it only if that takes far too long, too, because they would take
- * memory bandwidth from the first. */
+ * first does the share. The others would take memory bandwidth from the first, so they wait longer
+ * (FAR_TOO_LONG) before they do the share, too. */
 static void await(struct run *run, int call, int share, int num_shares, int64_t patience_ns)
 {
     if (is_done_within(run, call, share, patience_ns)) return;
@@ -163,7 +164,8 @@ static void work(struct run *run, int worker)
          * the memory of this call. */
         atomic_store(place, call);
         int next = next_call(program, call);
-        /* The last call of the group must be as far ahead of late threads as the first. */
+        /* This thread may do all calls before `next`, so even the last of them must be less than
+         * `num_apart` calls ahead of each late thread. */
         for (int i = 0; i < run->num_workers && program->num_apart < next; i++)
             while (atomic_load(&run->workers[i].place) < next - program->num_apart) rest();
         work_on(run, call, worker, &patience_ns);

@@ -1,9 +1,9 @@
 /* The recurrences of Mamba layers and of gated delta nets, token by token.
  *
- * Symbols: S sequences, T tokens of each, H heads, P head dim, G groups of heads, N numbers of a state for
- * each of P, HK heads of queries and keys, K their dim. All tensors are contiguous. A share is some heads
- * of some sequences, and each head is computed by itself. The arithmetic of a token does not depend on how
- * many tokens there are. */
+ * Symbols: S sequences, T tokens of each, H heads, P head dim, G groups of heads, N state size (a Mamba
+ * head's state is [P, N]), HK heads of queries and keys, K their dim. All tensors are contiguous. A share
+ * is some heads of some sequences, and each head is computed by itself. The arithmetic of a token does
+ * not depend on how many tokens there are. */
 #include "simd.h"
 #include "thread_memory.h"
 #include "threads.h"
@@ -103,8 +103,8 @@ void quire_selective_scan(const struct selective_scan *a)
              quire_selective_scan_share, quire_selective_scan_count, a);
 }
 
-/* state = state * exp(g); state = state + k (v - k state) * beta; out = q state. Before this, queries and
- * keys are divided by their lengths, and queries are multiplied by `scale`. */
+/* state = state * exp(g); state = state + k (v - k state) * beta; out = q state. First q and k are
+ * divided by their Euclidean norms, and q is multiplied by `scale`. */
 struct delta_scan {
     int64_t type, num_seqs, num_tokens, num_key_heads, num_heads, key_dim, head_dim;
     const void *q, *k;           /* [S, T, HK, K] */
@@ -116,8 +116,8 @@ struct delta_scan {
     double scale;
 };
 
-/* Writes `width` numbers, divided by their length and multiplied by `scale`, to `row`, which is filled up
- * with zeros to whole vectors. */
+/* Loads `width` numbers into `row`, divided by their Euclidean norm and multiplied by `scale`. `row` is
+ * filled up with zeros to whole vectors. */
 INLINE void load_direction(dtype type, const void *base, int64_t i, int64_t width, float scale,
                            float *row)
 {

@@ -18,7 +18,7 @@ struct suppress {
     int64_t logits_stride, admitted_stride;
 };
 
-/* Suppresses LANES tokens; their bits are the lowest of `bits`. */
+/* Suppresses those of LANES tokens that are not admitted; the tokens' bits are the lowest of `bits`. */
 INLINE void suppress_lanes(float *logits, uint32_t bits)
 {
 #ifdef HAS_AVX512

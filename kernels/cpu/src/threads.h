@@ -23,8 +23,8 @@ typedef int64_t count_function(const void *args);
 
 enum { MAX_SHARES = 256 };
 
-/* The first of `count` things that belong to share `share`, which has the things [share_start(share),
- * share_start(share + 1)). */
+/* The index of the first thing of share `share`, if `count` things are divided among the shares. The
+ * share ends where share `share + 1` starts. */
 static inline int64_t share_start(int64_t count, int64_t share, int64_t num_shares)
 {
     return count * share / num_shares;
@@ -41,16 +41,17 @@ struct call {
     share_function *share;
     count_function *count;
     const void *args;
-    int64_t joins; /* whether it is cut like the call before, and each share of it needs only the
-                      same share of that call */
+    int64_t joins; /* whether each share of this call can begin as soon as the same share of the call
+                      before is done; both calls are then cut into shares alike */
 };
 
 /* Calls in order. Unless it joins, a call begins when all calls before it are done. */
 struct program {
     const struct call *calls;
     int64_t num_calls;
-    int64_t num_apart; /* no call changes what another reads or writes unless it is so many calls
-                          later, or more; not less than the number of calls that join one another */
+    int64_t num_apart; /* a call may overwrite what an earlier call reads or writes only if it comes
+                          at least so many calls later; not less than the number of calls that
+                          join one another */
 };
 
 void quire_run(const struct program *program);

@@ -14,11 +14,11 @@ enum { TILE_ROWS = 6, TILE_VECTORS = 2 };
 #else
 enum { TILE_ROWS = 12, TILE_VECTORS = 2 };
 #endif
-enum { ROW_BASES = TILE_ROWS / 3 }; /* a row's address is one of these, plus 0, 1 or 2 strides */
+enum { ROW_BASES = TILE_ROWS / 3 }; /* pointers to rows 0, 3, ...; other rows are 1 or 2 strides on */
 enum { PANEL = 32 }; /* columns of a panel */
 enum { RUN_STEPS = 128, RUN_BYTES = 64 * RUN_STEPS }; /* a run is memory that is fetched for later,
                                                          at most a cache line in a step */
-enum { PREFETCH_BYTES = 8192 }; /* the best for several rows, as measured; a quarter of this for one row */
+enum { PREFETCH_BYTES = 8192 }; /* how far ahead, measured as best for several rows; for one, a quarter */
 
 #if (defined(__AVX512BF16__) && defined(HAS_AVX512)) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 enum { HAS_BF16_DOT = 1 };
@@ -49,12 +49,14 @@ INLINE vf multiply_add(step_kind kind, const char *a, vf b, vf c)
 }
 
 /* The layout of b. PLAIN is [steps][ldb] of 4 bytes, each step as `step_kind` takes it. The other layouts
- * are panels of weights, which are unpacked to PLAIN: HALVES is [K / 2][32][2] of bf16; BYTES is
- * [K / 2][32][2] bytes; NIBBLES is [K / 8][32][2] words of 16 bits, whose nibbles, lowest first, belong to
- * four pairs of k; E2M1 is like NIBBLES, but the nibbles are numbers in the format e2m1. */
+ * are panels of weights, which are unpacked to PLAIN: HALVES is [K / 2][32][2] of bf16, and BYTES is
+ * [K / 2][32][2] bytes. NIBBLES is [K / 8][32][2] words of 16 bits. The two words of a column hold four
+ * pairs of k: nibble i of each word, counted from the lowest, belongs to pair i. E2M1 is like NIBBLES,
+ * but the nibbles are numbers in the format e2m1. */
 typedef enum { PLAIN, HALVES, BYTES, NIBBLES, E2M1 } b_format;
 
-/* How much is unpacked in one turn: the number of k of a panel, as steps, and as bytes of a panel. */
+/* How much of a panel is unpacked in one turn: so many k (turn_k), in so many steps (turn_steps).
+ * panel_bytes is the size of `num_in` k of a panel. */
 INLINE int turn_k(b_format format) { return format == HALVES ? 2 : 8; }
 INLINE int turn_steps(step_kind kind, b_format format)
 {
@@ -91,7 +93,7 @@ INLINE vf unpacked(step_kind kind, b_format format, const char *b, int t, int v)
             _mm512_load_si512(format == E2M1 ? numbers : integers));
     }
 #endif
-    if (kind == PAIRS) { /* as floats, these numbers of 8 or 4 bits have a bf16 and a lower half of zeros */
+    if (kind == PAIRS) { /* a number of 8 or 4 bits, as a float, is a bf16 followed by 16 zero bits */
         vu even = (vu)unpacked(FLOATS, format, b, 2 * t, v);
         vu odd = (vu)unpacked(FLOATS, format, b, 2 * t + 1, v);
         return (vf)(even >> 16 | odd);
@@ -214,7 +216,8 @@ INLINE void tile_product(struct tile tile, int rows, int vectors, const struct p
             vf_store(p->c + r * p->ldc + v * LANES, tile.is_scaled ? total[r][v] : sum[r][v]);
 }
 
-/* Compiles each number of rows on its own, so that the sums stay in registers. */
+/* Calls tile_product with the number of rows as a constant, so that the compiler keeps the sums in
+ * registers. */
 INLINE void any_rows(struct tile tile, int rows, int vectors, const struct product *p)
 {
 #define TILE_CASE(n) \
