@@ -31,11 +31,11 @@ class AdapterServiceStub(object):
     whole service. A scheduler keeps the adapters of all its workers equal. A newly attached worker
     loads the other workers' adapters from the same directories, and unloads adapters that this
     scheduler has unloaded. The other workers load an adapter that only the new worker has; if one of
-    them refuses, all unload it. A worker keeps its adapters when its scheduler dies, and reports
-    them to the next one.
+    them refuses, all unload it. A worker keeps its adapters when its scheduler dies, and reports the
+    adapters to the next scheduler.
 
-    Who may call: on a router, an operator, as for `AdminService`; on a scheduler or a worker, every
-    caller that can connect, as for `SchedulerService` and `WorkerService`.
+    Who may call: on a router, the callers that may call its `AdminService`; on a scheduler or a
+    worker, every caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def __init__(self, channel):
@@ -67,21 +67,21 @@ class AdapterServiceServicer(object):
     whole service. A scheduler keeps the adapters of all its workers equal. A newly attached worker
     loads the other workers' adapters from the same directories, and unloads adapters that this
     scheduler has unloaded. The other workers load an adapter that only the new worker has; if one of
-    them refuses, all unload it. A worker keeps its adapters when its scheduler dies, and reports
-    them to the next one.
+    them refuses, all unload it. A worker keeps its adapters when its scheduler dies, and reports the
+    adapters to the next scheduler.
 
-    Who may call: on a router, an operator, as for `AdminService`; on a scheduler or a worker, every
-    caller that can connect, as for `SchedulerService` and `WorkerService`.
+    Who may call: on a router, the callers that may call its `AdminService`; on a scheduler or a
+    worker, every caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def LoadAdapter(self, request, context):
         """Loads an adapter; when the call returns, requests may name the adapter. If one worker refuses
-        the adapter, all workers unload it. INVALID_ARGUMENT if the name is that of the model, or, with
-        the reason, if the directory holds no supported adapter of this model; ALREADY_EXISTS if an
-        adapter with other contents has the name; FAILED_PRECONDITION if an adapter of this name is
-        being unloaded, or there is no memory; UNIMPLEMENTED if the model cannot have adapters with the
-        worker's flags;
-        UNAVAILABLE if no worker is attached, or a worker is lost.
+        the adapter, the workers that have loaded it for this call unload it. INVALID_ARGUMENT if a
+        model or an adapter of another model has the name, or if the directory holds no adapter that
+        the model can use; the message says why. ALREADY_EXISTS if an adapter with other contents has
+        the name. FAILED_PRECONDITION if an adapter of this name is being unloaded, if two workers find
+        different contents in the directory, or if there is no memory. UNIMPLEMENTED if a flag of the
+        worker rules out adapters. UNAVAILABLE if no worker is attached, or a worker is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,11 +136,11 @@ class AdapterService(object):
     whole service. A scheduler keeps the adapters of all its workers equal. A newly attached worker
     loads the other workers' adapters from the same directories, and unloads adapters that this
     scheduler has unloaded. The other workers load an adapter that only the new worker has; if one of
-    them refuses, all unload it. A worker keeps its adapters when its scheduler dies, and reports
-    them to the next one.
+    them refuses, all unload it. A worker keeps its adapters when its scheduler dies, and reports the
+    adapters to the next scheduler.
 
-    Who may call: on a router, an operator, as for `AdminService`; on a scheduler or a worker, every
-    caller that can connect, as for `SchedulerService` and `WorkerService`.
+    Who may call: on a router, the callers that may call its `AdminService`; on a scheduler or a
+    worker, every caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     @staticmethod

@@ -55,8 +55,7 @@ class InferenceServiceStub(object):
     policy decides their effect; by default requests run in the order of their arrival. A router with
     API keys requires a key, as `authorization: Bearer KEY`; a call without a key fails with
     UNAUTHENTICATED. The key determines the tenant. A call that names another tenant fails with
-    PERMISSION_DENIED, as do `DescribeKv` and `DescribeActivity` without an operator's key. A request
-    that cannot meet the call's deadline is refused immediately with DEADLINE_EXCEEDED.
+    PERMISSION_DENIED, as do `DescribeKv` and `DescribeActivity` without an operator's key.
     """
 
     def __init__(self, channel):
@@ -157,8 +156,7 @@ class InferenceServiceServicer(object):
     policy decides their effect; by default requests run in the order of their arrival. A router with
     API keys requires a key, as `authorization: Bearer KEY`; a call without a key fails with
     UNAUTHENTICATED. The key determines the tenant. A call that names another tenant fails with
-    PERMISSION_DENIED, as do `DescribeKv` and `DescribeActivity` without an operator's key. A request
-    that cannot meet the call's deadline is refused immediately with DEADLINE_EXCEEDED.
+    PERMISSION_DENIED, as do `DescribeKv` and `DescribeActivity` without an operator's key.
     """
 
     def Generate(self, request, context):
@@ -169,14 +167,15 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
-        """Carries many requests on one call, for a gateway. One message has the events of all requests,
-        so a model step costs one message instead of one for each stream. The client chooses a `number`
-        for each request. In all other respects a request is as with `Generate` or `Resume`; requests do not
-        affect each other. The last event of each request is its `usage` or an `error`; after it, the number
-        may be used again. A new request with a number in use ends the call with INVALID_ARGUMENT. A client
-        that reads slowly gets fewer and larger deltas. When the client has closed its side, the call ends after
-        the last event. If the call breaks, its requests end or continue as if their `Generate` calls
-        had broken. The call's metadata has the API key; the call's deadline ends all requests.
+        """Carries many requests on one call, for a gateway. One message has the new events of all these
+        requests, so a model step costs one message instead of one for each request. The client chooses
+        a `number` for each request. In all other respects a request is as with `Generate` or `Resume`;
+        requests do not affect each other. The last event of each request is its `usage` or an `error`;
+        after it, the number may be used again. A new request with a number in use ends the call with
+        INVALID_ARGUMENT. A client that reads slowly gets fewer and larger deltas. When the client has
+        closed its side, the call ends after the last event. If the call breaks, its requests end or
+        continue as if their `Generate` calls had broken. The call's metadata has the API key; the
+        call's deadline ends all requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,8 +199,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateOnce(self, request, context):
-        """Returns the outputs of one prompt when all are complete. If any output fails, the call fails
-        with its status.
+        """Returns the outputs of one prompt when all are complete. If an output fails, the call fails
+        with the status of that output.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -362,8 +361,7 @@ class InferenceService(object):
     policy decides their effect; by default requests run in the order of their arrival. A router with
     API keys requires a key, as `authorization: Bearer KEY`; a call without a key fails with
     UNAUTHENTICATED. The key determines the tenant. A call that names another tenant fails with
-    PERMISSION_DENIED, as do `DescribeKv` and `DescribeActivity` without an operator's key. A request
-    that cannot meet the call's deadline is refused immediately with DEADLINE_EXCEEDED.
+    PERMISSION_DENIED, as do `DescribeKv` and `DescribeActivity` without an operator's key.
     """
 
     @staticmethod

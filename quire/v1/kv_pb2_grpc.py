@@ -65,7 +65,7 @@ class KvEventServiceServicer(object):
     """
 
     def WatchKv(self, request, context):
-        """Streams the snapshot and the changes of each worker until the caller ends it.
+        """Streams the snapshot and the changes of each worker until the caller ends the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

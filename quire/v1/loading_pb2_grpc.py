@@ -38,8 +38,8 @@ class LoadingServiceStub(object):
     switch, the old model's live requests end with an error that says so, and routers read the new
     model's tokenizer. A request for one model is never computed by another model.
 
-    Who may call: on a router, an operator, as for `AdminService`; on a scheduler or a worker, every
-    caller that can connect, as for `SchedulerService` and `WorkerService`.
+    Who may call: on a router, the callers that may call its `AdminService`; on a scheduler or a
+    worker, every caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def __init__(self, channel):
@@ -73,16 +73,16 @@ class LoadingServiceServicer(object):
     switch, the old model's live requests end with an error that says so, and routers read the new
     model's tokenizer. A request for one model is never computed by another model.
 
-    Who may call: on a router, an operator, as for `AdminService`; on a scheduler or a worker, every
-    caller that can connect, as for `SchedulerService` and `WorkerService`.
+    Who may call: on a router, the callers that may call its `AdminService`; on a scheduler or a
+    worker, every caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def Unload(self, request, context):
-        """Unloads models; returns when their memory is free, which happens even if the caller
-        disconnects. NOT_FOUND if there is no such worker; UNIMPLEMENTED, with no model unloaded, if a
-        worker's model is on several devices (--tensor-parallel-size, --pipeline-parallel-size) or
-        simulated; FAILED_PRECONDITION if a model is being loaded; UNAVAILABLE if a worker is not
-        attached, or is lost during the call.
+        """Unloads models; returns when their memory is free. The models are unloaded even if the caller
+        disconnects. NOT_FOUND if there is no such worker. UNIMPLEMENTED if a worker's model is on
+        several devices (--tensor-parallel-size, --pipeline-parallel-size) or simulated; that worker's
+        scheduler then unloads no model. FAILED_PRECONDITION if a model is being loaded. UNAVAILABLE if
+        a worker is not attached, or is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,11 +90,11 @@ class LoadingServiceServicer(object):
 
     def Load(self, request, context):
         """Loads models, and reports progress until requests are served. Loading continues even if the
-        caller disconnects. NOT_FOUND if there is no such worker; INVALID_ARGUMENT if the directory
-        holds no model that the worker can serve with its flags, with the reason; FAILED_PRECONDITION
-        if there is no memory for it. In these cases the worker stays unloaded. Also
-        FAILED_PRECONDITION if another model is already loaded, or being loaded; UNAVAILABLE if a
-        worker is not attached, or is lost during the call.
+        caller disconnects. NOT_FOUND if there is no such worker. INVALID_ARGUMENT if the directory
+        holds no model that the worker can serve with its flags; the message says why.
+        FAILED_PRECONDITION if there is no memory for the model, or if another model is already loaded
+        or being loaded. UNIMPLEMENTED as for `Unload`. UNAVAILABLE if a worker is not attached, or is
+        lost during the call. A worker that cannot load the model stays unloaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,8 +134,8 @@ class LoadingService(object):
     switch, the old model's live requests end with an error that says so, and routers read the new
     model's tokenizer. A request for one model is never computed by another model.
 
-    Who may call: on a router, an operator, as for `AdminService`; on a scheduler or a worker, every
-    caller that can connect, as for `SchedulerService` and `WorkerService`.
+    Who may call: on a router, the callers that may call its `AdminService`; on a scheduler or a
+    worker, every caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     @staticmethod

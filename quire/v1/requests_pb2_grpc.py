@@ -29,7 +29,7 @@ class RequestServiceStub(object):
     """Manages the live requests of the router that receives the call. Each router has its own requests.
     A resumable request that no call reads belongs to no router, and is not listed.
 
-    Who may call: an operator, as for `AdminService`.
+    Who may call: the callers that may call the router's `AdminService`.
     """
 
     def __init__(self, channel):
@@ -59,7 +59,7 @@ class RequestServiceServicer(object):
     """Manages the live requests of the router that receives the call. Each router has its own requests.
     A resumable request that no call reads belongs to no router, and is not listed.
 
-    Who may call: an operator, as for `AdminService`.
+    Who may call: the callers that may call the router's `AdminService`.
     """
 
     def ListRequests(self, request, context):
@@ -73,8 +73,8 @@ class RequestServiceServicer(object):
         """Cancels the requests that match the filter, including resumable ones. Their clients get the
         error PERMISSION_DENIED: as the call's status if nothing has been streamed yet, otherwise as
         the end of each output. INVALID_ARGUMENT if the filter has no field set. NOT_FOUND if it names
-        a `request_id` that is not live. A resumable request that no call reads is also cancelled, if
-        the filter has its `request_id` and its `tenant`.
+        a `request_id` that is not live. A resumable request that no call reads is cancelled only if
+        the filter has its `request_id` and its `tenant`, and no `min_age_s`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +119,7 @@ class RequestService(object):
     """Manages the live requests of the router that receives the call. Each router has its own requests.
     A resumable request that no call reads belongs to no router, and is not listed.
 
-    Who may call: an operator, as for `AdminService`.
+    Who may call: the callers that may call the router's `AdminService`.
     """
 
     @staticmethod

@@ -27,18 +27,18 @@ if _version_not_supported:
 
 class SchedulerServiceStub(object):
     """Owns the sequences of one or more routers. The protocol: the router opens `Connect` and sends
-    `hello`. The scheduler answers `welcome` as soon as a worker is attached, because the worker tells
-    it the model. After that, the router may send `submit` and `cancel` at any time. For each model step
-    that has events for this router, the scheduler sends one `step` with the events of all the
-    router's sequences. If a router reads slowly, the scheduler merges the events of several steps
-    into one `step`. Four times a second it sends an empty `step`, unless a message is pending; if a
-    router receives no message for some time, the scheduler hangs. A submitted request is either
-    `refused`, or each of its sequences ends with exactly one `finished`. When the stream breaks, the
-    scheduler cancels the router's sequences, except those of requests that have a `resume_record`.
-    Such requests keep running for a grace period, and their outputs are kept: any router may
-    `resume` such a request, and receives all its outputs in `resumed`. A router that reconnects
-    submits its live requests again, with the tokens produced so far. The new sequences replace
-    sequences of the same requests that still run.
+    `hello`. The scheduler answers `welcome` as soon as a worker is attached, because the worker
+    tells it the model. After that, the router may send `submit` and `cancel` at any time. For each
+    model step that has events for this router, the scheduler sends one `step` with the events of all
+    the router's sequences. If a router reads slowly, the scheduler merges the events of several
+    steps into one `step`. Four times a second the scheduler sends an empty `step`, unless another
+    message is waiting to be sent. So if a router receives no message for a while, it may assume that
+    the scheduler hangs. A submitted request is either `refused`, or each of its sequences ends with
+    exactly one `finished`. When the stream breaks, the scheduler cancels the router's sequences,
+    except those of requests that have a `resume_record`. Such requests keep running for a grace
+    period, and their outputs are kept: any router may `resume` such a request, and receives all its
+    outputs in `resumed`. A router that reconnects submits its live requests again, with the tokens
+    produced so far. The new sequences replace sequences of the same requests that still run.
     """
 
     def __init__(self, channel):
@@ -86,18 +86,18 @@ class SchedulerServiceStub(object):
 
 class SchedulerServiceServicer(object):
     """Owns the sequences of one or more routers. The protocol: the router opens `Connect` and sends
-    `hello`. The scheduler answers `welcome` as soon as a worker is attached, because the worker tells
-    it the model. After that, the router may send `submit` and `cancel` at any time. For each model step
-    that has events for this router, the scheduler sends one `step` with the events of all the
-    router's sequences. If a router reads slowly, the scheduler merges the events of several steps
-    into one `step`. Four times a second it sends an empty `step`, unless a message is pending; if a
-    router receives no message for some time, the scheduler hangs. A submitted request is either
-    `refused`, or each of its sequences ends with exactly one `finished`. When the stream breaks, the
-    scheduler cancels the router's sequences, except those of requests that have a `resume_record`.
-    Such requests keep running for a grace period, and their outputs are kept: any router may
-    `resume` such a request, and receives all its outputs in `resumed`. A router that reconnects
-    submits its live requests again, with the tokens produced so far. The new sequences replace
-    sequences of the same requests that still run.
+    `hello`. The scheduler answers `welcome` as soon as a worker is attached, because the worker
+    tells it the model. After that, the router may send `submit` and `cancel` at any time. For each
+    model step that has events for this router, the scheduler sends one `step` with the events of all
+    the router's sequences. If a router reads slowly, the scheduler merges the events of several
+    steps into one `step`. Four times a second the scheduler sends an empty `step`, unless another
+    message is waiting to be sent. So if a router receives no message for a while, it may assume that
+    the scheduler hangs. A submitted request is either `refused`, or each of its sequences ends with
+    exactly one `finished`. When the stream breaks, the scheduler cancels the router's sequences,
+    except those of requests that have a `resume_record`. Such requests keep running for a grace
+    period, and their outputs are kept: any router may `resume` such a request, and receives all its
+    outputs in `resumed`. A router that reconnects submits its live requests again, with the tokens
+    produced so far. The new sequences replace sequences of the same requests that still run.
     """
 
     def Connect(self, request_iterator, context):
@@ -140,12 +140,12 @@ class SchedulerServiceServicer(object):
     def Migrate(self, request, context):
         """Moves a live request, with the KV of all its sequences, to another worker, and returns when the
         move is complete. The output does not change, and nothing is recomputed. If the move fails, the
-        request continues on its worker or, if that worker is lost, on another one. NOT_FOUND if no
-        such request is live or there is no such worker; FAILED_PRECONDITION, with the reason, if the
-        request cannot be moved: a worker has no host tier or not enough room in it, the two workers store KV
-        in different formats, some of its KV is on a disk, it is a beam search, or the prompt of several
-        outputs is not computed yet; UNAVAILABLE if a
-        worker is not attached, or is lost during the call.
+        request continues on its worker or, if that worker is lost, on another one. Both workers need a
+        host tier with enough room, and must store KV in the same format. Three kinds of request cannot
+        be moved: beam searches, requests with some KV on a disk, and requests with several outputs
+        whose prompt is not computed yet. NOT_FOUND if no such request is live or there is no such
+        worker. FAILED_PRECONDITION if the request cannot be moved; the message says why. UNAVAILABLE
+        if a worker is not attached, or is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,10 +156,10 @@ class SchedulerServiceServicer(object):
         until it is done. The resize continues even if the caller disconnects. Growing needs free
         memory on the worker. Shrinking empties the removed blocks first: cached contents go to the
         host tier or are lost, and held contents move to other blocks. If there are too few other
-        blocks, sequences are preempted. NOT_FOUND if there is no such worker; INVALID_ARGUMENT if
-        the worker or the size is missing; FAILED_PRECONDITION, with the reason and the limit and with
-        nothing changed, if the pool cannot have this size; UNAVAILABLE if the worker is not attached, or
-        is lost during the call.
+        blocks, sequences are preempted. NOT_FOUND if there is no such worker. INVALID_ARGUMENT if the
+        worker or the size is missing. FAILED_PRECONDITION if the pool cannot have this size, or is
+        being resized already; the message says why, and the pool keeps its size. UNAVAILABLE if the
+        worker is not attached, or is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -213,18 +213,18 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class SchedulerService(object):
     """Owns the sequences of one or more routers. The protocol: the router opens `Connect` and sends
-    `hello`. The scheduler answers `welcome` as soon as a worker is attached, because the worker tells
-    it the model. After that, the router may send `submit` and `cancel` at any time. For each model step
-    that has events for this router, the scheduler sends one `step` with the events of all the
-    router's sequences. If a router reads slowly, the scheduler merges the events of several steps
-    into one `step`. Four times a second it sends an empty `step`, unless a message is pending; if a
-    router receives no message for some time, the scheduler hangs. A submitted request is either
-    `refused`, or each of its sequences ends with exactly one `finished`. When the stream breaks, the
-    scheduler cancels the router's sequences, except those of requests that have a `resume_record`.
-    Such requests keep running for a grace period, and their outputs are kept: any router may
-    `resume` such a request, and receives all its outputs in `resumed`. A router that reconnects
-    submits its live requests again, with the tokens produced so far. The new sequences replace
-    sequences of the same requests that still run.
+    `hello`. The scheduler answers `welcome` as soon as a worker is attached, because the worker
+    tells it the model. After that, the router may send `submit` and `cancel` at any time. For each
+    model step that has events for this router, the scheduler sends one `step` with the events of all
+    the router's sequences. If a router reads slowly, the scheduler merges the events of several
+    steps into one `step`. Four times a second the scheduler sends an empty `step`, unless another
+    message is waiting to be sent. So if a router receives no message for a while, it may assume that
+    the scheduler hangs. A submitted request is either `refused`, or each of its sequences ends with
+    exactly one `finished`. When the stream breaks, the scheduler cancels the router's sequences,
+    except those of requests that have a `resume_record`. Such requests keep running for a grace
+    period, and their outputs are kept: any router may `resume` such a request, and receives all its
+    outputs in `resumed`. A router that reconnects submits its live requests again, with the tokens
+    produced so far. The new sequences replace sequences of the same requests that still run.
     """
 
     @staticmethod

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerServiceStub(object):
-    """Executes model steps on one device.
+    """Executes model steps, on one device or on several that share a model.
+
     The protocol: the scheduler calls `Attach` with its epoch. The worker finishes the steps it has
     received, removes the rows of the previous scheduler, and answers with its model and its numbers
     of rows and blocks. `ReadHoldings` then streams the previous scheduler's rows and blocks, and the
@@ -36,10 +37,11 @@ class WorkerServiceStub(object):
     FAILED_PRECONDITION.
 
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
-    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row whose
-    known tokens are all computed *decodes*: in every later step the worker computes one token of it,
-    the last sampled one, until the row is released or has `max_total_tokens`. Batches do not name such
-    rows. A row that has known tokens left is computed only in steps that name it in `chunk_rows`.
+    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row with
+    known tokens that are not computed yet is computed only in steps that name it in `chunk_rows`.
+    Once its known tokens are computed, the row *decodes*: each later step computes the token that
+    the row sampled last, and samples the next one, until the row is released or has
+    `max_total_tokens` tokens. Batches do not name rows that decode.
 
     Labels. The scheduler may give a block a label: 32 bytes that the worker does not interpret. A
     label describes the block's content. It is copied with the content to any tier, and removed when
@@ -47,11 +49,12 @@ class WorkerServiceStub(object):
     The worker only stores pins, and reports them to the next scheduler.
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may draft up to K tokens after a
-    decoding row's last token, within the row's block table and length and the step's token limit. It
-    computes the draft tokens together with the last token, and keeps those that it would have
-    sampled. The row gains 1 to K + 1 tokens in a step, the same tokens as without drafts. The
-    scheduler learns the number of new tokens only from the result. So a row with `max_total_tokens`
-    tokens counts as decoding until it is released, like a row that sampled a stop token.
+    decoding row's last token, as far as the row's block table, the row's `max_total_tokens` and the
+    step's token limit allow. It computes the draft tokens together with the last token, and keeps
+    those that it would have sampled. The row gains 1 to K + 1 tokens in a step, the same tokens as
+    without drafts. The scheduler learns the number of new tokens only from the result. So in
+    `StepBatch.num_decodes`, a row with `max_total_tokens` tokens counts as decoding until it is
+    released, like a row that sampled a stop token.
 
     Lists of integers are packed in `bytes`, little-endian; each field's comment names the integer
     type.
@@ -123,7 +126,8 @@ class WorkerServiceStub(object):
 
 
 class WorkerServiceServicer(object):
-    """Executes model steps on one device.
+    """Executes model steps, on one device or on several that share a model.
+
     The protocol: the scheduler calls `Attach` with its epoch. The worker finishes the steps it has
     received, removes the rows of the previous scheduler, and answers with its model and its numbers
     of rows and blocks. `ReadHoldings` then streams the previous scheduler's rows and blocks, and the
@@ -133,10 +137,11 @@ class WorkerServiceServicer(object):
     FAILED_PRECONDITION.
 
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
-    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row whose
-    known tokens are all computed *decodes*: in every later step the worker computes one token of it,
-    the last sampled one, until the row is released or has `max_total_tokens`. Batches do not name such
-    rows. A row that has known tokens left is computed only in steps that name it in `chunk_rows`.
+    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row with
+    known tokens that are not computed yet is computed only in steps that name it in `chunk_rows`.
+    Once its known tokens are computed, the row *decodes*: each later step computes the token that
+    the row sampled last, and samples the next one, until the row is released or has
+    `max_total_tokens` tokens. Batches do not name rows that decode.
 
     Labels. The scheduler may give a block a label: 32 bytes that the worker does not interpret. A
     label describes the block's content. It is copied with the content to any tier, and removed when
@@ -144,11 +149,12 @@ class WorkerServiceServicer(object):
     The worker only stores pins, and reports them to the next scheduler.
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may draft up to K tokens after a
-    decoding row's last token, within the row's block table and length and the step's token limit. It
-    computes the draft tokens together with the last token, and keeps those that it would have
-    sampled. The row gains 1 to K + 1 tokens in a step, the same tokens as without drafts. The
-    scheduler learns the number of new tokens only from the result. So a row with `max_total_tokens`
-    tokens counts as decoding until it is released, like a row that sampled a stop token.
+    decoding row's last token, as far as the row's block table, the row's `max_total_tokens` and the
+    step's token limit allow. It computes the draft tokens together with the last token, and keeps
+    those that it would have sampled. The row gains 1 to K + 1 tokens in a step, the same tokens as
+    without drafts. The scheduler learns the number of new tokens only from the result. So in
+    `StepBatch.num_decodes`, a row with `max_total_tokens` tokens counts as decoding until it is
+    released, like a row that sampled a stop token.
 
     Lists of integers are packed in `bytes`, little-endian; each field's comment names the integer
     type.
@@ -200,36 +206,38 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PullKv(self, request, context):
-        """Copies contents of another worker's host blocks, by its `ReadKv`, into host blocks of this worker.
-        Returns when the contents have arrived. If the call fails, some blocks may have been overwritten.
+        """Copies contents of another worker's host blocks into host blocks of this worker, by calling the
+        other worker's `ReadKv`. Returns when the contents have arrived. If the call fails, some blocks
+        may have been overwritten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StoreKv(self, request, context):
-        """Begins to store contents of host blocks in the far tier; returns when the contents have been
-        copied. UNIMPLEMENTED if `WorkerInfo.has_far_kv` is false.
+        """Begins to store contents of host blocks in the far tier. Returns when the worker has copied the
+        contents, so that the host blocks may be overwritten; the far tier stores them later.
+        UNIMPLEMENTED if `WorkerInfo.has_far_kv` is false.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchKv(self, request, context):
-        """Fetches contents from the far tier into host blocks. Returns when the contents have arrived or are
-        known to be missing, after a few seconds at most. UNIMPLEMENTED if `WorkerInfo.has_far_kv` is
-        false.
+        """Fetches contents from the far tier into host blocks. Returns when the contents have arrived,
+        when one is known to be missing, or after about ten seconds. UNIMPLEMENTED if
+        `WorkerInfo.has_far_kv` is false.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AwaitDrain(self, request, context):
-        """Returns when the worker starts to drain. The worker still executes steps, but refuses further
-        `Attach` calls, until the calling scheduler ends its `Execute`; before that, the scheduler may
-        move sequences to other workers. If the scheduler did not call this, or takes longer than half
-        of --drain-s, the worker itself ends the stream with UNAVAILABLE, after the results of the
-        steps that it has received.
+        """Returns when the worker starts to drain. From then on the worker refuses `Attach`, but it still
+        executes steps, so that the scheduler can move sequences to other workers. Then the scheduler
+        ends its `Execute` stream. If this takes longer than half of --drain-s, or if the scheduler has
+        not called `AwaitDrain`, the worker itself ends the stream with UNAVAILABLE, after the results
+        of the steps that it has received.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -309,7 +317,8 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
-    """Executes model steps on one device.
+    """Executes model steps, on one device or on several that share a model.
+
     The protocol: the scheduler calls `Attach` with its epoch. The worker finishes the steps it has
     received, removes the rows of the previous scheduler, and answers with its model and its numbers
     of rows and blocks. `ReadHoldings` then streams the previous scheduler's rows and blocks, and the
@@ -319,10 +328,11 @@ class WorkerService(object):
     FAILED_PRECONDITION.
 
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
-    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row whose
-    known tokens are all computed *decodes*: in every later step the worker computes one token of it,
-    the last sampled one, until the row is released or has `max_total_tokens`. Batches do not name such
-    rows. A row that has known tokens left is computed only in steps that name it in `chunk_rows`.
+    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only changes. A row with
+    known tokens that are not computed yet is computed only in steps that name it in `chunk_rows`.
+    Once its known tokens are computed, the row *decodes*: each later step computes the token that
+    the row sampled last, and samples the next one, until the row is released or has
+    `max_total_tokens` tokens. Batches do not name rows that decode.
 
     Labels. The scheduler may give a block a label: 32 bytes that the worker does not interpret. A
     label describes the block's content. It is copied with the content to any tier, and removed when
@@ -330,11 +340,12 @@ class WorkerService(object):
     The worker only stores pins, and reports them to the next scheduler.
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may draft up to K tokens after a
-    decoding row's last token, within the row's block table and length and the step's token limit. It
-    computes the draft tokens together with the last token, and keeps those that it would have
-    sampled. The row gains 1 to K + 1 tokens in a step, the same tokens as without drafts. The
-    scheduler learns the number of new tokens only from the result. So a row with `max_total_tokens`
-    tokens counts as decoding until it is released, like a row that sampled a stop token.
+    decoding row's last token, as far as the row's block table, the row's `max_total_tokens` and the
+    step's token limit allow. It computes the draft tokens together with the last token, and keeps
+    those that it would have sampled. The row gains 1 to K + 1 tokens in a step, the same tokens as
+    without drafts. The scheduler learns the number of new tokens only from the result. So in
+    `StepBatch.num_decodes`, a row with `max_total_tokens` tokens counts as decoding until it is
+    released, like a row that sampled a stop token.
 
     Lists of integers are packed in `bytes`, little-endian; each field's comment names the integer
     type.
