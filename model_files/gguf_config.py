@@ -7,11 +7,17 @@ from model_files.errors import ModelError
 from model_files.gguf_header import GgufHeader
 
 _ARCHITECTURES: Final = {
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
+_WITH_HIDDEN_SIZE_SCALE: Final = {"gemma2": 46, "gemma3": 62}
+"""The number of layers of the models of 27B. In these, attention's scores are scaled by the hidden
+size per head, and in all other Gemmas by the head dim. The files do not say so."""
 _END_TOKENS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 QUANT_METHOD: Final = "gguf"
@@ -49,14 +55,18 @@ def to_config(header: GgufHeader) -> dict[str, Any]:
         "max_position_embeddings": fields["context_length"],
         "vocab_size": _embedding_rows(header),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "rope_theta": fields.get("rope.freq_base", 10000.0),
+        "rope_theta": fields.get(
+            "rope.freq_base", 1e6 if fields.architecture == "gemma3" else 10000.0
+        ),
         "rope_scaling": _rope_scaling(fields, head_dim),
         "eos_token_id": end_tokens(header),
         "dtype": _dtype(header),
     }
     if "blk.0.attn_q.bias" in header.tensors:
         config["attention_bias"] = True
-    if fields.get("attention.sliding_window"):
+    if fields.architecture in ("gemma2", "gemma3"):
+        config |= _gemma(fields, hidden_size // num_heads, head_dim)
+    elif fields.get("attention.sliding_window"):
         raise ModelError(
             f"{header.path}: attention.sliding_window is {fields['attention.sliding_window']};"
             " GGUF files with windows are not supported"
@@ -81,6 +91,32 @@ def to_config(header: GgufHeader) -> dict[str, Any]:
     return config
 
 
+def _gemma(fields: "_Fields", hidden_size_per_head: int, head_dim: int) -> dict[str, Any]:
+    """Return the fields that only Gemma 2 and 3 have; those that the file lacks have defaults."""
+    is_27b = fields["block_count"] == _WITH_HIDDEN_SIZE_SCALE[fields.architecture]
+    config: dict[str, Any] = {
+        "query_pre_attn_scalar": hidden_size_per_head if is_27b else head_dim,
+    }
+    for theirs, ours in (
+        ("attn_logit_softcapping", "attn_logit_softcapping"),
+        ("final_logit_softcapping", "final_logit_softcapping"),
+        ("rope.freq_base_swa", "rope_local_base_freq"),
+    ):
+        if (value := fields.get(theirs)) is not None:
+            config[ours] = value
+    window = fields.get("attention.sliding_window")
+    if window is not None or fields.architecture == "gemma3":
+        config["sliding_window"] = window or None
+    pattern = fields.by_layer("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        config["layer_types"] = [
+            "sliding_attention" if has_window else "full_attention" for has_window in pattern
+        ]
+    elif pattern is not None:
+        config["sliding_window_pattern"] = pattern
+    return config
+
+
 def end_tokens(header: GgufHeader) -> list[int]:
     """Return the ids of the tokens that end an answer."""
     found = (header.metadata.get(f"tokenizer.ggml.{name}") for name in _END_TOKENS)
@@ -101,6 +137,10 @@ class _Fields:
                 raise self.error(name, f"differs between layers: {value}")
             return value[0]
         return value
+
+    def by_layer(self, name: str) -> Any:
+        """Return a value that may be a list with an item for each layer; None: it is absent."""
+        return self._header.metadata.get(f"{self.architecture}.{name}")
 
     def __getitem__(self, name: str) -> Any:
         value = self.get(name)

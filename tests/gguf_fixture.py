@@ -36,6 +36,8 @@ _NAMES = {
     **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
     **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
     "self_attn.o_proj": "attn_output",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
 
@@ -61,9 +63,11 @@ def write_gguf(
     replaces fields, or removes those that are None.
     """
     config = json.loads((directory / "config.json").read_text())
-    architecture = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(
-        config["model_type"], config["model_type"]
-    )
+    architecture = {
+        "gemma3_text": "gemma3",
+        "mixtral": "llama",
+        "qwen3_moe": "qwen3moe",
+    }.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     fields = _config_fields(architecture, config) | _tokenizer_fields(directory) | metadata
     for name, value in fields.items():
@@ -85,6 +89,7 @@ def write_gguf(
 
 
 def _config_fields(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
+    ropes = config["rope_parameters"]
     fields = {
         "context_length": config["max_position_embeddings"],
         "block_count": config["num_hidden_layers"],
@@ -94,7 +99,12 @@ def _config_fields(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "attention.key_length": config.get("head_dim"),
-        "rope.freq_base": config["rope_parameters"]["rope_theta"],
+        "rope.freq_base": ropes.get("full_attention", ropes)["rope_theta"],
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "attention.sliding_window": config.get("sliding_window")
+        if architecture in ("gemma2", "gemma3")
+        else None,
         "expert_count": config.get("num_local_experts"),
         "expert_used_count": config.get("num_experts_per_tok"),
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
@@ -129,15 +139,19 @@ def _tensors(directory: Path, config: dict[str, Any], architecture: str) -> dict
     """The model's tensors as in a GGUF file: those of experts are joined."""
     heads = {"self_attn.q_proj": config["num_attention_heads"]}
     heads["self_attn.k_proj"] = config["num_key_value_heads"]
+    is_gemma = architecture.startswith("gemma")
     named: dict[str, np.ndarray] = {}
     experts: dict[str, list[np.ndarray]] = {}
     for name, tensor in sorted(load_file(directory / "model.safetensors").items()):
         base, _, end = name.rpartition(".")
         if base in _NAMES:
-            named[f"{_NAMES[base]}.{end}"] = tensor
+            is_norm = is_gemma and base == "model.norm"
+            named[f"{_NAMES[base]}.{end}"] = tensor + 1 if is_norm else tensor
             continue
         _, _, layer, part = base.split(".", 3)
         values = tensor
+        if is_gemma and name.endswith("norm.weight"):
+            values = tensor + 1
         if architecture == "llama" and part in heads:
             values = _permuted(tensor, heads[part])
         if ".experts." in part:
@@ -145,7 +159,10 @@ def _tensors(directory: Path, config: dict[str, Any], architecture: str) -> dict
             which = {"w1": "gate", "w2": "down", "w3": "up"}.get(last, last)
             experts.setdefault(f"blk.{layer}.ffn_{which}_exps.{end}", []).append(values)
         else:
-            named[f"blk.{layer}.{_NAMES[part]}.{end}"] = values
+            its_name = _NAMES[part]
+            if part == "post_attention_layernorm" and architecture in ("gemma2", "gemma3"):
+                its_name = "post_attention_norm"
+            named[f"blk.{layer}.{its_name}.{end}"] = values
     return named | {name: np.stack(each) for name, each in experts.items()}
 
 

@@ -48,6 +48,13 @@ _QWEN: Final = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+_GEMMA: Final = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Of Gemma 2 and 3."""
+_GEMMAS: Final = ("gemma", "gemma2", "gemma3")
 _IN_CONFIG: Final = re.compile(r"rope_(freqs|factors_(long|short))\.weight")
 """Tensors whose values are in config.json."""
 _LAYER: Final = re.compile(r"blk\.(\d+)\.(.+)")
@@ -64,6 +71,8 @@ class _Rows:
     """Number of heads, if the rows of a head are in the order of Llama's own rotary embedding, in
     which the two rows of a rotated pair are neighbours. None: the rows are in the order of
     `transformers`."""
+    has_one_more: bool = False
+    """Whether the file's numbers are those of `transformers` plus 1."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,15 +82,23 @@ class _Rows:
 class GgufFile:
     """The tensors of one file; see `TensorFile`."""
 
-    def __init__(self, path: Path, heads: dict[str, int], experts: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        heads: dict[str, int],
+        names: Mapping[str, str],
+        *,
+        norms_have_one_more: bool = False,
+    ) -> None:
         """Map the file.
 
         Args:
             path: The file.
             heads: Numbers of heads of "attn_q" and "attn_k", if their rows must be reordered: see
                 `_Rows.num_rotated_heads`.
-            experts: Maps GGUF's names of the tensors of experts to those of `transformers`, with
-                `{}` for an expert's number.
+            names: Maps GGUF's names of tensors of a layer to those of `transformers`, where the
+                architecture differs from most. The names of experts have `{}` for their number.
+            norms_have_one_more: See `_Rows.has_one_more`.
 
         Raises:
             ModelError: The file is damaged, or has a tensor that no supported architecture has.
@@ -90,7 +107,8 @@ class GgufFile:
         self._bytes = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
         self._file = OpenFile(path)
         self._name_to_rows: dict[str, _Rows] = {}
-        self._in_layers = {**_IN_LAYERS, **experts}
+        self._in_layers = {**_IN_LAYERS, **names}
+        self._norms_have_one_more = norms_have_one_more
         for name, tensor in read_header(self.path).tensors.items():
             if not _IN_CONFIG.fullmatch(name):
                 self._add(name, tensor, heads)
@@ -117,6 +135,8 @@ class GgufFile:
             numbers = raw.view(_PLAIN[kind.name])
         if len(rows.shape) == 1:
             numbers = numbers.flatten()
+            if rows.has_one_more:
+                numbers = numbers - 1
             return numbers[piece.where[0]] if piece.where else numbers
         return numbers[:, piece.where[1]] if len(piece.where) > 1 else numbers
 
@@ -151,7 +171,9 @@ class GgufFile:
         if in_layer is None:
             if base not in _TOP:
                 raise ModelError(f"{self.path} has {name}, which is unknown")
-            self._name_to_rows[f"{_TOP[base]}.{end}"] = _Rows(tensor)
+            self._name_to_rows[f"{_TOP[base]}.{end}"] = _Rows(
+                tensor, has_one_more=self._has_one_more(base)
+            )
             return
         index, part = in_layer.groups()
         layer = f"model.layers.{index}"
@@ -165,8 +187,15 @@ class GgufFile:
                 module = f"{layer}.{in_layer_name.format(expert)}"
                 self._name_to_rows[f"{module}.{end}"] = _Rows(tensor, expert)
             return
-        rows = _Rows(tensor, num_rotated_heads=heads.get(part))
+        rows = _Rows(
+            tensor,
+            num_rotated_heads=heads.get(part),
+            has_one_more=self._has_one_more(part),
+        )
         self._name_to_rows[f"{layer}.{in_layer_name}.{end}"] = rows
+
+    def _has_one_more(self, name: str) -> bool:
+        return self._norms_have_one_more and name.endswith("norm")
 
 
 def open_gguf_files(directory: Path) -> list[GgufFile]:
@@ -179,14 +208,19 @@ def open_gguf_files(directory: Path) -> list[GgufFile]:
     if not paths:
         return []
     metadata = read_header(paths[0].resolve()).metadata
-    heads, experts = {}, _QWEN
-    if metadata.get("general.architecture") == "llama":
-        experts = _MIXTRAL
+    architecture = metadata.get("general.architecture")
+    heads, names = {}, _QWEN
+    if architecture in ("gemma2", "gemma3"):
+        names = _GEMMA
+    if architecture == "llama":
+        names = _MIXTRAL
         # The converter permutes rows for a rotation of neighbouring pairs.
         num_heads = metadata["llama.attention.head_count"]
         num_kv_heads = metadata.get("llama.attention.head_count_kv", num_heads)
         heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
-    return [GgufFile(path, heads, experts) for path in paths]
+    return [
+        GgufFile(path, heads, names, norms_have_one_more=architecture in _GEMMAS) for path in paths
+    ]
 
 
 def _is_blocks(name: str, rows: _Rows) -> bool:

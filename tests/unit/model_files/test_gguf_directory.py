@@ -3,11 +3,14 @@
 import json
 import struct
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
 from model_files.errors import ModelError
+from model_files.gguf_config import to_config
 from model_files.gguf_header import GgufHeader, read_header
 from model_files.gguf_tokenizer import to_tokenizer
 from model_files.locate import find_model
@@ -61,6 +64,49 @@ def test_config_is_that_of_the_model(lay_out, llama):
     assert config["rms_norm_eps"] == pytest.approx(original["rms_norm_eps"])
     assert config["eos_token_id"] == [original["eos_token_id"]]
     assert config["quantization_config"] == {"quant_method": "gguf"}
+
+
+def gemma_config(architecture, num_layers, **fields):
+    sizes = {"context_length": 4096, "embedding_length": 5376, "feed_forward_length": 64}
+    attention = {"head_count": 32, "key_length": 128, "layer_norm_rms_epsilon": 1e-6}
+    sizes |= {f"attention.{name}": value for name, value in attention.items()}
+    fields = sizes | {"block_count": num_layers} | fields
+    metadata = {f"{architecture}.{name}": value for name, value in fields.items()}
+    plain = SimpleNamespace(shape=(100, 5376), type=SimpleNamespace(name="F32", is_quantized=False))
+    return to_config(
+        GgufHeader(
+            path=Path("g.gguf"),
+            metadata=metadata | {"general.architecture": architecture},
+            tensors={"token_embd.weight": plain},
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_layers", "scalar"),
+    [("gemma3", 62, 168), ("gemma3", 48, 128), ("gemma2", 46, 168), ("gemma2", 42, 128)],
+)
+def test_only_gemmas_of_27b_scale_scores_by_the_hidden_size(architecture, num_layers, scalar):
+    assert gemma_config(architecture, num_layers)["query_pre_attn_scalar"] == scalar
+
+
+def test_the_windows_and_bases_of_gemma_3():
+    config = gemma_config("gemma3", 3)
+    assert (config["sliding_window"], config["rope_theta"]) == (None, 1e6)
+    fields = {"attention.sliding_window": 512, "rope.freq_base": 2e6, "rope.freq_base_swa": 3e4}
+    config = gemma_config("gemma3", 3, **fields, **{"attention.sliding_window_pattern": 2})
+    assert (config["sliding_window"], config["sliding_window_pattern"]) == (512, 2)
+    assert (config["rope_theta"], config["rope_local_base_freq"]) == (2e6, 3e4)
+    pattern = {"attention.sliding_window_pattern": [True, True, False]}
+    config = gemma_config("gemma3", 3, **fields, **pattern)
+    assert config["layer_types"] == ["sliding_attention"] * 2 + ["full_attention"]
+
+
+def test_the_caps_of_gemma_2():
+    config = gemma_config("gemma2", 3, attn_logit_softcapping=40.0)
+    assert config["attn_logit_softcapping"] == 40.0
+    assert "final_logit_softcapping" not in config, "the default holds"
+    assert "sliding_window" not in config
 
 
 def test_a_file_is_laid_out_once_and_again_when_it_changes(llama, tmp_path):
@@ -136,7 +182,7 @@ def test_sentence_piece_tokens_are_merged_by_score():
     ("metadata", "message"),
     [
         ({"llama.block_count": None}, r"tiny.gguf: llama.block_count is missing"),
-        ({"general.architecture": "mamba"}, r"architecture is 'mamba'; supported: llama, qwen2"),
+        ({"general.architecture": "mamba"}, r"architecture is 'mamba'; supported: gemma, gem"),
         (
             {"tokenizer.ggml.pre": "viking"},
             r"tokenizer.ggml.pre is 'viking'; supported: default",

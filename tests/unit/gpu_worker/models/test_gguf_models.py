@@ -76,6 +76,18 @@ def test_experts_that_a_file_joins_are_taken_apart(as_directory, model_dirs, fam
     assert_equals_transformers(model_dirs.get(family, **SIZES, **overrides), sequence)
 
 
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
+def test_gemmas_have_one_more_in_their_norms(as_directory, model_dirs, family):
+    """Transformers does not read all of these files; it has the directory that they come from."""
+    overrides = {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 7}
+    overrides |= {"attn_logit_softcapping": 50.0} if family == "gemma2" else {}
+    overrides |= {"layer_types": None, "sliding_window_pattern": 6, "hidden_size": 64}
+    _, directory = as_directory(family, "F32", overrides=overrides)
+    sequence = Sequence(random_prompt(41, seed=1))
+    PagedLoop(load(directory), block_size=16).generate([sequence], NUM_TOKENS)
+    assert_equals_transformers(model_dirs.get(family, **SIZES | overrides), sequence)
+
+
 DENSE = 2 * 256 * (256 + 2 * 128 + 256 + 3 * 256)
 WITH_EXPERTS = 2 * 256 * (64 + 2 * 32 + 64 + 4 * 3 * 64)
 
