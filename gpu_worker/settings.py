@@ -22,8 +22,8 @@ class WorkerSettings(ProcessSettings):
     http_port: Port = 8002
     """Port of HTTP; 0 picks a free one."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """How long the worker may drain after SIGTERM, in seconds. While it drains, running steps
-    finish, and the scheduler continues their sequences on other workers."""
+    """How long the worker may drain after SIGTERM, in seconds. While the worker drains, running
+    steps finish, and the scheduler continues the worker's sequences on other workers."""
     model: ModelName
     """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
     Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md)."""
@@ -43,8 +43,9 @@ class WorkerSettings(ProcessSettings):
     """This worker's name in logs and for the scheduler; unset: the machine's name."""
     role: Role = Role.BOTH
     """What this worker computes: prompts (prefill), outputs (decode), or both. If no worker with
-    the other role is attached, this worker computes both. Requests move between workers with their
-    KV, through the host memory of both workers (host-kv-memory-gb, docs/fleet.md)."""
+    the other role is attached, this worker computes both. After its prompt, a request moves with
+    its KV to a worker for outputs, through the host memory of both workers (host-kv-memory-gb,
+    docs/fleet.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the model runs: cpu, cuda or cuda:N; auto is cuda if there is a GPU, else cpu."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -52,20 +53,21 @@ class WorkerSettings(ProcessSettings):
     device is slow with that format."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads the weights. dummy draws random weights on the device instead, to measure speed
-    and memory; the model then outputs nonsense. The format of a quantized checkpoint is ignored,
-    unless it is MXFP4."""
+    and memory; the model then outputs nonsense. dummy ignores the format of a quantized checkpoint,
+    unless this format is MXFP4."""
     quantization: Literal["int8", "int4"] | None = None
     """Quantize the weights of linear maps when they are read, for less memory and faster decoding.
     This works with Quire's own implementations and with your own class (model-class). int8: each
-    output has a scale. int4: each group of 32 inputs of an output has a scale and an offset; the
-    map to the vocabulary is in int8. Maps that are quantized in the checkpoint stay as they are.
-    Unset: not quantized."""
+    output has a scale. int4: each group of 32 inputs of an output has a scale and an offset; the LM
+    head is in int8. Maps that are quantized in the checkpoint stay as they are. Unset: not
+    quantized."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters as NAME=DIR, in PEFT's format, separated by commas. A request whose model is
     NAME uses that adapter. Only for Quire's own implementations (docs/models.md)."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """The largest number of tokens in a sequence, prompt and output together; unset: the model's
-    limit. In a model with LongRoPE, this limit selects the factors (docs/models.md)."""
+    limit. In a model with LongRoPE, this limit selects the short or the long factors
+    (docs/models.md)."""
     max_num_seqs: PositiveInt | None = None
     """The largest number of sequences that run at once; unset: 64 on a CPU, 256 on a GPU, 512 on a
     GPU with 80 GB, 1024 on a GPU with 120 GiB or more."""
@@ -80,9 +82,9 @@ class WorkerSettings(ProcessSettings):
     """KV memory in GiB; unset: on a GPU, the part of gpu-memory-utilization that the model leaves;
     on a CPU, 1 GiB or half of the free memory, whichever is less."""
     max_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Size in GiB to which the KV pool can grow while in use (quire resize). Only addresses are
-    reserved for it, no memory. 0: the size is fixed. Unset: on a CPU, all memory of the machine; on
-    GPUs, and with draft-model, the size is fixed."""
+    """Size in GiB to which the KV pool can grow while in use (quire resize). For the growth, the
+    worker reserves addresses, but no memory. 0: the size is fixed. Unset: on a CPU, all memory of
+    the machine; on GPUs, and with draft-model, the size is fixed."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """Number format of stored KV: auto is the model's dtype; int8 and fp8 (e4m3) take about half
     the memory of bfloat16, so about twice as many tokens fit. Each slot and kv head has a scale."""
@@ -106,7 +108,7 @@ class WorkerSettings(ProcessSettings):
     because a CPU's KV is in host memory anyway."""
     host_kv_codec: str = "none"
     """How KV is encoded in host memory: none, as on the device; int8 or fp8, in half the memory but
-    less precise, so that a sequence's output after a swap may differ."""
+    less precise, so a sequence's output may differ after its KV was in host memory."""
     disk_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Disk space in GiB for KV; 0: none. Needs host memory for KV."""
     disk_kv_dir: Path | None = None
@@ -121,11 +123,11 @@ class WorkerSettings(ProcessSettings):
     prefix: any URL that fsspec knows, such as file:///mnt/kv or s3://BUCKET/kv. Needs host memory
     for KV, and quire[far]. Empty: none."""
     far_kv_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 100.0
-    """Approximate limit on the KV in far-kv-url, in GiB; beyond it, the oldest KV is deleted. Must
-    be equal on all workers that share the directory."""
+    """Approximate limit on the KV in far-kv-url, in GiB; beyond the limit, the oldest KV is
+    deleted. Must be equal on all workers that use this directory."""
     kv_checksum: bool = False
-    """Check each block that comes back from host memory; if it has changed, its tokens are
-    recomputed."""
+    """Verify the checksum of each block that comes back from host memory; if a block has changed,
+    its tokens are recomputed."""
     kv_transfer: Literal["grpc", "nixl"] = "grpc"
     """How KV is read from other workers. grpc: KV comes in messages. nixl: KV is read directly from
     the memory of workers that also use nixl, by RDMA or from process to process; from other workers
@@ -141,28 +143,29 @@ class WorkerSettings(ProcessSettings):
     draft_model: ModelName | None = None
     """A smaller model with the same vocabulary, which makes the guesses; named as in --model."""
     ngram_min: PositiveInt = 2
-    """The smallest n with which ngram looks for a sequence's last n tokens earlier in the
-    sequence."""
+    """Smallest n of ngram's n-grams: ngram searches the sequence for an earlier occurrence of its
+    last n tokens."""
     ngram_max: PositiveInt = 4
-    """The largest n with which ngram looks for the last n tokens; it uses the longest match."""
+    """Largest n of ngram's n-grams; ngram uses the longest n-gram that occurs earlier."""
     enforce_eager: bool = False
     """Run a GPU's steps without CUDA graphs. The worker starts faster, because it captures no
     graphs, but small models run more slowly. Models that cannot be captured never use graphs."""
     attention_backend: Literal["triton", "flash-attention-3"] = "triton"
     """The implementation of attention on a GPU: Quire's Triton kernels, or FlashAttention-3, which
     must be installed and needs compute capability 9.0. Layers that FlashAttention-3 does not
-    support (fp32, quantized KV, latents, sinks, head dims above 256) use Quire's kernels. The speed
+    support (fp32, quantized KV, MLA, sinks, head dims above 256) use Quire's kernels. The speed
     with FlashAttention-3 is not measured."""
     shared_prefix_attention: bool = False
-    """If several sequences begin with the same blocks, and these have at least 512 tokens together,
-    attend to the blocks only once per step. This works only in decode steps that CUDA graphs
-    replay, and only for models whose layers all see every token. The last bits of results then
-    depend on which sequences share a step. The speed is not measured yet."""
+    """Attend only once per step to blocks with which several sequences begin, if these blocks have
+    at least 512 tokens in all. This works only in decode steps that CUDA graphs replay, and only
+    for models whose layers all see every token. With this setting, the last bits of a sequence's
+    results depend on which other sequences are in the step. The speed is not measured yet."""
     batch_invariant: bool = False
     """On a GPU, make every bit of a result independent of other requests, at the price of speed
-    (docs/worker-step.md). This works with Quire's own decoders without experts, on one device,
-    without LoRA adapters. So far this is tested only in Triton's interpreter. On a CPU, Quire's
-    compiled kernels always compute each row independently."""
+    (docs/worker-step.md). This works with Quire's own decoders without experts and without MLA, on
+    one device, without LoRA adapters. The setting was tested only in Triton's interpreter, not on a
+    GPU. On a CPU, the results of Quire's compiled kernels never depend on other requests, even
+    without this setting."""
     num_threads: PositiveInt | None = None
     """Number of threads that compute on a CPU, shared by the ranks on this machine; unset: one per
     physical core that this process may use, and at most the CPU limit of its control group (a
@@ -170,19 +173,21 @@ class WorkerSettings(ProcessSettings):
     pin_threads: Literal["on", "off"] = "off"
     """Whether each thread of the kernels in C stays on a physical core of its own, and each part of
     the weights stays in the memory beside the core that reads it. on: the threads stay on the first
-    cores that this process may use. Give other workers other cores, for example with taskset or a
-    container's set of CPUs, because threads that share a pinned core wait for each other. The
-    default is off, because the effect was never measured; pinning should help on several sockets.
-    Linux only."""
+    cores that this process may use. Give each worker on a machine its own cores, for example with
+    taskset or a container's set of CPUs, because two threads that are pinned to the same core wait
+    for each other. The default is off, because the effect was never measured; pinning should help
+    on machines with several sockets. Linux only."""
     amx: Literal["auto", "on", "off"] = "auto"
     """Whether linear maps and attention in bfloat16 use Intel's AMX, on a CPU that has it. auto:
-    AMX is used if its results are right, and only where it is faster. This is decided for each
-    weight format, and for attention. The worker's first start on a machine measures the speeds and
-    keeps the findings. on: AMX is used if its results are right. off: never. AMX changes the last
-    bits of results, so with workers on several machines choose on or off for all."""
+    AMX is used if its results are right, and only where it is faster. The worker decides separately
+    for each weight format and for attention. At its first start on a machine, the worker checks and
+    times AMX, and keeps the outcome in a file for later starts. on: AMX is used if its results are
+    right. off: never. AMX changes the last bits of results, so with workers on several machines
+    choose on or off for all."""
     tensor_parallel_size: PositiveInt = 1
-    """Number of devices that split each layer of the model. Together they are one worker, and each
-    holds its part of the weights and KV. Must divide the model's heads (docs/parallelism.md)."""
+    """Number of devices that split each layer of the model. These devices are one worker, and each
+    device holds a part of the weights and KV. The number must divide the model's number of heads
+    (docs/parallelism.md)."""
     pipeline_parallel_size: PositiveInt = 1
     """Number of pipeline stages, which work one after another. Each stage has a part of the layers,
     and tensor-parallel-size devices of its own."""
@@ -194,8 +199,8 @@ class WorkerSettings(ProcessSettings):
     device. Unset: all remaining ranks."""
     master_addr: str = "127.0.0.1"
     """Where rank 0 listens for the other ranks. With several machines, this is an address of rank
-    0's machine that the others can reach. Nothing else should be able to reach it, because rank 0
-    trusts every process that connects."""
+    0's machine that the others can reach. Nothing but the ranks should be able to reach this
+    address, because rank 0 trusts every process that connects."""
     master_port: Port = 0
     """The port on which rank 0 listens; 0 picks a free one. Must be set with several machines."""
 

@@ -1,4 +1,4 @@
-"""Attachments: at any time the worker obeys one scheduler, the one with the newest epoch."""
+"""Tracks which scheduler is attached: the worker obeys only the scheduler with the newest epoch."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,13 @@ from contract.state import Holdings
 
 @dataclass(slots=True)
 class Attachment:
-    """One scheduler's claim on the worker, from its `Attach` to the next."""
+    """A scheduler's claim on the worker; it ends when this or another scheduler attaches."""
 
     number: int
     epoch: int
     has_stream: bool = False
-    """Whether a batch has come on an `Execute` stream; batches on a second stream are refused."""
+    """Whether a batch has come on an `Execute` stream of this attachment; batches on a second
+    stream are refused."""
     num_open_streams: int | None = None
     """Number of open `Execute` streams of this attachment; None: no stream was opened yet."""
     last_step_id: int = 0
@@ -22,25 +23,27 @@ class Attachment:
     done_step_id: int = 0
     """The step of the last result sent."""
     holdings: Holdings | None = None
-    """What the worker held when the attachment began; kept until the attachment's first step."""
+    """The rows and blocks that the worker held when the attachment began; kept until the
+    attachment's first step."""
 
 
 class Attachments:
-    """Keeps the newest attachment, and refuses all others."""
+    """Keeps the newest attachment, and refuses calls for older attachments."""
 
     def __init__(self) -> None:
         self.newest: Attachment | None = None
         self.num_heartbeats = 0
-        """Number of `Attach` calls, batches and heartbeats from attached schedulers."""
+        """Number of `Attach` calls, batches and heartbeats that the worker has accepted."""
         self.is_cut_off = False
-        """Whether the newest scheduler's last heartbeat said that all its routers are silent."""
+        """Whether the newest scheduler's last heartbeat said that none of its routers sends
+        heartbeats to the scheduler."""
 
     def begin(self, epoch: int) -> Attachment:
         """Begin a scheduler's attachment. A scheduler may attach again.
 
         Raises:
             InvalidArgumentError: The epoch is 0, or too far ahead of the clock.
-            StaleEpochError: A newer epoch has attached.
+            StaleEpochError: A scheduler with a newer epoch has attached.
         """
         before = self.newest
         check_epoch(epoch)
@@ -52,17 +55,17 @@ class Attachments:
         return self.newest
 
     def on_heartbeat(self, epoch: int, *, is_cut_off: bool) -> None:
-        """Count a heartbeat, if it comes from the attached scheduler."""
+        """Count a heartbeat and store `is_cut_off`, if `epoch` is the newest epoch."""
         if self.newest is not None and epoch == self.newest.epoch:
             self.num_heartbeats += 1
             self.is_cut_off = is_cut_off
 
     def of(self, epoch: int) -> Attachment:
-        """Return the newest attachment, which must be that of `epoch`.
+        """Return the newest attachment; its scheduler must have the epoch `epoch`.
 
         Raises:
-            InvalidArgumentError: That epoch has not attached.
-            StaleEpochError: A newer epoch has attached.
+            InvalidArgumentError: No scheduler with this epoch has attached.
+            StaleEpochError: A scheduler with a newer epoch has attached.
         """
         newest = self.newest
         if newest is None:
@@ -76,11 +79,11 @@ class Attachments:
         return newest
 
     def require_newest(self, attachment: Attachment) -> None:
-        """Check that an attachment is still the newest, before touching blocks for it.
+        """Check that `attachment` is still the newest; called before each access to its blocks.
 
         Raises:
-            StaleEpochError: A newer epoch has attached.
-            UnavailableError: The same epoch has attached again.
+            StaleEpochError: A scheduler with a newer epoch has attached.
+            UnavailableError: A scheduler with the same epoch has attached again.
         """
         if attachment is not self.newest:
             raise self.superseded(attachment)
@@ -88,7 +91,7 @@ class Attachments:
     def superseded(self, attachment: Attachment | None) -> QuireError:
         """Return the error for a caller whose `attachment` was replaced by a new attachment.
 
-        A stream has no attachment (None) before its first batch.
+        `attachment` is None if the caller is an `Execute` stream that has received no batch yet.
         """
         assert self.newest is not None, "a scheduler has attached"
         newest = self.newest.epoch

@@ -1,4 +1,4 @@
-"""Moves host blocks to and from the far tier's store."""
+"""Copies host blocks to the far tier's store, and fills host blocks from this store."""
 
 import asyncio
 import time
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 _NUM_AT_ONCE: Final = 8
 _FETCH_S: Final = 10.0
-"""A fetch that takes longer ends with the blocks filled so far, because the request that waits for
-the fetch holds host blocks."""
+"""Limit on the duration of a fetch, because the request that waits for the fetch holds host blocks.
+A fetch that reaches the limit fills no further blocks."""
 
 
 async def store_far(
@@ -25,10 +25,11 @@ async def store_far(
     labels: Sequence[BlockHash],
     check: Callable[[], None],
 ) -> int:
-    """Copy int32[N] blocks and begin to store them; return how many fit in the store's queue.
+    """Begin to store copies of int32[N] host blocks, in order; return how many the store accepted.
 
-    `check` is called after each copy. It raises if the block may have been overwritten before the
-    copy.
+    The first block that the store refuses, for example because its queue is full, is the last one
+    tried. `check` is called after each copy. It raises if the block may have been overwritten
+    before the copy.
 
     Raises:
         QuireError: See `read_host_blocks`.
@@ -49,17 +50,17 @@ async def fetch_far(
     block_bytes: int,
     check: Callable[[], None],
 ) -> int:
-    """Fill int32[N] blocks in order, and return how many were filled.
+    """Fill int32[N] host blocks from the store, in order; return how many were filled.
 
-    This ends at the first block that the store lacks, or after `_FETCH_S` seconds. The first block
-    is read alone, because the others are useless without it.
+    The fetch ends at the first content that the store lacks, or after `_FETCH_S` seconds. The first
+    content is read alone, because later blocks are useless without the first.
 
     Args:
         blocks: This worker's host blocks.
         far: The store that has the contents.
         block_ids: Distinct target blocks.
         labels: Labels of the contents.
-        block_bytes: Bytes of a block in the host.
+        block_bytes: Number of bytes of a host block.
         check: Called before each write; raises if the caller may no longer write to the blocks.
     """
     num_done, count = 0, 1

@@ -1,9 +1,10 @@
 """Moves KV between two workers: sends host blocks, and fills host blocks from another worker.
 
-The scheduler names the blocks, and ensures that nothing else reads or writes them at the same time.
-Contents are sent in the host's encoding and in pieces; steps run between two pieces. The contents
-travel in messages unless both workers have NIXL. With NIXL they are read directly from the source's
-memory, and messages contain only addresses and checksums.
+The scheduler names the blocks, and ensures that nothing else reads or writes these blocks during
+the transfer. The contents are sent as they are encoded in host memory, in pieces of several blocks;
+steps run between two pieces. The contents travel in messages unless both workers have NIXL. With
+NIXL the worker that fills blocks reads the contents directly from the source's memory, and messages
+contain only addresses and checksums.
 """
 
 import asyncio
@@ -25,11 +26,11 @@ from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 
 _PIECE_BYTES: Final = 4 * 1024**2
-"""Limit on the bytes of blocks in a message; a larger block is sent alone. Copying this many bytes
-delays a step by about 1 ms."""
+"""Limit on the bytes of blocks in a message; a block larger than this limit gets its own message.
+Copying this many bytes delays a step by about 1 ms."""
 _PULL_TIMEOUT_S: Final = 120.0
-"""A source that takes longer counts as hung. This limit is needed, because the scheduler sets none
-when it calls `PullKv`."""
+"""Limit on a `ReadKv` call: a source that takes longer counts as hung. The limit is needed, because
+the scheduler calls `PullKv` without a deadline."""
 
 _log = structlog.get_logger()
 
@@ -63,7 +64,7 @@ async def read_kv(
     Args:
         blocks: This worker's host blocks.
         block_ids: The blocks to read.
-        block_bytes: Bytes of a block in the host.
+        block_bytes: Number of bytes of a host block.
         transfer: The engine with which the other worker reads the contents; None: send the contents
             in messages.
 
@@ -100,18 +101,19 @@ async def pull_kv(
 ) -> None:
     """Send `request` to the worker at `source_target`, and fill int32[N] blocks with the result.
 
-    If `transfer` fails, the contents come in messages, and `transfer` avoids the source for some
-    time.
+    If `transfer` fails, the source sends the contents in messages instead, and `transfer` avoids
+    the source for some time.
 
     Args:
         blocks: This worker's host blocks.
         source_target: A gRPC target.
-        request: The request for the other worker.
+        request: A result of `read_request`, which names the source's blocks.
         block_ids: Distinct target blocks.
-        block_bytes: Bytes of a block in the host.
+        block_bytes: Number of bytes of a host block.
         check: Called before each write; raises if the caller may no longer write to the blocks.
-        tls: TLS of the call to that worker; None: plaintext.
-        transfer: Used if the source has the same engine; None: contents travel in messages.
+        tls: TLS settings for the call to the source; None: plaintext.
+        transfer: The engine that reads the contents, if the source has NIXL, too; None: the
+            contents come in messages.
 
     Raises:
         UnavailableError: The source failed, or sent too little, too much or damaged content. Some
@@ -160,7 +162,7 @@ class _Pull:
         request: worker_pb2.ReadKvRequest,
         transfer: NixlEngine | None = None,
     ) -> None:
-        """Make the request, and write the contents that arrive."""
+        """Make the request, and write the contents that arrive to the target blocks."""
         sources = unpack_int32(request.host_block_ids, "host_block_ids")
         memory = worker_pb2.KvMemory()
         num_done = 0
@@ -199,7 +201,11 @@ class _Pull:
     def _num_blocks(
         self, piece: worker_pb2.ReadKvResponse, max_blocks: int, transfer: NixlEngine | None
     ) -> int:
-        """Return how many blocks a response has; raise UnavailableError if the number is wrong."""
+        """Return how many blocks a response has.
+
+        Raises:
+            UnavailableError: The response has no block, part of a block, or too many blocks.
+        """
         num_bytes = len(piece.content)
         if transfer is not None and not num_bytes:
             max_blocks = min(max_blocks, transfer.num_staged)
@@ -221,7 +227,10 @@ class _Pull:
 def read_request(
     epoch: int, instance_id: int, block_ids: Int32Array, kv_format: str
 ) -> worker_pb2.ReadKvRequest:
-    """Make a request to worker `instance_id` for the contents of host blocks in `kv_format`."""
+    """Make a request to worker `instance_id` for the contents of host blocks.
+
+    That worker refuses the request unless `kv_format` is its own format of KV in host memory.
+    """
     return worker_pb2.ReadKvRequest(
         epoch=epoch,
         host_block_ids=pack_int32(block_ids),

@@ -10,7 +10,8 @@ from contract.step import Result
 from gpu_worker.service.attachments import Attachment, Attachments
 
 _MAX_OWED = 4
-"""Limit on a stream's batches whose results are not sent yet; a scheduler sends two ahead."""
+"""Limit on a stream's batches whose results are not sent yet; a scheduler has at most two steps in
+flight."""
 
 
 class ResultStream:
@@ -36,7 +37,7 @@ class ResultStream:
         self._changed.set()
 
     def end(self, error: Exception | None = None) -> None:
-        """End the queue after the results owed so far, with `error` if given."""
+        """End the queue after the results that it holds now; after them, raise `error` if given."""
         if not self._is_over:
             self._is_over, self._end = True, error
             self._changed.set()
@@ -108,7 +109,7 @@ class Executions:
         execution.ended.set()
 
     def supersede(self, attachments: Attachments) -> None:
-        """End all streams at once, because a scheduler has attached."""
+        """End all streams at once, because a scheduler has attached after they were opened."""
         for execution in self._open:
             execution.results.abandon(attachments.superseded(execution.attachment))
 

@@ -5,7 +5,7 @@ numbers in both pools, so the scheduler needs no second allocation. This module 
 the small model is valid:
 
     by row      KV is valid for the row's first `_num_computed` tokens
-    by block    whether the KV in all slots is valid, for a new row that finds the block cached
+    by block    whether the KV in all slots is valid; read when a new row finds the block cached
 
 The small model lacks the KV of tokens that rows gained without guesses, and of blocks that were
 swapped in, because the host holds only the large model's KV. It also lacks the KV of cached blocks
@@ -13,7 +13,8 @@ whose rows ended before the small model computed them. Before the next guess the
 computes the missing tokens, which is cheap. An error in the tracking may lower the acceptance rate,
 but the output stays right.
 
-Symbols: `N` rows that guess, `K` the largest number of tokens guessed.
+Symbols: `N` rows that guess, `K` the largest number of tokens guessed, `S` rows that the small
+model computes, `E` hidden size.
 """
 
 from collections.abc import Callable
@@ -73,7 +74,10 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def capture_decodes(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
-        """Capture graphs for a row's second and later guesses; see `ModelRunner`."""
+        """Capture graphs for a row's second and later guesses.
+
+        See `ModelRunner.capture_decodes`.
+        """
         graphs = DecodeGraphs(self._model, self._pool, self._limits, self._last_token_ids)
         graphs.capture(backend, report)
         self._decodes = graphs
@@ -92,7 +96,7 @@ class ModelDrafter:
         return self._num_draft_tokens
 
     def prepare(self, plan: Plan, rows: Rows) -> None:
-        """Copy blocks as the plan says; note which KV its swap-ins and new blocks make invalid."""
+        """Copy blocks as the plan says; note that KV in swapped-in and in new blocks is invalid."""
         block_size = self._limits.block_size
         self._is_valid[plan.swap_in_dst_block_ids] = False
         src, dst = plan.copy_src_block_ids, plan.copy_dst_block_ids
@@ -111,7 +115,7 @@ class ModelDrafter:
             self._num_computed_guesses[new.row] = 0
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
-        """See `Drafter`. If a row lacks only a few tokens, `guess` computes them."""
+        """See `Drafter`. If a row lacks the KV of only a few tokens, `guess` computes this KV."""
         self._take_in_guesses(rows, drafting)
         starts = self._num_computed[drafting]  # [N]
         num_left = rows.num_tokens[drafting] - starts
@@ -131,7 +135,10 @@ class ModelDrafter:
     def guess(
         self, rows: Rows, drafting: Int64Array, most: Int64Array, sampler: Sampler
     ) -> Guesses:
-        """See `Drafter`. All guesses of a row but the last are computed, to sample the next one."""
+        """See `Drafter`.
+
+        The small model computes each guess of a row except the last, to sample the next guess.
+        """
         ends = rows.num_tokens[drafting]
         starts = self._num_computed[drafting]
         drawn = []  # by distance: int64[rows that guess this far], on the device
@@ -169,7 +176,7 @@ class ModelDrafter:
         self._num_computed_guesses[drafting] = 0
 
     def _set_computed(self, rows: Rows, which: Int64Array, num_computed: Int64Array) -> None:
-        """Set how many tokens of the rows are computed, and mark full blocks as valid."""
+        """Set how many tokens of rows `which` are computed, and mark their full blocks as valid."""
         block_size = self._limits.block_size
         first, end = self._num_computed[which] // block_size, num_computed // block_size
         self._num_computed[which] = num_computed
@@ -177,7 +184,7 @@ class ModelDrafter:
             self._is_valid[rows.block_tables[which[i], first[i] : end[i]]] = True
 
     def _forward(self, rows: Rows, scheduled: ScheduledRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the hidden states `[N, E]` to sample from, and their rows."""
+        """Compute a step; return the hidden states `[*, E]` to sample from, and their rows."""
         is_all_known = scheduled.num_decodes == 0
         if self._pieces is not None and self._pieces.takes(scheduled):
             replayed = self._pieces.replay(rows, scheduled, is_all_known=is_all_known)
@@ -212,7 +219,10 @@ class ModelDrafter:
 def _scheduled(
     rows: Rows, which: Int64Array, starts: Int64Array, lens: Int64Array, *, samples: bool
 ) -> ScheduledRows:
-    """Schedule chunks of the rows `which`, int64[N]; either all sample at their end, or none."""
+    """Schedule a chunk of each of the rows `which`, int64[S].
+
+    With `samples`, each row samples a token at the end of its chunk.
+    """
     sampling = np.arange(len(which) if samples else 0)
     return ScheduledRows(
         rows=which,
@@ -253,10 +263,10 @@ def load_draft_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> DraftModel:
-    """Load the small model in `directory`, to guess for the one in `model_directory`.
+    """Load the small model in `directory`, to guess for the large model in `model_directory`.
 
     Raises:
-        ModelError: The small model cannot be loaded, or cannot guess for the large one.
+        ModelError: The small model cannot be loaded, or cannot guess for the large model.
     """
     source = open_model(directory, max_model_len=limits.max_model_len)
     config = source.config

@@ -23,14 +23,14 @@ class Drafter(Protocol):
         """Process a step's changes. Called for each step, after the plan was applied to `rows`."""
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
-        """Process the known tokens of decoding rows, as far as this step's limit allows.
+        """Process the known tokens of decoding rows, as far as the limit on a step's tokens allows.
 
         Args:
             rows: Has the values of all known tokens of `drafting`.
             drafting: int64[N], rows.
 
         Returns:
-            bool[N]: whether `guess` may be called now, for each row.
+            bool[N]: for each row, whether `guess` may be called in this step.
         """
 
     def guess(
@@ -41,10 +41,10 @@ class Drafter(Protocol):
         Args:
             rows: See `catch_up`.
             drafting: int64[N], rows for which `catch_up` returned true in this step.
-            most: int64[N] in [1, num_draft_tokens], the largest number of tokens for each row; the
-                row's block table has room for them.
-            sampler: The sampler that will verify the guesses; from equal logits it draws equal
-                tokens.
+            most: int64[N] in [1, num_draft_tokens], the largest number of guesses for each row; the
+                row's block table has room for as many.
+            sampler: The sampler that will verify the guesses; it draws equal tokens from equal
+                logits.
 
         Returns:
             N arrays; an array is empty if there is no guess for its row.

@@ -31,16 +31,17 @@ guesses."""
 _STEP_MEMORY = 0.99
 """The factor by which each step reduces the weight of older steps in the measured costs."""
 _TRIAL_STEPS = 32
-"""One step in this many does the opposite of the better choice."""
+"""One step in this many does the opposite of what pays: it does not guess where guesses pay, or
+guesses where they do not."""
 _MAX_SLOWNESS = 3.0
-"""A step counts as at most this many times the mean duration; if it was slower, something else
-interfered."""
+"""A measured duration is capped at this many times the mean: something else delayed a step that
+took longer."""
 _PRIOR_TRIED, _PRIOR_KEPT = 2.0, 1.4
 """A row's prior, as numbers of guesses tried and kept."""
 _MAX_CHANCE = 0.999
 _MIN_SPREAD = 1e-3
-"""The line `a + b T` is fitted only if the variance of `T` exceeds this share of its squared
-mean."""
+"""The line `a + b T` is fitted only if the variance of `T`, divided by the squared mean of `T`,
+exceeds this."""
 
 
 class DraftLengths:
@@ -58,7 +59,10 @@ class DraftLengths:
         self._seen[:, rows] = 0
 
     def choose(self, rows: Int64Array) -> Int64Array:
-        """Choose how many tokens to guess for each row, int64[N] each. Called once per step."""
+        """Return int64[N]: how many tokens to guess for each of `rows`, int64[N].
+
+        Called once per step.
+        """
         self._num_choices += 1
         cost = self.cost
         pays, is_trial = cost < 1, self._num_choices % _TRIAL_STEPS == 1
@@ -84,7 +88,7 @@ class DraftLengths:
     def learn_chances(
         self, rows: Int64Array, num_guessed: Int64Array, num_kept: Int64Array
     ) -> None:
-        """Learn how many guesses were made and how many kept, int64[N] each."""
+        """Learn how many guesses were made and kept for each of `rows`; all arrays are int64[N]."""
         # Guesses after a wrong one give no information.
         num_tried = np.minimum(num_kept + 1, num_guessed)
         memory = np.where(num_guessed > 0, _ROW_MEMORY, _IDLE_MEMORY)

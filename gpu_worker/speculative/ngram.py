@@ -17,7 +17,7 @@ from gpu_worker.step.rows import Rows
 
 @dataclass(slots=True)
 class _Index:
-    """Where each n-gram of a sequence occurred last with a known token after it."""
+    """An index of a sequence's n-grams: where each last occurred with a known token after it."""
 
     incarnation: int
     """`Rows.incarnation` of the sequence that is indexed."""
@@ -28,7 +28,10 @@ class _Index:
 
 
 class NgramDrafter:
-    """Finds the longest n-gram at a row's end that occurred before, and copies the next tokens."""
+    """Guesses the tokens that followed an earlier occurrence of a row's last n-gram.
+
+    Uses the longest n-gram that occurred earlier.
+    """
 
     def __init__(self, num_draft_tokens: int, min_size: int, max_size: int) -> None:
         """N-grams have `min_size` to `max_size` tokens, 1 <= min_size <= max_size."""

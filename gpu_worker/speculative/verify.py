@@ -1,24 +1,25 @@
 """Verifies guesses: computes them along with rows' next tokens, and keeps the right ones.
 
-A row with known tokens `[0, n)` computes its last one, at `n - 1`, in each step, and samples the
-token at `n`. With k guesses for positions `[n, n + k)` it computes k + 1 tokens, as a short chunk,
-and samples a token for each of `[n, n + k]`. The token at `n` is the same as without guesses. If
-this token equals its guess, the token at `n + 1` was sampled from the right context, so it is the
-token that the next step would sample. The same holds for later positions. So sampled tokens are of
-two kinds::
+In each step, a decoding row with known tokens `[0, n)` computes the last of them, at `n - 1`, and
+samples the token at `n`. With k guesses for positions `[n, n + k)` the row computes k + 1 tokens,
+as a short chunk, and samples a token for each of `[n, n + k]`. The token at `n` is the same as
+without guesses. If this token equals its guess, the token at `n + 1` was sampled from the right
+context, and the next step would have sampled the same token. The same holds for later positions. So
+sampled tokens are of two kinds::
 
     kept      all up to and including the first that differs from its guess, or that ends the row
     dropped   the other tokens, which were sampled after tokens that the row does not have
 
 The KV of a wrong guess stays until the token at its position is computed. It does no harm, because
-no row reads a slot past its own known tokens, and the scheduler publishes no such slot.
+no row reads a slot past its own known tokens, and the scheduler publishes no block with such a
+slot.
 
 The verification is exact for any sampling. A draw depends only on seed, position and logits
 (`draw.py`). So the token at a position is the same whether or not its context was guessed, except
 that the last bits of logits may differ between a chunk and a single token. How guesses are made
 does not matter. If each draw had fresh random numbers, the rejection rule of Leviathan et al. (Fast
 Inference from Transformers via Speculative Decoding, 2023) would be needed to keep the
-distribution. With these draws, even the output itself stays the same.
+distribution. Quire's draws use no fresh random numbers, so even the output itself stays the same.
 
 Rows with penalties or a grammar get no guesses, because their logits depend on every token sampled
 before.
@@ -61,9 +62,9 @@ class Speculation:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Let steps guess as much as blocks allow, ignoring measured costs.
+        """Within the context, let steps guess as much as blocks allow, ignoring measured costs.
 
-        Afterwards, discard what these steps measured.
+        The end of the context discards what these steps measured.
         """
         self._is_rehearsal = True
         try:

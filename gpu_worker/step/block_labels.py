@@ -71,7 +71,7 @@ class TierLabels:
     def __init__(self, num_blocks: int) -> None:
         self._labels = np.zeros((num_blocks, HASH_BYTES), np.uint8)
         self._ages = np.zeros(num_blocks, np.int64)
-        """Orders the labels: a newer label has a larger number. 0: the block has no label."""
+        """By block: a number that is larger for a newer label. 0: the block has no label."""
 
     def assign(self, blocks: Int32Array, labels: Labels, ages: Int64Array) -> None:
         """Label blocks; age 0 removes the label. A repeated block gets its last label.
@@ -169,7 +169,7 @@ class BlockLabels:
 
         Args:
             plan: The step that was applied last.
-            failed: int32[F], those of its `swap_in_dst_block_ids` whose swap-in failed.
+            failed: int32[F], the blocks of `plan.swap_in_dst_block_ids` whose swap-in failed.
         """
         if len(failed):
             has_failed = np.isin(plan.swap_in_dst_block_ids, failed)
@@ -179,7 +179,7 @@ class BlockLabels:
             self._avoid(failed)
 
     def distrust(self, rows: Rows, failed_rows: Int64Array) -> Int32Array:
-        """Remove the labels of failed rows' blocks in every tier, so that no request hits them.
+        """Remove the labels of failed rows' blocks in every tier, so that their KV is never reused.
 
         Returns:
             int32[N]: the disk blocks that lost their labels.
@@ -211,7 +211,10 @@ class BlockLabels:
         return stored[ages > 0], labels[ages > 0]
 
     def restore_disk(self, blocks: Int32Array, labels: Labels) -> None:
-        """Before any step, label disk blocks that an earlier process has stored, oldest first."""
+        """Label disk blocks that an earlier process stored; the oldest labels come first.
+
+        Called before the first step.
+        """
         self.disk.assign(blocks, labels, 1 + np.arange(len(blocks)))
         self._num_given = max(self._num_given, len(blocks))
 

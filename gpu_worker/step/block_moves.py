@@ -19,7 +19,7 @@ from gpu_worker.step.block_labels import BlockLabels
 
 
 class Pool(Protocol):
-    """The part of the device's KV pool that moves need."""
+    """The methods of the device's KV pool that block moves need."""
 
     def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole blocks `src` to `dst`, int64[N] each; all reads come before all writes."""
@@ -48,7 +48,8 @@ class BlockMoves:
     ) -> None:
         """Without a `host_pool` no step swaps; without a `disk_pool` no step stores or loads.
 
-        `ranks` are the model's other devices, which make the same moves; None if there are none.
+        `ranks` are the model's other devices, which make the same moves; None: the model has one
+        device.
         """
         self.host_pool = host_pool
         self.disk_pool = disk_pool

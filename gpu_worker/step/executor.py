@@ -2,8 +2,8 @@
 
 A step is launched, then collected. On CUDA the next step may be launched before this one is
 collected. Launching never waits for the device, and a decode's input token goes from the sampler to
-the next step without leaving the device. On a CPU a launched step is already done. One thread makes
-all calls.
+the next step without leaving the device. On a CPU a step is done when `launch` returns. One thread
+makes all calls.
 """
 
 import contextlib
@@ -164,7 +164,7 @@ class Executor:
         return 2 if self._device.type == "cuda" and self._speculation is None else 1
 
     def bind_thread(self) -> None:
-        """Set torch's state of the calling thread, which then makes all other calls."""
+        """Set torch's per-thread state. All later calls must come from the same thread."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
@@ -255,8 +255,8 @@ class Executor:
         host, where `collect` reads them.
 
         Raises:
-            InvalidArgumentError, InconsistentPlanError: See `Rows.apply`. Afterwards no
-                step may follow before `reset`.
+            InvalidArgumentError, InconsistentPlanError: See `Rows.apply`. After such an error, call
+                `reset` before the next step.
         """
         start_s = time.monotonic()
         with timeline.span("change the rows"):
@@ -292,10 +292,10 @@ class Executor:
         1. Tokens of ended rows are dropped, and so are tokens after a wrong guess.
         2. A row fails if its logits were not finite, and is stuck if its grammar allows no token.
            Every other row has sampled.
-        3. Rows that failed, are stuck, or sampled an end token end here: later steps skip them,
-           although the scheduler counts them as decoding until it releases them.
-        4. The rows store the tokens' values and log-probabilities. The drafter learns which guesses
-           were kept. Traced sequences get spans.
+        3. Rows that failed, are stuck, or sampled an end token end now: later steps skip these
+           rows, although the scheduler counts the rows as decoding until it releases them.
+        4. The rows store the sampled tokens and their log-probabilities. The drafter learns which
+           guesses were kept. Traced sequences get spans.
         5. A failed row may have stored wrong KV, so its blocks lose their labels.
         6. Disk moves that have ended are reported with the result.
         """
@@ -379,7 +379,7 @@ class Executor:
 def _of_sampled(
     logprobs: tuple[StepLogprob, ...], has_sampled: BoolArray
 ) -> tuple[StepLogprob, ...]:
-    """Return the log-probabilities of rows that sampled; count `index` among these rows only."""
+    """Return the log-probabilities of rows that sampled, with `index` counted among these rows."""
     if not logprobs:
         return ()
     places = np.cumsum(has_sampled) - 1

@@ -33,7 +33,8 @@ class InputBatch:
     positions: torch.Tensor
     """int64[T]: each token's index in its sequence."""
     metadata: AttentionMetadata
-    """The metadata's wanted tokens are the tokens before the sampled ones."""
+    """`metadata.wanted` selects the tokens right before sampled tokens; None: these are all of the
+    step's tokens."""
     sampling_rows: torch.Tensor
     """int64[N]: the row of each sampled token."""
 
@@ -56,28 +57,31 @@ class HostInputs:
     tables: tuple[Int32Array, ...]
     """By KV group: int32[S, M]."""
     pieces: tuple["ChunkPieces | None", ...]
-    """By KV group: the pieces of sequences, or None if the group has no chunked attention. The
-    table of a group with pieces has a row for each piece."""
+    """By KV group: the pieces of sequences, or None if the group has no chunked attention. If a
+    group has pieces, its entry in `tables` has a block table for each piece, not for each
+    sequence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPieces:
-    """A step's sequences, cut at chunk borders: chunked attention treats each piece as a sequence.
+    """A step's sequences, cut where attention chunks end.
+
+    Chunked attention treats each piece as a sequence.
 
     Symbols: `C` pieces.
     """
 
     seq_lens: Int32Array
-    """int32[C]: tokens from the beginning of the chunk to the end of the piece."""
+    """int32[C]: tokens from the beginning of the piece's chunk to the end of the piece."""
     starts: Int32Array
     """int32[C + 1]: where each piece's tokens start in the step."""
     seqs: Int64Array
     """int64[C]: the sequence of each piece."""
     first_blocks: Int64Array
-    """int64[C]: the index of the chunk's first block."""
+    """int64[C]: the index of the chunk's first block in the sequence's block table."""
 
     def tables(self, tables: Int32Array, block_size: int) -> Int32Array:
-        """Return the pieces' block tables, int32[C, M], each from its chunk's first block."""
+        """Return int32[C, M]: each piece's block table, from the first block of its chunk on."""
         width = -(-int(self.seq_lens.max()) // block_size)
         indices = self.first_blocks[:, None] + np.arange(width)
         # Entries beyond a sequence's end are not read.
@@ -89,7 +93,7 @@ class ChunkPieces:
 def cut_at_chunks(
     firsts: Int64Array, lens: Int64Array, chunk_size: int, block_size: int
 ) -> ChunkPieces:
-    """Cut a step's tokens into pieces, each within one chunk.
+    """Cut a step's tokens into pieces, each within one chunk of chunked attention.
 
     Args:
         firsts: int64[S]: the number of each sequence's tokens before the step.
@@ -164,8 +168,8 @@ def build_input_batch(
         scheduled: The result of `apply`; has at least one token.
         last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
         block_size: Token slots of a block.
-        is_all_known: Whether `rows` has the values of all tokens; `last_token_ids` is then not
-            read.
+        is_all_known: Whether `rows` has the values of all of the step's tokens; if so,
+            `last_token_ids` is not read.
         adapters: The worker's adapters, by number.
         slots: The adapters' slots on a GPU.
     """
@@ -258,7 +262,7 @@ def with_groups(
     *,
     has_chunks: bool = False,
 ) -> AttentionMetadata:
-    """Add the slots and block tables of each KV group, if there are several or one has chunks."""
+    """Add each KV group's slots and block tables, unless there is one group without chunks."""
     if len(slots) == 1 and not has_chunks:
         return metadata
     by_group = tuple(
@@ -283,7 +287,7 @@ def _num_decodes(starts: Int32Array | Int64Array) -> int:
 
 
 def known_token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> Int64Array:
-    """Return tokens whose values the rows have, int64[len(positions)]."""
+    """Return the ids of tokens, int64[len(positions)]; `rows` must have their values."""
     if not len(positions):
         return _NONE
     return rows.token_ids[row_of_token, positions].astype(np.int64)
@@ -313,15 +317,15 @@ def _wanted(
 def places_before_sampled(
     scheduled: ScheduledRows, starts: Int32Array
 ) -> tuple[Int64Array, Int32Array]:
-    """Return the tokens before the sampled ones, one for each sampled token.
+    """Return where in the batch the token right before each sampled token is.
 
     Args:
         scheduled: The step.
         starts: int32[S + 1], where each sequence's tokens start in the batch.
 
     Returns:
-        int64[N], the indexes of these tokens in the batch; and int32[S + 1], where each sequence's
-        tokens start among these tokens.
+        int64[N], the tokens' indexes in the batch; and int32[S + 1], where each sequence's part of
+        these indexes starts.
     """
     firsts = (starts[:-1] - scheduled.starts)[scheduled.sampling]  # [N]: where position 0 would be
     lens = np.bincount(scheduled.sampling, minlength=len(scheduled.rows))

@@ -1,4 +1,7 @@
-"""Runs the model on a scheduled step: gathers inputs, computes, scores prompts, samples."""
+"""Runs the model on a scheduled step: gathers inputs, computes, scores prompts, samples.
+
+Symbols: `N` tokens whose final hidden states are wanted, `E` hidden size.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -35,7 +38,7 @@ _G = TypeVar("_G", DecodeGraphs, PiecewiseGraphs)
 def forward(
     model: Decoder, batch: InputBatch, pool: Any, metadata: AttentionMetadata
 ) -> torch.Tensor:
-    """Compute a batch; return the final hidden states `[N, E]` of the `metadata.wanted` tokens.
+    """Compute a batch; return the final hidden states `[N, E]` of the tokens that `metadata` wants.
 
     Raises:
         ModelError: The model, perhaps a user's class, returned a wrong number of hidden states.
@@ -50,7 +53,10 @@ def forward(
 
 
 class ModelRunner:
-    """A model over a KV pool. Used by one thread, in `torch.inference_mode()`."""
+    """Computes scheduled steps with a model and a sampler.
+
+    Used by one thread, in `torch.inference_mode()`.
+    """
 
     def __init__(
         self,
@@ -67,17 +73,19 @@ class ModelRunner:
         slots: AdapterSlots | None = None,
         before_launch: Callable[[], None] = do_nothing,
     ) -> None:
-        """`adapters` maps numbers in `rows.adapter` to adapters; it may change between steps.
+        """`adapters` maps numbers in `rows.adapter` to adapters.
+
+        The mapping may change between steps.
 
         `slots` hold adapters for CUDA graphs; None: steps with adapters run without graphs.
 
         `before_launch` is called after a step's inputs are enqueued, right before the model runs.
 
-        `takes_parts` allows splitting a step when memory is short. With several ranks it is False,
-        because all ranks would have to split the step in the same way.
+        `takes_parts` allows splitting a step when memory is short. With several ranks `takes_parts`
+        is False, because all ranks would have to split the step in the same way.
 
-        `is_all_known`: whether a step begins only after `rows` has stored the values of all tokens
-        sampled before. If not, a decoding row's last token is read from the device.
+        `is_all_known`: whether `rows` has the values of all earlier tokens when a step begins. If
+        not, a decoding row's last token is read from the device.
         """
         self._model = model
         self._pool = pool
@@ -108,8 +116,8 @@ class ModelRunner:
         """Capture graphs for steps of decodes only. Called before the first step.
 
         Without `has_adapters`, the graphs are only for steps in which no row has an adapter.
-        `report` gets the fraction done. If the backend raises an error, it reaches the caller, and
-        steps of decodes run without these graphs. For `shares_prefixes` see `DecodeGraphs`.
+        `report` gets the fraction done. An error that the backend raises reaches the caller, and
+        steps of decodes then run without these graphs. For `shares_prefixes` see `DecodeGraphs`.
         """
         captured = self._captured(has_adapters=has_adapters)
         graphs = DecodeGraphs(self._model, *captured, shares_prefixes=shares_prefixes)
@@ -137,8 +145,8 @@ class ModelRunner:
 
         Returns:
             The samples and the prompt scores of each part of the step; a step that is not split has
-            one part. Parts without samples, or without scores, are left out. On a GPU, the work is
-            only enqueued.
+            one part. Parts without samples are left out of the samples, and parts without scores
+            out of the scores. On a GPU, the work is only enqueued.
         """
         results = self._run(scheduled)
         self._token_limit.count_step()
@@ -182,7 +190,7 @@ class ModelRunner:
     def _of_adapters(self, graphs: Mapping[bool, _G], scheduled: ScheduledRows) -> _G | None:
         """Return the graphs with adapters if a row has one, else the graphs without adapters.
 
-        None: there are no such graphs, or a row's adapter has no slot.
+        None: these graphs were not captured, or a row's adapter has no slot.
         """
         if not self._adapters:
             return graphs.get(False)
@@ -209,7 +217,11 @@ class ModelRunner:
     def _forward(
         self, scheduled: ScheduledRows
     ) -> tuple[torch.Tensor, torch.Tensor, PromptScoresReadback | None]:
-        """Return the hidden states `[N, E]` to sample from, their rows, and prompt scores."""
+        """Compute a step without decode graphs.
+
+        Returns:
+            The hidden states to sample from, `[N, E]`; the row of each; and the prompt scores.
+        """
         table = self._sampler.table
         is_scored = table.wants_prompt_logprobs[scheduled.rows].any()
         wants_all = is_scored or table.pools_all[scheduled.rows].any()
@@ -259,7 +271,7 @@ class ModelRunner:
         scheduled: ScheduledRows,
         decoded: Decoded | None,
     ) -> Sampled:
-        """Sample a token for each sampling row, and keep it on the device for the next step."""
+        """Sample a token per sampling row, and keep the tokens on the device for the next step."""
         rows, positions = scheduled.rows[scheduled.sampling], scheduled.positions
         pools = self._sampler.table.pools[rows]
         if pools.any():
@@ -312,6 +324,6 @@ class ModelRunner:
 
 
 def _kept(sampled: Sampled) -> Sampled:
-    """Copy the samples of a part, because the next part may replay the graph that wrote them."""
+    """Copy the samples of a part, because the next part may replay the graph that writes them."""
     token_ids, is_finite = sampled.token_ids.clone(), sampled.is_finite.clone()
     return replace(sampled, token_ids=token_ids, is_finite=is_finite)

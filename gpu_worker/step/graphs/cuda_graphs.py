@@ -12,7 +12,8 @@ from gpu_worker.ranks.collectives import Ranks
 from kernels.graph_capture import abandon_capture, begin_capture
 
 Between: TypeAlias = Callable[[Callable[[], object]], object]
-"""Ends the graph that is being captured, inserts eager work, and begins the next graph."""
+"""Ends the graph that is being captured, inserts its argument as eager work, and begins the next
+graph."""
 
 
 class Forward(Protocol):
@@ -25,7 +26,7 @@ class Forward(Protocol):
         pool: Any,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Return hidden states `[T, E]`, of all tokens: in graphs, `metadata.wanted` is None."""
+        """Return the hidden states of all tokens, because `metadata.wanted` is None in graphs."""
 
 
 def do_nothing() -> None:
@@ -55,9 +56,9 @@ class GraphBackend(Protocol):
         """
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor at the same address that does not keep the memory allocated.
+        """Return a view of `tensor` that does not keep the memory of `tensor` allocated.
 
-        Work between graphs must keep only such tensors. If it kept a tensor that was allocated
+        Work between graphs must keep only such views. If the work kept a tensor that was allocated
         during the capture, later tensors of the graphs could not use that tensor's memory.
         """
 
@@ -72,7 +73,8 @@ class CudaGraphs:
     def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
         """See `GraphBackend`. `compute` runs once before the capture, on the capturing stream.
 
-        The first run compiles kernels and sets up libraries, which would break a capture.
+        The run before the capture compiles kernels and sets up libraries, which would break a
+        capture.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -98,8 +100,9 @@ class GraphsOfAll:
     """The `GraphBackend` of one of several ranks: a capture that fails in one rank fails in all.
 
     Ranks communicate within a step, so either all of them replay a graph, with the same padding, or
-    none does. All decide alike, because they have the same StepBatch and the same graphs. They also
-    communicate in the run before a capture. This class has not run on hardware yet.
+    none does. All decide alike, because they have the same StepBatch and the same graphs. Ranks
+    also communicate when `compute` runs before a capture (`CudaGraphs.capture`). This class has not
+    run on hardware yet.
     """
 
     def __init__(self, backend: GraphBackend, ranks: Ranks) -> None:
@@ -111,7 +114,8 @@ class GraphsOfAll:
         """See `GraphBackend`; all ranks call this with the same computation.
 
         Raises:
-            LostRankError: The run before the capture failed, perhaps only in this rank.
+            LostRankError: The run of `compute` before the capture failed, perhaps only in this
+                rank.
         """
         has_run = False
 
@@ -144,7 +148,7 @@ class GraphsOfAll:
 
 
 class _Capture:
-    """Captures graphs, and replays them and the work between them, in order."""
+    """One capture: its graphs and the work between them, which `replay` runs in order."""
 
     def __init__(self, pool: Any, device_index: int) -> None:
         self._pool = pool
@@ -164,7 +168,7 @@ class _Capture:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Capture the work of the block; if that fails, restore torch's state."""
+        """Capture the body of the `with` statement; if that fails, restore torch's state."""
         try:
             self._begin()
             yield

@@ -7,7 +7,7 @@ work from the device's memory. A step with fewer sequences than its graph is fil
 rows* of length 0. Their KV is stored nowhere, and their results are ignored.
 
 Symbols: `S` sequences of a graph, `N` sequences of a step, `G` KV groups, `M` blocks of the longest
-block table, `E` hidden size.
+block table, `E` hidden size, `V` vocabulary size.
 """
 
 from bisect import bisect_left
@@ -58,13 +58,13 @@ class Decoded:
     logits: torch.Tensor
     """`[N, V]`."""
     likeliest: tuple[torch.Tensor, torch.Tensor] | None
-    """The result of `ops.greedy`; None in the stages of a pipeline before the last."""
+    """The result of `ops.greedy` for the logits; None in all pipeline stages but the last."""
 
 
 class DecodeGraphs:
     """Computes steps in which every sequence decodes. Used by one thread.
 
-    Callers are in `torch.inference_mode()`, on the stream of all other computation. Each step
+    Callers are in `torch.inference_mode()`, on the CUDA stream of all other computation. Each step
     overwrites the inputs and results of the step before.
     """
 
@@ -85,8 +85,8 @@ class DecodeGraphs:
             pool: The KV memory.
             limits: The worker's limits.
             last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
-            adapters: The adapters that the graphs add; None: the graphs are for rows without
-                adapters.
+            adapters: The slots of the adapters that the graphs apply; None: the graphs are for rows
+                without adapters.
             shares_prefixes: Whether sequences attend once to blocks that they share; possible only
                 with one KV group.
         """
@@ -120,7 +120,7 @@ class DecodeGraphs:
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture all sizes, and report the fraction done; errors of the backend pass through.
 
-        The largest size is captured first, because its memory is enough for all others.
+        The largest size is captured first, because all smaller sizes can use its memory.
         """
         for done, size in enumerate(reversed(self.sizes)):
             report(done / len(self.sizes))
@@ -224,7 +224,7 @@ class DecodeGraphs:
         return compute
 
     def _parted(self, rest: list[_T]) -> tuple[list[_T], list[_T], list[_T]]:
-        """Split the arrays of `_padding` after the lengths: slots, shared prefixes, adapters."""
+        """Split `rest`, the inputs after the lengths, into slots, shared prefixes and adapters."""
         end = len(rest) - (0 if self._adapters is None else 2)
         return rest[: self._num_groups], rest[self._num_groups : end], rest[end:]
 

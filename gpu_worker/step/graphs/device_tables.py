@@ -30,8 +30,8 @@ class DeviceTables:
         """Return the entries of rows `which`, int64[N], that the device lacks.
 
         Returns:
-            int64[K], the entries' places in the flat tables; and int32[K], their blocks. Empty if
-            there are none.
+            int64[K], the entries' indexes in the flattened tables; and int32[K], their blocks.
+            Empty if there are none.
         """
         is_known = self._versions[which] == rows.table_version[which]
         firsts = np.where(is_known, self._num_blocks[which], 0)

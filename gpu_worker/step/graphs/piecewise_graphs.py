@@ -2,9 +2,10 @@
 
 Except for attention, the kernels and shapes of a forward pass depend only on the number of a step's
 tokens. So for some numbers of tokens, the forward pass is captured in pieces, one more than there
-are layers. A step of any prompts and decodes replays the pieces for the next larger number of
-tokens. Between the pieces, the step launches attention on its own sequences. *Padding tokens* fill
-the rest: their KV is stored nowhere, and their results are ignored.
+are layers. A step of any prompts and decodes replays the pieces for the smallest captured number
+that is at least the step's number of tokens. *Padding tokens* make up the difference: their KV is
+stored nowhere, and their results are ignored. Between the pieces, the step launches attention on
+its own sequences.
 
 Symbols: `T` tokens of the graphs, `N` tokens and `S` sequences of a step, `R` rows, `E` hidden
 size.
@@ -67,13 +68,13 @@ class Replayed:
     hidden: torch.Tensor
     """`[N, E]`: of all tokens."""
     places: torch.Tensor
-    """int64[*]: indexes of the tokens before the sampled ones."""
+    """int64[*]: the index in `hidden` of the token right before each sampled token."""
     sampling_rows: torch.Tensor
     """int64[*]: the row of each sampled token."""
 
 
 class PiecewiseGraphs:
-    """Computes steps of few tokens. Callers use it as they use `DecodeGraphs`."""
+    """Computes steps of few tokens. Callers use `PiecewiseGraphs` as they use `DecodeGraphs`."""
 
     def __init__(
         self,
@@ -107,8 +108,8 @@ class PiecewiseGraphs:
         )
         self._hidden: torch.Tensor | None = None  # [the largest T, E], after the first run
         self._step: AttentionMetadata | None = None
-        """The metadata of the step that is replayed. None before the first step; until then no
-        attention runs."""
+        """The metadata of the step that is replayed. None before the first step, so captures
+        compute no attention."""
 
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture all sizes, the largest first; see `DecodeGraphs.capture`.
@@ -147,7 +148,7 @@ class PiecewiseGraphs:
             rows: The rows, after `apply`.
             scheduled: The result of `apply`.
             before_launch: Called when the inputs are ready.
-            is_all_known: Whether `rows` has the values of all tokens.
+            is_all_known: Whether `rows` has the values of all of the step's tokens.
         """
         host = gather(rows, scheduled, self._limits.block_size)
         num_tokens = len(host.positions)
@@ -242,9 +243,9 @@ class PiecewiseGraphs:
     def _padding(self, size: int) -> list[npt.NDArray[Any]]:
         """Make the inputs of padding tokens, int64[T]: sources, token ids, positions, slots.
 
-        A source says where a token's id is: r is the newest sampled token of row r, and R + i is
-        the i-th of the token ids. There are slots for each KV group. With adapters, the results of
-        `AdapterSlots.group` follow.
+        A source says where a token's id is. Source r is the newest sampled token of row r, and
+        source R + i is element i of the token ids. There are slots for each KV group. With
+        adapters, the results of `AdapterSlots.group` follow.
         """
         nothing = np.empty(0, np.int64)
         grouping = () if self._adapters is None else self._adapters.group(nothing, size)
