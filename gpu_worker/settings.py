@@ -63,7 +63,7 @@ class WorkerSettings(ProcessSettings):
     quantized."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters as NAME=DIR, in PEFT's format, separated by commas. A request whose model is
-    NAME uses that adapter. Only for Quire's own implementations (docs/models.md)."""
+    NAME uses that adapter. Adapters work only with Quire's own implementations (docs/models.md)."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """The largest number of tokens in a sequence, prompt and output together; unset: the model's
     limit. In a model with LongRoPE, this limit selects the short or the long factors
@@ -113,8 +113,8 @@ class WorkerSettings(ProcessSettings):
     """Disk space in GiB for KV; 0: none. Needs host memory for KV."""
     disk_kv_dir: Path | None = None
     """Directory of the disk tier's file; choose a fast disk, and not a tmpfs. The next worker with
-    the same model and KV format finds the file and continues with its blocks. Unset: a file in
-    /var/tmp that has no name and disappears with the worker."""
+    the same model and KV format continues with the blocks of this file. Unset: a file in /var/tmp
+    that has no name and disappears with the worker."""
     disk_kv_codec: str = "none"
     """How KV is encoded on the disk: none; lz4, zstd or gzip, without loss, with an optional level
     such as zstd:3; int8 or fp8, in half the space but less precise."""
@@ -131,17 +131,18 @@ class WorkerSettings(ProcessSettings):
     kv_transfer: Literal["grpc", "nixl"] = "grpc"
     """How KV is read from other workers. grpc: KV comes in messages. nixl: KV is read directly from
     the memory of workers that also use nixl, by RDMA or from process to process; from other workers
-    it comes over gRPC. This needs quire[nixl]. With nixl, any process that can connect to NIXL's
-    ports can read the host memory for KV, regardless of TLS."""
+    KV comes over gRPC. The value nixl needs quire[nixl]. With nixl, any process that can connect to
+    NIXL's ports can read the host memory for KV, regardless of TLS."""
     speculative: Literal["ngram", "draft"] | None = None
     """How to guess next tokens. The model verifies several guesses at a time, and the output does
     not change. ngram: guess the tokens that followed an earlier occurrence of the last few tokens.
-    draft: guess the output of draft-model. Unset: no guesses. Tokens are guessed only while that
-    saves time."""
+    draft: guess the output of draft-model. Unset: no guesses. The worker guesses only while
+    guessing saves time."""
     num_draft_tokens: PositiveInt = 4
     """The largest number of tokens guessed at a time; must be less than block-size."""
     draft_model: ModelName | None = None
-    """A smaller model with the same vocabulary, which makes the guesses; named as in --model."""
+    """The smaller model that makes the guesses. It must have the vocabulary of the model of
+    --model, and is named in the same way."""
     ngram_min: PositiveInt = 2
     """Smallest n of ngram's n-grams: ngram searches the sequence for an earlier occurrence of its
     last n tokens."""
@@ -183,7 +184,7 @@ class WorkerSettings(ProcessSettings):
     for each weight format and for attention. At its first start on a machine, the worker checks and
     times AMX, and keeps the outcome in a file for later starts. on: AMX is used if its results are
     right. off: never. AMX changes the last bits of results, so with workers on several machines
-    choose on or off for all."""
+    choose on for all workers, or off for all."""
     tensor_parallel_size: PositiveInt = 1
     """Number of devices that split each layer of the model. These devices are one worker, and each
     device holds a part of the weights and KV. The number must divide the model's number of heads
@@ -193,13 +194,13 @@ class WorkerSettings(ProcessSettings):
     and tensor-parallel-size devices of its own."""
     rank: Annotated[int, Field(ge=0)] = 0
     """The first rank that runs on this machine, if ranks run on several machines. Rank 0 talks to
-    the scheduler; the others serve no port."""
+    the scheduler; all other ranks serve no port."""
     local_ranks: PositiveInt | None = None
     """Number of ranks that run on this machine, from --rank on. Each rank is a process with its own
     device. Unset: all remaining ranks."""
     master_addr: str = "127.0.0.1"
     """Where rank 0 listens for the other ranks. With several machines, this is an address of rank
-    0's machine that the others can reach. Nothing but the ranks should be able to reach this
+    0's machine that the other ranks can reach. Nothing but the ranks should be able to reach this
     address, because rank 0 trusts every process that connects."""
     master_port: Port = 0
     """The port on which rank 0 listens; 0 picks a free one. Must be set with several machines."""

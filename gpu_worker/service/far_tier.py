@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _NUM_AT_ONCE: Final = 8
 _FETCH_S: Final = 10.0
 """Limit on the duration of a fetch, because the request that waits for the fetch holds host blocks.
-A fetch that reaches the limit fills no further blocks."""
+A fetch that reaches the limit begins no further reads."""
 
 
 async def store_far(
@@ -28,7 +28,7 @@ async def store_far(
     """Begin to store copies of int32[N] host blocks, in order; return how many the store accepted.
 
     The first block that the store refuses, for example because its queue is full, is the last one
-    tried. `check` is called after each copy. It raises if the block may have been overwritten
+    tried. `check` is called after each copy, and raises if the block may have been overwritten
     before the copy.
 
     Raises:

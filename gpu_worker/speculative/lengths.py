@@ -41,7 +41,7 @@ _PRIOR_TRIED, _PRIOR_KEPT = 2.0, 1.4
 _MAX_CHANCE = 0.999
 _MIN_SPREAD = 1e-3
 """The line `a + b T` is fitted only if the variance of `T`, divided by the squared mean of `T`,
-exceeds this."""
+exceeds this value."""
 
 
 class DraftLengths:

@@ -10,9 +10,9 @@ sampled tokens are of two kinds::
     kept      all up to and including the first that differs from its guess, or that ends the row
     dropped   the other tokens, which were sampled after tokens that the row does not have
 
-The KV of a wrong guess stays until the token at its position is computed. It does no harm, because
-no row reads a slot past its own known tokens, and the scheduler publishes no block with such a
-slot.
+The KV of a wrong guess stays until the token at its position is computed. This KV does no harm,
+because no row reads a slot past its own known tokens, and the scheduler publishes no block with
+such a slot.
 
 The verification is exact for any sampling. A draw depends only on seed, position and logits
 (`draw.py`). So the token at a position is the same whether or not its context was guessed, except

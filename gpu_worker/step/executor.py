@@ -1,6 +1,6 @@
 """Executes steps on one device: applies row changes, moves blocks, runs the model, returns results.
 
-A step is launched, then collected. On CUDA the next step may be launched before this one is
+A step is launched, then collected. On CUDA two steps may be launched before the first of them is
 collected. Launching never waits for the device, and a decode's input token goes from the sampler to
 the next step without leaving the device. On a CPU a step is done when `launch` returns. One thread
 makes all calls.

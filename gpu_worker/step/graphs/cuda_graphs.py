@@ -40,7 +40,8 @@ class PiecesError(Exception):
 class LostRankError(Exception):
     """A rank failed while other ranks wait for it.
 
-    The process of the failed rank must end, because that ends the processes of the other ranks.
+    The process of the failed rank must end; its end makes the processes of the other ranks end,
+    too.
     """
 
 
@@ -100,9 +101,9 @@ class GraphsOfAll:
     """The `GraphBackend` of one of several ranks: a capture that fails in one rank fails in all.
 
     Ranks communicate within a step, so either all of them replay a graph, with the same padding, or
-    none does. All decide alike, because they have the same StepBatch and the same graphs. Ranks
-    also communicate when `compute` runs before a capture (`CudaGraphs.capture`). This class has not
-    run on hardware yet.
+    none does. All ranks decide alike, because they have the same StepBatch and the same graphs.
+    Ranks also communicate when `compute` runs before a capture (`CudaGraphs.capture`). This class
+    has not run on hardware yet.
     """
 
     def __init__(self, backend: GraphBackend, ranks: Ranks) -> None:

@@ -66,7 +66,7 @@ class Replayed:
     """A step's results, on the device; valid until the next step."""
 
     hidden: torch.Tensor
-    """`[N, E]`: of all tokens."""
+    """`[N, E]`: the final hidden states of all tokens."""
     places: torch.Tensor
     """int64[*]: the index in `hidden` of the token right before each sampled token."""
     sampling_rows: torch.Tensor
