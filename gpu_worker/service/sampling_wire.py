@@ -18,7 +18,7 @@ def sampling_params_from_proto(
     """Read sampling parameters; `output_index` is added to the seed modulo 2^64.
 
     Raises:
-        InvalidArgumentError: A value is out of its range.
+        InvalidArgumentError: The seed is missing, or a value is out of its range.
     """
     if not message.HasField("seed"):
         raise InvalidArgumentError(f"{_FIELD}.seed", "is not set")

@@ -33,7 +33,7 @@ def host_blocks_to_read(message: worker_pb2.ReadKvRequest, limits: Limits) -> In
     """Parse int32[N] host blocks of this worker.
 
     Raises:
-        InvalidArgumentError: There is no such block.
+        InvalidArgumentError: This worker has no such block.
     """
     return _host_blocks(message.host_block_ids, limits)
 
@@ -56,10 +56,11 @@ def host_blocks_to_pull(
 def blocks_and_labels(
     message: worker_pb2.StoreKvRequest | worker_pb2.FetchKvRequest, limits: Limits
 ) -> tuple[Int32Array, list[BlockHash]]:
-    """Parse int32[N] distinct host blocks and N labels.
+    """Parse int32[N] distinct host blocks of this worker, and N labels.
 
     Raises:
-        InvalidArgumentError: There is no such block, or the two lists differ in length.
+        InvalidArgumentError: This worker has no such block, or the blocks and labels differ in
+            number.
     """
     block_ids = _host_blocks(message.host_block_ids, limits)
     check_distinct("host_block_ids", block_ids)

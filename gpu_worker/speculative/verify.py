@@ -48,7 +48,10 @@ memory of the logits."""
 
 
 class Speculation:
-    """Adds guesses to steps, and verifies them. A step needs the results of all earlier steps."""
+    """Adds guesses to steps, and verifies the guesses.
+
+    Before a step is extended, the results of all earlier steps must be known.
+    """
 
     def __init__(self, drafter: Drafter, limits: Limits, rows: Rows, sampler: Sampler) -> None:
         self._drafter = drafter

@@ -117,7 +117,7 @@ class TierLabels:
 
 
 class BlockLabels:
-    """The labels of all tiers. `apply` is called once per step, in order, after `Rows.apply`."""
+    """The labels of all tiers. For each step, `apply` is called once, after `Rows.apply`."""
 
     def __init__(self, limits: Limits) -> None:
         self.device = TierLabels(limits.num_blocks)
@@ -268,7 +268,7 @@ class BlockLabels:
         self.host.remove(plan.disk_load_dst_block_ids)
 
     def _write(self, rows: Rows, scheduled: ScheduledRows) -> None:
-        """Remove the labels of blocks that scheduled tokens are written to."""
+        """Remove the labels of blocks to which the step writes KV."""
         firsts, offsets = np.divmod(scheduled.starts, self._block_size)  # [S]
         blocks = rows.blocks_of(scheduled.rows, firsts)  # [S * G]
         self.device.remove(blocks)

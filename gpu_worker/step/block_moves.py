@@ -127,7 +127,7 @@ class BlockMoves:
 
 
 def _move_to_and_from_disk(plan: Plan, host_pool: HostPool, disk_pool: DiskPool) -> None:
-    """Start the moves between host and disk, before this step's swaps touch the host."""
+    """Start the moves between host and disk, before the step's swaps touch host memory."""
     if not len(plan.disk_store_src_block_ids) and not len(plan.disk_load_src_block_ids):
         return
     host_pool.synchronize()  # a GPU may still copy to or from these host blocks

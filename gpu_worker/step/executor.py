@@ -174,7 +174,7 @@ class Executor:
         """Forget all sequences; KV contents stay. All steps must have been collected.
 
         Returns:
-            What the worker held until now.
+            Everything that the worker held before this call.
         """
         self._moves.finish()
         holdings = self.labels.holdings(self.rows)

@@ -50,7 +50,7 @@ class HostInputs:
     seq_lens: Int32Array
     """int32[S]: tokens of each sequence, including this step's."""
     starts: Int32Array
-    """int32[S + 1]: where each sequence's tokens start."""
+    """int32[S + 1]: where each sequence's tokens start among the step's tokens."""
     max_query_len: int
     slots: tuple[Int64Array, ...]
     """By KV group: int64[T]."""
