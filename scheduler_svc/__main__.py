@@ -15,8 +15,8 @@ from scheduler_svc.settings import SchedulerSettings
 log = structlog.get_logger()
 
 EXIT_STALE_EPOCH = 3
-"""The exit code of a scheduler after a newer one has taken over. A restarted scheduler would take
-the workers back, so supervisors must not restart a process that ends with this code."""
+"""The exit code of a scheduler from which a newer scheduler has taken the workers. Supervisors must
+not restart a process that ends with this code: restarted, it would take the workers back."""
 
 
 def main() -> None:

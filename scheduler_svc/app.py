@@ -90,7 +90,10 @@ async def run_scheduler(
 async def _wait_for_turn(
     settings: SchedulerSettings, workers: Discovery, lease: "Lease | None", stop: asyncio.Event
 ) -> int | None:
-    """Wait until this scheduler may serve; return the workers' newest epoch, or None if stopped."""
+    """Wait until this scheduler may serve; return the newest epoch that a worker has seen.
+
+    Return None if the process is told to stop while it waits.
+    """
     if not settings.standby:
         return await newest_epoch(workers, settings.client_tls)
     health = Health()

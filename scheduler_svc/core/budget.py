@@ -14,14 +14,15 @@ from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.sequence import Sequence
 
 _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
-"""When memory is short, prompts may take only 1 / 2 or 1 / 4 of the token budget, because prompts
-need work space. Chosen, not measured: half when the number of running sequences may not grow, a
-quarter when it must fall."""
+"""While the worker's memory is short, prompts may take only 1 / 2 (at WARNING) or 1 / 4 (at
+CRITICAL) of the token budget, because computing prompts takes temporary memory. Chosen, not
+measured: at WARNING the number of running sequences may not grow, and at CRITICAL it must fall."""
 
 _BACKGROUND_SHARE = 8
-"""While other requests are live, requests of the lowest priority, such as batches, get 1 / 8 of the
-prompt tokens of a step with decodes. Derived: all prompts together may make a step 1.4 times as
-long (--max-decode-slowdown), so batches alone make it 1.05 times as long."""
+"""Requests of the lowest priority, such as those of a batch, get 1 / 8 of the prompt tokens of a
+step with decodes, while requests of a higher priority are live. Derived: all prompts together may
+make a step 1.4 times as long (--max-decode-slowdown), so batches alone make it 1.05 times as
+long."""
 
 
 class TokenBudget:

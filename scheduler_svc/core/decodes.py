@@ -128,8 +128,9 @@ class DraftedDecodes:
     When the step being planned begins, up to `n + f * (K + 1)` tokens are known; the step adds K
     draft tokens. `length` is the sequence's maximum length; its last token is never computed.
 
-    A table without this room gets one block in each step. This is enough to go on, because K is
-    less than `block_size`, and a worker drafts no more tokens than the table has room for.
+    A table without this room gets one block per KV group in each step. One block is enough,
+    because a step yields at most K + 1 tokens, and K is less than `block_size`. While a table lacks
+    room for K draft tokens, the worker drafts fewer.
     """
 
     def __init__(self, config: SchedulerConfig, rows: Rows, steps: StepsInFlight) -> None:
@@ -143,7 +144,7 @@ class DraftedDecodes:
         self._num_slots = np.zeros(config.max_num_seqs, np.int64)
         self._length = np.zeros(config.max_num_seqs, np.int64)
         self._single = StepWheel()
-        """Sequences that get only one token: they end without decoding."""
+        """Sequences that get only one more token: they end without decoding."""
 
     @property
     def num_next(self) -> int:

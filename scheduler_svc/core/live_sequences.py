@@ -20,7 +20,7 @@ class LiveSequences:
     The first sequence of a new request is the leader: it computes the prompt, and the others, its
     siblings, fork from it. The sequences of a resubmitted request have diverged and do not fork;
     the prefix cache finds the blocks that they share. A beam search has a sequence for each beam;
-    the first `n` have the keys of its outputs.
+    the first `n` have the keys under which the search reports its outputs.
     """
 
     def __init__(self) -> None:

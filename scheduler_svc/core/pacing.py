@@ -1,8 +1,8 @@
 """Learns how long a worker's steps take, and limits the prompt tokens of the next step.
 
 A step has one result, so a prompt in it delays every decoding sequence of the step. The operator
-sets by how much prompts may lengthen a step (`Pace`); the limit is the number of prompt tokens that
-fit in this *allowed time*. The pacer learns three durations from the steps:
+sets the *allowed time*, by which prompts may lengthen a step (`Pace`). The limit is the number of
+prompt tokens that fit in the allowed time. The pacer learns three durations from the steps:
 
 - the time of a step that only decodes, by the number of sequences
 - the time per prompt token, from steps with many prompt tokens
@@ -11,8 +11,8 @@ fit in this *allowed time*. The pacer learns three durations from the steps:
 
 The limit of a step with decodes is never below any of these numbers:
 
-- as many tokens as take the same time as the fixed cost; but tokens and fixed cost together take at
-  most `_MAX_PAYING` times the allowed time
+- as many tokens as take the same time as the fixed cost; fewer if these tokens and the fixed cost
+  together would take more than `_MAX_PAYING` times the allowed time
 - `least_tokens`, so that prompts do not queue up
 - the tokens that the device computes almost for free (`SchedulerConfig.min_prompt_tokens`)
 
@@ -45,27 +45,28 @@ _WORTH_TOKENS = 128
 long as computing some 16 tokens, so a step of this size loses an eighth of its time."""
 _MAX_PAYING = 2.0
 """The prompts of a step may take up to this multiple of the allowed time, to make their fixed cost
-worthwhile. Measured: a long prompt raises the p99 of the time between tokens to 1.41 times; it was
-2.28 times when the fixed cost did not count towards this limit ("Long prompts beside streams")."""
+worthwhile. Measured: a long prompt raises the p99 of the time between tokens to 1.41 times the p99
+before the prompt. The factor was 2.28 when the fixed cost did not count towards this limit ("Long
+prompts beside streams")."""
 _LONG_STEPS = 256
 """A step may always compute 1 / 256 of all queued prompt tokens, even if it then takes longer than
 the pace allows. Chosen, to keep queues of prompts from growing."""
 _MANY_DECODES = 16
 """Beside at least this many decodes, short prompts are spread over several steps. Measured, in
-comparison with all prompts in one step: 8 streams had 0.87 of the throughput; in three
-measurements, 32 streams had 0.96, 0.89 and 0.96 of the throughput, and 0.63 to 0.73 of the time to
-the first token."""
+comparison with all prompts in one step: at 8 streams, spreading gave 0.87 of the throughput. At 32
+streams, three measurements gave 0.96, 0.89 and 0.96 of the throughput, and 0.63 to 0.73 of the time
+to the first token."""
 _SHORT_STEPS = 16
 """Number of steps over which short prompts are spread beside many decodes. Chosen: fewer steps make
 longer gaps between tokens."""
 _WORTHWHILE_PART = 8
 """Beside many decodes, a step may always compute 1 / 8 of the tokens that keep the device busy, if
-they are of short prompts. Measured at 32 streams, where 1 / 8 was 64 tokens: with 32 tokens, first
-tokens came later; with 128, the throughput was 1.02 times, and the p99 between tokens 1.53 times
-that with 64."""
+they are of short prompts. Measured at 32 streams, where 1 / 8 was 64 tokens. With 32 prompt tokens
+per step, the streams' first tokens came later. With 128, the throughput was 1.02 times, and the p99
+of the time between tokens 1.53 times that with 64."""
 _FIRST_SHARE = 3 / 8
 """Beside few decodes, a burst of short prompts is computed in two steps. After the first step, this
-share of all streams has its first token, and waits for the second step. Measured at 8 streams, in
+share of all sequences, decodes included, has its first token. Measured at 8 streams, in
 comparison with one step: 0.84 of the time to the first token, 1.00 of the throughput, and 1.08 of
 the p99 between tokens."""
 
@@ -89,7 +90,7 @@ because noise can make the measured time negative."""
 # --- when steps are sent, and when they are late ------------------------------------------------
 
 _LEAD_S = 0.02
-"""The next step is sent this many seconds before the step in flight is expected to end. The lead
+"""The lead: the next step is sent this long before the step in flight is expected to end. The lead
 leaves time to plan and send the step, and allows for a step that ends early. Measured together with
 `_LEAD_PART`, in comparison with sending at once: 0.98 of the time to the first token at 8 streams
 and 0.90 at 32, and 1.01 and 1.00 of the throughput. The two values themselves were chosen."""
@@ -116,11 +117,12 @@ class PromptQueue:
 
 
 def least_tokens(queue: PromptQueue, config: SchedulerConfig) -> int:
-    """Return how many prompt tokens a step may always have, even beside slow decodes.
+    """Return how many prompt tokens a step may always have, however long they take.
 
-    Beside many decodes, short prompts are spread over several steps: each step delays the streams a
-    little, and the first prompts stream before the last are computed. Beside few decodes, short
-    prompts are computed in one step, and a burst of them is computed in two.
+    Beside many decodes, short prompts are spread over several steps: each step delays the decodes a
+    little, and the first prompts get their first tokens before the last prompts are computed.
+    Beside few decodes, short prompts are computed in one step, and a burst of them is computed in
+    two.
     """
     share = -(-queue.num_tokens // _LONG_STEPS)
     num_short = queue.num_short_tokens

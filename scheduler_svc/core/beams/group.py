@@ -15,7 +15,8 @@ class BeamGroup:
 
         Args:
             request: The request, which asks for beam search.
-            seqs: One waiting sequence per beam. The first `request.n` have the keys of the outputs.
+            seqs: One waiting sequence per beam. The first `request.n` have the keys under which the
+                search reports its outputs.
         """
         assert request.beam is not None
         self.search = BeamSearcher(
@@ -28,13 +29,13 @@ class BeamGroup:
         self.outputs = seqs[: request.n]
         self.places: list[Sequence] = []
         """The sequence of each beam; empty unless the search runs. When a search starts or resumes,
-        only its best beam has a sequence. While `parents` is set, these are the sequences of the
+        only its best beam has a sequence. While `parents` is set, `places` has the sequences of the
         previous beams."""
         self.parents: tuple[int, ...] | None = None
-        """For each new beam, the index in `places` of the beam that it continues. The choice of new
-        beams sets this field, and the beginning of their step resets it to None."""
+        """For each new beam, the index in `places` of the beam that it continues. Set when the
+        search chooses new beams, and None again when the step of the new beams begins."""
         self.reports: dict[SeqId, BeamCandidates] = {}
-        """The candidates of the beams that have computed their newest token."""
+        """The likeliest next tokens of the beams that have computed their newest token."""
 
     @property
     def leader(self) -> Sequence:
@@ -48,7 +49,7 @@ class BeamGroup:
         leader.max_total_tokens = self.search.num_tokens + 1
 
     def state_with(self, seq: Sequence) -> SearchState | None:
-        """Return the search state that the worker keeps with `seq`.
+        """Return the state of the search, which is sent to the worker with `seq`.
 
         None if `seq` is not the best beam, or the beams have no output tokens yet.
         """
@@ -66,10 +67,11 @@ class BeamGroup:
         return not self.search.beams
 
     def results(self) -> list[Finished]:
-        """Return the last event of each output, best first; call after the search has ended.
+        """Return the `Finished` event of each output, best output first.
 
-        With a vocabulary that is hardly larger than the number of beams, the search may find too
-        few hypotheses; the missing outputs then end with an error.
+        Call this method after the search has ended. If the vocabulary is hardly larger than the
+        number of beams, the search may find fewer hypotheses than outputs; each output without a
+        hypothesis ends with an error.
         """
         found = self.search.hypotheses
         return [
@@ -79,7 +81,10 @@ class BeamGroup:
 
     @property
     def can_spread(self) -> bool:
-        """Whether a resumed search can start its other beams: the best beam has all its KV."""
+        """Whether a resumed search can start all beams but the best, which has started already.
+
+        The other beams can start as soon as the best beam has all its KV.
+        """
         is_alone = len(self.places) < len(self.search.beams) and self.parents is None
         leader = self.leader
         return is_alone and leader.status is SeqStatus.DECODE and not leader.loading_block_ids
@@ -94,9 +99,9 @@ class BeamGroup:
         return max(0, len(self.parents) - len(self.places))
 
     def demand(self, block_size: int) -> tuple[int, int]:
-        """Return what a queued search needs to run: its rows, and its blocks per KV group.
+        """Return how many rows a queued search needs to run, and how many blocks per KV group.
 
-        The blocks are those that it needs in addition to the leader's.
+        The rows include the leader's. The blocks come on top of those with which the leader starts.
         """
         width, num_tokens, request = len(self.seqs), self.search.num_tokens, self.leader.request
         if len(self.search.beams) > 1:
@@ -106,7 +111,7 @@ class BeamGroup:
         return width, width - (num_tokens % block_size > 0)
 
     def num_shared_blocks(self, beam: int, block_size: int) -> int:
-        """Return how many full blocks at the beginning a beam can share with the best beam."""
+        """Return how many full blocks, from the first on, a beam can share with the best beam."""
         tokens, best = (self.search.beams[i].token_ids[:-1] for i in (beam, 0))
         return num_common(tokens, best) // block_size
 

@@ -1,23 +1,24 @@
 """Runs beam searches: manages the rows and blocks of their beams, step by step.
 
-A search has one sequence per beam. The first sequence, the leader, represents the search in the
-queue. When the leader has computed the prompt, the other beams fork from it. From then on each beam
-reports candidates when it computes its newest token. When all beams have reported, the search
-chooses the next beams. In the next step:
+A search has one sequence per beam; a sequence that no beam uses now is a *spare*. The first
+sequence, the leader, represents the search in the queue. When the leader has computed the prompt,
+the other beams fork from it. When a beam has computed its newest token, the worker reports the
+beam's *candidates*, its likeliest next tokens. When the candidates of all beams have arrived, the
+search chooses the next beams. In the next step:
 
     the first child of a beam    continues in the row and blocks of its parent
-    a further child              forks into a spare sequence: it shares the parent's full blocks,
-                                 and starts with a copy of the partial one
-    a beam without a child       ends: its sequence becomes spare, and a row stays reserved for it
+    a further child              forks into a spare: it shares the parent's full blocks, and
+                                 starts with a copy of the parent's partial block
+    a beam without a child       ends: its sequence becomes a spare with a reserved row
 
 To the worker, each step of a beam is a new sequence that gets exactly one more token. So no plan
 counts a beam as a decode, although a beam has the status DECODE between its steps. While the next
 step of a beam is prepared, no step in flight refers to the beam.
 
 A search runs as a whole or waits as a whole. A preempted search keeps its beams' tokens but no KV;
-most of the KV is in shared blocks, which the prefix cache may still have. It resumes like a new
-search: the leader, with the tokens of the best beam, computes the tokens that are not cached; then
-the other beams start from the blocks that they have in common with the leader.
+most of the KV is in shared blocks, which the prefix cache may still have. When the search resumes,
+the leader gets the tokens of the best beam, and computes those that are not cached. Then the other
+beams start from the blocks that they have in common with the leader.
 """
 
 from collections.abc import Iterator
@@ -66,7 +67,10 @@ class BeamGroups:
 
     @property
     def rows(self) -> frozenset[int]:
-        """The rows of all running beams; the caller must pass their candidates to the core."""
+        """The rows of all running beams.
+
+        A result that the core gets must have the candidates of these rows.
+        """
         if not self._groups:  # true in almost every step
             return _NO_ROWS
         places = chain.from_iterable(group.places for group in self)
@@ -85,9 +89,9 @@ class BeamGroups:
         return sum(map(self._num_blocks_due, self))
 
     def demand(self, group: BeamGroup) -> tuple[int, int]:
-        """Return what a queued search needs to run: its rows, and its blocks in all KV groups.
+        """Return how many rows a queued search needs to run, and how many blocks of all KV groups.
 
-        The blocks are those that it needs in addition to the leader's.
+        The rows include the leader's. The blocks come on top of those with which the leader starts.
         """
         num_rows, num_blocks = group.demand(self._block_size)
         if self._kv_groups.is_plain or len(group.search.beams) == 1:
@@ -100,7 +104,7 @@ class BeamGroups:
         return group.num_blocks_due(self._block_size) * self._kv_groups.num
 
     def _most_blocks_of_others(self, group: BeamGroup) -> int:
-        """Return how many blocks the other beams need if they share none with the best beam.
+        """Return how many blocks all beams but the best need if they share none with the best.
 
         The other beams may need blocks that the best beam has already given back, because these
         blocks are behind its window.
@@ -139,9 +143,10 @@ class BeamGroups:
         return leader
 
     def advance(self, builder: PlanBuilder) -> None:
-        """Begin the next step of each search that is ready.
+        """Begin the next step of each search that has chosen new beams.
 
-        The caller has checked that `num_blocks_due` blocks are available.
+        Also start the other beams of each resumed search whose best beam has all its KV. The caller
+        has checked that `num_blocks_due` blocks are available.
         """
         for group in self:
             if group.parents is not None:
@@ -167,7 +172,7 @@ class BeamGroups:
         return over
 
     def _search(self, group: BeamGroup) -> None:
-        """Choose the next beams, after all beams have reported."""
+        """Choose the next beams, after the candidates of all beams have arrived."""
         group.parents = group.search.advance([group.reports[seq.seq_id] for seq in group.places])
         group.reports = {}
         if self._policy.has_accounts:

@@ -1,11 +1,11 @@
 """The beam search algorithm: it chooses the continuations to keep, and decides when to end.
 
 The algorithm follows `transformers`' `generate(num_beams=width, do_sample=False)` step by step, and
-in float32, so that the outputs are equal token for token. Each step considers the `num_kept`
-likeliest continuations of all beams, best first. A continuation ends with an end token or at the
-maximum length. If one of the first `width` continuations ends, it becomes a hypothesis; the best
-`width` hypotheses are kept. Of the continuations that do not end, the first `width` become the next
-beams.
+in float32, so that the outputs are equal token for token. A *continuation* is a beam with one more
+token. Each step considers the `BeamParams.num_kept` likeliest continuations of all beams, best
+first. A continuation ends with an end token or at the maximum length. If one of the first `width`
+continuations ends, it becomes a hypothesis; the best `width` hypotheses are kept. Of the
+continuations that do not end, the first `width` become the next beams.
 
 Equally likely continuations are ordered by beam, the better one first; within a beam, in the order
 of the worker's report.
@@ -90,11 +90,13 @@ class BeamSearcher:
         )
 
     def resume(self, state: SearchState, best: Int32Array) -> bool:
-        """Continue a new search from a saved state; return False if the state does not fit.
+        """Continue a new search from a saved state.
+
+        Return False, and change nothing, if the state contradicts `best` or the parameters.
 
         Args:
             state: The state of a search with equal parameters.
-            best: The prompt and output of the best beam of `state`, perhaps with newer tokens.
+            best: The prompt and output of the best beam of `state`; newer tokens may follow.
         """
         start = self._num_prompt_tokens
         both = (*state.beams, *state.hypotheses)
@@ -119,9 +121,9 @@ class BeamSearcher:
     def advance(self, candidates: Sequence[BeamCandidates]) -> tuple[int, ...]:
         """Choose the next beams from `candidates`, which are parallel to `beams`.
 
-        Each beam must have `num_kept` candidates that `min_tokens` allows, or all that exist. If
-        the vocabulary is smaller than `num_kept`, there may be fewer than `width` beams or
-        hypotheses.
+        Each beam must have at least `num_kept` candidates; end tokens do not count before an output
+        has `min_tokens` tokens. If the vocabulary is smaller than `num_kept`, each beam must have
+        all tokens as candidates, and there may be fewer than `width` beams or hypotheses.
 
         Returns:
             For each new beam, the index of the old beam that it continues.
@@ -197,9 +199,9 @@ def num_common(one: Int32Array, other: Int32Array) -> int:
 def _beside(
     best: Int32Array, start: int, token_ids: Int32Array, logprob: np.float32
 ) -> OutputState:
-    """Describe an output by the tokens in which it differs from `best`.
+    """Describe an output by its common prefix with `best`, and by the tokens that follow.
 
-    `token_ids` lacks the first `start` tokens, which the output has in common with `best`.
+    `token_ids` lacks the output's first `start` tokens, which equal those of `best`.
     """
     num_common_tokens = num_common(best[start:], token_ids)
     return OutputState(start + num_common_tokens, token_ids[num_common_tokens:], logprob)

@@ -6,17 +6,18 @@ highest first, by copies in its plan. Sequences keep running during a pass, so e
 lists is checked again before use:
 
     source    a held block. All its holders must be tables or pins that the pass knows. So a block
-              does not move while a step in flight holds it, a fork copies from it, it is being
-              swapped in, or this plan copies to it.
-    target    a free or a cached block. If the target is free, the source is copied to it, and is
-              not reused before the step's result. If the target is cached, the two blocks exchange
-              contents by two copies in one plan, since all reads come before all writes. Free
-              blocks below H are used first, then cached ones. If none of these is left, any free
-              block below the source is used.
+              does not move while a step in flight holds it, while a fork copies from it, while it
+              is being swapped in, or in a plan that copies to it already.
+    target    a free or a cached block. If the target is free, the source is copied to the target,
+              and the source is not allocated again before the step's result. If the target is
+              cached, source and target exchange contents by two copies in one plan; this works
+              because the worker reads all blocks of a plan's copies before it writes any. Free
+              blocks below H are used first, then cached blocks below H. If there is neither, any
+              free block below the source is used.
 
 While the pool shrinks, passes of another kind run instead. They *evacuate* the blocks beyond the
-pool's new end: they move the held blocks to available ones below the end, and evict cached blocks
-to make room.
+pool's new end: they move the held blocks to free blocks below the end. If no free block is left
+there, they evict a cached one.
 
 Beginning a pass takes time in proportion to the pool and the tables. Within a pass, a step takes
 time in proportion to its moves. Without a pass, the cost of a step is one comparison.
@@ -42,7 +43,7 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 _NOW, _NEVER = float("-inf"), float("inf")
 _LEAST_RATE = 1e-9
-"""Even with a threshold of 0, a pass begins only at a rate above 0."""
+"""The least fragmentation rate at which a pass begins, even if `defragment_threshold` is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,8 @@ class _Pass:
     """The held blocks to move, in ascending order; the pass takes them from the end."""
     free_targets: list[DeviceBlockId]
     """Blocks below the border that had no holder when the pass began, in descending order. The pass
-    takes them from the end, and uses only those that are cached now. The pass gets free
-    blocks from the pool instead."""
+    takes them from the end, and uses each that is cached by then. To use a free block, the pass
+    allocates one from the pool, without this list."""
     owners: _Owners
     evacuates: bool = False
     """Whether the pass only empties the blocks beyond the border; such a pass has no report."""
@@ -131,7 +132,7 @@ class Defragmenter:
         self._next_look = 0.0 if config.defragment_interval_s else _NEVER
         self._reports: tuple[DefragmentationReport, ...] = ()
         self.due = self._next_look
-        """The time from which `plan` must be called for every plan."""
+        """From this time on, the caller must call `plan` for every plan."""
         self.num_moved = 0
         self.num_passes = 0
 
@@ -157,7 +158,9 @@ class Defragmenter:
         return reports
 
     def plan(self, builder: PlanBuilder, num_in_flight: int) -> None:
-        """Add moves to a plan that is otherwise complete; call it for every plan from `due` on.
+        """Add moves to a plan that is otherwise complete.
+
+        Call this method for every plan from `due` on.
 
         Args:
             builder: The plan, which must be sent if it has copies.
@@ -262,7 +265,7 @@ class Defragmenter:
         return is_known and not self._tier.is_loading(block)
 
     def _take_target(self, current: _Pass, src: DeviceBlockId) -> tuple[DeviceBlockId | None, bool]:
-        """Return the block to move `src` to, if any, and whether that block is cached."""
+        """Return the target to move `src` to, if there is one, and whether the target is cached."""
         if (free := self._pool.allocate_before(current.border)) is not None:
             return free, False
         if current.evacuates:  # a block is available, unless unclaimed rows hold too many

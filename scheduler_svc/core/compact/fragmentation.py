@@ -51,9 +51,9 @@ class SpaceReport:
     device: Fragmentation
     host: Fragmentation
     num_slots_held: int
-    """Slots in the block tables of running sequences; a shared block counts once per table."""
+    """Token slots in the blocks of running sequences; a shared block counts once per sequence."""
     num_slots_written: int
-    """Number of these slots that have KV, except slots that decodes in flight write."""
+    """How many of the held slots have KV; slots that decodes in flight write do not count."""
 
     @property
     def occupancy(self) -> float:

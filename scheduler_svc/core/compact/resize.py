@@ -4,11 +4,11 @@ To grow, the worker allocates memory first; then the caller calls `resize`. To s
 
     shrink      takes all blocks beyond the new end out of use. Free blocks are retired at once.
                 Cached blocks are evicted; one step can demote only some of them, and the others are
-                lost. The defragmenter moves held blocks below the end; if there is no room,
-                sequences are preempted first.
-    is_shrunk   becomes true when no block beyond the end is held, a plan has told the worker which
-                rows were released, and all steps sent until then have results. Then the worker
-                frees the blocks.
+                lost. The defragmenter moves the held blocks to numbers below the end; if there is
+                no room for them, sequences are preempted first.
+    is_shrunk   becomes true after three events: no block beyond the end is held any more; a plan
+                tells the worker which rows were released; and this plan and all earlier ones have
+                results. Then the worker frees the blocks beyond the end.
     resize      is called with the new size if the worker has freed the blocks. Otherwise it is
                 called with the old size, and the blocks are in use again.
 """
@@ -91,7 +91,7 @@ class Resizing:
                 ) from None
 
     def shrink(self, num_blocks: int) -> None:
-        """Start to shrink the device pool to `num_blocks`; it is done when `is_shrunk` is true.
+        """Start to shrink the device pool to `num_blocks`; `is_shrunk` is true once it has shrunk.
 
         The blocks numbered `num_blocks` and above are retired.
 

@@ -84,10 +84,11 @@ class Copies:
     def lend(self, hashes: Sequence[BlockHash]) -> Loan:
         """Hold host blocks with these hashes, so that the caller can read them.
 
-        A block that only the device has is copied to the host first. The loan ends before the first
-        block that neither pool has or that cannot be copied: the host has no room, or the loan has
-        copied `max_swap_blocks` blocks already. Nothing is copied while swap-ins are pending: a
-        step cannot copy in both directions, and sequences wait for the swap-ins.
+        A block that only the device has is copied to the host first. The loan has only the
+        blocks before the first block that neither pool has or that cannot be copied. A block cannot
+        be copied if the host has no room, or if the loan has copied `max_swap_blocks` blocks
+        already. No block can be copied while swap-ins are pending: a step cannot copy in both
+        directions, and sequences wait for the swap-ins.
         """
         num_left = 0 if self._tier.has_unsent_swap_ins else self._max_copied
         held: list[HostBlockId] = []

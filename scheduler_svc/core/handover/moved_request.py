@@ -25,9 +25,9 @@ class MovableRequest:
     num_seqs: int
     """Number of sequences that have not ended."""
     num_host_blocks: int
-    """Host blocks that hold the KV of these sequences now."""
+    """Host blocks that hold the KV of the unfinished sequences now."""
     num_device_blocks: int
-    """Device blocks that these sequences hold now."""
+    """Device blocks that the unfinished sequences hold now."""
     max_total_tokens: int
     """The length of prompt and output together at which each sequence ends."""
     max_device_blocks: int
@@ -44,8 +44,9 @@ class CopyProgress:
     hashes: tuple[BlockHash, ...]
     """The hashes of the request's full blocks, including blocks that steps in flight compute."""
     decodes: bool
-    """Whether the request can leave now and decodes: at least one of its sequences runs, and each
-    running one has gained a token since it started, and does not end with a step in flight."""
+    """Whether the request decodes and can leave now. The request decodes if at least one of its
+    sequences runs, each running sequence has gained a token since it started, and no step in flight
+    samples a sequence's last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class MovedSequence:
     num_computed_tokens: int
     """Tokens with KV in the blocks. Without blocks: tokens that the source core had computed."""
     num_charged_tokens: int
-    """Prompt tokens that the source core's policy has charged to the request's account."""
+    """Prompt tokens that the source core has charged to the request's account (`Policy.charge`)."""
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
     was_admitted: bool

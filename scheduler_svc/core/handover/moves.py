@@ -114,8 +114,8 @@ class Moves:
     def first_swapped(self) -> MovableRequest | None:
         """Return the first request whose sequences all wait, at least one of them SWAPPED.
 
-        "First" is in the order of the queue. `begin_export` may still refuse the request, because
-        some of its KV is on the disk.
+        "First" is in the order of the queue. `begin_export` may still refuse the request, for
+        example if some of its KV is on the disk.
         """
         swapped = [seq for seq in self._live if seq.status is SeqStatus.SWAPPED]
         for first in sorted(swapped, key=self._queue.sort_key):
@@ -125,7 +125,10 @@ class Moves:
         return None
 
     def find_running(self) -> list[tuple[SourceId, SeqKey]]:
-        """Return the source and first key of each running request of a kind that can move."""
+        """Return the source and first key of each running request for more than one token.
+
+        Beam searches, embeddings and scores are left out.
+        """
         requests = dict.fromkeys(
             seq.request
             for seq in self._running
@@ -380,7 +383,7 @@ class Moves:
 
 
 def _named(seq: Sequence) -> list[BlockHash]:
-    """Return the hashes of the full blocks that a running sequence has computed or found."""
+    """Return the hashes of a running sequence's blocks that the prefix cache can find."""
     return seq.block_hashes[: seq.num_published_blocks]
 
 

@@ -1,19 +1,21 @@
 """Continues the sequences of an earlier scheduler from the KV that the worker still holds.
 
-The core uses each part of the worker's report as follows:
+When a scheduler attaches a worker, the worker reports what it holds (`Holdings`). The core uses
+each part of this report as follows:
 
     a row            has the tokens and block table of a sequence. A row is *unclaimed* until a
-                     request with its identity is submitted again. Then the sequence continues in
-                     the same blocks, and computes nothing again. If no block is available for its
+                     router submits the sequence's request again. Then the sequence continues in the
+                     blocks of the row, and computes nothing again. If no block is available for the
                      next token, the sequence is treated as preempted: it waits with its KV on the
-                     host; or it computes its tokens again, if the host has no room or computing is
-                     faster.
-    a search         has a saved state, from which the search continues as after a preemption.
+                     host. If the host has no room, or if computing is faster than copying, the
+                     sequence computes its tokens again.
+    a search         has a state that the worker has kept. The search continues from this state as
+                     after a preemption.
     swapped blocks   are host and disk blocks with labels, including a partial last block. The
-                     tokens of the resubmitted request lead to the same hashes, and the sequence is
+                     tokens of the resubmitted request hash to these labels, and the sequence is
                      SWAPPED again. Without a prefix cache the hashes are unique to the sequence. A
-                     block with tokens that the router has not received is not found, because its
-                     hash is unknown; its tokens are computed again.
+                     block with tokens that the router has not received is not found, because the
+                     block's hash is unknown; the tokens of this block are computed again.
     labelled blocks  become cached blocks, so that the prefix cache is as before, in all tiers.
     pins             stay for the rest of their time.
 
@@ -61,12 +63,15 @@ from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 REUNION_S = 2.0
-"""For this many seconds no other sequence gets unclaimed blocks, even if blocks are short. Routers
-usually resubmit their live requests within this time. Chosen, not measured."""
+"""For this many seconds after a takeover, no unclaimed row is freed, even if queued sequences need
+its blocks. Routers usually resubmit their live requests within this time. Chosen, not measured."""
 
 
 class Takeover:
-    """Holds the unclaimed rows, and lets new sequences claim them."""
+    """Holds the unclaimed rows, and lets new sequences claim them.
+
+    A sequence that gets KV that the worker still held is *adopted*.
+    """
 
     def __init__(
         self,
@@ -200,7 +205,8 @@ class Takeover:
 
         Returns:
             Whether the sequence now runs, waits SWAPPED in the queue, or has ended. If false, the
-            caller must queue it. Always false for a search, even if its state was restored.
+            caller must queue the sequence. Always false for a search, even if the state of the
+            search was restored.
         """
         if seq.group is not None:
             self._resume_search(seq, seq.group)
@@ -208,7 +214,7 @@ class Takeover:
         return self._adopt_running(seq) or self._adopt_swapped(seq)
 
     def _find_row(self, request: Request, output_index: int) -> HeldRow | None:
-        """Return the output's unclaimed row, if its tokens agree with those of the request."""
+        """Return the output's unclaimed row, if the row's tokens agree with the request's."""
         if not self._unclaimed:
             return None
         rows = self._unclaimed.get(identity(request, output_index), ())
@@ -236,7 +242,10 @@ class Takeover:
         return 0 if kv is None else kv.num_tokens
 
     def _adopt_running(self, seq: Sequence) -> bool:
-        """Continue a sequence in the blocks of its row, or end it; return False if impossible."""
+        """Continue a sequence in the blocks of its row, or end it.
+
+        Return False if the sequence has no row, or if the KV of the row cannot be used.
+        """
         row = self._find_row(seq.request, seq.output_index)
         if row is None or len(row.token_ids) > seq.max_total_tokens:
             return False
@@ -265,8 +274,8 @@ class Takeover:
         """Start a sequence in the blocks of its row; from now on the sequence holds the blocks.
 
         If the last block is shared, the sequence gets a copy of it. Blocks without computed tokens
-        are dropped, and missing blocks are allocated. If too few are available, the sequence waits
-        with its KV on the host.
+        are dropped, and missing blocks are allocated. If too few blocks are available, the sequence
+        waits with its KV on the host.
 
         Returns:
             Whether the sequence runs or waits with its KV on the host. If not, the row was freed.
@@ -357,14 +366,14 @@ class Takeover:
     ) -> "_SwappedKv | None":
         """Look on host and disk for the KV of an output, up to its last block, full or partial.
 
-        With a prefix cache, the result is None if the output has no tokens yet or its last block is
-        not found, because admission finds full blocks by itself.
+        With a prefix cache, the result is None in two cases: the output has no tokens yet, or its
+        last block is not found. In both cases admission finds the full blocks by itself.
 
         Args:
             request: The request.
             output_index: The index of the output.
-            chain: With a prefix cache, the hashes of the output's full blocks that are known; this
-                method adds the others.
+            chain: The hashes of the output's first full blocks, as far as they are known; this
+                method adds the missing hashes. Not used without a prefix cache.
         """
         has_cache, size = self._config.enable_prefix_caching, self._config.block_size
         known = _known_tokens(request, output_index)

@@ -95,13 +95,14 @@ class SchedulerConfig:
     """The measured rate of loading blocks from the disk; 0: unknown."""
     max_disk_moves: int = 256
     """How many disk loads may be in progress, and how many disk stores. At the limit of stores,
-    blocks that the host evicts are lost. Spills of preempted sequences are not limited, because
-    others need the host blocks of these sequences at once."""
+    blocks that the host evicts are lost. Stores of a preempted sequence's KV are not limited,
+    because other sequences need the host blocks of this sequence at once."""
     preemption_mode: PreemptionMode = PreemptionMode.COST
     """How to preempt sequences if there is a host tier."""
     max_swap_blocks: int = 256
-    """How many blocks one step may swap in, and how many it may demote. Swap-outs of preempted
-    sequences are not limited, because others need the device blocks of these sequences at once."""
+    """How many blocks one step may swap in, and how many it may demote. Swap-outs of a preempted
+    sequence are not limited, because other sequences need the device blocks of this sequence at
+    once."""
     long_prefill_threshold: int | None = None
     """A sequence with more known tokens to compute than this is long: it leaves half of a step to
     others, and short sequences may overtake it. 0: no sequence is long. None: half of the tokens
@@ -133,8 +134,8 @@ class SchedulerConfig:
     def max_chunk(self) -> int | None:
         """The limit on the known tokens of one sequence in one step; None: the token budget.
 
-        If KV groups have windows, a long chunk would need far more blocks than the windows. So a
-        chunk then has at most as many tokens as keep the device busy.
+        If KV groups have windows, a chunk has at most as many tokens as keep the device busy,
+        because a longer chunk would need far more blocks than the windows hold.
         """
         if self.takes_whole_prompts:
             return None
@@ -267,7 +268,7 @@ class SchedulerLoad:
     num_cached_disk_blocks: int
     """Disk blocks that have no holder, but that the prefix cache can find."""
     num_stored_blocks: int
-    """Blocks stored on the disk, including spilled ones."""
+    """Blocks stored on the disk, those of swapped sequences included."""
     num_loaded_blocks: int
     """Blocks loaded from the disk."""
     num_failed_disk_moves: int

@@ -91,5 +91,6 @@ class StepEvents:
     pinned: tuple[Pinned, ...] = ()
     """Sequences whose prompt was pinned since the last events."""
     logprobs: tuple[tuple[int, StepLogprob], ...] = ()
-    """Pairs of a `result_index` and a log-probability. Empty after a step: only a takeover
-    (`HeldRow`) reports log-probabilities here."""
+    """Pairs of a `result_index` and a log-probability. Only a takeover fills this field, with
+    `HeldRow.logprobs`. After a step the field is empty, because the log-probabilities of the step's
+    result are forwarded without being parsed."""

@@ -19,10 +19,10 @@ def swap_root(request: Request, output_index: int, *, has_prefix_cache: bool) ->
 def identity(request: Request, output_index: int) -> bytes:
     """Return 32 bytes that identify a sequence of `request` to a later scheduler.
 
-    It is a hash of the request's id, tenant, cache salt, sampling and search parameters, its
-    maximum number of output tokens, the number of prompt tokens, and the output's index. It does
-    not cover the tokens: callers compare or hash them. So it does not depend on how many output
-    tokens the router knows, nor on the router.
+    The bytes are a hash of the request's id, tenant, cache salt, sampling and search parameters,
+    its maximum number of output tokens, the number of prompt tokens, and the output's index. The
+    hash leaves out the tokens themselves; callers compare or hash the tokens. So the bytes stay
+    the same when a router learns of more output tokens, or when another router submits the request.
     """
     parts = (
         b"quire.v1.sequence\0",

@@ -1,4 +1,4 @@
-"""Marks the methods that change a core, so that a recorder can follow the calls from outside."""
+"""Marks the methods that change a core, so that a recorder can record all calls of them."""
 
 import functools
 from collections.abc import Callable

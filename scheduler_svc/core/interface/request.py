@@ -44,7 +44,10 @@ class BeamParams:
 
     @property
     def num_kept(self) -> int:
-        """Number of continuations considered in a step; at least `width` of them do not end."""
+        """How many continuations, beams with one more token, a step of the search considers.
+
+        At least `width` of these continuations do not end.
+        """
         return max(2, 1 + len(self.end_token_ids)) * self.width
 
 
@@ -70,8 +73,8 @@ class Request:
     min_tokens: int = 0
     """The least number of tokens that each sequence produces, unless it is cancelled."""
     priority: int = 0
-    """A higher priority goes first, if the policy uses priorities. Under other policies, only the
-    lowest priority matters: requests that have it go last."""
+    """If the policy uses priorities, requests with a higher priority go first. Under other
+    policies, only the lowest priority matters: requests with the lowest priority go last."""
     tenant: str = ""
     deadline: float | None = None
     """When the request expires, in seconds of the caller's clock; None: never."""
@@ -85,7 +88,7 @@ class Request:
     """How long the prompt's full blocks are pinned after they are computed; None: no pin."""
     beam: BeamParams | None = None
     """If set, search for the `n` likeliest outputs instead of sampling. `sampling` then asks the
-    worker for candidates and has no end tokens."""
+    worker for the likeliest next tokens, and has no end tokens."""
     outputs: tuple[OutputSoFar, ...] = ()
     """One entry per sequence of a resubmitted request; a search's entries have no tokens. Empty
     for a new request."""

@@ -1,8 +1,9 @@
 """Decides which requests a core accepts, by their length, their deadline and the queue's size.
 
-Three places refuse requests under overload. `router/request/admission.py` limits the requests of
-one router. `router/schedulers/pool.py` refuses when every scheduler has reported a full queue.
-`check_queue` here limits the waiting sequences of one worker, and knows their exact number.
+Three modules refuse requests under overload. `router/request/admission.py` limits the live
+requests of one router. `router/schedulers/pool.py` refuses a request when every scheduler has
+reported a full queue. `check_queue` in this module limits the waiting sequences of one worker, and
+knows their exact number.
 """
 
 from bisect import bisect_right

@@ -1,7 +1,7 @@
 """Limits how many sequences run while the memory of a worker's device is short.
 
-No request is refused or lost: a sequence that may not start keeps its place in the queue, and a
-preempted one draws the same tokens later. `budget.py` limits the prompt tokens of a step.
+No request is refused or lost: a sequence that may not start keeps its position in the queue, and
+a preempted one draws the same tokens later. `budget.py` limits the prompt tokens of a step.
 """
 
 from contract.info import MemoryLevel
