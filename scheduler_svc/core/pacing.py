@@ -37,12 +37,12 @@ _MIN_TOKENS = 4
 """Lower bound of `least_tokens`. Measured: beside eight decodes, four prompt tokens are almost
 free, and sixteen cost nine tenths of a step ("Long prompts beside streams")."""
 _FULL_SLOWDOWN = 1.4
-"""If the allowed slowdown is at least this value (the default), the worker's `min_prompt_tokens`
-apply in full. Below this value, they shrink in proportion, so that an operator can get shorter
+"""If `--max-decode-slowdown` is at least this value, its default, the worker's `min_prompt_tokens`
+apply in full. A lower slowdown makes them fewer in proportion, so that an operator can get shorter
 steps. Chosen."""
 _WORTH_TOKENS = 128
 """Lower bound of `max_prompt_tokens`, on any device. Derived: reading the weights takes as
-long as computing some 16 tokens, so a step of this size loses an eighth of its time."""
+long as computing some 16 tokens, which is an eighth of the time for this many tokens."""
 _MAX_PAYING = 2.0
 """The prompts of a step may take up to this multiple of the allowed time, to make their fixed cost
 worthwhile. Measured: a long prompt raises the p99 of the time between tokens to 1.41 times the p99
@@ -121,8 +121,8 @@ def least_tokens(queue: PromptQueue, config: SchedulerConfig) -> int:
 
     Beside many decodes, short prompts are spread over several steps: each step delays the decodes a
     little, and the first prompts get their first tokens before the last prompts are computed.
-    Beside few decodes, short prompts are computed in one step, and a burst of them is computed in
-    two.
+    Beside few decodes, short prompts are computed in one step; a burst of short prompts, in which
+    they outnumber the decodes, is computed in two steps.
     """
     share = -(-queue.num_tokens // _LONG_STEPS)
     num_short = queue.num_short_tokens

@@ -43,7 +43,8 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 _NOW, _NEVER = float("-inf"), float("inf")
 _LEAST_RATE = 1e-9
-"""The least fragmentation rate at which a pass begins, even if `defragment_threshold` is 0."""
+"""The least fragmentation rate at which a pass begins without a request, even if
+`defragment_threshold` is 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class SpaceReport:
     device: Fragmentation
     host: Fragmentation
     num_slots_held: int
-    """Token slots in the blocks of running sequences; a shared block counts once per sequence."""
+    """Token slots in running sequences' block tables; a shared block counts once per table."""
     num_slots_written: int
     """How many of the held slots have KV; slots that decodes in flight write do not count."""
 

@@ -1,4 +1,4 @@
-"""Marks the methods that change a core, so that a recorder can record all calls of them."""
+"""Marks the methods that change a core, so that a recorder gets each call of such a method."""
 
 import functools
 from collections.abc import Callable
