@@ -128,7 +128,7 @@ class TokenBudget:
         return 0 < self.long_threshold < num_tokens
 
     def may_start(self, num_tokens: int, prefilling: Iterable[Sequence]) -> bool:
-        """Whether a sequence with `num_tokens` to compute may start while others prefill.
+        """Whether a sequence with `num_tokens` to compute may start beside those in `prefilling`.
 
         At most `max_long_prefills` long sequences prefill at the same time. While a long sequence
         waits for this reason, short sequences overtake it in the queue.

@@ -39,7 +39,7 @@ class BeamGroup:
 
     @property
     def leader(self) -> Sequence:
-        """The sequence that represents the search in the queue, and starts before the others."""
+        """The sequence that represents the search in the queue, and starts before all others."""
         return self.seqs[0]
 
     def queue_leader(self) -> None:

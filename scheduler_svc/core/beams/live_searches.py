@@ -113,7 +113,7 @@ class BeamGroups:
         return num_others * self._kv_groups.num_needed(group.search.num_tokens)
 
     def on_started(self, seq: Sequence) -> None:
-        """Reserve rows for the other beams if the started sequence leads a search."""
+        """If the started sequence leads a search, reserve rows for the search's other sequences."""
         if (group := seq.group) is None:
             return
         self._groups[group.leader.seq_id] = group

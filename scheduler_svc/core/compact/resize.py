@@ -1,6 +1,6 @@
 """Changes the number of device blocks while the core runs.
 
-To grow, the worker allocates memory first; then the caller calls `resize`. To shrink:
+To grow the pool, the worker allocates memory first; then the caller calls `resize`. To shrink it:
 
     shrink      takes all blocks beyond the new end out of use. Free blocks are retired at once.
                 Cached blocks are evicted; one step can demote only some of them, and the others are

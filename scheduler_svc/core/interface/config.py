@@ -105,8 +105,9 @@ class SchedulerConfig:
     once."""
     long_prefill_threshold: int | None = None
     """A sequence with more known tokens to compute than this is long: it leaves half of a step to
-    others, and short sequences may overtake it. 0: no sequence is long. None: half of the tokens
-    that keep the device busy, so that a shorter prompt is computed in one step."""
+    other sequences, and short sequences may overtake it. 0: no sequence is long. None: half of the
+    tokens that keep the device busy, so that a prompt of up to this length is computed in one
+    step."""
     max_long_prefills: int = 1
     """At most this many long sequences compute their known tokens at the same time."""
     claim_s: float = 10.0

@@ -15,7 +15,7 @@ class Pressure:
     """The memory level, and the bound on running sequences that follows from it.
 
     WARNING     as many sequences may run as ran when the level rose
-    CRITICAL    half of the running sequences may run; halved again every ten seconds
+    CRITICAL    half of the running sequences may run; the bound is halved every ten seconds
     OK          there is no bound
 
     One sequence, or one beam search, may always run. When the level falls from CRITICAL to WARNING,
