@@ -64,7 +64,7 @@ class SteadyDecodes:
         self._crossing: list[dict[Sequence, StepId]] = [{} for _ in range(config.block_size)]
         """Indexed by the step modulo `block_size`: the sequences that cross a block boundary in
         that step, each with its last step. A sequence is filed only once, because it crosses the
-        next boundary `block_size` steps later, unless it ends before."""
+        next boundary `block_size` steps later, unless it ends earlier."""
 
     @property
     def num_next(self) -> int:

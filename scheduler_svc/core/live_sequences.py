@@ -17,10 +17,10 @@ from scheduler_svc.core.sequence import SeqStatus, Sequence
 class LiveSequences:
     """Holds each sequence from the arrival of its request until the sequence ends.
 
-    The first sequence of a new request is the leader: it computes the prompt, and the others, its
-    siblings, fork from it. The sequences of a resubmitted request have diverged and do not fork;
-    the prefix cache finds the blocks that they share. A beam search has a sequence for each beam;
-    the first `n` have the keys under which the search reports its outputs.
+    The first sequence of a new request is the leader, which computes the prompt. The other
+    sequences, its siblings, fork from the leader. The sequences of a resubmitted request have
+    diverged and do not fork; the prefix cache finds the blocks that they share. A beam search has a
+    sequence for each beam; the first `n` have the keys under which the search reports its outputs.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from scheduler_svc.core.interface.request import Request
 
 
 def swap_root(request: Request, output_index: int, *, has_prefix_cache: bool) -> BlockHash:
-    """Return the root hash of a swapped sequence's blocks, by which a later scheduler finds them.
+    """Return the root of the hash chain by which a later scheduler finds a swapped sequence's KV.
 
     Without a prefix cache the root is unique to the sequence, so no other sequence finds its KV.
     """

@@ -30,7 +30,7 @@ _Core = TypeVar("_Core", bound=Recordable)
 def core_input(
     method: Callable[Concatenate[_Core, _P], _R],
 ) -> Callable[Concatenate[_Core, _P], _R]:
-    """Mark a method as an input; its calls go through the core's recorder, if there is one.
+    """Mark a method that changes a core; its calls go through the core's recorder, if there is one.
 
     A core's plans follow from its configuration and the calls of its marked methods. A marked
     method must not call another one, because the inner call would be recorded, too.
