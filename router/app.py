@@ -195,7 +195,10 @@ async def _cell(
     own: Health,
     router: Health,
 ) -> tuple[Inference, Path]:
-    """Make the parts that exist once per model; also return the model's directory."""
+    """Make the `Inference` of one cell; also return the model's directory.
+
+    `own` is the health of the cell, and `router` is the health of the process.
+    """
     directory = await asyncio.to_thread(
         find_model, cell.model, settings.cache_dir, router.set_starting, with_weights=False
     )

@@ -18,11 +18,10 @@ from router.request.cells import Cells
 from router.request.inference import Inference
 
 _FRESH_S: Final = 0.05
-"""For how long scrapes show the schedulers' last answer. A gateway scrapes up to 20 times per
-second."""
+"""How long scrapes show a load before the router asks the schedulers again. A gateway scrapes up to
+20 times per second."""
 _TIMEOUT_S: Final = 1.0
-"""How long a scrape waits for a model's schedulers; if they take longer, their gauges are missing.
-"""
+"""How long a scrape waits for a model's schedulers; after that, the model's gauges are missing."""
 
 _NAMES: Final = ("quire_cell_{}", "vllm:{}")
 
@@ -70,7 +69,7 @@ class GatewayMetrics(Collector):
             self._read_at = clock()
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that registration does not call `collect` to learn the names."""
+        """Return nothing, so that registration does not call `collect` to learn gauges' names."""
         return ()
 
     def collect(self) -> Iterable[Metric]:

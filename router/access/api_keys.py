@@ -74,7 +74,11 @@ def key_of_call() -> str:
 
 
 def enter_as(tenant: str, key_name: str = "") -> None:
-    """Make a tenant the `current_caller` of this task, which runs a stored call of the tenant."""
+    """Make `tenant` the `current_caller` of this task, which runs a stored call of the tenant.
+
+    A stored call is a response of `/v1/responses` or a line of a batch. `key_name` is the name of
+    the key with which a client made the call.
+    """
     _caller.set(Caller(tenant, key_name=key_name))
 
 
@@ -97,13 +101,13 @@ class ApiKeys:
         }
 
     def enter(self, authorization: str | None) -> None:
-        """Make the holder of a key the `current_caller` of this task.
+        """Make the owner of the key in `authorization` the `current_caller` of this task.
 
         Args:
             authorization: "Bearer KEY", from the HTTP header or gRPC metadata; None: not set.
 
         Raises:
-            UnauthenticatedError: There is no key, or it is unknown.
+            UnauthenticatedError: `authorization` has no key, or an unknown key.
         """
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != _SCHEME or not key:
@@ -118,7 +122,7 @@ class ApiKeys:
 
 
 def read_keys_file(path: Path) -> KeysFile:
-    """Read a TOML file of keys and quotas; docs/security.md describes it.
+    """Read a TOML file of keys and quotas; docs/security.md describes the file.
 
     Raises:
         ApiKeysError: The file cannot be read, or has an invalid entry.

@@ -5,8 +5,8 @@ maximum number of output tokens. When the request ends, the output tokens that i
 are refunded.
 
 If the client of a resumable request leaves, the request may go on at the scheduler, and the router
-does not learn when the request ends. So the request's tokens count as in flight for as long as the
-scheduler keeps a request that no client resumes.
+does not learn when the request ends. So the router counts the request's tokens as in flight for
+the longest time that a scheduler runs a request without a client (`Schedulers.resume_grace_s`).
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,10 @@ class TokenBucket:
         self._at = now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` is available or the bucket is full."""
+        """Return the seconds until the bucket has `amount`.
+
+        If `amount` exceeds the capacity, return the seconds until the bucket is full.
+        """
         self._refill(now)
         lacking = min(amount, self.capacity) - self._level
         return max(0.0, lacking) * _MINUTE_S / self.capacity
@@ -61,7 +64,7 @@ class TokenBucket:
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """Counts one tenant's use against its quota. All times are in seconds on the same clock."""
+    """Counts one tenant's use against its quota. Times are in seconds on the event loop's clock."""
 
     tenant: str
     quota: Quota
@@ -71,7 +74,8 @@ class Meter:
     num_tokens_in_flight: int = 0
     """Tokens of live requests, and of requests that may go on although their client has left."""
     _left: dict[str, tuple[float, int]] = field(init=False, default_factory=dict)
-    """For each request whose client has left: the time until which it may run, and its tokens."""
+    """Maps the id of a request whose client has left to the time until which the request's tokens
+    stay in flight, and to the number of these tokens."""
     _requests: TokenBucket | None = field(init=False, default=None)
     _tokens: TokenBucket | None = field(init=False, default=None)
 
@@ -82,9 +86,9 @@ class Meter:
             self._tokens = TokenBucket(self.quota.tokens_per_minute, self.now)
 
     def begin(self, now: float, *, is_free: bool = False) -> "QuotaShare":
-        """Count a request until its `QuotaShare` ends.
+        """Count a request as live until the returned `QuotaShare` ends.
 
-        A free request is never refused, and takes nothing from `requests_per_minute`.
+        If `is_free`, the request is never refused, and takes nothing from `requests_per_minute`.
 
         Raises:
             QuotaError: The quota is used up; nothing is counted.
@@ -159,7 +163,7 @@ class Meter:
             self._tokens.refund(num_unused)
 
     def leave(self, request_id: str, num_in_flight: int, now: float, until: float) -> None:
-        """Stop counting a request, but keep its tokens in flight until `until`."""
+        """Stop counting a request as live, but keep its tokens in flight until the time `until`."""
         self.num_live -= 1
         if self.quota.max_tokens_in_flight is None:
             self.num_tokens_in_flight -= num_in_flight
@@ -169,7 +173,7 @@ class Meter:
         self._left[request_id] = until, num_in_flight
 
     def take_up(self, request_id: str, num_tokens: int = 0) -> None:
-        """Replace the tokens in flight that `leave` kept for a request with `num_tokens`."""
+        """Count `num_tokens` in flight for a request, instead of those that `leave` kept for it."""
         _, num_left = self._left.pop(request_id, (0.0, 0))
         self.num_tokens_in_flight += num_tokens - num_left
 
@@ -197,18 +201,22 @@ class QuotaShare:
         self._num_in_flight = self._num_charged = num_tokens
 
     def take_up(self, request_id: str, num_tokens: int) -> None:
-        """Count a resumed request's tokens as in flight; they were charged when it began."""
+        """Count a resumed request's tokens as in flight.
+
+        The tenant was charged for these tokens when the request began.
+        """
         self._meter.take_up(request_id, num_tokens)
         self._num_in_flight = num_tokens
 
     def end(self, num_tokens: int) -> None:
-        """Refund the reserved tokens except `num_tokens`, which were used; called once."""
+        """End the share; refund the reserved tokens beyond the `num_tokens` used. Called once."""
         self._meter.end(self._num_in_flight, max(0, self._num_charged - num_tokens))
 
     def leave(self, request_id: str, now: float, until: float) -> None:
-        """End the share of a request whose client has left, but which may run until `until`.
+        """End the share, but keep the request's tokens in flight until the time `until`.
 
-        Nothing is refunded. Called instead of `end`.
+        Called instead of `end` if the client has left but the request may go on. Nothing is
+        refunded.
         """
         self._meter.leave(request_id, self._num_in_flight, now, until)
 

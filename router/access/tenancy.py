@@ -15,7 +15,7 @@ def claim(request: GenerateRequest) -> GenerateRequest:
     """Return the request with the tenant of its caller's API key.
 
     The cache salt is hashed with the tenant's name. So a tenant can neither hit another tenant's
-    cached prefixes nor detect them by timing, even if it uses the same salt.
+    cached prefixes nor detect them by timing, even if both tenants use the same salt.
 
     Raises:
         UnauthenticatedError: The call has no API key.
@@ -62,7 +62,7 @@ def check_operator() -> None:
 
 
 def _salt(tenant: str, salt: str) -> str:
-    """Combine two texts so that different pairs give different results."""
+    """Return a hash that differs between any two pairs of tenant and salt."""
     # A tenant's name has no zero byte, so the first zero byte ends the name.
     return hashlib.sha256(f"{tenant}\0{salt}".encode()).hexdigest()
 
@@ -74,7 +74,7 @@ _MAX_DIGITS = 10
 
 
 def with_precedence(request: GenerateRequest, metadata: Mapping[str, str]) -> GenerateRequest:
-    """Return the request with the priority and tenant of `metadata`, if they are set.
+    """Return the request with the priority and tenant of `metadata`, if `metadata` has them.
 
     Raises `InvalidArgumentError` for a priority that is not an integer. `check_request` checks the
     priority's range.

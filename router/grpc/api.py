@@ -63,7 +63,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Resume(  # noqa: N802
         self, request: inference_pb2.ResumeRequest, context: CallContext
     ) -> None:
-        """Stream the events that the client lacks."""
+        """Resume a request: stream the events after those that the client has received."""
         tenant = metadata_of(context).get(TENANT_KEY, "")
         resume = resume_request_from_proto(request, tenant, deadline_of(context))
         await _stream(await self._cells.resume(resume, request.model), context)
@@ -81,7 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.GenerateOnceRequest,
         context: CallContext,
     ) -> inference_pb2.GenerateOnceResponse:
-        """Return all outputs in one message; if one fails, the call fails."""
+        """Return all outputs in one message; if any output fails, the call fails."""
         domain_request = _request(request.request, context)
         if domain_request.stream_interval is not None:
             raise InvalidArgumentError(
@@ -119,7 +119,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Embed(  # noqa: N802
         self, request: inference_pb2.EmbedRequest, context: CallContext
     ) -> inference_pb2.EmbedResponse:
-        """Return the embeddings of all inputs; if one fails, the call fails."""
+        """Return the embeddings of all inputs; if any input fails, the call fails."""
         inference = await self._cells.use(request.model)
         model = inference.model.info(request.model)
         dimensions = request.dimensions if request.HasField("dimensions") else None

@@ -22,7 +22,7 @@ _MAX_VARINT_BYTES: Final = 10
 
 _GENERATE_MANY: Final = "/quire.v1.InferenceService/GenerateMany"
 _MOST_ENVELOPE_FIELDS: Final = 8
-"""How many fields of a `GenerateMany` message to look at; a valid message has at most 6."""
+"""How many fields `_begins_nothing` reads; a valid `GenerateMany` message has at most 6."""
 _RESUME_AND_LEAVE: Final = (3 << 3 | 2, 4 << 3 | 2)
 """The tags of the fields `resume` and `leave` of `GenerateManyRequest`."""
 _GENERATING: Final = frozenset(
@@ -46,7 +46,10 @@ _LARGE: Final = _GENERATING | {
 
 @dataclass(frozen=True, slots=True)
 class RefusedRequest:
-    """Stands for a refused request of `GenerateMany`, whose other requests continue."""
+    """What a `GenerateMany` call receives in place of a request that was refused.
+
+    The other requests of the call continue.
+    """
 
     number: int
     error: QuireError
@@ -65,7 +68,7 @@ class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Check each request of the call before it is parsed."""
+        """Return a handler that checks each request of the call before parsing the request."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
@@ -160,7 +163,8 @@ def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> N
     num_fields = 0
     at, end, message = 0, len(data), kind
     outer: list[tuple[int, int, Descriptor]] = []
-    """Where to continue after each open submessage."""
+    """For each message around the current one: the index of its next field, the index of its end,
+    and its type."""
     while True:
         if at >= end:
             if not outer:
@@ -196,7 +200,10 @@ def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> N
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the varint at an index, and the index after it; raises IndexError if malformed."""
+    """Return the varint at index `at`, and the index behind the varint.
+
+    Raises IndexError if the varint is malformed.
+    """
     value = 0
     for i in range(_MAX_VARINT_BYTES):
         byte = data[at + i]

@@ -58,11 +58,11 @@ class _Request:
 
 
 class ManyCall:
-    """The requests of one call, and the next message with their events.
+    """One `GenerateMany` call: its requests, and the message that collects their next events.
 
-    While a message waits for a slow client, events collect in the next message. Once that message
-    is full, each request merges its own events. As a `ClientRoom`, a `ManyCall` tells its requests
-    whether the next message has room.
+    While a message waits for a slow client, events collect in the next message. Once the next
+    message is full, each request merges its own events. As a `ClientRoom`, a `ManyCall` tells its
+    requests whether the next message has room.
     """
 
     def __init__(self, cells: Cells, context: CallContext) -> None:
@@ -234,7 +234,7 @@ class ManyCall:
         return self._num_bytes < _MOST_UNSENT_BYTES
 
     async def wait_for_room(self) -> None:
-        """Wait until the writer has taken the collected events."""
+        """Wait until `_response`, the next message, has room."""
         while not self.has_room():
             await self._wait_until_taken()
 

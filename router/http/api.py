@@ -52,8 +52,8 @@ def routes(
 
     If `turns` is None, responses and batches are not stored.
 
-    The `AppRunner` needs `handler_cancellation=True`: if a client disconnects, aiohttp then cancels
-    the handler, which cancels the client's requests.
+    The `AppRunner` needs `handler_cancellation=True`. With this option, aiohttp cancels the handler
+    of a client that disconnects, and the handler cancels the client's requests.
     """
     created = int(time.time())
     bodies = BodyReader(cells, max_body_bytes, may_be_compressed)
@@ -128,7 +128,10 @@ def routes(
 
 
 def _with_headers(call: ClientCall, http: web.Request) -> ClientCall:
-    """Add what the headers set: priority, tenant, resumable, and the event to resume after."""
+    """Return the call with the priority and tenant from the headers.
+
+    The headers also say whether the stream is resumable, and after which event to resume it.
+    """
     resumable = is_resumable(http)
     call = replace(
         call,

@@ -49,7 +49,7 @@ class PageGuard:
             )
 
     def middleware(self, paths: Collection[str] | None) -> Middleware:
-        """Return middleware that answers calls that `check` refuses with 403.
+        """Return middleware that answers with status 403 if `check` refuses a call.
 
         The middleware guards `paths`, or all paths if `paths` is None.
         """

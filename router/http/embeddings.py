@@ -50,7 +50,7 @@ def embedding_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
         return json_response(await _rerank(inference, body, call_id.value, request.headers))
 
     async def create_scores(request: web.Request, call_id: CallId) -> web.Response:
-        """Score how well texts go together, as vLLM does."""
+        """Score pairs of texts, as vLLM does."""
         body = await bodies.read(request, ScoreBody, generates=True)
         call_id.value = body.request_id or call_id.value
         inference = await cells.use(body.model)
@@ -127,7 +127,7 @@ async def embed(
 ) -> Callable[[], Json]:
     """Compute the embeddings for `requests`, which come from `body.requests`.
 
-    Return a function that makes the answer; it may run in any thread. May raise QuireError.
+    Return a function that makes the answer, and that any thread may call. May raise QuireError.
     """
     model = inference.model.info(body.model)
     check_inputs("input", len(body.input), model, body.dimensions, max_numbers)

@@ -34,7 +34,10 @@ CallHandler: TypeAlias = Callable[[web.Request, CallId], Awaitable[web.StreamRes
 
 
 def endpoint(handler: CallHandler) -> HttpHandler:
-    """Wrap a handler, so that it has a trace context, answers errors, and sends the call's id."""
+    """Wrap `handler`, so that it runs in the call's trace context and sends the call's id.
+
+    An error that `handler` raises becomes a response.
+    """
 
     @functools.wraps(handler)
     async def handle(request: web.Request) -> web.StreamResponse:

@@ -103,7 +103,7 @@ def error_json(error: QuireError) -> dict[str, object]:
 
 
 def error_response(error: QuireError, *, path: str = "", request_id: str = "") -> web.Response:
-    """Return the response for an error; `path` determines the API and so the shape."""
+    """Return the response for an error, in the shape of the API to which `path` belongs."""
     is_anthropic = path == anthropic.ROOT or path.startswith(f"{anthropic.ROOT}/")
     body = anthropic.error_json(error, request_id) if is_anthropic else error_json(error)
     response = web.Response(

@@ -13,7 +13,7 @@ MAX_KEY_CHARS: Final = 255
 
 @dataclass(frozen=True, slots=True)
 class CallKey:
-    """A tenant's idempotency key, and the call that it belongs to."""
+    """A tenant's idempotency key, and a hash of the call that has the key."""
 
     key: str
     fingerprint: bytes

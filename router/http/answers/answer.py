@@ -44,7 +44,7 @@ class UsageInStream(Enum):
     NEVER = "never"
     AT_END = "at_end"
     ALWAYS = "always"
-    """In every event; each has the usage so far."""
+    """In every event: the usage up to this event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +262,10 @@ class _Chunks:
         """A placeholder for the text while an entry of `_frames` is made."""
         self._has_frames = call.usage_in_stream is not UsageInStream.ALWAYS
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """For each choice, an event's bytes before and after the JSON of its text."""
+        """Maps a choice's index to a frame: an event's bytes before and after the text's JSON."""
         self._is_text_only = self._has_frames and self._position is None and call.shape.is_text_only
-        """Whether each delta of a choice that has a frame is sent as this frame and a text."""
+        """Whether each delta of a choice, once the choice has a frame, is sent as the frame and the
+        new text."""
 
     def sink(self, i: int) -> Callable[[Event], None]:
         """Return the function that sends an event of request `i`."""

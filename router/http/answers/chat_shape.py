@@ -52,7 +52,8 @@ class ChatShape:
             prompt_token_ids: Returns the prompt's token ids, once the call has started.
             new_reader: Makes the `Reader` that finds thinking and calls in one output; None: the
                 whole output is text.
-            stop: Stop strings that end a tool call; the reader must read them as well.
+            stop: Stop strings that end a tool call. The reader must get the string that ended its
+                output.
         """
         self._token_text = token_text
         self._token_bytes = token_bytes
@@ -77,7 +78,7 @@ class ChatShape:
             self._scores = [*(self._scores or ()), *scores.logprobs]
 
     def once(self) -> Json:
-        """Return the requested fields about the prompt; only the first call returns any."""
+        """Return the requested fields about the prompt; after the first call, return no fields."""
         said: Json = {}
         if self._has_said_once:
             return said

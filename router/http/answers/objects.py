@@ -1,7 +1,7 @@
 """The JSON of completions, and the JSON that all calls share: usage, models, ends of choices.
 
-Completions and chats differ only in their `ChoiceShape`. A shape belongs to one call and tracks
-what has been sent of each choice. `answer.py` streams and collects both kinds.
+`answer.py` streams and collects completions and chats, which differ only in their `ChoiceShape`. A
+shape belongs to one call and tracks what has been sent of each choice.
 """
 
 from collections import defaultdict
@@ -119,7 +119,10 @@ class CompletionShape:
         return {}
 
     def delta(self, index: int, delta: OutputDelta) -> Json | str:
-        """Return a chunk's choice with new text; in the first chunk, the prompt comes before it."""
+        """Return a chunk's choice with new text.
+
+        If the call asks for `echo`, the text of a choice's first chunk begins with the prompt.
+        """
         if self.is_text_only and index in self._started:
             return delta.text
         return {
@@ -151,7 +154,11 @@ class CompletionShape:
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprob | None],
     ) -> Json:
-        """Return the fields of new text; a choice's first ones include the prompt, if requested."""
+        """Return a choice's fields for new text.
+
+        For a choice's first text, also return what the call requests of the prompt: its text, token
+        ids or log-probabilities.
+        """
         if self._is_echo_only:
             text, token_ids, logprobs = "", (), ()
         shown: Json = {"token_ids": list(token_ids)} if self._has_token_ids else {}
@@ -207,11 +214,10 @@ class CompletionShape:
 def prompt_logprobs_json(
     token_text: TokenText, prompt: Sequence[int], scores: Sequence[TokenLogprob]
 ) -> list[Json | None]:
-    """Return prompt log-probabilities as vLLM does: by token id, for the likeliest tokens.
+    """Return the log-probabilities of a prompt's tokens in vLLM's form: an entry per token.
 
-    The prompt's own token is always included.
-
-    The first token has no log-probability.
+    The entry of the first token is None. Each further entry maps token ids to log-probabilities:
+    the id of the prompt's token, and the ids of the likeliest tokens at its position.
     """
 
     def scored(token_id: int, entry: TokenLogprob) -> Json:
@@ -225,7 +231,7 @@ def prompt_logprobs_json(
 
 
 def usage_json(usages: Sequence[Usage]) -> Json:
-    """Return the usage of all prompts of one call."""
+    """Return the sum of `usages` as JSON; a call has one usage for each of its requests."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     completion_tokens = sum(usage.completion_tokens for usage in usages)
     reasoning_tokens = sum(usage.reasoning_tokens for usage in usages)

@@ -1,4 +1,4 @@
-"""Server-sent events: one JSON object per event, one write per event."""
+"""Server-sent events with JSON, and the response that streams them."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,9 @@ from aiohttp import ClientConnectionResetError, web
 from router.http.strict_json import json_bytes
 
 STARTED: Final = web.RequestKey("started", web.StreamResponse)
-"""Key of an HTTP request's response, set once its head is sent; then no other response can be sent.
+"""The key under which an HTTP request keeps its response once the response's head has been sent.
+
+After the head, no other response can be sent.
 """
 HEARTBEAT: Final = b":\n\n"
 _HEARTBEAT_S = 1.0
@@ -57,7 +59,7 @@ class SseResponse:
         self.first_event: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """A future that is done once there is an event, even before `start`."""
         self._early = b""
-        """Events put before `start`: at most one, and the end of the stream."""
+        """The bytes put before `start`: at most one event, and the end of the stream."""
         self.response = web.StreamResponse(
             headers={
                 **headers,
@@ -88,9 +90,9 @@ class SseResponse:
         self._is_silent = True
 
     async def start(self, head: bytes = b"") -> None:
-        """Send status 200, the headers, `head`, and the events so far.
+        """Send status 200, the headers, `head`, and the events that were put before this call.
 
-        After this, an error can only be sent as an event.
+        After this call, an error can only be sent as an event.
         """
         if self._held is not None:  # the head was sent before
             self._transport, self._held = self._held, None
@@ -112,7 +114,10 @@ class SseResponse:
 
     @contextlib.asynccontextmanager
     async def before_events(self) -> AsyncIterator[None]:
-        """Send status and headers, and heartbeats until the block ends; events follow `start`."""
+        """Send status and headers, then heartbeats until the `async with` block ends.
+
+        After the block, `put` keeps an event back until `start` is called.
+        """
         await self.start()
         with self.heartbeats():
             yield
@@ -181,13 +186,17 @@ class SseResponse:
 
 
 WAITING: Final = web.RequestKey("waiting", SseResponse)
-"""Key of an HTTP request's response, set if its head was sent while the model was still loading."""
+"""The key under which an HTTP request keeps a response whose head was sent before the model was
+loaded."""
 
 
 def sse_of(
     request: web.Request, headers: dict[str, str], heartbeat: bytes = HEARTBEAT
 ) -> SseResponse:
-    """Return the response for a call's events: the one whose head has been sent, or a new one."""
+    """Return the response for a call's events.
+
+    If the call waited for its model and so has a response already, return this response.
+    """
     waiting: SseResponse | None = request.get(WAITING)
     if waiting is None:
         return SseResponse(request, headers, heartbeat)

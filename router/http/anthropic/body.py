@@ -208,7 +208,7 @@ class CountBody(CacheMarked):
         )
 
     def _choice(self) -> tuple[str | chat_tools.NamedChoice | None, bool]:
-        """Return a chat's `tool_choice`, and whether at most one call is allowed."""
+        """Return a chat's `tool_choice`, and whether at most one tool call is allowed."""
         match self.tool_choice:
             case AnyChoice(type=kind, disable_parallel_tool_use=is_alone):
                 return "required" if kind == "any" else kind, is_alone

@@ -49,7 +49,7 @@ def messages_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
 
 
 async def _conversation(inference: Inference, body: CountBody) -> Conversation:
-    """Convert a body to a chat, in a thread because it may be long."""
+    """Convert a body to a chat, in a thread because the body may be long."""
     template = inference.text.chat_template(body.model)
     parsers = inference.text.parsers(template)
     return await inference.text.run(lambda: body.conversation(template, parsers))

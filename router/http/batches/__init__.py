@@ -1,1 +1,5 @@
-"""OpenAI's Files and Batches: each line of a batch is a stored turn of the lowest priority."""
+"""OpenAI's Files and Batches.
+
+Each line of a batch becomes a turn (`router/stored_turns`) of the lowest priority: a stored call,
+which is completed even if all processes die.
+"""

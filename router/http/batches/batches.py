@@ -1,4 +1,7 @@
-"""Accepts batches, and ends each batch when it is complete, expired or cancelled."""
+"""Accepts batches, and ends each batch when it is complete, expired or cancelled.
+
+Each line of a batch becomes a turn: a stored call, which any router can complete.
+"""
 
 import asyncio
 import time
@@ -123,9 +126,11 @@ class Batches:
         output_expires_s: float | None = None,
         call: CallKey | None = None,
     ) -> Json:
-        """Store a batch; after that, it will be completed even if processes crash.
+        """Store a batch, and return its JSON.
 
-        If the same call has created a batch before, returns that batch.
+        A stored batch is completed even if processes crash.
+
+        If `call` created a batch at an earlier attempt, return the JSON of the earlier batch.
 
         Raises:
             AlreadyExistsError: A different call has the same idempotency key.
@@ -325,13 +330,13 @@ class _Results:
         default_factory=lambda: {"output": bytearray(), "error": bytearray()}
     )
     is_full: bool = False
-    """Whether a result was left out because it did not fit."""
+    """Whether a result was left out because the results would exceed `MAX_RESULT_BYTES`."""
     num_completed: int = 0
     num_failed: int = 0
     _num_bytes: int = 0
 
     def add(self, turns: Sequence[Turn], status: str) -> None:
-        """Add a line for each turn; a result that does not fit is replaced by an error."""
+        """Add a line for each turn; beyond `MAX_RESULT_BYTES`, add an error instead of a result."""
         for turn in turns:
             kind, text = _KINDS.get(turn.status, "error"), turn.result
             if turn.status not in _KINDS or text is None:

@@ -50,7 +50,7 @@ def file_routes(batches: Batches) -> list[web.RouteDef]:
     uploads = Places("uploads", per_tenant=4, in_all=16)
     downloads = Places("downloads", per_tenant=4, in_all=16)
     reading = asyncio.Lock()
-    """Held while a download has a whole file in memory, so that only one does at a time."""
+    """Held while a download has a whole file in memory, so that no other download has one."""
 
     async def check_stored(tenant: str) -> None:
         if (num_stored := await store.file_bytes(tenant)) >= MAX_STORED_BYTES:

@@ -1,4 +1,7 @@
-"""The lines of a batch. Each line becomes a turn, whose result is a line of a result file."""
+"""The lines of a batch.
+
+Each line becomes a turn: a stored call, whose result is a line of a result file.
+"""
 
 import asyncio
 import time
@@ -251,7 +254,7 @@ def _failure(events: Sequence[Event]) -> tuple[int, QuireError]:
 
 
 def _deadline(turn: Turn) -> float:
-    """Return the end of the batch's window on the event loop's clock."""
+    """Return the time, on the event loop's clock, at which the batch is `WINDOW_S` old."""
     left_s = turn.created_at + WINDOW_S - time.time()
     return asyncio.get_running_loop().time() + max(0.0, left_s)
 

@@ -68,10 +68,10 @@ class BatchStore:
     # --- files ----------------------------------------------------------------------------------
 
     async def add_file(self, file: File, content: BinaryIO, call: CallKey | None = None) -> str:
-        """Store a file; `content` is read from its start once the database has time for it.
+        """Store a file; the thread of the database reads `content`, from the beginning.
 
         Returns:
-            The file's id, or the id of the file that the same call stored before.
+            The file's id, or the id of the file that `call` stored at an earlier attempt.
 
         Raises:
             AlreadyExistsError: A different call has the same idempotency key.
@@ -163,7 +163,7 @@ class BatchStore:
     async def create(self, batch: Batch, call: CallKey | None = None) -> str:
         """Store a batch; `fill` adds the batch's turns.
 
-        Returns the batch's id, or the id of the batch that the same call created before.
+        Returns the batch's id, or the id of the batch that `call` created at an earlier attempt.
 
         Raises:
             AlreadyExistsError: A different call has the same idempotency key.
@@ -182,7 +182,7 @@ class BatchStore:
         )
 
     async def created_by(self, tenant: str, call: CallKey) -> str | None:
-        """Return the id of the batch that this call has created, if any.
+        """Return the id of the batch that `call` created at an earlier attempt, if any.
 
         Raises:
             AlreadyExistsError: A different call has the same idempotency key.
@@ -241,7 +241,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def live_batches(self) -> Sequence[Batch]:
-        """Return the batches of all tenants that have not ended, newest first."""
+        """Return all tenants' batches that have not ended, newest first."""
 
         def work(cursor: Cursor, _: DatabaseConnection) -> list[Batch]:
             cursor.execute(
@@ -354,9 +354,9 @@ def _page(
     wanted: PageQuery,
     chosen: Mapping[str, object] = MappingProxyType({}),
 ) -> list[Any]:
-    """Return the rows of a page, and one row more if there is a next page.
+    """Return the rows of a page of `table`, and one row more if there is a next page.
 
-    Raises InvalidArgumentError if `after` is not the id of a row.
+    Raises InvalidArgumentError if no row has the id `wanted.after`.
 
     `chosen` maps further SQL conditions, such as "purpose = ?", to their values.
     """
@@ -395,7 +395,10 @@ def _insert(cursor: Cursor, table: str, row: Mapping[str, Any]) -> bool:
 
 
 def _insert_once(cursor: Cursor, table: str, row: Mapping[str, Any], call: CallKey | None) -> str:
-    """Insert a row; return its id, or the id of the row that the same call inserted before."""
+    """Insert a row, and return its id.
+
+    If `call` inserted a row at an earlier attempt, only return the id of the earlier row.
+    """
     if call is not None:
         row = {**row, "idempotency_key": call.key, "fingerprint": call.fingerprint}
     row_id = str(row["id"])

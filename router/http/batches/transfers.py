@@ -1,4 +1,4 @@
-"""Receives and sends files through temporary files, so memory holds only pieces of a file."""
+"""Receives and sends files through temporary files; memory holds one piece per transfer."""
 
 import asyncio
 import hashlib
@@ -20,20 +20,23 @@ MAX_FILE_BYTES: Final = 64 * 2**20
 _MAX_BODY_BYTES: Final = MAX_FILE_BYTES + 2**16
 """Limit on a whole body: the file, other parts, boundaries and headers."""
 _MAX_LINES: Final = 64
-"""Limit on a body's lines outside its parts' contents; these are boundaries and headers."""
+"""Limit on the lines of a body that are boundaries or headers, not contents of a part."""
 _MAX_FIELD_BYTES: Final = 64
 _READ_BYTES: Final = 2**16
 _PIECE_BYTES: Final = 2**20
 _UPLOAD_S: Final = 600.0
 _PIECE_S: Final = 60.0
-"""How long a client may take to read a piece, except the piece's end, which is buffered."""
+"""How long a client may take to read a piece.
+
+The client may leave the last bytes of a piece unread, because the router buffers them.
+"""
 _ENCODINGS: Final = ("Content-Encoding", "Content-Transfer-Encoding")
 _UNENCODED: Final = ("identity", "binary", "8bit", "7bit")
 
 
 @asynccontextmanager
 async def temporary_file() -> AsyncIterator[BinaryIO]:
-    """Yield an empty file, which is deleted after the block."""
+    """Yield an empty file, which is deleted at the end of the `async with` block."""
     file = cast("BinaryIO", await asyncio.to_thread(tempfile.TemporaryFile))
     try:
         yield file
