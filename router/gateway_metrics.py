@@ -1,7 +1,7 @@
 """Gauges of a whole cell in a router's `/metrics`, for gateways that choose among cells.
 
 The model server protocol of the Gateway API Inference Extension asks for these gauges. Each gauge
-has two names, Quire's and vLLM's, so an endpoint picker that knows vLLM needs no configuration.
+has two names, Quire's and vLLM's, so a gateway that knows vLLM's names needs no configuration.
 """
 
 import asyncio

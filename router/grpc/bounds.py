@@ -15,7 +15,7 @@ from router.request.cells import Cells
 from rpc.status import invalid_message, rewrapped
 
 MAX_FIELDS: Final = 16_384
-"""Limit on the fields of one message, including its submessages. A packed list is one field."""
+"""Limit on the fields of one message and its submessages, together. A packed list is one field."""
 MAX_SMALL_BYTES: Final = 64 * 1024
 """Limit on a message's size, for methods whose requests have no prompt, text or tokens."""
 _MAX_VARINT_BYTES: Final = 10

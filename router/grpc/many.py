@@ -27,7 +27,7 @@ from rpc.observe import telemetry
 from rpc.status import error_to_status
 
 _MOST_UNSENT_BYTES: Final = 256 * 1024
-"""Once the next message has this size, requests put no more events into it.
+"""Once the next message to the client has this size, requests put no more events into the message.
 
 This is about the size of a step's events for 4,096 streams, and far below the largest message that
 clients accept, 4 MiB.

@@ -34,7 +34,7 @@ CallHandler: TypeAlias = Callable[[web.Request, CallId], Awaitable[web.StreamRes
 
 
 def endpoint(handler: CallHandler) -> HttpHandler:
-    """Wrap `handler`, so that it runs in the call's trace context and sends the call's id.
+    """Wrap `handler`: add the call's trace context, and the call's id to the response.
 
     An error that `handler` raises becomes a response.
     """

@@ -44,7 +44,7 @@ class UsageInStream(Enum):
     NEVER = "never"
     AT_END = "at_end"
     ALWAYS = "always"
-    """In every event: the usage up to this event."""
+    """In every event: the usage up to the event."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class CompletionShape:
     """Choices of /v1/completions.
 
     Log-probabilities of completions have each token's offset in the text: the total length of the
-    tokens before it. The offset is wrong if one of those tokens ends within a character.
+    preceding tokens. The offset is wrong if a preceding token ends within a character.
     """
 
     id_prefix = "cmpl-"
