@@ -29,7 +29,7 @@ _DIGITS_TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 def parse_json(body: bytes) -> object:
     """Parse a body.
 
-    Raises InvalidArgumentError if the text exceeds a limit of `check_num_parts`, is not JSON in
+    Raises InvalidArgumentError if the body exceeds a limit of `check_num_parts`, is not JSON in
     UTF-8, or is nested deeper than 200 levels (the limit of `pydantic_core`).
     """
     check_num_parts(body)
@@ -41,10 +41,10 @@ def parse_json(body: bytes) -> object:
 
 
 def check_num_parts(body: bytes) -> None:
-    """Count a JSON text's strings, objects, lists and digits, in about 3 ms per MiB.
+    """Check a JSON text against the limits `MAX_STRINGS`, `MAX_CONTAINERS` and `MAX_DIGITS`.
 
-    Raises InvalidArgumentError if a count exceeds `MAX_STRINGS`, `MAX_CONTAINERS` or `MAX_DIGITS`.
-    Texts of up to 16 KiB are not checked, because they are cheap in any case.
+    Raises InvalidArgumentError if the text exceeds a limit. The check takes about 3 ms per MiB.
+    Texts of up to 16 KiB are not checked, because they are cheap to parse in any case.
     """
     if len(body) <= MAX_CONTAINERS:
         return
@@ -87,7 +87,10 @@ Listed = Annotated[list[T], Field(fail_fast=True)]
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Refuse a list or object with more entries than `most`, before checking any entry."""
+    """Return a validator that refuses a list or object with more than `most` entries.
+
+    The validator runs before any entry is checked.
+    """
 
     def check(value: object) -> object:
         if isinstance(value, dict | list) and len(value) > most:
@@ -107,7 +110,7 @@ class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     unimplemented: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({})
-    """Maps each field that is refused by name to the values with which it is accepted."""
+    """Maps each unimplemented field to its accepted values, which have no effect."""
     names: ClassVar[frozenset[str]] = frozenset()
     """The JSON names of the fields."""
 

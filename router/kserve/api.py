@@ -29,7 +29,8 @@ from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of
 
 MAX_STREAMED_REQUESTS: Final = 1024
-"""Maximum number of unanswered requests of one stream; a further request waits for an answer."""
+"""Maximum number of unanswered requests of one stream; a further request starts only after one of
+these has been answered."""
 
 
 class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
@@ -134,7 +135,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     def _parse(
         self, message: open_inference_pb2.ModelInferRequest, context: CallContext
     ) -> InferCall:
-        """Make a request from the message and the call's metadata."""
+        """Make an `InferCall` from the message and the gRPC call's metadata."""
         call = infer_call_from_proto(message)
         deadline = deadline_of(context)
         if call.timeout_s is not None:

@@ -54,7 +54,7 @@ class Fields(Body):
 def fields_from_proto(
     request: open_inference_pb2.ModelInferRequest, inputs: Mapping[str, Sequence[Element]]
 ) -> Fields:
-    """Read the parameters, the JSON in `sampling_parameters`, and all other `inputs`.
+    """Read the parameters, the JSON in `sampling_parameters`, and all other inputs but the prompt.
 
     Raises InvalidArgumentError with the name of a field that is invalid or has two different
     values.

@@ -1,4 +1,4 @@
-"""Converts messages of the Open Inference Protocol to values and back."""
+"""Converts messages of the Open Inference Protocol to Quire's data types and back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class InferCall:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The outputs in one response; each tuple is indexed by output."""
+    """The outputs in one response; each tuple has one entry per output."""
 
     texts: tuple[str, ...]
     finish_reasons: tuple[str, ...]

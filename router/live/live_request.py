@@ -37,7 +37,7 @@ class ReplayRecord:
 
     request_id: str
     first_seq_key: int
-    """Output i is the sequence `first_seq_key + i`."""
+    """Output i is the sequence with the key `first_seq_key + i`."""
     prompt_token_ids: "array[int]"
     """An array of int32 with at least one token; it never changes."""
     sampling: SamplingParams
@@ -71,8 +71,8 @@ class LiveRequest:
     request before the first event, the API gets the `QuireError`. A later failure is an
     `OutputFinished` with reason ERROR. The `Usage` is the last event.
 
-    Of the methods from `push_token` to `refuse`, `Inference` calls `replay` and `router/schedulers`
-    calls the others. These methods never wait: unread tokens are merged into one pending delta per
+    `Inference` calls `replay`; `router/schedulers` calls the other methods from `push_token` to
+    `refuse`. None of these methods waits: unread tokens are merged into one pending delta per
     output. So a slow reader costs the memory of its tokens (at most `max_model_len` per output) and
     does not slow down other requests.
     """
@@ -129,8 +129,8 @@ class LiveRequest:
         """Make a live request, which belongs to the running event loop.
 
         `cancel` ends sequences at the scheduler, which then sends no more events for them. If the
-        reader of a resumable request leaves, `leave` is called instead. `on_closed` is called once,
-        when the reader has read everything or has left.
+        reader of a resumable request leaves, the `LiveRequest` calls `leave` instead of `cancel`.
+        The `LiveRequest` calls `on_closed` once, when the iteration ends.
         """
         self.record = record
         self._first_seq_key = record.first_seq_key
@@ -166,9 +166,9 @@ class LiveRequest:
             self._prompt_logprobs = []
         self._num_prompt_logprobs_taken = 0
         self.outputs_with_events: list[LiveOutput] = []
-        """The outputs with a due event that is not taken yet; the first has waited longest."""
+        """The outputs whose `has_event` is true; the first output has waited longest."""
         self.is_waiting = False
-        """Whether `Delivery` has postponed the call of `flush`; `Delivery` sets this attribute."""
+        """Whether the call of `flush` is postponed; set by `router/schedulers/delivery.py`."""
         self._num_outputs_unread = len(self.outputs)  # outputs whose end the reader lacks
         self._accepted = False  # the reader has an event, so the request cannot be refused
         self._closed = False
@@ -257,9 +257,9 @@ class LiveRequest:
         """Append a token to an unfinished output; return whether it completes a stop string.
 
         If so, the caller cancels the sequence. The caller must call `flush` afterwards, but may
-        first push the step's other tokens. `now` is on the event loop's clock. The time since the
-        output's previous token is appended to `gaps`. For tokens from before a resumption, which
-        metrics do not count, `gaps` is None.
+        first push the step's other tokens. `now` is on the event loop's clock. The method appends
+        the time since the output's previous token to `gaps`. `gaps` is None for tokens that the
+        metrics do not count, because they were computed before the request was resumed.
         """
         output = self.outputs[seq_key - self._first_seq_key]
         if gaps is None:
@@ -307,7 +307,7 @@ class LiveRequest:
                 self.finish(seq_key, FinishReason.LENGTH)
 
     def score_prompt(self, position: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Add log-probabilities of the prompt from `position` on, which may overlap known ones."""
+        """Add log-probabilities of the prompt from `position` on; ignores those that are known."""
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += logprobs[len(self._prompt_logprobs) + 1 - position :]
 

@@ -23,8 +23,9 @@ allow more, because one token may be a hundred spaces."""
 class LiveOutput:
     """Turns the tokens of one sequence into deltas and an end.
 
-    Tokens become text when they arrive, not when the reader asks, because a stop string must end
-    the sequence even if the reader is slow. The conversion takes less than a microsecond per token.
+    Tokens become text when they arrive, not when the reader takes them, because a stop string must
+    end the sequence even if the reader is slow. The conversion takes less than a microsecond per
+    token.
     """
 
     __slots__ = (
@@ -136,7 +137,7 @@ class LiveOutput:
         return self._num_unread >= self._num_due or self.finished is not None
 
     def finish(self, finished: OutputFinished) -> None:
-        """End the output, and add the text that was held back."""
+        """End the output, and add the text that stop matcher and detokenizer have held back."""
         if self._stop_matcher is not None:
             self._text.append(self._stop_matcher.flush())
         self._text.append(self._detokenizer.flush())

@@ -15,7 +15,10 @@ class StopMatcher:
     """
 
     def __init__(self, stop: Iterable[str], *, include_in_output: bool) -> None:
-        """`stop` has no empty string. `include_in_output`: whether the text keeps the found one."""
+        """Make a matcher for the strings `stop`, of which none is empty.
+
+        `include_in_output`: whether the text keeps the stop string that is found.
+        """
         self.found: str | None = None
         """The found stop string; once set, no text may be pushed."""
         self._stop = tuple(stop)

@@ -1,4 +1,4 @@
-"""Converts messages of `openengine.v1` to values and back."""
+"""Converts messages of `openengine.v1` to Quire's data types and back."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -30,7 +30,7 @@ _CODES: Final = {
 def metadata_from_call(metadata: Mapping[str, str]) -> dict[str, str]:
     """Return a call's metadata, with OpenEngine's priority also under Quire's key.
 
-    Raises InvalidArgumentError if the metadata name a rank other than 0.
+    Raises InvalidArgumentError if the metadata name a data-parallel rank other than 0.
     """
     if (rank := metadata.get(_RANK_KEY, "0")) != "0":
         raise InvalidArgumentError(_RANK_KEY, f"is {rank[:64]!r}; a cell has only rank 0")
@@ -200,7 +200,7 @@ def error_to_proto(error: QuireError) -> pb.EngineError:
 
 
 def kv_batch_to_proto(batch: smg_common_pb2.KvEventBatch) -> pb.KvEventBatch:
-    """Convert prefix cache events from the messages of the vLLM engine API (`smg_common`)."""
+    """Convert prefix cache events of the vLLM engine API (`smg_common`) to OpenEngine's events."""
     message = pb.KvEventBatch(
         sequence_number=batch.sequence_number, timestamp_unix_nanos=int(batch.timestamp * 1e9)
     )

@@ -33,7 +33,7 @@ log = structlog.get_logger()
 async def _ask_each(
     schedulers: Sequence[_Asked], ask: Callable[[_Asked], Awaitable[_Answer]]
 ) -> list[_Answer | QuireError]:
-    """Ask all schedulers concurrently; return the answer or the error of each, in order."""
+    """Ask all schedulers concurrently; return each scheduler's answer or error, in order."""
 
     async def one(scheduler: _Asked) -> _Answer | QuireError:
         try:
@@ -57,8 +57,10 @@ class Operations:
 
     All methods may raise a scheduler's error; they raise `UnavailableError` if there is no
     scheduler. A change of adapters does not start while a scheduler is disconnected. Once started,
-    the change continues even if the caller leaves. Models are loaded through separate channels,
-    because the links to a scheduler close when its model changes.
+    the change continues even if the caller leaves.
+
+    Models are loaded through separate channels, because the router's link to a scheduler closes
+    when the scheduler's model changes.
     """
 
     def __init__(self, cells: Cells, operators: Operators, tls: ClientTls | None = None) -> None:

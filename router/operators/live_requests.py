@@ -34,10 +34,10 @@ class LiveRequests:
     async def cancel(
         self, asked: requests_pb2.RequestFilter, peer: str
     ) -> Sequence[requests_pb2.LiveRequest]:
-        """Cancel the requests that pass the filter; return the requests that were live.
+        """Cancel the requests that pass the filter; return those that had not ended before.
 
         Raises `InvalidArgumentError` for an empty filter, and `NotFoundError` if no live request
-        has the id.
+        has the id in the filter.
         """
         self._operators.check(peer, "cancels requests")
         if not asked.ListFields():

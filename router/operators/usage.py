@@ -24,10 +24,10 @@ class UsageReports:
     async def read(
         self, since: float | None, until: float | None, by: Sequence[str], peer: str
     ) -> Sequence[UsageRow]:
-        """Return the usage of the hours that begin in [since, until), which are Unix times.
+        """Return the usage of the hours that begin in [since, until), summed by the names in `by`.
 
-        By default, `since` is a day ago, and there is no upper limit. Raises the errors of
-        `read_usage`.
+        `since` and `until` are Unix times. By default, `since` is a day ago, and there is no upper
+        limit. Raises the errors of `read_usage`.
         """
         self._operators.check(peer, "shows usage")
         if self._turns is None:

@@ -1,8 +1,8 @@
 """Grammars for thinking within a budget, and for tool calls in the syntax of a model family.
 
-The grammars are in llguidance's dialect of Lark. If a marker is a single token, the grammar
-contains the token's id, because models write the marker as this token, and ordinary text cannot
-match the token.
+The grammars are in llguidance's dialect of Lark. Models write most markers, such as <tool_call>, as
+single tokens. For such a marker the grammar contains the token's id, which ordinary text cannot
+match.
 """
 
 import json
@@ -24,8 +24,8 @@ _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
 _PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 _WHOLE: Final = "/$defs/parameters"
-"""A JSON pointer. If a parameter's schema has a `$ref` into the schema of all parameters, a copy of
-that schema is added to the parameter's schema at this place."""
+"""Where the schema of one parameter gets a copy of the schema of all parameters, as a JSON pointer.
+The one parameter's schema needs the copy if it has a `$ref` into the schema of all parameters."""
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,  # otherwise a model may write endless white space
@@ -44,7 +44,10 @@ class ForcedFunction:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingGrammar:
-    """The grammar of thinking within a budget. `begin` and `end` are the ids of its markers."""
+    """The grammar of thinking within a budget.
+
+    `begin` and `end` are the ids of the tokens that begin and end thinking.
+    """
 
     begin: int
     end: int
@@ -77,7 +80,7 @@ class ThinkingGrammar:
 def thinking_grammar(
     thinking: Thinking, token_id: TokenId, *, has_begun: bool, max_tokens: int | None
 ) -> ThinkingGrammar | None:
-    """Return the grammar for an output's thinking; None if the markers are not tokens."""
+    """Return the grammar for an output's thinking; None if a marker is not a single token."""
     begin, end = token_id(thinking.begin), token_id(thinking.end)
     if begin is None or end is None:
         return None
@@ -146,7 +149,7 @@ class CallGrammar:
         """Return a grammar for calls, or else for text that does not begin like a call.
 
         The lexer takes the longest match. If a call began with several short terms, TEXT would
-        match more characters and win.
+        match more characters and win. So all text before the arguments of a call is one string.
         """
         written = self._written
         calls = self._body(functions, may_be_several=may_be_several, are_whole=True)
@@ -286,7 +289,7 @@ class CallGrammar:
         return name
 
     def _literal(self, text: str) -> str:
-        """Return terms for a text: tokens for the markers that are single tokens, else strings."""
+        """Return terms for a text: a token for each marker that is a single token, else strings."""
         parts, start = [], 0
         for marker in _MARKER.finditer(text):
             token_id = self._token_id(marker[0])
@@ -307,7 +310,7 @@ def _call_schema(function: ForcedFunction) -> Mapping[str, Any]:
     """Return the JSON schema of a whole call, for models that write a call as a JSON object.
 
     The whole call is one term of the grammar. If the call's beginning were a separate term, the
-    lexer would rule out other objects, such as an answer.
+    lexer would rule out other JSON objects, such as an answer in JSON.
     """
     return {
         "type": "object",
@@ -321,7 +324,7 @@ def _call_schema(function: ForcedFunction) -> Mapping[str, Any]:
 
 
 def _without_prose(value: Any) -> Any:
-    """Return a schema without its descriptions, which are most of an agent's schema."""
+    """Return a schema without descriptions and titles, which are most of an agent's schema."""
     if isinstance(value, list):
         return [_without_prose(item) for item in value]
     if not isinstance(value, Mapping):

@@ -26,12 +26,12 @@ thinking."""
 
 @dataclass(frozen=True, slots=True)
 class ResponseCall:
-    """One call: the response's head, its request, and the plan for its output."""
+    """The parts of one call, from which its request and its events are made."""
 
     head: Json
     """The response's fields that do not depend on the output."""
     request: GenerateRequest
-    """The request before the output plan changes it."""
+    """The request without the changes that `plan` makes."""
     plan: OutputPlan
     body: ResponseBody
 
@@ -40,11 +40,11 @@ class ResponseCall:
         return self.plan.applied_to(self.request)
 
     def named(self, error: InvalidArgumentError) -> InvalidArgumentError:
-        """Return the error with the field's name as it is in the client's JSON."""
+        """Return the error with the name that the client's JSON has for its field."""
         return error_with_json_names({**FIELD_TO_JSON, **self.plan.field_to_json}, error)
 
     def events(self, inference: Inference) -> ResponseEvents:
-        """Return an object that makes the response's events, from the first token on."""
+        """Return an object that makes all events of the response from the output's tokens."""
         return ResponseEvents(
             self.head,
             output_text(inference, self.planned),
@@ -83,7 +83,10 @@ def head_of(
 async def prepare(
     inference: Inference, body: ResponseBody, head: Json, earlier: Sequence[Item] = ()
 ) -> ResponseCall:
-    """Make the call for a body that continues `earlier` items; may raise QuireError."""
+    """Make the call for a body; may raise QuireError.
+
+    `earlier` are the items of the responses that the body continues.
+    """
     if body.truncation == "auto":
         prompt, plan = await truncated(inference, body, earlier)
     else:
@@ -92,14 +95,14 @@ async def prepare(
 
 
 async def body_of(turn: Turn) -> ResponseBody:
-    """Return the body of a turn; a thread parses a large one."""
+    """Parse the body of a turn; a thread parses a large body."""
     if len(turn.body) <= MAX_PARSED_AT_ONCE_BYTES:
         return ResponseBody.model_validate_json(turn.body)
     return await asyncio.to_thread(ResponseBody.model_validate_json, turn.body)
 
 
 async def restored(inference: Inference, turn: Turn) -> ResponseCall:
-    """Return the call of a stored turn, to make the response's events from the stored output."""
+    """Return the call of a stored turn, so that the response's events can be made again."""
     body = await body_of(turn)
     head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
     prompt = ""

@@ -1,8 +1,8 @@
 """The events of one response, as a function of its tokens alone.
 
-Each token is converted to text and events separately. So a stream that a client reads again, at
-another router or after all processes have restarted, has the same events with the same numbers, no
-matter how its tokens are divided into deltas.
+`ResponseEvents` converts one token at a time to text and events, so it does not matter how the
+tokens are divided into deltas. A client that reads a stream again, at another router or after all
+processes have restarted, gets the same events with the same numbers.
 """
 
 import re
@@ -37,7 +37,7 @@ _INCOMPLETE: Final = "incomplete"
 
 
 class OutputText:
-    """Converts the tokens of an output to text, up to the stop string."""
+    """Converts the tokens of an output to text, up to the first stop string."""
 
     def __init__(
         self, detokenizer: Detokenizer, stop: StopMatcher, end_token_ids: Container[int]
@@ -53,7 +53,7 @@ class OutputText:
         return self._stop.push(self._detokenizer.push(token_id))
 
     def flush(self) -> str:
-        """Return the text that was held back; "" if a stop string has ended the output."""
+        """Return the text that `push` has held back; "" if a stop string has ended the output."""
         if self._stop.found is not None:
             return ""
         return self._stop.flush() + self._detokenizer.flush()
@@ -81,7 +81,8 @@ class ResponseEvents:
             head: The fields that do not depend on the output, such as `id` and `background`.
             text: Converts the output's tokens to text.
             reader: Splits the output into text, thinking and calls; None: the whole output is text.
-            call_stop: Stop strings that end a tool call; the reader gets one that ends the output.
+            call_stop: Stop strings that end a tool call; if one of them ends the output, the reader
+                reads it, too.
             token_text: Returns the text that stands for a token in log-probabilities.
             token_bytes: Returns the bytes of a token.
             has_logprobs: Whether to show log-probabilities.
@@ -112,7 +113,7 @@ class ResponseEvents:
         self._new_logprobs: list[Json] = []
         """Log-probabilities of tokens whose text is not complete yet."""
         self._space = ""
-        """White space that may turn out to separate two items."""
+        """White space outside a message; dropped unless the next item is a message."""
         self._num_calls = 0
         self._events: list[Json] = []
         self._num_events = 0
@@ -146,7 +147,7 @@ class ResponseEvents:
     def take(self, event: Event, now: Callable[[], float]) -> list[Json]:
         """Return the response's events for one event of the output.
 
-        When the output ends, `now` is called for the Unix time of `completed_at`.
+        `now` returns the Unix time; at the output's end, this method calls it for `completed_at`.
         """
         match event:
             case OutputDelta():
@@ -307,7 +308,7 @@ class ResponseEvents:
         self._add("response.output_item.done", output_index=len(self._output) - 1, item=done)
 
     def _where(self) -> Json:
-        """Return an event's fields that tell which part of the response it belongs to."""
+        """Return the fields that tell to which part of the response an event belongs."""
         assert self._open is not None, "an item is being written"
         where: Json = {"item_id": self._open["id"], "output_index": len(self._output) - 1}
         return where if self._open["type"] == "function_call" else {**where, "content_index": 0}

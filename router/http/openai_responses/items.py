@@ -75,7 +75,7 @@ class MessageItem(Schema):
         return _text_of(self.content)
 
     def shown(self) -> Json:
-        """Return the item as OpenAI lists it."""
+        """Return the item's JSON, in OpenAI's format, without `id` and `status`."""
         kind = "output_text" if self.role == "assistant" else "input_text"
         more: Json = {"annotations": []} if self.role == "assistant" else {}
         content = [
@@ -104,7 +104,7 @@ class CallItem(Schema):
     status: _STATUS = "completed"
 
     def shown(self) -> Json:
-        """Return the item as OpenAI lists it."""
+        """Return the item's JSON, in OpenAI's format, without `id` and `status`."""
         group: Json = {"namespace": self.namespace} if self.namespace else {}
         return self.model_dump(include={"type", "call_id", "name", "arguments"}) | group
 
@@ -122,7 +122,7 @@ class CallOutputItem(Schema):
     status: _STATUS = "completed"
 
     def shown(self) -> Json:
-        """Return the item as OpenAI lists it."""
+        """Return the item's JSON, in OpenAI's format, without `id` and `status`."""
         return {
             "type": self.type,
             "call_id": self.call_id,
@@ -158,7 +158,7 @@ class ReasoningItem(Schema):
         return "\n".join(part.text for part in self.content or self.summary)
 
     def shown(self) -> Json:
-        """Return the item as OpenAI lists it."""
+        """Return the item's JSON, in OpenAI's format, without `id` and `status`."""
         return self.model_dump(include={"type", "summary", "content"}) | (
             {"encrypted_content": self.encrypted_content} if self.encrypted_content else {}
         )
@@ -175,7 +175,7 @@ _KINDS: dict[str, type[Item]] = {
 
 
 def parse_items(value: object) -> list[Item]:
-    """Return the items of `input`; raises QuireError that names the first invalid item."""
+    """Return the items of a body's `input`; raises QuireError that names the first invalid item."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -191,7 +191,7 @@ def parse_items(value: object) -> list[Item]:
 
 
 def with_id(item: Item) -> Json:
-    """Return the item as OpenAI lists it, with a new id if the client set none."""
+    """Return the item's JSON, in OpenAI's format, with a new id if the client set none."""
     item_id = item.id or item.prefix + uuid.uuid4().hex
     return {"id": item_id, **item.shown(), "status": item.status}
 
@@ -203,7 +203,7 @@ def messages_of(
 
     Consecutive thinking, text and calls of the assistant become one message. The `instructions` and
     the system messages at the start become one system message, because many templates take only
-    one. The client's input begins at item number `own_from`, so errors call this item `input[0]`.
+    one. The first `own_from` items are of earlier responses; errors call the next item `input[0]`.
     """
     said: list[tuple[str, Message]] = []  # each with its field's name
     if instructions:

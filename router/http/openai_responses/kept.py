@@ -1,4 +1,7 @@
-"""The stored responses of /v1/responses; each is a turn (`router/stored_turns/turn.py`)."""
+"""The stored responses of /v1/responses.
+
+The store keeps each response as a *turn*: one call with its output (`router/stored_turns/turn.py`).
+"""
 
 import asyncio
 import hashlib
@@ -37,7 +40,11 @@ MAX_LISTED: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class KeptResponses:
-    """Stores and reads the responses of all tenants. `Turns` calls the methods of `TurnKind`."""
+    """Stores and reads the responses of all tenants.
+
+    This class is the `TurnKind` of responses: `Turns` calls `answer`, `request`, `result` and
+    `failure`.
+    """
 
     cells: Cells
     turns: Turns
@@ -83,9 +90,10 @@ class KeptResponses:
     async def accept(
         self, body: ResponseBody, response_id: str, tenant: str, headers: Mapping[str, str]
     ) -> tuple[Turn, ResponseCall]:
-        """Store and start a response, or return an older one with the same idempotency key.
+        """Store and start a response; return its turn and its call. May raise QuireError.
 
-        May raise QuireError.
+        If an older response has the idempotency key of `headers`, returns the older response's turn
+        and call.
         """
         created_at = time.time()
         kept = json_bytes(
@@ -168,7 +176,7 @@ def unfinished(head: Json, status: str) -> Json:
 
 
 def input_of(turn: Turn) -> list[dict[str, Any]]:
-    """Return a response's input items as OpenAI lists them."""
+    """Return the JSON of a response's input items, in OpenAI's format."""
     items: list[dict[str, Any]] = from_json(turn.body)["input"]
     return items
 

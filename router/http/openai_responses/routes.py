@@ -37,7 +37,8 @@ from router.stored_turns.turns import Turns
 
 _MAX_BODIES = 16
 """Limit on the size of the conversation that a new response continues, as a multiple of the limit
-on a body. It is this high because each turn of a conversation stores the instructions and tools."""
+on a body. A conversation may be much larger than a body, because each of its turns stores the
+instructions and tools again."""
 
 LEFT_OUT_HEADER: Final = "X-Quire-Tools-Left-Out"
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -154,7 +155,10 @@ async def _answer_kept(
     call_id: CallId,
     headers: Mapping[str, str],
 ) -> web.StreamResponse:
-    """Answer a call with a stored response, which continues even if the client disconnects."""
+    """Answer a call whose response is stored.
+
+    The response continues even if the client disconnects.
+    """
     turn, call = await kept.accept(
         body,
         response_id,

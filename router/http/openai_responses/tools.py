@@ -1,8 +1,9 @@
 """The tools of a response: functions, groups of functions, and hosted tools.
 
-Quire runs no tools itself. Agents offer some hosted tools by default. A model need not use a tool,
-so these tools are left out, and the client is told. Any other hosted tool is refused by name, and
-so is a `tool_choice` that names a hosted tool.
+A hosted tool, such as a web search, runs on OpenAI's servers; Quire runs no tools. Agents offer
+some hosted tools by default. Because a model need not use a tool that it is offered, Quire does not
+show these tools to the model, and a header of the answer names them. Quire refuses all other hosted
+tools by name, and each `tool_choice` that names a hosted tool.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +68,7 @@ class FunctionGroup(Schema):
 
 
 class LeftOutTool(Schema):
-    """A hosted tool that is left out, whatever its settings are."""
+    """A hosted tool that Quire does not show to the model, whatever the tool's settings are."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -93,7 +94,7 @@ _KINDS: dict[str, type[AnyTool]] = {
 
 
 def parse_tools(value: object) -> list[AnyTool]:
-    """Return the tools of `tools`; raises QuireError that names the first invalid tool."""
+    """Return the tools of a body's `tools`; raises QuireError that names the first invalid tool."""
     if not isinstance(value, list):
         raise InvalidArgumentError("tools", f"is {excerpt(value)}; it must be a list")
     if len(value) > MAX_TOOLS:

@@ -1,4 +1,4 @@
-"""Leaves out the oldest part of a conversation that does not fit the context."""
+"""Leaves out the oldest part of a conversation that is too long for the model's context."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,10 @@ for the output."""
 async def truncated(
     inference: Inference, body: ResponseBody, earlier: Sequence[Item]
 ) -> tuple[str, OutputPlan]:
-    """Prepare the longest chat that fits, or the shortest if none fits. May raise QuireError."""
+    """Return the prompt and the output plan of the longest chat that fits the context.
+
+    If no chat fits, returns those of the shortest chat. May raise QuireError.
+    """
     max_model_len = inference.model.info(body.model).max_model_len
     room = max_model_len - (body.max_output_tokens or max_model_len // _SHARE_FOR_OUTPUT)
     items = [*earlier, *body.items]

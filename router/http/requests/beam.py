@@ -1,4 +1,7 @@
-"""The fields of a body for a beam search: names as in vLLM, values as in `transformers`."""
+"""The fields with which a body asks for a beam search.
+
+The names of the fields are vLLM's. Their values mean the same as in `transformers`.
+"""
 
 from collections.abc import Mapping
 from typing import Literal

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the body, and its conversion to a call."""
+"""POST /v1/chat/completions: the body, and its conversion to a `ClientCall`."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -74,7 +74,7 @@ class ChatBody(ToolFields, Body):
     """How much to think, if the chat template supports it."""
     reasoning: Reasoning | None = None
     thinking_budget: ThinkingBudget | None = None
-    """Limit on thinking tokens; after so many, the marker that ends thinking is forced."""
+    """Limit on thinking tokens; at the limit, a grammar forces the marker that ends thinking."""
     thinking_token_budget: ThinkingBudget | None = None
     """vLLM's name for `thinking_budget`."""
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions: the body, and its conversion to a call."""
+"""POST /v1/completions: the body, and its conversion to a `ClientCall`."""
 
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -78,7 +78,7 @@ class CompletionBody(Body):
 
     @property
     def is_echo_only(self) -> bool:
-        """Whether the client wants only the prompt back; one token is computed even then."""
+        """Whether the client wants only the prompt back; the model computes one token anyway."""
         return self.echo and self.max_tokens == 0
 
 

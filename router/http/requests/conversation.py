@@ -28,18 +28,18 @@ def thinking_switch(template: ChatTemplate) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages, tools and form of one chat, from any API."""
+    """One chat, from any HTTP API: its messages, its tools, and how to make the outputs."""
 
     model: str
     messages: Iterable[Mapping[str, Any]]
-    """Messages in the form for chat templates (`Message.for_template`); a thread iterates over
-    them."""
+    """The messages, as `Message.for_template` returns them; a thread iterates over them."""
     words: ChatWords
     """The names of fields in the client's JSON, for errors."""
     tools: ToolFields = _NO_TOOLS
     form: StructuredOutput | None = None
+    """The form that each output must have, such as a JSON schema; None: free text."""
     thinking_budget: int | None = None
-    """Limit on thinking tokens; after so many, the marker that ends thinking is forced."""
+    """Limit on thinking tokens; at the limit, a grammar forces the marker that ends thinking."""
     effort: Effort | None = None
     """How much to think, if the chat template supports it."""
     continued: str = ""

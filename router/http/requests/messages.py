@@ -1,4 +1,4 @@
-"""The messages of a chat: their JSON, and their form for a chat template."""
+"""The messages of a chat: their JSON, and the objects that a chat template gets."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -72,7 +72,7 @@ class Message(Schema):
     reasoning: str = ""
     """The newer name of `reasoning_content`."""
     tool_call_id: str = ""
-    """The id of the call whose result this is; only with role "tool"."""
+    """The id of the call whose result this message is; only with role "tool"."""
 
     @property
     def thought(self) -> str:
@@ -172,8 +172,9 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 def _parse_arguments(arguments: str, field: str) -> dict[str, Any]:
     """Return the arguments of an earlier call; if they were cut short, the complete part.
 
-    An output may have ended within the arguments, and most templates take only an object. To refuse
-    the call would end the conversation, because each later turn contains the call, too.
+    The arguments are cut short if the output ended within them. Most templates take arguments only
+    as an object, so the text must be parsed. To refuse the call would end the conversation, because
+    each later turn contains the call, too.
 
     Raises InvalidArgumentError if the arguments exceed a limit of `check_num_parts`.
     """

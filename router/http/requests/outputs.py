@@ -75,7 +75,7 @@ def plan_outputs(
 
     Raises:
         InvalidArgumentError: A schema is not JSON.
-        UnimplementedError: The model's syntax does not support the request.
+        UnimplementedError: The model's syntax for thinking or calls does not support the request.
     """
     thinking, channel = parsers.thinking_family, ""
     if thinking is not None:

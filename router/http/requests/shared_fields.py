@@ -1,8 +1,8 @@
 """The fields that completions and chats share, and the fields that they refuse.
 
-Only shapes are checked here. null means unset; an unknown field or a wrong type is an error that
-names the field. A field of OpenAI or vLLM that Quire does not implement is refused by name, unless
-its value has no effect (`echo: false`). `Inference.generate` checks ranges, for every API.
+null means unset; an unknown field or a wrong type is an error that names the field. A field of
+OpenAI or vLLM that Quire does not implement is refused by name, unless its value has no effect
+(`echo: false`). `Inference.generate` checks most ranges, for every API.
 """
 
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ MAX_METADATA = 16
 """Limit on the entries of `metadata`, as in OpenAI's API."""
 
 NO_EFFECT = frozenset({"user", "safety_identifier", "metadata"})
-"""Fields that are accepted but have no effect, because they only label calls. (Completions are not
-stored, and `store: true` is refused.)"""
+"""Fields that are accepted but have no effect, because they only label calls. OpenAI stores
+`metadata` with a completion; Quire stores no completions, and refuses `store: true`."""
 
 CacheRetention: TypeAlias = Literal["in_memory", "in-memory", "24h"]
 SESSION_PIN_S: Final = 300.0
-"""How many seconds a session's prompt stays pinned after a turn, while a tool runs or the user
+"""How many seconds the prompt of a turn stays pinned after the turn, while a tool runs or the user
 reads. The value is Anthropic's shorter `ttl`; OpenAI keeps prompts in memory for about as long."""
 
 
@@ -45,7 +45,7 @@ def session_pin_s(*, is_session: bool, retention: CacheRetention | None) -> floa
 
     Args:
         is_session: Whether the client marks the turn as part of a longer conversation.
-        retention: The time that the client asks for.
+        retention: How long the client asks to keep the prompt in the prefix cache.
     """
     if retention == "24h":
         return float(MAX_CACHE_PIN_S)
@@ -214,4 +214,5 @@ UNIMPLEMENTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "priority": (0,),
     }
 )
-"""Maps each field that completions and chats refuse by name to its accepted values."""
+"""Maps each field that completions and chats do not implement to its accepted values, which have no
+effect."""

@@ -1,4 +1,8 @@
-"""OpenAI's and vLLM's fields for structured output."""
+"""OpenAI's and vLLM's fields for structured output.
+
+The *form* of an output is what the output must match: a JSON schema, any JSON object, a regex, one
+of several texts, or a grammar.
+"""
 
 import json
 from collections.abc import Mapping
@@ -105,7 +109,7 @@ class StructuredFields(Schema):
 
     @property
     def structured_field_to_json(self) -> Mapping[str, str]:
-        """Maps the kind of a form, such as "structured.regex", to the JSON field that sets it."""
+        """Maps each kind of form, such as "structured.regex", to the JSON field for this kind."""
         if self.response_format is not None and self.response_format.type != "text":
             return {"structured.json_schema": "response_format.json_schema.schema"}
         is_nested = self.structured_outputs is not None and self.structured_outputs.forms()

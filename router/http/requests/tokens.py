@@ -46,7 +46,10 @@ class TokenizeBody(Schema):
     tools: Annotated[Listed[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
 
     async def token_ids(self, inference: Inference) -> list[int]:
-        """Return the token ids that `generate` would use; may raise QuireError."""
+        """Return the tokens of the prompt that a request with this text or chat would have.
+
+        May raise QuireError.
+        """
         if (self.prompt is None) == (self.messages is None):
             raise InvalidArgumentError("prompt", "or messages must be set, and not both")
         if self.messages is not None:

@@ -76,7 +76,7 @@ class ToolUse:
     is_forced: bool = False
     """Whether a function must be called."""
     is_alone: bool = False
-    """Whether an output may have only one call."""
+    """Whether an output may have at most one call."""
 
     @property
     def wants_calls(self) -> bool:
@@ -91,7 +91,8 @@ class ToolFields(Schema):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     """None: "auto" if there are tools, else "none"."""
     parallel_tool_calls: bool = True
-    """Whether an output may have several calls; if `tool_choice` names a function, it has one."""
+    """Whether an output may have several calls; if `tool_choice` names a function, each output has
+    exactly one call."""
 
     def tool_use(
         self, template: ChatTemplate, parsers: OutputParsers, words: ChatWords
