@@ -77,7 +77,7 @@ def fields_from_proto(
 
 
 def text_of(name: str, elements: Sequence[Element]) -> str:
-    """Read a tensor with one text; raises InvalidArgumentError for any other tensor."""
+    """Return the text of a tensor whose only element is a text; raises InvalidArgumentError."""
     element = _single(name, elements)
     if not isinstance(element, bytes):
         raise InvalidArgumentError(name, "must have the datatype BYTES")

@@ -1,4 +1,8 @@
-"""Converts tensors of the Open Inference Protocol to Python values and back."""
+"""Converts tensors of the Open Inference Protocol to Python values and back.
+
+The contents of a tensor are *typed*, in a protobuf field for the tensor's datatype, or *raw*, as
+bytes.
+"""
 
 import math
 import struct

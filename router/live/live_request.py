@@ -149,7 +149,7 @@ class LiveRequest:
         self.goes_on = False
         """Whether the request continues at the scheduler without this reader."""
         self.num_submits = 0
-        """How often the request was submitted, as counted by `router/schedulers`."""
+        """How often the request was submitted; counted by `router/schedulers`."""
         self.refused_by: set[str] = set()
         """Schedulers that refused the request because of full queues; set by
         `router/schedulers`."""
@@ -385,7 +385,7 @@ class LiveRequest:
         self.flush()
 
     def skip(self, received: Mapping[int, OutputReceived], *, has_prompt_scores: bool) -> None:
-        """Skip the events that the reader already has; called before reading.
+        """Skip the events that the reader already has; must be called before any event is read.
 
         Raises `InvalidArgumentError` if the reader claims more tokens than there are, and
         `FailedPreconditionError` if the reader needs lost log-probabilities. After either error,

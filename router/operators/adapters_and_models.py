@@ -56,8 +56,9 @@ class Operations:
     """The operators' calls. Every method first checks that `peer` is an operator.
 
     All methods may raise a scheduler's error; they raise `UnavailableError` if there is no
-    scheduler. A change of adapters does not start while a scheduler is disconnected. Once started,
-    the change continues even if the caller leaves.
+    scheduler. A change of adapters does not start if a scheduler has just disconnected, because the
+    scheduler could return without the change. Once started, the change continues even if the caller
+    leaves.
 
     Models are loaded through separate channels, because the router's link to a scheduler closes
     when the scheduler's model changes.

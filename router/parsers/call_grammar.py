@@ -109,8 +109,8 @@ class CallGrammar:
     ) -> str | None:
         """Return a grammar for text in which the model may call any of the functions.
 
-        Returns None if a call's first marker is not a token, because then a grammar cannot tell
-        text from the beginning of a call.
+        Returns None if a call's first marker is not a single token, because then a grammar cannot
+        tell text from the beginning of a call.
         """
         if self._written.is_alone:
             if not isinstance(thought, MessageGrammar):

@@ -57,7 +57,7 @@ class KeptResponses:
         """Return None, so that `Turns` submits the turn's request to a scheduler."""
 
     async def request(self, turn: Turn) -> GenerateRequest:
-        """Return the request of a turn that was queued."""
+        """Return the request to submit for a queued turn."""
         body = await body_of(turn)
         head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
         earlier = await self.earlier(turn.tenant, turn.previous_id)

@@ -90,7 +90,7 @@ class ChatBody(ToolFields, Body):
 
     @property
     def budget(self) -> int | None:
-        """The thinking budget; raises InvalidArgumentError if two of its fields differ."""
+        """The thinking budget; raises InvalidArgumentError if two fields set different budgets."""
         given = list(self._budgets.items())
         for (field, budget), (other, its_budget) in pairwise(given):
             if budget != its_budget:
@@ -101,7 +101,7 @@ class ChatBody(ToolFields, Body):
 
     @property
     def conversation(self) -> Conversation:
-        """The chat in the form that all APIs share."""
+        """The chat as a `Conversation`, which all HTTP APIs use."""
         kwargs: dict[str, Any] = dict(self.chat_template_kwargs)
         if self.add_generation_prompt is False or self.continue_final_message:
             kwargs["add_generation_prompt"] = False
@@ -151,7 +151,7 @@ class ChatBody(ToolFields, Body):
 
 
 async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> ClientCall:
-    """Make the call for a body; may raise QuireError."""
+    """Make the `ClientCall` for a body; may raise QuireError."""
     body.check()
     prompt, plan = await body.conversation.prepare(inference)
     field_to_json = {

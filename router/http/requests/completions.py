@@ -83,7 +83,7 @@ class CompletionBody(Body):
 
 
 def completion_call(inference: Inference, body: CompletionBody, request_id: str) -> ClientCall:
-    """Make the call for a body; may raise QuireError."""
+    """Make the `ClientCall` for a body; may raise QuireError."""
     body.check()
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:

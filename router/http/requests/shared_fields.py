@@ -1,4 +1,4 @@
-"""The fields that completions and chats share, and the fields that they refuse.
+"""The fields that completions and chats share, and the fields that neither of them implements.
 
 null means unset; an unknown field or a wrong type is an error that names the field. A field of
 OpenAI or vLLM that Quire does not implement is refused by name, unless its value has no effect
@@ -62,7 +62,7 @@ MAX_TOP_LOGPROBS: Final = 20
 
 
 class StreamOptions(Schema):
-    """The optional parts of a stream, in addition to text."""
+    """OpenAI's `stream_options`: what a stream has in addition to text."""
 
     unimplemented = MappingProxyType({"include_obfuscation": (False,)})
 
@@ -163,7 +163,7 @@ class Body(StructuredFields, BeamFields):
         )
 
     def shown_tokens(self, text: ModelText) -> TokenText:
-        """Return the function that turns a token id into its text in log-probabilities."""
+        """Return the function that maps a token id to the token's text in log-probabilities."""
         return _token_by_id if self.return_tokens_as_token_ids else text.token_text
 
     def sampling(

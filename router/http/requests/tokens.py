@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, with vLLM's fields."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
