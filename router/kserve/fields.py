@@ -77,7 +77,7 @@ def fields_from_proto(
 
 
 def text_of(name: str, elements: Sequence[Element]) -> str:
-    """Return the text of a tensor whose only element is a text; raises InvalidArgumentError."""
+    """Return the text of a tensor whose only element is a text; may raise InvalidArgumentError."""
     element = _single(name, elements)
     if not isinstance(element, bytes):
         raise InvalidArgumentError(name, "must have the datatype BYTES")

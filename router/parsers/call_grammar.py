@@ -149,7 +149,7 @@ class CallGrammar:
         """Return a grammar for calls, or else for text that does not begin like a call.
 
         The lexer takes the longest match. If a call began with several short terms, TEXT would
-        match more characters and win. So all text before the arguments of a call is one string.
+        match more characters and win. So all text before the first arguments is one string.
         """
         written = self._written
         calls = self._body(functions, may_be_several=may_be_several, are_whole=True)
