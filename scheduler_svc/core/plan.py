@@ -35,7 +35,8 @@ class PlanBuilder:
     copy_src: list[DeviceBlockId] = field(default_factory=list)
     copy_dst: list[DeviceBlockId] = field(default_factory=list)
     copied: list[DeviceBlockId] = field(default_factory=list)
-    """The blocks of `copy_src` that the step holds until its result arrives."""
+    """Blocks of `copy_src` whose references pass to the step, which holds them until its result
+    arrives."""
     renamed_src: list[DeviceBlockId] = field(default_factory=list)
     renamed_dst: list[DeviceBlockId] = field(default_factory=list)
     chunk_lens: dict[int, int] = field(default_factory=dict)
@@ -46,13 +47,13 @@ class PlanBuilder:
     def copy(self, src: DeviceBlockId, dst: DeviceBlockId) -> None:
         """Copy a block before the step computes.
 
-        The worker reads all sources before it writes any destination.
+        The worker reads the sources of all copies of the step before it writes any destination.
         """
         self.copy_src.append(src)
         self.copy_dst.append(dst)
 
     def add_chunk(self, row: int, num_tokens: int) -> None:
-        """Let the step compute `num_tokens` more known tokens of the sequence in a row."""
+        """Let the step compute `num_tokens` more known tokens of the sequence that has `row`."""
         self.chunk_lens[row] = self.chunk_lens.get(row, 0) + num_tokens
 
     def finish(

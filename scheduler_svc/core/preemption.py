@@ -1,19 +1,20 @@
-"""Preempts running sequences, and decides when to do it, which to take, and how.
+"""Preempts running sequences, and decides when, which, and how.
 
-When and which: `make_room` runs at the start of each step. It preempts the last running sequence in
-order, and repeats this while more sequences run than the worker's memory allows
-(`limits/memory_pressure.py`), or while the decoding sequences need more blocks than are available.
-If only one sequence runs, or if evicted blocks go to the host, pins give up blocks first; sequences
-are preempted once no pins are left. Two kinds of sequences are preempted at other times: those that
-depend on a failed swap-in, and the running sequences of a request that moves to another core.
+When and which: `make_room` runs at the start of each step. While more sequences run than the
+worker's memory allows (`limits/memory_pressure.py`), or the running sequences need more blocks than
+are available, it preempts the sequence that is last in the policy's order. If only one sequence
+runs, or if evicted blocks go to the host, `make_room` first drops pins to gain blocks. Two kinds of
+sequences are preempted at other times: those that depend on a failed swap-in, and the running
+sequences of a request that moves to another core.
 
-How: a *swap* copies the sequence's computed blocks to the host and keeps them until it runs again;
-a *recompute* drops them. `preemption_mode` names one of the two, or lets the estimated time decide
-(`tiers/costs.py`); a swap also needs room on the host (`tiers/host_room.py`). If the blocks are
-still being swapped in, the sequence keeps its host blocks and nothing is copied. With recurrent
-layers, the copy ends at the last full block with a state (a *checkpoint*), and the tokens after it
-are computed again. Tokens of steps in flight are dropped; they are drawn again later, with the same
-result.
+How: a *swap* copies the sequence's computed blocks to host blocks, which the sequence holds until
+it runs again; a *recompute* drops the blocks, and their tokens are computed again.
+`preemption_mode` names one of the two, or lets the estimated time decide (`tiers/costs.py`); a swap
+also needs room on the host (`tiers/host_room.py`). If the sequence's blocks are still being swapped
+in, the sequence keeps its host blocks and nothing is copied. With recurrent layers, a swap copies
+only up to the last full block with a recurrent state (a *checkpoint*); the tokens after the
+checkpoint are computed again. The tokens that steps in flight sample for the sequence are dropped,
+and drawn again later with the same result.
 """
 
 from collections.abc import Callable
@@ -53,12 +54,12 @@ class Preemption:
     ) -> None:
         self.num_preemptions = 0
         self.num_for_memory = 0
-        """Number of preemptions because the worker's memory was critical."""
+        """Number of preemptions because more sequences ran than the worker's memory allowed."""
         self.num_recomputed_tokens = 0
         """Number of tokens whose KV a swap-out dropped, because they follow the last checkpoint."""
         self.observer: Callable[[Sequence, bool], Callable[[], None]] | None = None
-        """A function for replays, called before each preemption with the sequence and whether it
-        may be swapped out. It returns a function to call after the preemption."""
+        """A function for replays, called before each preemption with the sequence and whether the
+        sequence may be swapped out. It returns a function to call after the preemption."""
         self._groups = groups
         self._is_plain = groups.is_plain  # read in every step
         self._can_swap_for_memory = not config.host_is_device_memory
@@ -75,13 +76,13 @@ class Preemption:
     # --- when and which -------------------------------------------------------------------------
 
     def make_room(self, step: StepId) -> bool:
-        """Preempt until every decoding sequence can get the block that it needs at `step`.
+        """Preempt sequences until the others can get the blocks that they need at `step`.
 
-        If the worker's memory is short, first preempt until the bound on running sequences holds.
-        While the pool shrinks, fewer blocks are available: see `BlockPool.num_available`.
+        First preempt sequences until no more run than the worker's memory allows. While the pool
+        shrinks, fewer blocks are available: see `BlockPool.num_available`.
 
         Returns:
-            Whether enough blocks are available; if not, results of steps in flight must free them.
+            Whether enough blocks are available; if not, results of steps in flight must free more.
         """
         while self.has_too_many:
             self.num_for_memory += 1
@@ -106,7 +107,7 @@ class Preemption:
 
     @property
     def has_too_many(self) -> bool:
-        """Whether running sequences and rows reserved for beams exceed what the memory allows."""
+        """Whether more rows are in use or reserved for beams than the worker's memory allows."""
         most = self._pressure.max_running
         if most is None or len(self._running) + self._beams.num_spares <= most:
             return False
@@ -137,7 +138,7 @@ class Preemption:
             done()
 
     def take_out(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
-        """Do as `preempt` for a sequence that moves to another core; do not count a preemption."""
+        """Do as `preempt`, but count no preemption. A move to another core calls this."""
         if seq.group is not None:
             self._queue.push(self._beams.preempt(seq.group))
         else:

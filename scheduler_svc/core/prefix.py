@@ -30,7 +30,8 @@ class FoundKv:
     sources: list[HostBlockId]
     """Host blocks to swap in."""
     num_tokens: int
-    """Number of tokens with KV in these blocks; the last blocks of `sources` may be partial."""
+    """Number of tokens with KV in the blocks of `ready`, `loading` and `sources`; the last blocks
+    of `sources` may be partial."""
     places: list[int] | None = None
     """The places of the blocks in the block table: first those of `ready`, then of `loading`, then
     of `sources`. None: the blocks are the first blocks of the table."""
@@ -79,7 +80,8 @@ class KvLookup:
         Args:
             seq: The sequence.
             hashes: The hashes of the sequence's full blocks.
-            num_swapped: Tokens with KV in `seq.host_block_ids`; None: the sequence is not swapped.
+            num_swapped: Number of tokens with KV in `seq.host_block_ids`; None: the sequence is not
+                swapped.
         """
         if num_swapped is None:
             num_indices = self._groups.longest_prefix(hashes, self._has)
@@ -118,7 +120,7 @@ class KvLookup:
         return self._has(name) or bool(self._tier.disk.pool.find([name]))
 
     def past_device(self, seq: Sequence) -> list[BlockHash]:
-        """Return the hashes of the blocks that a waiting sequence needs but the device lacks."""
+        """Return the hashes of blocks that a waiting sequence could reuse but the device lacks."""
         hashes = self._hashes(seq, len(seq.token_ids) - 1)
         if self._groups.is_plain:
             return hashes[len(self._pool.find(hashes)) :]
@@ -129,7 +131,7 @@ class KvLookup:
     def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:
         """Return the hashes of the full blocks of the first `num_tokens` tokens.
 
-        Empty if the sequence may not look up cached KV.
+        Return no hashes if there is no prefix cache, or the sequence may not read it.
         """
         may_find = seq.status is SeqStatus.SWAPPED or seq.request.reads_prefix_cache
         if not (self._is_enabled and may_find):
@@ -139,7 +141,7 @@ class KvLookup:
         return seq.block_hashes[: num_tokens // self._block_size]
 
     def find_beyond(self, seq: Sequence, shared: list[DeviceBlockId]) -> FoundKv:
-        """Do as `find`, but find at least `shared`: another beam's blocks with the same tokens."""
+        """Do as `find`, but reuse at least `shared`: another beam's blocks for the same tokens."""
         found = self.find(seq)
         if not self._groups.is_plain:
             return self._beyond_places(found, shared)
@@ -157,7 +159,7 @@ class KvLookup:
         return FoundKv(blocks, [], [], num_indices * self._block_size, places, num_indices)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Return how many prompt tokens are in the prefix cache; the last token does not count."""
+        """Return how many tokens of a prompt, except the last one, have KV in the prefix cache."""
         if not (self._is_enabled and request.reads_prefix_cache):
             return 0
         hashes: list[BlockHash] = []
@@ -198,15 +200,18 @@ class Publisher:
             self._pool.publish(*self._name(seq, num_computed_tokens // self._block_size))
 
     def publish_last(self, seqs: list[Sequence], rows: list[int]) -> None:
-        """Publish the last block of each table, which is full.
+        """Publish the last block of each sequence in each KV group; these blocks are full.
 
-        Blocks of groups with a window are published when the sequence stops (`publish_windows`). If
-        such a block were published at once, it would serve only the few prefixes that end at most
-        one window after the block. Recurrent states are published at once, because a sequence can
-        resume only at a full block. All tokens of the full block are known: its last token was
-        sampled two steps before the step being planned, and the result of that step has arrived.
-        This call is most of the cost of a steady step, so it reads and publishes the blocks of all
-        sequences together.
+        Blocks of a group with a window are published when the sequence stops (`publish_windows`).
+        If such a block were published at once, it would serve only the few prefixes that end at
+        most one window after the block. Blocks of recurrent layers are published at once, because a
+        sequence can resume only from a full block with a state.
+
+        All tokens of the last blocks are known. The newest of them were sampled two steps before
+        the step being planned, and at most one step is in flight while a step is planned.
+
+        While sequences only decode, this call is most of the cost of a step. So it reads and
+        publishes the blocks of all sequences together.
 
         Args:
             seqs: Decoding sequences.
@@ -242,7 +247,7 @@ class Publisher:
         self._pool.publish(blocks, names)
 
     def publish_windows(self, seq: Sequence, num_computed_tokens: int) -> None:
-        """Publish the full blocks that later tokens would see, in the groups with a window."""
+        """In groups with a window, publish the full blocks that the next tokens would read."""
         num_full, num_groups = num_computed_tokens // self._block_size, self._groups.num
         if len(seq.block_hashes) < num_full:  # there is no prefix cache, or its KV is wrong
             return

@@ -1,8 +1,8 @@
-"""The sequences that wait for admission, in the policy's order, and their deadlines.
+"""The sequences that wait for admission, in the policy's order and by deadline.
 
 Short sequences wait in one lane, long ones in another. A lane has one *line* for each level and
-account. Within a line the order is fixed, so the first sequence of the queue is at the head of one
-of the first level's lines. Finding this sequence costs O(accounts).
+account. Within a line the order is fixed. So the first sequence of a lane is the first in one of
+the lines of the lane's lowest level, and finding this sequence costs O(accounts).
 """
 
 from bisect import bisect_left, insort
@@ -22,7 +22,8 @@ class WaitingQueue:
 
         Args:
             policy: Gives the order of the sequences.
-            long_prefill_threshold: A sequence with more tokens to compute is long; 0: none is.
+            long_prefill_threshold: A sequence with more tokens to compute is long; 0: no sequence
+                is long.
         """
         self._policy = policy
         self._threshold = long_prefill_threshold
@@ -33,8 +34,8 @@ class WaitingQueue:
         """Number of SWAPPED sequences in the queue."""
         self._seq_id_to_tokens: dict[SeqId, int] = {}
         self.num_tokens = 0
-        """Tokens that the queued sequences must compute, without the tokens passed to
-        `discount_cached`."""
+        """Number of tokens that the queued sequences must compute, without the tokens that were
+        passed to `discount_cached`."""
         self.num_short_tokens = 0
         """The part of `num_tokens` that belongs to short sequences."""
         self.num_short = 0
@@ -68,7 +69,7 @@ class WaitingQueue:
             self._deadlines.push((seq.request.deadline,), seq, seq.seq_id)
 
     def discount_cached(self, seq: Sequence, num_cached_tokens: int) -> None:
-        """Stop counting the tokens of a waiting sequence that the prefix cache has at present."""
+        """Stop counting `num_cached_tokens` tokens of `seq`: the prefix cache has their KV now."""
         self._seq_id_to_tokens[seq.seq_id] -= num_cached_tokens
         self._count(self._seq_id_to_lane[seq.seq_id], -num_cached_tokens)
 

@@ -12,7 +12,7 @@ from scheduler_svc.core.sequence import Sequence
 class Rows:
     """One row for each running sequence; the worker uses the same row numbers.
 
-    When a sequence stops, its row stays reserved until no step in flight names the row. Until then
+    When a sequence stops, its row stays in use until no step in flight names the row. Until then
     the row's owner is None, and results for the row are ignored.
     """
 
@@ -34,7 +34,8 @@ class Rows:
         self._seq_key = np.zeros(max_num_seqs, np.uint64)
         self.accounts = RowAccounts(max_num_seqs)
         self.num_reserved = 0
-        """Number of free rows reserved for beams (`BeamGroups`) or for unclaimed sequences."""
+        """Number of free rows reserved for beams (`BeamGroups`), or for sequences that the worker
+        keeps from an earlier scheduler (`Takeover`)."""
 
     @property
     def num_free(self) -> int:
@@ -65,7 +66,7 @@ class Rows:
         self._num_tokens[row] = len(token_ids)
 
     def abandon(self, row: int) -> None:
-        """Remove the owner of a row; `give_back` must free the row later."""
+        """Remove the owner of a row; the caller must free the row later (`give_back`)."""
         self._owner[row] = None
         self._takes_sampled[row] = False
         self.accounts.close(row)
@@ -87,7 +88,7 @@ class Rows:
         return int(self._num_tokens[row])
 
     def tokens(self, row: int) -> Int32Array:
-        """Return int32[num_tokens], a view of the known tokens."""
+        """Return int32[num_tokens], a view of the known tokens of a row."""
         return self._tokens[row, : self._num_tokens[row]]
 
     def known_tokens(self, seq: Sequence) -> Int32Array:

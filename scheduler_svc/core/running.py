@@ -28,7 +28,10 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 
 class RunningSet:
-    """Starts, advances and stops sequences. Only this class and `Defragmenter` change tables."""
+    """Starts, advances and stops sequences.
+
+    Only this class and `Defragmenter` change block tables.
+    """
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class RunningSet:
         return bool(self._released_rows) or self._tier.has_moves or waits_for_disk
 
     def num_blocks_due(self, step: StepId) -> int:
-        """Return how many new blocks to give at `step` to decodes and to prefills with windows."""
+        """Return how many blocks `grow_tables` has to give to running sequences at `step`."""
         num_due = self._decodes.num_due(step)
         if self._is_plain:
             return num_due
@@ -115,12 +118,15 @@ class RunningSet:
         return num_due * self._groups.num + num_missing
 
     def give_back(self, step: StepId) -> None:
-        """Free blocks behind the windows of prefills, and of decodes that need blocks at `step`.
+        """Free blocks that are before the windows of all later tokens.
 
-        In a model with recurrent layers, sequences that have just begun to decode free blocks, too:
-        the blocks are large, and a decode may not need a new block for a long time. It does no harm
-        if steps in flight still read the freed blocks: only a later step writes to them, and the
-        worker runs steps and copies in order.
+        Prefilling sequences lose such blocks in every step, decoding sequences when they need new
+        blocks at `step`. With recurrent layers, sequences that have just begun to decode lose such
+        blocks, too: the blocks are large, and such a sequence may not need a new block for a long
+        time.
+
+        Steps in flight may still read the freed blocks. This does no harm, because only a later
+        step writes to the blocks, and the worker runs steps and copies in order.
         """
         begun = [seq for seq in self._begun if seq.status is SeqStatus.DECODE]
         self._begun = []
@@ -144,8 +150,8 @@ class RunningSet:
 
         Args:
             seq: A sequence without device blocks.
-            found: The KV that the sequence reuses; it becomes a holder of the shared blocks.
-                Besides these blocks, `num_new_blocks` blocks must be available.
+            found: The KV that the sequence reuses; the sequence becomes a holder of the shared
+                blocks. Besides these blocks, `num_new_blocks` blocks must be available.
         """
         seq.set_status(SeqStatus.PREFILL)
         shared = found.ready + found.loading
@@ -183,7 +189,7 @@ class RunningSet:
     def can_fork(self, parent: Sequence, child: Sequence) -> bool:
         """Whether `child` can be forked from `parent`.
 
-        The parent must still have all blocks to which the child's next token attends, and the model
+        The parent must still have the KV to which the child's next token attends, and the model
         must have no recurrent layers.
         """
         # The parent's state already includes a token that the child computes
@@ -193,11 +199,11 @@ class RunningSet:
         return not any(parent.block_ids[place] == NULL_BLOCK for place in places)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start `child`: the blocks of `parent` have KV of all tokens of `child` but the last one.
+        """Start `child` with the KV that `parent` has of all tokens of `child` except the last one.
 
-        The child writes to the slot of the last token and to the slots after it. If the last
-        token's slot is not the first of a block, the child's first step copies this block, in each
-        KV group.
+        The child's first step computes the last token. If the block of this token also has KV of
+        earlier tokens, the step first copies the block, in each KV group, and the child writes to
+        the copy.
         """
         num_groups = self._groups.num
         num_computed = len(child.token_ids) - 1
@@ -217,7 +223,7 @@ class RunningSet:
         self._wait_for(child, parent.loading_block_ids)
 
     def extend(self, beam: Sequence, token_ids: Int32Array) -> None:
-        """Let a beam that has computed all its tokens compute one more, in its row and blocks.
+        """Let a beam whose tokens are all computed compute a new token, in the same row and blocks.
 
         Args:
             beam: A running beam that no step in flight names.
@@ -240,11 +246,11 @@ class RunningSet:
         insort(self._prefilling, beam, key=lambda other: other.order)
 
     def is_loaded(self, seq: Sequence) -> bool:
-        """Whether a sequence may compute in the step being planned: all its swap-ins were sent."""
+        """Whether the step being planned may compute `seq`: all its swap-ins are in sent plans."""
         return not any(map(self._tier.is_unsent, seq.loading_block_ids))
 
     def compute_chunk(self, seq: Sequence, builder: PlanBuilder) -> bool:
-        """Plan as many known tokens of a sequence as the budget grants, and charge its account.
+        """Plan as many known tokens of `seq` as the budget grants, and charge the account of `seq`.
 
         May be called several times for one step.
 
@@ -280,7 +286,11 @@ class RunningSet:
         return True
 
     def grow_tables(self, builder: PlanBuilder) -> None:
-        """Give new blocks to decodes that need some in this step, and to prefills with windows."""
+        """Give new blocks to the running sequences that need some in this step.
+
+        A decoding sequence gets one block per KV group when its blocks are full. A prefilling
+        sequence gets blocks only in groups with a window; `start` has given it all others.
+        """
         self._labels.begin_step()
         due = self._decodes.take_due(builder.step_id)
         if not self._is_plain:
@@ -300,10 +310,11 @@ class RunningSet:
                 seq.block_ids.append(block)
 
     def evict_ahead(self, step: StepId) -> None:
-        """Evict cached blocks early, as many as decodes will lack in the two steps after `step`.
+        """Evict cached blocks before decoding sequences evict them in the two steps after `step`.
 
-        A step that swaps in cannot demote. So a block that such a step evicts is lost, and so are
-        all blocks that continue its prefix. Blocks that are evicted early are demoted to the host.
+        A step that swaps blocks in cannot demote blocks. So if such a step evicts a block, the
+        block's content is lost, and the prefix cache no longer finds the blocks that continue it.
+        Blocks that this method evicts are demoted to the host instead.
         """
         num_due = self._decodes.num_due_soon(step) * self._groups.num
         num_lacking = num_due - self._pool.num_free
@@ -324,7 +335,7 @@ class RunningSet:
         return builder.finish(released, self._labels.take())
 
     def pop_ended(self, step: StepId) -> list[Sequence]:
-        """Remove and return the sequences that end by length at `step`; the caller stops them."""
+        """Return the sequences to which `step` gave their last token; the caller must stop them."""
         return self._decodes.take_ended(step)
 
     def confirm_loads(self, failed: Int32Array) -> list[Sequence]:
@@ -360,7 +371,7 @@ class RunningSet:
     def stop(self, seq: Sequence, *, is_idle: bool = False) -> None:
         """Take the row and device blocks of a running sequence; the caller changes its status.
 
-        `is_idle` tells that no step in flight names the sequence. Its blocks are then freed at
+        If `is_idle`, no step in flight names the sequence, and its row and blocks are freed at
         once.
         """
         assert seq.row is not None
@@ -425,8 +436,8 @@ class RunningSet:
             blocks: The sequence's blocks at the places `KvGroups.kept(num_computed)`.
             num_computed: The number of its tokens with KV.
 
-        A later scheduler finds the partial block by its label. Without a prefix cache the full
-        blocks were never published, so this method labels them, too.
+        A later scheduler finds a partial block by the label that this method gives it. Without a
+        prefix cache the full blocks were never published, so this method labels them, too.
         """
         size, has_cache = self._config.block_size, self._config.enable_prefix_caching
         num_in_tail = num_computed % size
@@ -457,11 +468,11 @@ class RunningSet:
         seq.num_published_blocks = len(seq.block_ids) // self._groups.num
 
     def _num_indices(self, seq: Sequence) -> int:
-        """Return how many block indices the known tokens of a sequence need."""
+        """Return how many block indices the known tokens of a sequence take."""
         return -(-len(seq.token_ids) // self._config.block_size)
 
     def _places_ahead(self, seq: Sequence, found: FoundKv) -> list[int]:
-        """Return the places of the new blocks that a sequence with windows takes at its start."""
+        """Return the places of a sequence's new blocks at its start, if groups have windows."""
         return self._groups.ahead(found.num_indices, found.num_tokens, self._num_indices(seq))
 
     def _missing(self, seq: Sequence) -> list[int]:
@@ -483,7 +494,7 @@ class RunningSet:
         builder.placements = placements
 
     def _wait_for(self, seq: Sequence, blocks: tuple[DeviceBlockId, ...]) -> None:
-        """Let a sequence wait for the swap-ins to `blocks`; if none, drop its host blocks."""
+        """Let a sequence wait for swap-ins to `blocks`; without `blocks`, drop its host blocks."""
         if blocks:
             seq.loading_block_ids = blocks
             self._loading[seq.seq_id] = seq

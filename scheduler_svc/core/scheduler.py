@@ -12,13 +12,13 @@ element of an array.
 The core uses these words. A *source* is the stream of a router. A request with n > 1 has a
 *leader*, the sequence that computes the prompt, and *siblings*, which fork from the leader. The
 beams of one search are a *group* (`BeamGroup`); a *KV group* is something else: a set of layers. A
-sequence's *rank* is the fixed part of its place in the policy's order. *Unclaimed* rows are left
-from an earlier scheduler: no router has submitted their requests again yet. The states of sequences
-are in `sequence.py`; the states of blocks are in `space/blocks.py`.
+sequence's *rank* is what the policy decides about it once (`Rank`). *Unclaimed* rows are left from
+an earlier scheduler: no router has submitted the requests of their sequences again yet. The states
+of sequences are in `sequence.py`; the states of blocks are in `space/blocks.py`.
 
 `Scheduler` consists of parts, each with one duty. Callers may read from the parts and take their
 reports. Only the methods of `Scheduler` marked `core_input` affect what the core decides, so a
-recording of these calls is enough for a replay.
+recording of the calls of these methods is enough for a replay.
 """
 
 from collections.abc import Collection, Iterable
@@ -233,7 +233,7 @@ class Scheduler:
         """Cancel sequences, and beam searches as a whole; ignore keys that are not live.
 
         Returns:
-            The last event of each cancelled sequence. No later `StepEvents` names them.
+            The last event of each cancelled sequence. No later `StepEvents` names these sequences.
         """
         seqs = self.live.find(source, seq_keys)
         return tuple(end for seq in seqs for end in self._finish(seq, FinishReason.CANCELLED))
@@ -260,8 +260,8 @@ class Scheduler:
     def drain(self) -> tuple[Request, ...]:
         """Return all live requests in a form that another core can take when the worker is lost.
 
-        The `outputs` of each request are the tokens that its sequences have produced so far. This
-        core must not be used afterwards.
+        The `outputs` of each request are the tokens that the request's sequences have produced.
+        This core must not be used afterwards.
         """
         return self.live.requests(self.rows.known_tokens)
 
@@ -281,17 +281,19 @@ class Scheduler:
         chunk, in order, within the token budget. The last of these steps samples the next token.
         From then on the sequence *decodes*: every step computes the newest token and samples the
         next. These two phases cover whole and chunked prompts, prefixes found in the cache,
-        preempted sequences that compute their tokens again, and beams. This method does not visit
-        decoding sequences; it counts them, and gives a block to each of the few that need one.
+        preempted sequences that compute their tokens again, and beams.
+
+        This method does not visit decoding sequences; it counts them, and gives a block to each of
+        the few that need one.
 
         A step is planned in this order. (1) While decoding sequences lack blocks, or more sequences
-        run than the worker's memory allows, the last running sequence in order is preempted. (2)
-        Each decode takes one token of the budget. (3) Running prefills get chunks. (4) Unless (1)
-        preempted a sequence, sequences are admitted from the queue in the policy's order, as long
-        as tokens, rows and blocks are left. (5) In (3) and (4), a long prefill
-        (`TokenBudget.is_long`) gets at most half of the tokens that are left; if tokens are still
-        left now, it gets a second chunk. (6) Cached blocks are evicted ahead, for the next steps.
-        (7) The defragmenter adds its block copies, after all other copies are known.
+        run than the worker's memory allows, the running sequence that is last in the policy's order
+        is preempted. (2) Each decode takes one token of the budget. (3) Running prefills get
+        chunks. (4) Unless (1) preempted a sequence, sequences are admitted from the queue in the
+        policy's order, as long as tokens, rows and blocks are left. (5) In (3) and (4), a long
+        prefill (`TokenBudget.is_long`) gets at most half of the tokens that are left; if tokens are
+        left after (4), it gets a second chunk. (6) Cached blocks are evicted ahead, for the next
+        steps. (7) The defragmenter adds its block copies, after all other copies are known.
 
         Args:
             now: The time, in the caller's seconds.
@@ -506,10 +508,11 @@ class Scheduler:
     def _admit(self, builder: PlanBuilder) -> None:
         """Start waiting sequences in order, as long as there are tokens, rows and blocks.
 
-        Short prompts may overtake a long one that may not start yet. The table shows where a
-        sequence's KV comes from, block by block. Ranges are half-open, `[start, end)`; `step` is
-        the end of this step's chunk. A `FoundKv` has the blocks of the first two columns (`ready`;
-        `loading` and `sources`), and the blocks of the third column once they are on the host.
+        Short prompts may overtake a long one that may not start yet. The table shows where the KV
+        of a sequence's tokens comes from. Each column is a range of tokens, `[start, end)`; `step`
+        is the end of this step's chunk. A `FoundKv` has the blocks of the first two columns
+        (`ready`; `loading` and `sources`), and the blocks of the third column once they are on the
+        host.
 
         start  0              ready           found            disk            step
         end    ready          found           disk             step            all known
@@ -525,10 +528,11 @@ class Scheduler:
                |              | computes from | queue; then    |               |               |
                |              | the next on   | on the host    |               |               |
 
-        The sequence computes blocks that the disk cannot deliver or the host has no room for. A
-        SWAPPED sequence has its KV in its own host blocks (the last one may be partial); it shares
-        the blocks that are still in the device's prefix cache. Every sequence computes at least its
-        last known token, because the step samples from the logits of this token.
+        The sequence computes the tokens of blocks that the disk cannot deliver or the host has no
+        room for. A SWAPPED sequence has its KV in its own host blocks (the last one may be
+        partial); it shares the blocks that are still in the device's prefix cache. Every sequence
+        computes at least its last known token, because the step samples from the logits of this
+        token.
         """
         may_be_long = True
         while self.budget.num_tokens and self.rows.num_free:
@@ -590,7 +594,7 @@ class Scheduler:
             self._fork_siblings(seq, builder.now)
 
     def _has_room(self, num_blocks: int, num_rows: int = 1) -> bool:
-        """Whether a sequence or search may take this many blocks and rows to start.
+        """Whether a sequence or search may take `num_blocks` blocks and `num_rows` rows to start.
 
         While sequences run, an admission must leave `_reserve` blocks available and keep to the
         bound of memory pressure. If nothing runs, neither of the two limits applies.

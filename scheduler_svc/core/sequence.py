@@ -37,7 +37,7 @@ class SeqStatus(Enum):
     and for the next chunk."""
     DECODE = "decode"
     """Running: every step adds a token, and any draft tokens that are accepted. A beam gains no
-    token in this state: when all beams have been computed, the search chooses the next beams."""
+    token in this state: it waits until the search chooses the next beams."""
     MIGRATING = "migrating"
     """Moving to another core, with its KV in host blocks or without KV; not in the queue."""
     FINISHED = "finished"
@@ -120,10 +120,11 @@ class Sequence:
     row: int | None = None
     block_ids: list[DeviceBlockId] = field(default_factory=list)
     """The block table, with an entry per KV group for every `block_size` tokens; see `KvGroups`.
-    While the sequence runs, the table only grows, except that the defragmenter may replace blocks,
-    and that blocks of windows come and go."""
+    While the sequence runs, entries are added at the end and none is removed. The defragmenter may
+    replace the block of an entry, and a group with a window takes and gives back blocks."""
     block_hashes: list[BlockHash] = field(default_factory=list)
-    """Hashes of the first full blocks, computed when needed; empty without a prefix cache."""
+    """Hashes of the tokens of full blocks, from the first block on, computed when needed; empty
+    without a prefix cache."""
     num_published_blocks: int = 0
     """Number of block indices whose blocks were published, or found in the prefix cache."""
     num_computed_tokens: int = 0
@@ -133,14 +134,16 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
     num_charged_tokens: int = 0
-    """How many of the first prompt tokens count as charged. They are not charged again if the
-    sequence computes them again after a preemption."""
+    """The number of prompt tokens, from the first on, for which the account is not charged any
+    more. If the sequence computes these tokens again after a preemption, this costs the account
+    nothing."""
     announced: bool = False
     """Whether a plan has sent the sequence to the worker as a `NewSequence`. A plan does so after
     each start, and in each step of a beam."""
     copy_from: tuple[DeviceBlockId, ...] = ()
-    """For each KV group, the block that the worker will copy to the sequence's last block; empty
-    once the sequence is announced. The sequence holds a reference to each of them."""
+    """For each KV group, the block that the worker will copy to the sequence's last block of this
+    group; empty once the sequence is announced. The sequence holds a reference to each of these
+    blocks."""
     host_block_ids: tuple[HostBlockId, ...] = ()
     """Host blocks with the sequence's KV, in the order of `KvGroups.kept`. In FETCHING, some are
     still being loaded. The sequence holds these blocks from its swap-out until a result confirms
@@ -149,9 +152,9 @@ class Sequence:
     """In SWAPPED: disk blocks with the KV that follows `host_block_ids`. In FETCHING: the disk
     copies of blocks that are being loaded."""
     fetched_block_ids: tuple[HostBlockId, ...] = ()
-    """In FETCHING and WAITING: host blocks that the sequence holds so that its prefix lookup finds
-    them, in no particular order. Some were loaded from the disk for this purpose. Another sequence
-    that needs the room may take them."""
+    """In FETCHING and WAITING: host blocks, in no particular order, that the sequence holds so that
+    its prefix lookup finds them. Some of the blocks were loaded from the disk for this lookup.
+    Another sequence that needs the room may take the blocks."""
     loading_block_ids: tuple[DeviceBlockId, ...] = ()
     """Blocks of the table whose swap-in is not confirmed yet. While there are any, the sequence
     publishes no blocks."""
@@ -185,8 +188,8 @@ class Sequence:
     def traceparent(self) -> str:
         """The request's traceparent; empty for the later steps of a beam.
 
-        To the worker, each step of a beam is a new sequence. So the worker would record a span for
-        each step.
+        To the worker, each step of a beam is a new sequence. If each had a traceparent, the worker
+        would record a span for each step.
         """
         is_one_step = self.group is not None and len(self.token_ids) > self.num_prompt_tokens
         return "" if is_one_step else self.request.traceparent
@@ -203,7 +206,7 @@ class Sequence:
         """Change the status.
 
         Raises:
-            BrokenInvariantError: `TRANSITIONS` has no such transition.
+            BrokenInvariantError: `TRANSITIONS` does not allow this change.
         """
         if status not in TRANSITIONS[self.status]:
             raise BrokenInvariantError(f"sequence {self.seq_id}: {self.status} to {status}")

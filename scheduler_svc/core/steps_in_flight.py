@@ -1,7 +1,8 @@
 """The steps that have no result yet, and the blocks and rows that they may still touch.
 
 When a sequence stops, steps that were sent before may still write to its blocks and name its row.
-So the last of these steps takes over the sequence's references until its result arrives.
+So the last of these steps holds the sequence's blocks and row until the result of this step
+arrives.
 """
 
 from collections import deque
@@ -29,7 +30,7 @@ class StepsInFlight:
 
     @property
     def last_answered(self) -> StepId:
-        """The last step with a result; 0 before the first."""
+        """The last step with a result; 0 if no step has one yet."""
         return StepId(self.last - len(self._unanswered))
 
     @property
@@ -52,7 +53,7 @@ class StepsInFlight:
         self._unanswered.append(step)
 
     def hold(self, blocks: Sequence[DeviceBlockId], row: int | None = None) -> None:
-        """Take over one reference to each of `blocks`, and the abandoned `row`.
+        """Take over one reference to each of `blocks`, and `row`, which the caller has abandoned.
 
         The blocks and the row are released when no step in flight can touch them; this may be at
         once.
@@ -62,7 +63,7 @@ class StepsInFlight:
             self._release(self.last)
 
     def answer(self, step: StepId) -> None:
-        """Record the result of the oldest step; release what no later step can touch.
+        """Record the result of `step`; release the blocks and rows that no later step can touch.
 
         Raises:
             BrokenInvariantError: `step` is not the oldest step in flight.

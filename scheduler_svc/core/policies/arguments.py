@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 
 def split_arguments(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Parse "name=value" texts; return pairs sorted by name.
+    """Parse "name=value" texts; return pairs of name and value, sorted by name.
 
     Raises:
         ValueError: A text does not have this form, or a name occurs twice.
@@ -36,7 +36,7 @@ def check_positive(name: str, value: float) -> float:
 
 
 def read_arguments(policy: type[Any], args: Mapping[str, str]) -> dict[str, int | float | str]:
-    """Convert arguments to the types that the policy's constructor declares; drop unknown names.
+    """Convert the arguments that the policy's constructor declares to their types; skip the others.
 
     Raises:
         ValueError: A value cannot be converted, or its declared type is not int, float or str.

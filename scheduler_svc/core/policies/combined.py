@@ -12,10 +12,12 @@ from scheduler_svc.core.policies.priority import Priority
 class Combined(Policy):
     """Orders requests by priority, then by fairness to tenants, then by deadline or arrival.
 
-    A criterion that is None is left out. The priority criterion divides time into aging periods. A
-    sequence goes before all sequences of the same priority that arrive in later periods, whatever
-    their tenant; fairness decides only among sequences that arrive in one period. So every wait is
-    bounded; a longer period is fairer to tenants.
+    A criterion that is None is left out. The priority criterion gives each sequence a level
+    (`Priority.level`); fairness and deadline decide only within a level. A sequence has a lower
+    level than all sequences of its priority that arrive in a later period of `aging_s` seconds, and
+    goes before them, whatever tenants they belong to. So the priority criterion bounds every wait.
+    The longer the period, the more sequences have the same level, and the fairer the order is to
+    tenants.
     """
 
     def __init__(

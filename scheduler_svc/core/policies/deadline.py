@@ -6,10 +6,11 @@ from scheduler_svc.core.policies.policy import Policy, Rank, background
 
 
 class EarliestDeadline(Policy):
-    """Orders requests by deadline, or by arrival + `patience_s` if this is earlier.
+    """Orders requests by deadline; each is due at the latest `patience_s` after its arrival.
 
-    So a sequence does not wait for sequences that arrive more than `patience_s` seconds later. Only
-    requests of the lowest priority, such as those of batches, wait for all others.
+    So a request does not wait for requests that arrive more than `patience_s` seconds after it.
+    Only requests of the lowest priority, such as those of batches, wait for all requests of higher
+    priority.
     """
 
     def __init__(self, patience_s: float = 60.0) -> None:

@@ -3,9 +3,9 @@
 Follows "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Each tenant has a
 counter of the tokens that it was served, weighted by their cost. The tenant with the lowest counter
 goes first. So while two tenants both have waiting requests, neither gets ahead of the other by more
-than about twice the weighted tokens of all requests that run at one time. A tenant without waiting
-requests gains no credit: when it has one again, its counter is raised to the lowest counter of the
-waiting tenants.
+than about twice the weighted tokens of all requests that run at one time. A tenant gains no credit
+while none of its requests waits: when a request of the tenant waits again, the tenant's counter is
+raised at least to the lowest counter of the waiting tenants.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ class TenantFair(Policy):
         return self._counters.get(account, self._floor)
 
     def accounts(self) -> Mapping[str, float]:
-        """Return how far each counter is above the floor, the value at which new tenants start."""
+        """Return how far each counter is above the floor, at which new tenants start."""
         floor = self._floor_now()
         return {
             name: counter - floor for name, counter in self._counters.items() if counter > floor
@@ -53,7 +53,7 @@ class TenantFair(Policy):
         self._counters = dict(accounts)
 
     def began_waiting(self, account: str) -> None:
-        """Update the floor, and raise the tenant's counter to the floor if it is lower."""
+        """Update the floor, and raise the counter of `account` at least to the floor."""
         self._floor = self._floor_now()
         self._counters[account] = max(self.num_served(account), self._floor)
         self._waiting.add(account)
@@ -61,7 +61,7 @@ class TenantFair(Policy):
             self._forget()
 
     def stopped_waiting(self, account: str) -> None:
-        """Raise the floor to this tenant's counter if no tenant waits any more."""
+        """If no tenant waits any more, raise the floor at least to the counter of `account`."""
         self._waiting.remove(account)
         if not self._waiting:
             self._floor = max(self._floor, self.num_served(account))
@@ -78,7 +78,7 @@ class TenantFair(Policy):
         return max(self._floor, lowest)
 
     def _forget(self) -> None:
-        """Drop the counters of tenants that do not wait and are not above the floor."""
+        """Drop each counter that is not above the floor, unless its tenant waits."""
         self._counters = {
             name: counter
             for name, counter in self._counters.items()

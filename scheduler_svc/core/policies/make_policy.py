@@ -17,7 +17,7 @@ _CRITERIA: dict[str, type[Policy]] = {
     "fair": TenantFair,
     "deadline": EarliestDeadline,
 }
-"""Policies that can be combined with "+", in the required order."""
+"""Policies that can be combined with "+", in the order in which a combination must name them."""
 
 
 def make_policy(name: str, args: Iterable[tuple[str, str]]) -> Policy:

@@ -21,12 +21,12 @@ from scheduler_svc.core.interface.request import Request, SeqId
 Key: TypeAlias = tuple[float, ...]
 
 SortKey: TypeAlias = tuple[Key, float, Key, SeqId]
-"""The place of a sequence in the order at one moment: level, num_served, key and seq_id."""
+"""What a sequence is sorted by at one moment: level, num_served, key and seq_id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The fixed rank of one request's sequences; a preemption does not change it."""
+    """What a policy decides, once, about a request's sequences; no preemption changes it."""
 
     key: Key
     """Orders sequences of the same level and account. All keys of a policy have the same length,
@@ -41,9 +41,10 @@ class Rank:
 class Policy(ABC):
     """The order of one scheduler core's sequences.
 
-    A policy is deterministic: its results depend only on its constructor's arguments and on the
-    calls so far. A policy reads no clock and draws no random numbers; otherwise recorded cores
-    could not be replayed. Constructor arguments are int, float or str, and are passed by name.
+    A policy is deterministic: its results depend only on the constructor's arguments and on the
+    earlier calls of its methods. A policy reads no clock and draws no random numbers; otherwise
+    recorded cores could not be replayed. Constructor arguments are int, float or str, and are
+    passed by name.
     """
 
     has_accounts = False
@@ -55,7 +56,7 @@ class Policy(ABC):
 
         Args:
             request: The request as its router submitted it.
-            arrived: When the request was submitted, in seconds on the clock of its deadline.
+            arrived: When the request was submitted, in seconds on the clock of `request.deadline`.
         """
 
     def num_served(self, account: str) -> float:  # noqa: ARG002
@@ -73,7 +74,7 @@ class Policy(ABC):
         """Continue the accounts of an earlier core; this is called before all other methods."""
 
     def began_waiting(self, account: str) -> None:  # noqa: B027
-        """Called when an account gets its first waiting sequence."""
+        """Called when an account without waiting sequences gets one."""
 
     def stopped_waiting(self, account: str) -> None:  # noqa: B027
         """Called when the last waiting sequence of an account stops waiting."""
@@ -89,9 +90,10 @@ class Policy(ABC):
 def background(request: Request) -> Key:
     """Return a level that puts requests of the lowest priority after all others.
 
-    All requests of batches have the lowest priority. Under a policy with this level, they only fill
-    gaps, and are preempted first. The policy `priority` and its combinations have other levels:
-    under them, a waiting request of a batch rises like any other request.
+    All requests of batches have the lowest priority. If a policy uses this level, a batch's
+    requests start after all others and are preempted first. The policy `priority` and its
+    combinations do not use this level: waiting raises the priority of a batch's request like that
+    of any other request.
     """
     return (float(request.is_background),)
 

@@ -22,7 +22,7 @@ class Priority(Policy):
         return Rank((arrived - request.priority * self._aging_s, arrived))
 
     def level(self, request: Request, arrived: float) -> int:
-        """Return the level for `Combined`: smaller goes first, other criteria decide within it.
+        """Return the level for `Combined`: sequences of a lower level go first.
 
         Time is divided into periods of `aging_s` seconds. Sequences of one priority that arrive in
         the same period share a level; in the next period the level is greater by one.

@@ -93,7 +93,7 @@ class SequenceDescription:
     num_host_blocks: int
     num_disk_blocks: int
     num_shared_blocks: int
-    """Device blocks that the sequence shares with other holders, not counting pins."""
+    """Number of device blocks that the sequence shares with other holders, not counting pins."""
     device_block_ids: Int32Array
     """The block table without null blocks; empty unless queried."""
     host_block_ids: Int32Array
@@ -182,7 +182,7 @@ def _describe_pool(
 def _sequences(
     core: Scheduler, seqs: list[Sequence], query: Query
 ) -> Iterator[SequenceDescription]:
-    """Yield descriptions of sequences until their block tables exceed the limit."""
+    """Yield descriptions of sequences while their block tables fit into `MAX_TABLE_BLOCKS`."""
     num_table_blocks = 0
     for seq in seqs:
         if query.with_block_tables:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Queues:
-    """Lengths of the queues; cheap enough to read for every step."""
+    """Numbers of sequences and preemptions that are cheap enough to read for every step."""
 
     num_running: int
     num_waiting: int
@@ -32,10 +32,10 @@ def read_queues(core: "Scheduler") -> Queues:
 
 
 def read_prompts(core: "Scheduler") -> PromptQueue:
-    """Count the prompt tokens to compute; takes time in proportion to the running prefills.
+    """Count the prompt tokens to compute; takes time in proportion to the prefilling sequences.
 
-    Only a share of the waiting prompts counts: the share for which rows and blocks are left,
-    computed as if all waiting prompts had the average length.
+    Of the tokens of waiting prompts, only the fraction counts for which rows and blocks are left.
+    The fraction is computed as if all waiting prompts had the average length.
     """
     num_tokens = num_short_tokens = num_short = 0
     for seq in core.running.prefilling:
@@ -71,8 +71,8 @@ def has_live_with(core: "Scheduler", salt: str) -> bool:
 def read_load(core: "Scheduler") -> SchedulerLoad:
     """Take a snapshot of the load.
 
-    The time is proportional to the number of sequences that wait for the disk, or that are moving
-    to another core.
+    This takes time in proportion to the number of sequences that wait for the disk or are moving to
+    another core.
     """
     return SchedulerLoad(
         memory_level=core.pressure.level,
@@ -107,7 +107,7 @@ _NOT_QUEUED = RUNNING | {SeqStatus.SPARE}
 
 
 def count_queued(core: "Scheduler") -> Counter[str]:
-    """Count the sequences of each tenant that do not run, in time proportional to the live ones."""
+    """For each tenant, count the live sequences that do not run; visits every live sequence."""
     return Counter(seq.request.tenant for seq in core.live if seq.status not in _NOT_QUEUED)
 
 

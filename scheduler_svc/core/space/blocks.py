@@ -11,8 +11,9 @@ then every sequence that finds the block shares it. When a write to a block is p
 has one holder and no hash. If the write fills the block, the block may be published, and shared, as
 soon as the write is planned.
 
-Free blocks at or beyond the *border* are allocated last, lowest number first, so that the range
-that defragmentation has emptied stays empty. At first no block is beyond the border.
+Defragmentation empties the blocks from a number on, the *border*. Free blocks at or beyond the
+border are allocated last, lowest number first, so that this range stays empty. At first no block is
+beyond the border.
 
 A pool can be resized. Before it shrinks, the blocks from its new *end* on are taken out of use. As
 soon as such a block has no holder, it is *retired*: it loses its hash and is not allocated.
@@ -94,8 +95,9 @@ class BlockPool(Generic[BlockIdT]):
     def num_available(self) -> int:
         """Number of blocks that can be allocated: the free and the cached ones.
 
-        While the pool shrinks, each held block beyond the new end needs a target block below the
-        end. The number does not include these target blocks; if too few exist, it is negative.
+        While the pool shrinks, each held block beyond the new end must move to an available block
+        below the end. The blocks needed for these moves are subtracted, so the number may be
+        negative.
         """
         num_available = len(self._free) + len(self._free_beyond) + len(self._cached)
         return num_available if self._end == self.num_blocks else num_available - self.num_leaving
@@ -193,7 +195,7 @@ class BlockPool(Generic[BlockIdT]):
                     heappush(self._free_beyond, block)
 
     def publish(self, blocks: Sequence[BlockIdT], hashes: Sequence[BlockHash]) -> None:
-        """Let held full blocks be found by hash, unless another block with the content is found."""
+        """Let held full blocks be found by hash, unless other blocks have the same hash already."""
         known, hash_to_block = self._hashes, self._hash_to_block
         if any(map(known.__getitem__, blocks)):
             new = [i for i, block in enumerate(blocks) if known[block] is None]
@@ -269,9 +271,9 @@ class BlockPool(Generic[BlockIdT]):
     def exchange(self, one: BlockIdT, other: BlockIdT) -> None:
         """Exchange the numbers of two blocks; neither may be free.
 
-        The holders, the hash and the place in the order of eviction stay with the content. The
+        The holders, the hash and the position in the order of eviction stay with the content. The
         caller moves the content and updates the block tables. If the pool is shrinking and a cached
-        block would get a number beyond the new end, its content is lost.
+        block would get a number beyond the new end, the content of this block is lost.
 
         Raises:
             BrokenInvariantError: One of the blocks is free and has no content to move.
@@ -311,7 +313,8 @@ class BlockPool(Generic[BlockIdT]):
     def retire_from(self, end: int) -> None:
         """Take the blocks from number `end` on out of use, and evict the cached ones among them.
 
-        A held block stays held. When its last holder drops it, it is retired and its content lost.
+        A held block stays held until its last holder drops it. Then the block is retired, and its
+        content is lost.
         """
         self._end = end
         self._free = [block for block in self._free if block < end]
@@ -355,7 +358,7 @@ class BlockPool(Generic[BlockIdT]):
     # --- before the first use -------------------------------------------------------------------
 
     def find_in(self, table: dict[BlockHash, BlockIdT]) -> None:
-        """Use the empty `table` to find blocks by hash, so that its owner sees each change."""
+        """Find blocks by hash in the empty `table`; the owner of `table` sees each change."""
         self._hash_to_block = table
 
     def restore(
@@ -366,8 +369,8 @@ class BlockPool(Generic[BlockIdT]):
     ) -> None:
         """Take over the contents of blocks from an earlier scheduler, before any allocation.
 
-        The times of last use are unknown. So the blocks that were published last are evicted first,
-        because a prefix is published before the blocks that continue it.
+        The times of last use are unknown, so the blocks that were published last are evicted first.
+        Blocks that continue a prefix are published after it.
 
         Args:
             tables: Block tables; each counts as a holder of its blocks, which must be distinct.

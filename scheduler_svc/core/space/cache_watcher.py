@@ -1,7 +1,7 @@
 """The interface of a watcher of the prefix cache; see `Scheduler.watch_cache`.
 
 A watcher provides the tables in which the pools find blocks by hash. So the watcher sees each
-change, and a core without a watcher pays nothing.
+change, and a core without a watcher does no extra work.
 """
 
 from enum import Enum
@@ -21,13 +21,13 @@ class CacheTier(Enum):
 
 
 class CacheWatch(Protocol):
-    """Watches the blocks that can be found by hash, from the start of a core."""
+    """Watches, from the start of a core, which blocks can be found by hash."""
 
     def table(self, tier: CacheTier) -> dict[BlockHash, Any]:
         """Return an empty dict; from now on the pool of `tier` uses it to find blocks by hash."""
 
     def on_named(self, seq: Sequence, first: int, end: int, token_ids: Int32Array) -> None:
-        """Called before the blocks [first, end) of a running sequence are published.
+        """Called before a running sequence's blocks at indices [first, end) are published.
 
         `seq.block_hashes` has the hashes of these blocks; `token_ids` is a view of all known tokens
         of the sequence.

@@ -1,7 +1,7 @@
 """The order in which a pool evicts its cached blocks when no block is free.
 
-Blocks are identified by the hash of their content, so a block keeps its place when its number
-changes.
+Blocks are identified by the hash of their content, so a block keeps its position in the order when
+its number changes.
 
 A block cannot be found without the blocks before it, so every order evicts the last blocks of a
 block table first:
@@ -25,7 +25,7 @@ from scheduler_svc.core.space.marked_heap import MarkedHeap
 class EvictionOrder(Protocol):
     """The cached blocks of one pool in the order of eviction.
 
-    Some orders give a block a rank while it is still held.
+    `Lfu` and `Fifo` count hits or dropped tables of a block already while the block is held.
     """
 
     uses_tables: bool
@@ -92,7 +92,7 @@ class Lru(OrderedDict[BlockHash, None]):
 
 
 class _Ranked:
-    """Ordered by the rank of each block; if ranks are equal, by when the blocks became cached."""
+    """Orders blocks by rank, lowest first; blocks of equal rank by when they became cached."""
 
     def __init__(self) -> None:
         self._order: MarkedHeap[BlockHash] = MarkedHeap()
@@ -124,7 +124,7 @@ class _Ranked:
 
 
 class Lfu(_Ranked):
-    """Ordered by number of hits."""
+    """Orders blocks by number of hits, fewest first."""
 
     uses_tables = False
 
@@ -136,9 +136,9 @@ class Lfu(_Ranked):
 
 
 class Fifo(_Ranked):
-    """Ordered by when a dropped table first contained the block.
+    """Orders blocks by when a dropped block table first contained them.
 
-    If a younger block continues it, the block counts as equally young.
+    A block that a younger block continues counts as equally young.
     """
 
     uses_tables = True

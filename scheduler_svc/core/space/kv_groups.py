@@ -1,14 +1,16 @@
 """The KV groups of a model: at which places of its block table a sequence holds blocks.
 
 A model's layers form groups of equal size; a block holds the KV of `block_size` tokens in the
-layers of one group. A block table has one entry per group for every `block_size` tokens. The
-entries of all groups for the first tokens come first: `index * num + group` is the *place* of an
-entry. The layers of a group see all earlier tokens, a *window* of the last tokens, or the tokens of
-the same chunk. A chunk is a window that begins again at each multiple of its length. A group with a
-window holds these blocks::
+layers of one group. Every `block_size` tokens of a sequence have a *block index*, and the block
+table has one entry per group for each block index. An entry's *place* is `index * num + group`,
+where `num` is the number of groups.
+
+The layers of a group see all earlier tokens, or only a *window*: the last tokens or, with chunked
+attention, the tokens since the last multiple of a fixed length. A group with a window holds blocks
+at these block indices::
 
     [0, first)      given back, because no later token reads them
-    [first, end)    held; `end` leaves room for the next chunk of a sequence that prefills
+    [first, end)    held; `end` leaves room for the tokens that a prefilling sequence computes next
     [end, ..)       not allocated yet
 
 A place without a block has the null block, which is block 0. The core holds the null block forever,
@@ -48,7 +50,7 @@ class KvGroups:
         token. So to compute a token again, a sequence must start at an earlier full block or at its
         beginning."""
         self.published = [g for g, w in enumerate(self._windows) if w in {None, STATE_WINDOW}]
-        """The groups whose blocks a decode publishes as soon as they are full."""
+        """The groups whose blocks a decoding sequence publishes as soon as the blocks are full."""
         self._block_size = size = config.block_size
         chunk = config.max_chunk or config.max_num_batched_tokens
         # With drafts, decodes hold blocks for all tokens that the steps in flight may bring.
@@ -57,7 +59,7 @@ class KvGroups:
         self._most = [None if n is None else -(-(n + ahead) // size) + 1 for n in lengths]
 
     def num_needed(self, num_tokens: int) -> int:
-        """Return an upper bound on the blocks that a sequence of `num_tokens` tokens holds."""
+        """Return an upper bound on how many blocks a sequence of `num_tokens` tokens holds."""
         num_blocks = -(-num_tokens // self._block_size)
         if self.is_plain:
             return num_blocks
@@ -132,7 +134,7 @@ class KvGroups:
     def names(self, chain: Sequence[BlockHash], places: Iterable[int]) -> list[BlockHash]:
         """Return the hashes of the blocks at `places`.
 
-        `chain` has the hashes of the tokens alone, one for each block index.
+        `chain` has one hash for each block index; each hash covers the tokens, but not the group.
         """
         if self.is_plain:
             return [chain[place] for place in places]
@@ -141,7 +143,7 @@ class KvGroups:
     def longest_prefix(self, chain: Sequence[BlockHash], has: Callable[[BlockHash], bool]) -> int:
         """Return the length, in blocks, of the longest prefix of `chain` that can be reused.
 
-        A prefix can be reused if every block exists that a token after the prefix reads.
+        A prefix can be reused if `has` is true for all its blocks that later tokens read.
 
         Args:
             chain: The hashes of a sequence's full blocks.

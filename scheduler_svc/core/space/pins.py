@@ -1,16 +1,18 @@
 """Pins: blocks of prompts, and of their outputs, that stay in the prefix cache for a given time.
 
-A pin is a reference to a device block. All pins together hold at most the share `max_pinned_share`
-of the blocks, and the pins of one tenant at most `max_tenant_pinned_share`. Pins may be dropped
-early, those that end first before the others. Without a host tier this happens only if no sequence
-could run otherwise. With a host tier it happens as soon as a sequence would wait for pinned blocks:
-their content is demoted to the host, and promoted again when a prompt needs it. A block's pin
-belongs to the request that asked for the latest end; the pins of a request can be dropped by its
-id.
+A pin is a reference to a device block. Two limits apply: all pins together hold at most the
+fraction `max_pinned_share` of the blocks, and the pins of one tenant at most the fraction
+`max_tenant_pinned_share`. A block's pin belongs to the request that asked for the latest end; the
+pins of a request can be dropped by its id.
+
+Pins may be dropped early, those that end first before the others. Without a host tier, pins are
+dropped early only if no sequence could run otherwise. With a host tier, pins are dropped as soon as
+a sequence would wait for pinned blocks; the content of the blocks is demoted to the host, and
+promoted again when a prompt needs it.
 
 Plans tell the worker the hashes of pinned blocks, so that a later scheduler can restore the pins.
 The worker is not told which pins were dropped early, because a later scheduler may have room for
-these pins. Restored pins count towards no tenant's share.
+these pins. Restored pins do not count towards the limit of any tenant.
 """
 
 from collections import Counter
@@ -43,7 +45,7 @@ class Pins:
         self._max_share = config.max_pinned_share
         self._max_tenant_share = config.max_tenant_pinned_share
         self.go_down: Final = config.num_host_blocks > 0
-        """Whether the content of a dropped pin can be demoted to the host."""
+        """Whether the content of a block can be demoted to the host when its pin is dropped."""
         # The tenant for which each block is pinned; only for requests that have a tenant.
         self._tenants: dict[DeviceBlockId, str] = {}
         self._num_of: Counter[str] = Counter()
@@ -108,7 +110,7 @@ class Pins:
         return self._by_end
 
     def on_prompt_computed(self, seq: Seq, now: float) -> None:
-        """Pin the full blocks of a prompt if its request asks for it, as many as the share allows.
+        """Pin the full blocks of a prompt if its request asks for it, as many as the limits allow.
 
         If swap-ins of the prompt are not confirmed yet, `on_loads_confirmed` pins it later. In a
         beam search, only the leader pins the prompt.
@@ -119,7 +121,7 @@ class Pins:
             self.on_loads_confirmed()
 
     def on_loads_confirmed(self) -> None:
-        """Pin the waiting prompts whose swap-ins have succeeded."""
+        """Pin the prompts that had to wait for swap-ins, if all their swap-ins have succeeded."""
         loading, self._loading = self._loading, []
         for seq, until in loading:
             if seq.status not in RUNNING:
@@ -148,14 +150,14 @@ class Pins:
         return pinned
 
     def take_unsent(self, now: float) -> tuple[tuple[BlockHash, float], ...]:
-        """Return the hashes pinned since the last call, each with its remaining seconds."""
+        """Return the hashes of blocks pinned since the last call, with their remaining seconds."""
         if not self._unsent:  # true in almost every step
             return ()
         unsent, self._unsent = self._unsent, []
         return tuple((name, until - now) for name, until in unsent if until > now)
 
     def restore(self, pins: Iterable[tuple[BlockHash, float]], now: float) -> None:
-        """Restore an earlier scheduler's pins whose blocks are cached, up to the share.
+        """Restore an earlier scheduler's pins whose blocks are cached, up to `max_pinned_share`.
 
         Args:
             pins: Hashes with the remaining seconds; the blocks of one prompt are in order.
@@ -179,7 +181,7 @@ class Pins:
     def give_up(self, count: int) -> bool:
         """Drop up to `count` pins, those that end first; return whether there were any pins.
 
-        A block that has other holders does not become available by this.
+        A dropped pin makes no block available that has other holders.
         """
         any_pinned = bool(self._ends)
         for _ in range(count):
@@ -211,7 +213,7 @@ class Pins:
             self._set_end(block, until, place)
 
     def keep_within_share(self) -> None:
-        """Drop the pins that exceed their share of the pool, which may have shrunk."""
+        """Drop the pins that exceed `max_pinned_share`; the pool may have shrunk."""
         self.give_up(len(self._ends) - self._max_blocks)
 
     def forget(self, blocks: Iterable[DeviceBlockId]) -> None:
@@ -255,7 +257,7 @@ class Pins:
     def _pin(self, hashes: Sequence[BlockHash], until: float, owner: Owner) -> int:
         """Pin the blocks of `hashes` in order, or extend their pins; return how many are pinned.
 
-        Stop at the first block that is not cached, or for which the shares have no room.
+        Stop at the first block that is not cached, or for which the limits leave no room.
         """
         tenant, _ = owner
         blocks = self._pool.find(hashes)

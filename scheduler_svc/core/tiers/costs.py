@@ -6,7 +6,7 @@ from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
 
 
 class Costs:
-    """Compares estimated durations; does not count on later prefix cache hits."""
+    """Compares estimated durations, as if no later lookup found KV in the prefix cache."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -15,9 +15,9 @@ class Costs:
         """Whether to swap out a preempted sequence's blocks instead of computing them again.
 
         Args:
-            num_blocks: Blocks of the sequence, which would be copied out and later in again.
-            num_spilled: Blocks of other sequences that would go to the disk and back to make room.
-            num_tokens: Tokens with KV in the sequence's blocks.
+            num_blocks: Number of the sequence's blocks, which would be copied out and in again.
+            num_spilled: Number of other sequences' blocks that would go to the disk and back.
+            num_tokens: Number of tokens with KV in the sequence's blocks.
         """
         config = self._config
         if config.preemption_mode is not PreemptionMode.COST:
@@ -36,7 +36,7 @@ class Costs:
 
 
 def _seconds(amount: int, per_s: float) -> float:
-    """Return the time for an amount; infinite if the rate is 0, which means unknown."""
+    """Return how long `amount` takes; infinite if `per_s` is 0, because the rate is unknown."""
     if not amount:
         return 0.0
     return amount / per_s if per_s else inf

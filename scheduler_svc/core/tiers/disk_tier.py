@@ -1,15 +1,15 @@
 """The disk tier: its blocks, and moves between disk blocks and host blocks.
 
 A plan starts a move, and the result of its step or of a later step reports the end of the move. The
-next plan starts all pending stores, because it may overwrite their host blocks. Pending loads start
-oldest first, at most `max_disk_moves` at a time, and never wait for stores.
+next plan starts all pending stores, because this plan may overwrite the host blocks to store.
+Pending loads start oldest first, at most `max_disk_moves` at a time, and never wait for stores.
 
-Spilled sequences hold disk blocks, and so do moves:
+Swapped sequences may hold disk blocks. Moves hold blocks, too:
 
-    a store   holds its disk block from the call of `demote` or `keep` until the store ends. The
-              disk block can be found only then, since it has no valid content before.
+    a store   holds its disk block from the call of `demote` or `keep` until the store ends. No
+              lookup finds the disk block before, since it has no valid content yet.
     a load    holds its disk block and its host block from the call of `load` until the load ends.
-              The host block can be found only then.
+              No lookup finds the host block before the load ends.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ from scheduler_svc.core.space.blocks import BlockPool, DiskBlockId, HostBlockId
 class _Load:
     source: DiskBlockId
     block_hash: BlockHash | None
-    """The hash of the content; None: the content must not be found."""
+    """The hash of the content; None: no lookup may find the content."""
 
 
 class DiskBooks(NamedTuple):
@@ -63,14 +63,14 @@ class DiskTier:
 
     @property
     def has_moves(self) -> bool:
-        """Whether the next plan starts moves; it must then be sent even if it computes nothing."""
+        """Whether the next plan starts moves, and so must be sent even if it computes nothing."""
         return bool(self._new_stores) or bool(self._new_loads and self._num_loads_left)
 
     @property
     def is_busy(self) -> bool:
         """Whether moves are in progress.
 
-        While there are any, the worker delays the result of an empty step until a move ends.
+        While moves are in progress, the worker delays the result of an empty step until one ends.
         """
         return bool(self._stores or self._loads)
 
@@ -158,12 +158,12 @@ class DiskTier:
             self.pool.drop([self._store(block, block_hash)])
 
     def keep(self, block: HostBlockId, block_hash: BlockHash | None) -> DiskBlockId:
-        """Store a host block if the disk lacks its content; the next plan may overwrite the block.
+        """Store a host block if the disk lacks its content; the next plan may overwrite `block`.
 
         Args:
             block: The host block; plans that were sent have filled it. A disk block must be
                 available.
-            block_hash: The hash of its content; None: the content must not be found.
+            block_hash: The hash of the block's content; None: no lookup may find the content.
 
         Returns:
             The disk block; the caller is a holder of it.
@@ -178,7 +178,7 @@ class DiskTier:
         return block in self._stores
 
     def _find(self, block_hash: BlockHash) -> DiskBlockId | None:
-        """Return the block that holds a content, or will hold it after a store."""
+        """Return the disk block that has the content, or will have it when a store ends."""
         if (block := self._storing.get(block_hash)) is not None:
             return block
         found = self.pool.find([block_hash])
@@ -205,12 +205,12 @@ class DiskTier:
         return target in self._loads
 
     def load(self, source: DiskBlockId, target: HostBlockId, block_hash: BlockHash | None) -> None:
-        """Load a disk block to the host; it must be stored and not be loading already.
+        """Load a disk block to the host; no store to it and no load of it may be in progress.
 
         Args:
             source: The disk block.
             target: A new host block; the load takes over its one reference.
-            block_hash: The hash of the content; None: the content must not be found.
+            block_hash: The hash of the content; None: no lookup may find the content.
         """
         self.pool.share([source])
         self._loads[target] = _Load(source, block_hash)
