@@ -17,9 +17,11 @@ class SubmitRequest:
 
     request: Request
     was_accepted: bool = False
-    """Whether the request was accepted before; then it can no longer be refused."""
+    """Whether a core has accepted the request before. Such a request is not refused: if the core
+    cannot run it, its sequences end with an error."""
     num_crashes: int = 0
-    """How many workers in a row were lost while they ran the request, before any new token."""
+    """How many workers in a row were lost while they ran the request, and before they had added a
+    token to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ ADAPTERS_SALT = "\0"
 def adapter_salt(adapter: LoraAdapter) -> str:
     """Return the beginning of the cache salts of all requests with `adapter`.
 
-    So requests share KV only if they use the same adapter.
+    The salts of two adapters differ, so requests share KV only if they use the same adapter.
     """
     return f"{ADAPTERS_SALT}{adapter.digest.hex()}{adapter.name}\0"
 

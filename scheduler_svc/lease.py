@@ -1,10 +1,10 @@
 """A Kubernetes Lease that names the serving scheduler, as a hint for its standbys.
 
-The serving scheduler renews the Lease, and gives it up when it ends; each standby watches it. The
-Lease changes two things. A standby claims the Lease before it takes over, so only one of several
-standbys takes over. And while the Lease is free, a standby waits less before it concludes that the
-workers have no scheduler. Safety does not depend on the Lease, because workers obey only the newest
-epoch. While the Lease cannot be read or written, schedulers behave as if there were none.
+The serving scheduler renews the Lease, and gives the Lease up when the scheduler ends. Each standby
+watches the Lease. A standby claims the Lease before it takes over, so only one of several standbys
+takes over. While the Lease is free, a standby waits less before it concludes that the workers have
+no scheduler. Safety does not depend on the Lease, because workers obey only the newest epoch. While
+the Lease cannot be read or written, schedulers behave as if there were no Lease.
 """
 
 import asyncio
@@ -30,15 +30,16 @@ _RENEW_S: Final = 2.0
 _RETRY_S: Final = 2.0
 """The pause after a failed watch, and the least time between the starts of two watches."""
 _HEAD_START_S: Final = 2.0
-"""For this long after a claim, no other scheduler may claim, so that the claimer can take over."""
+"""For this long after a claim, no other scheduler may claim the Lease, so that the scheduler that
+has claimed it can take over."""
 _WRITE_S: Final = 1.0
-"""How long a write may take. A takeover and the end of a scheduler wait for a write."""
+"""How long a write may take. A scheduler waits for a write before it takes over or ends."""
 _READ_S: Final = 2.0
 _WATCH_S: Final = 60
 _QUIET_S: Final = 4.0
 """After this long without a change, the Lease object is read again, because its watch may be dead.
-This time and `_READ_S` together are at most `DURATION_S`, so a dead watch or API server does not
-look like an expired Lease."""
+`_QUIET_S` and `_READ_S` together are at most `DURATION_S`. So a Lease whose watch or API server is
+dead does not look expired."""
 
 log = structlog.get_logger()
 
@@ -56,7 +57,10 @@ class LeaseError(Exception):
 
 
 class Lease:
-    """The Lease, as an async context manager; on exit, a scheduler that holds it gives it up."""
+    """The Lease, as an async context manager.
+
+    Entering begins to watch the Lease. On exit, the scheduler gives the Lease up if it holds it.
+    """
 
     def __init__(self, name: str, holder: str, cluster: Cluster | None = None) -> None:
         """`holder` names this scheduler; a random part distinguishes it from its earlier runs."""
@@ -73,7 +77,7 @@ class Lease:
         self._moved_at = float("-inf")
         """When a change of the holder was last seen, on the monotonic clock."""
         self._failures: dict[str, str] = {}
-        """The last reasons why the Lease could not be "read" or "written"."""
+        """Why the Lease could not be "read" or "written" the last time; empty: it could be."""
 
     async def __aenter__(self) -> Self:
         """Begin to watch the Lease."""
@@ -100,8 +104,8 @@ class Lease:
     def is_free(self) -> bool:
         """Whether the Lease was given up or has expired.
 
-        False if the Lease cannot be read, or if no scheduler has ever written to it: perhaps no
-        scheduler is allowed to.
+        False if the Lease cannot be read, or if no scheduler has ever written to it. In the second
+        case, perhaps no scheduler has the permission to write.
         """
         if self._found is None or "renewTime" not in _spec_of(self._found):
             return False
@@ -109,9 +113,9 @@ class Lease:
         return is_expired or not _holder_of(self._found)
 
     async def claim(self) -> bool:
-        """Write this scheduler into the Lease, and return whether it may take over.
+        """Write this scheduler into the Lease; return whether this scheduler may take over.
 
-        The result is false if another scheduler has just claimed the Lease.
+        It may not take over if another scheduler has just claimed the Lease.
         """
         if self._found is None:
             return True
@@ -134,9 +138,9 @@ class Lease:
     # --- calls ----------------------------------------------------------------------------------
 
     async def _write(self, holder: str) -> bool:
-        """Write the holder; return False if the object has changed since it was read.
+        """Write `holder` to the Lease; return False if the object has changed since it was read.
 
-        In that case the object is read again.
+        If it has changed, the object is not written, but read again.
         """
         assert self._found is not None, "the object was read"
         spec = dict(_spec_of(self._found))
@@ -180,7 +184,7 @@ class Lease:
             return await _json_of(response)
 
     async def _versions(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the object now and after each change.
+        """Yield the Lease object now and after each change.
 
         End when the watch ends, or when no change comes for `_QUIET_S`.
         """
@@ -218,7 +222,7 @@ class Lease:
         )
 
     def _see(self, found: dict[str, Any]) -> None:
-        """Remember a version of the Lease object, and when it or its holder changed."""
+        """Remember a version of the Lease object, and when the object and the holder changed."""
         before, self._found = self._found, found
         now = time.monotonic()
         if before is None or _version_of(before) != _version_of(found):
@@ -227,7 +231,7 @@ class Lease:
             self._moved_at = now
 
     def _fail(self, done: str, error: Exception) -> None:
-        """Log why the Lease is not read or written, once for each reason."""
+        """Log why the Lease could not be read or written; log no reason twice in a row."""
         self._tls = None
         reason = str(error) or type(error).__name__
         if reason != self._failures.get(done):

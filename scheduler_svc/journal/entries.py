@@ -2,9 +2,11 @@
 
 A file begins with `MAGIC`. Frames follow. A frame has the length and the CRC-32 of its payload,
 both as little-endian u32, and then the payload, in MessagePack. The first payload is an `Origin`,
-and each later one is a `JournalEntry`. The core's own classes are encoded directly: an object
-becomes a map by field, and a numpy array becomes `[dtype, bytes]`. So there is no schema besides
-the core's methods and classes, and a new method of the core is recorded when it is marked
+and each later one is a `JournalEntry`.
+
+The core's own classes are encoded directly: an object becomes a map from the names of its fields to
+their values, and a numpy array becomes `[dtype, bytes]`. So there is no schema besides the core's
+methods and classes. To record a new method of the core, it is enough to mark the method with
 `core_input`.
 """
 
@@ -25,7 +27,7 @@ from scheduler_svc.core.interface.inputs import input_names
 from scheduler_svc.core.scheduler import Scheduler
 
 FORMAT_VERSION: Final = 2
-"""The version of this format; incremented with every change that an older reader would misread."""
+"""The version of this format. Every change that an older reader would misread increments it."""
 MAGIC: Final = b"QUIREREC"
 
 CALLS: Final = input_names(Scheduler)
@@ -34,7 +36,7 @@ CALLS: Final = input_names(Scheduler)
 _HEAD: Final = struct.Struct("<II")
 _MAX_PIECE_BYTES: Final = 2**20
 _FOLLOWS: Final = {"labelled_block_ids", "labels", "pins", "trace_events", "serialize"}
-"""Fields of a plan that are not recorded, since they follow from the calls and other fields."""
+"""Fields of a plan that are not recorded, since they follow from the calls and recorded fields."""
 
 _T = TypeVar("_T")
 
@@ -62,7 +64,7 @@ class JournalEntry:
     """One call of the core, or the end of the recording."""
 
     call: str
-    """The name of the called method; empty: this entry is the end of the recording."""
+    """The name of the called method; empty: the entry marks the end of the recording."""
     arguments: msgspec.Raw
     """The arguments by name; `decode_arguments` decodes them."""
     at: float

@@ -1,9 +1,9 @@
 """Records scheduler cores, in one file for each attachment of a worker.
 
-For each call of a core, the event loop only appends a tuple. A thread encodes and writes the
-pending calls a few times per second, which is safe because plans, results and requests are
-immutable. A killed process loses the calls of the last quarter of a second; a process that fails or
-ends normally loses no calls.
+For each call of a core, the event loop only appends a tuple to the pending calls. A few times per
+second, a thread encodes and writes the pending calls. The thread can read them without a lock,
+because plans, results and requests are immutable. A killed process loses the calls of the last
+quarter of a second; a process that fails or ends normally loses no calls.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from scheduler_svc.journal.entries import (
 SUFFIX: Final = ".quirerec"
 _FLUSH_S: Final = 0.25
 _MAX_PENDING_CALLS: Final = 100_000
-"""The limit on calls that are not written yet. Beyond it recording stops, to bound the memory."""
+"""The limit on pending calls. If there are more, recording stops, to bound the memory."""
 _FULL: Final = "--record-max-mb is reached"
 
 _P = ParamSpec("_P")
@@ -194,12 +194,12 @@ class _Journal:
         self._path = path
         self._file = file
         self._is_over = False
-        """Whether the end is written or pending; no call may follow it."""
+        """Whether the end of the recording is written or pending. No call may follow the end."""
         self._pending: deque[RecordedCall] = deque()
         self._begin = encode_origin(origin)
 
     def add(self, call: RecordedCall) -> None:
-        """Append a call to the calls that wait to be written."""
+        """Append a call to the pending calls, unless the recording has ended."""
         if self._is_over:
             return
         self._pending.append(call)
@@ -207,7 +207,7 @@ class _Journal:
             self._give_up(f"the disk is {_MAX_PENDING_CALLS} calls behind")
 
     def end(self, reason: str) -> None:
-        """Append the end of the recording to the pending calls, unless it was appended before."""
+        """Append the end of the recording to the pending calls, if the recording has not ended."""
         if not self._is_over:
             self._is_over = True
             self._pending.append(RecordedCall("", {}, 0.0, raised=reason))

@@ -25,8 +25,9 @@ from scheduler_svc.journal.entries import (
 class ReplayedPreemption:
     """A preemption: the sequence, the step, the reason and the cost.
 
-    A beam search is preempted as a whole. Then `seq_id` and `output_index` are those of the leader,
-    blocks are counted for all beams, and tokens for one beam.
+    A beam search is preempted as a whole. For a search, `seq_id` and `output_index` are those of
+    the leader, numbers of blocks count the blocks of all beams, and numbers of tokens count the
+    tokens of one beam.
     """
 
     step_id: int
@@ -48,15 +49,15 @@ class ReplayedPreemption:
     num_held_blocks: int
     """Blocks of ended sequences that steps in flight still held."""
     num_own_blocks: int
-    """Blocks that the sequence held: those in its block table, and those that it had yet to copy
-    because it was forked."""
+    """Blocks that the sequence held: the blocks in its block table, and after a fork the blocks
+    that the worker had yet to copy for it."""
     num_freed_blocks: int
-    """How many of the sequence's own blocks became available; the others are shared."""
+    """How many of the `num_own_blocks` became available; other sequences share the rest."""
     num_known_tokens: int
     has_failed_swap_in: bool
-    """Whether the reason was a corrupt block from the host."""
+    """Whether the reason was a failed swap-in: a block of the sequence was corrupt on the host."""
     is_for_memory: bool
-    """Whether the reason was short memory at the worker."""
+    """Whether the reason was that the worker's memory was short."""
     num_host_blocks: int
     """Host blocks that keep the sequence's KV; 0: the KV was dropped."""
     resumed_step_id: int | None = None
@@ -99,13 +100,14 @@ class Replay:
     queue_times_s: list[float] = field(default_factory=list)
     preemptions: list[ReplayedPreemption] = field(default_factory=list)
     kept_plan: dict[str, Any] | None = None
-    """The plan of the step `keep_step`; None: no such step was replayed."""
+    """The plan of the step `keep_step` (see `replay`); None: this step was not replayed."""
     load: SchedulerLoad | None = None
     """The load of the core after the last call."""
     difference: Difference | None = None
     """The first difference, if any; later calls were not replayed."""
     ending: str | CutOff | None = None
-    """Why the recording ended; None: the process was killed between two frames."""
+    """Why the recording ended. A `CutOff`: the process was killed while it wrote a frame. None: the
+    process was killed between two frames, or the replay stopped at the first difference."""
 
 
 def replay(file: BinaryIO, keep_step: int | None = None) -> Replay:
@@ -131,7 +133,7 @@ class _Replayer:
         self._num_seen = 0  # preemptions that `_count` has processed
 
     def run(self) -> Replay:
-        """Repeat the recorded calls until they end or a result differs."""
+        """Repeat the recorded calls up to the last call, or to the first whose result differs."""
         result = self._result
         for entry in result.recording.entries:
             if isinstance(entry, CutOff) or not entry.call:
@@ -218,7 +220,7 @@ class _Replayer:
 
 
 class _PreemptionWatch:
-    """Describes each preemption by the core's state before and after it."""
+    """Describes each preemption by the core's state before and after the preemption."""
 
     def __init__(self, core: Scheduler, preemptions: list[ReplayedPreemption]) -> None:
         self._core = core

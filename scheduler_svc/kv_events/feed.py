@@ -1,8 +1,8 @@
-"""The streams of KV events: a snapshot of each worker, then its changes.
+"""The streams of KV events: a snapshot of each worker's prefix cache, then the cache's changes.
 
 A snapshot is made in slices. Between two slices the event loop runs, so workers' steps continue and
 the cache may change. So changes are sent between slices, and a slice includes all changes that were
-sent before it. At the end of a snapshot the reader knows the exact state.
+sent before it. When a reader has read the whole snapshot, it knows the exact state of the cache.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class KvEvents:
         return self._feeds[worker]
 
     def watched(self, worker: str, open_core: OpenCore) -> OpenCore:
-        """Wrap `open_core`, so that its cores report their cached blocks to the worker's feed."""
+        """Wrap `open_core`, so that each core that it opens reports cached blocks to the feed."""
         feed = self.feed(worker)
 
         @contextmanager
@@ -60,7 +60,7 @@ class KvEvents:
 
     @contextmanager
     def reader(self, worker: str = "") -> Iterator["KvReader"]:
-        """Make a reader of the events of one worker, or of all workers, from now on.
+        """Make a reader of the events of `worker`, or of all workers if `worker` is empty.
 
         Raises:
             NotFoundError: There has been no worker of this name.
@@ -83,26 +83,27 @@ class WorkerFeed:
     def __init__(self, worker: str, epoch: int, readers: "set[KvReader]") -> None:
         self.worker = worker
         self.index: KvIndex | None = None
-        """The blocks of the worker; None: the worker is not attached."""
+        """The blocks in the worker's prefix cache; None: the worker is not attached."""
         self.sequence = 0
         self._epoch = epoch
         self._readers = readers
 
     def attach(self, block_size: int) -> KvIndex:
-        """Report that the worker's cache is empty; return the index to which its core reports."""
+        """Report that the worker's cache is empty; return an index for the core to report to."""
         self.index = KvIndex(block_size, self._flush_soon)
         self._publish([kv_pb2.KvEvent(cleared=kv_pb2.KvCacheCleared())], 1)
         return self.index
 
     def detach(self) -> None:
-        """Report that the worker and its cache are lost."""
+        """Report that the worker's cache is empty, because the worker is lost."""
         self.index = None
         self._publish([kv_pb2.KvEvent(cleared=kv_pb2.KvCacheCleared())], 1)
 
     def flush(self) -> None:
-        """Pass the changes so far to the readers now, instead of in the event loop's next turn.
+        """Pass to the readers all changes that the core has reported since the last call.
 
-        Without this call, all changes of a step become one batch, unless there are very many.
+        After a change, the event loop calls this in its next turn. So all changes of a step become
+        one batch, unless there are very many. A direct call passes the changes sooner.
         """
         changes = [] if self.index is None else self.index.take_changes()
         for first in range(0, len(changes), _MESSAGE_BLOCKS):
@@ -110,7 +111,7 @@ class WorkerFeed:
             self._publish(list(changes_to_proto(some)), len(some))
 
     def message(self, events: Sequence[kv_pb2.KvEvent], sequence: int) -> kv_pb2.WatchKvResponse:
-        """Make a message about this worker from its events."""
+        """Make a message with events of this worker."""
         return kv_pb2.WatchKvResponse(
             worker=self.worker,
             epoch=self._epoch,
@@ -131,7 +132,7 @@ class WorkerFeed:
 
 
 class KvReader:
-    """One reader of events. Messages wait here until they are read, up to a limit."""
+    """One reader of events. It queues messages until they are read, up to a limit."""
 
     def __init__(self, worker: str, max_unread_changes: int) -> None:
         self._worker = worker
@@ -140,8 +141,8 @@ class KvReader:
         self._num_unread = 0
         self._feeds: dict[str, WorkerFeed] = {}
         self._lacks: dict[str, kv_pb2.KvSnapshotReason] = {}
-        """The workers of which the reader needs a snapshot, each with the reason. Changes of these
-        workers are dropped."""
+        """The workers whose snapshot the reader needs, each with the reason. The reader drops
+        changes of these workers."""
         self._sent: dict[str, int] = {}
         """The sequence number of the last batch that was sent, by worker."""
         self._wake = asyncio.Event()
@@ -152,7 +153,7 @@ class KvReader:
         return self._feeds.keys()
 
     def on_worker(self, feed: WorkerFeed) -> None:
-        """Begin to read a worker's events, unless they are unwanted or already being read."""
+        """Begin to read a worker's events, if the reader wants them and does not read them yet."""
         if self._worker in ("", feed.worker) and feed.worker not in self._feeds:
             self._feeds[feed.worker] = feed
             self._lacks[feed.worker] = kv_pb2.KV_SNAPSHOT_REASON_FIRST
@@ -183,7 +184,7 @@ class KvReader:
             self._wake.clear()
 
     def _take_unread(self) -> Iterator[kv_pb2.WatchKvResponse]:
-        """Yield the messages that are unread now; later ones wait for the next call."""
+        """Yield the messages that are unread at the call, but no messages that arrive later."""
         for _ in range(len(self._unread)):
             if not self._unread:
                 return  # the reader has fallen behind
@@ -219,7 +220,7 @@ class KvReader:
 
 
 def _slices(index: KvIndex) -> Iterator[list[KvBlock]]:
-    """Yield the blocks in slices, each large enough for a message; see `KvIndex.drawers`."""
+    """Yield the blocks of an index in slices; a message has one slice."""
     blocks: list[KvBlock] = []
     for drawer in index.drawers():
         blocks += drawer

@@ -2,8 +2,8 @@
 
 The core of an attached worker reports each change to a `KvIndex` (see `CacheWatch`). The index has
 an entry for each block hash that can be found in some tier. The entries are in order of arrival, so
-parents are before children. They are kept in *drawers* of bounded size, so that a snapshot can be
-made drawer by drawer while entries come and go.
+a block comes after its parent, the block before it in the prompt. The entries are kept in *drawers*
+of bounded size, so that a snapshot can be made drawer by drawer while entries come and go.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,12 +28,12 @@ class KvBlock:
         self.block_hash = block_hash
         self.drawer = drawer
         self.parent = parent
-        """The hash of the block before this one; None: unknown, or this is the first block."""
+        """The hash of the parent; None: unknown, or the block is the first of its prompt."""
         self.salt = salt
-        """The cache salt of the requests that share the block, as in the core."""
+        """The `Request.cache_salt` of the requests that share the block."""
         self.token_bytes = tokens
-        """The block's tokens as little-endian int32; empty: unknown, because an earlier scheduler
-        published the block."""
+        """The block's tokens as little-endian int32; empty: the tokens are unknown, because an
+        earlier scheduler published the block."""
         self.tiers: tuple[CacheTier, ...] = ()
         """The tiers that have the block; empty: no tier has it any more."""
 
@@ -50,7 +50,7 @@ class KvIndex:
     """The blocks in a worker's prefix cache during one attachment; a `CacheWatch`."""
 
     def __init__(self, block_size: int, on_change: Callable[[], None]) -> None:
-        """`on_change` is called at the first change after `take_changes`."""
+        """`on_change` is called at the first change, and at the first after each `take_changes`."""
         self.block_size = block_size
         self._on_change = on_change
         self._blocks: dict[BlockHash, KvBlock] = {}
@@ -66,14 +66,14 @@ class KvIndex:
     # --- for the core (CacheWatch) --------------------------------------------------------------
 
     def table(self, tier: CacheTier) -> dict[BlockHash, Any]:
-        """Return the hash table for the pool of `tier`; the table reports its changes here."""
+        """Return the hash table for the pool of `tier`; it reports its changes to this index."""
         return _PoolTable(self, tier)
 
     def on_named(self, seq: Sequence, first: int, end: int, token_ids: Int32Array) -> None:
-        """Record the tokens of blocks that are about to be published.
+        """Record the tokens of the blocks [first, end) of `seq`, which are about to be published.
 
-        If an earlier scheduler published the blocks before `first`, report these blocks again, with
-        their tokens.
+        If an earlier scheduler published the blocks before `first`, their tokens were unknown until
+        now. Report these blocks again, with their tokens.
         """
         hashes, salt = seq.block_hashes, seq.request.cache_salt
         begin = first
@@ -122,7 +122,7 @@ class KvIndex:
     def drawers(self) -> Iterator[list[KvBlock]]:
         """Yield all blocks that exist at the call, drawer by drawer.
 
-        The index may change between two drawers; `take_changes` returns blocks that arrive later.
+        The index may change while the caller reads; `take_changes` has blocks that arrive later.
         """
         for number in list(self._drawers):
             if (drawer := self._drawers.get(number)) is not None:

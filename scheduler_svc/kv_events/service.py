@@ -25,5 +25,5 @@ class KvEventServicer(kv_pb2_grpc.KvEventServiceServicer):
 
 
 def kv_event_service(events: KvEvents) -> Service:
-    """Return the service in the form that `rpc.server.serve` takes."""
+    """Return `KvEventService` in the form that `rpc.server.serve` takes."""
     return service_of(kv_pb2, kv_pb2_grpc, "KvEventService", KvEventServicer(events))

@@ -1,8 +1,8 @@
 """KV events as vLLM writes them, in MessagePack: a batch is an array, and an event is a map.
 
 The types and fields are those of vLLM's `distributed/kv_events.py`. Subscribers of vLLM's events
-treat a publisher as one engine. So a block counts as stored in a tier while any worker has it
-there. When a worker is lost, only blocks that no other worker has are removed.
+treat a publisher as one engine. So a block counts as stored in a tier while at least one worker has
+the block in this tier. When a worker is lost, a block counts as removed if no other worker has it.
 """
 
 import time
@@ -29,17 +29,18 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
-    """The tokens of all these blocks; empty: unknown."""
+    """The tokens of all blocks of the event; empty: the tokens are unknown."""
     block_size: int
     lora_id: int | None
     medium: str
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None] | None = None
-    """For each block: the cache salt, if the block is the first of its prompt."""
+    """For each block of the event: the cache salt if the block is the first of its prompt, else
+    None. If the blocks have no cache salt, there is no list."""
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
-    """Tells which blocks a tier no longer has."""
+    """Tells that a tier no longer has some blocks."""
 
     block_hashes: list[int]
     medium: str
@@ -73,10 +74,10 @@ class AsOneEngine:
         self._tier_to_holders = {tier: BlockHolders[str]() for tier in _MEDIA}
 
     def apply(self, message: kv_pb2.WatchKvResponse) -> Iterator[list[Event]]:
-        """Apply the events of one worker; yield the changes of the engine, in parts.
+        """Apply events of one worker; yield the resulting events of the single engine, in parts.
 
-        A part may be empty. To forget a million blocks of a lost worker takes a second, so the
-        caller should let other tasks run between two parts.
+        A part may be empty. The caller should let other tasks run between two parts, because to
+        forget a million blocks of a lost worker takes a second.
         """
         worker = message.worker
         events: list[Event] = []

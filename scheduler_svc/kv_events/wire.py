@@ -1,4 +1,4 @@
-"""Converts changes of the prefix cache, and its blocks, to protobuf events."""
+"""Converts changes of the prefix cache, and the blocks of a snapshot, to protobuf events."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -11,7 +11,12 @@ from scheduler_svc.kv_events.index import Change, KvBlock
 
 
 def changes_to_proto(changes: Iterable[Change]) -> Iterator[kv_pb2.KvEvent]:
-    """Convert changes to events, in order; consecutive changes of one kind share an event."""
+    """Convert changes to events, in order.
+
+    Consecutive changes share an event if all of them remove blocks from one tier, or if all of them
+    store blocks with one salt in one tier. As in `blocks_to_proto`, blocks whose tokens are unknown
+    share no event with blocks whose tokens are known.
+    """
     for (tier, is_stored, salt, is_known), run in groupby(changes, _kind):
         blocks = [change.block for change in run]
         if is_stored:
@@ -32,7 +37,7 @@ def _kind(change: Change) -> tuple[CacheTier, bool, str, bool]:
 def blocks_to_proto(blocks: Iterable[KvBlock]) -> Iterator[kv_pb2.KvEvent]:
     """Make `stored` events. The blocks of an event are in one tier and have the same salt.
 
-    Either the tokens of all blocks of an event are known, or of none.
+    Blocks whose tokens are unknown share no event with blocks whose tokens are known.
     """
     alike: dict[tuple[CacheTier, str, bool], list[KvBlock]] = {}
     for block in blocks:
@@ -45,7 +50,7 @@ def blocks_to_proto(blocks: Iterable[KvBlock]) -> Iterator[kv_pb2.KvEvent]:
 def stored_to_proto(
     tier: CacheTier, salt: str, blocks: list[KvBlock], *, is_known: bool
 ) -> kv_pb2.KvEvent:
-    """Make a `stored` event of blocks with one salt; `is_known`: their tokens are known."""
+    """Make a `stored` event of blocks with one salt; `is_known`: the blocks' tokens are known."""
     stored = kv_pb2.KvBlocksStored(
         tier=f"KV_TIER_{tier.name}", block_hashes=b"".join([block.block_hash for block in blocks])
     )

@@ -2,7 +2,8 @@
 
 A message has a topic, a number and a batch. ZeroMQ drops messages for a slow subscriber. The
 subscriber notices the missing number, and asks the ROUTER socket for all batches from that number
-on. If these batches are no longer kept, it gets a snapshot, which begins with `AllBlocksCleared`.
+on. If these batches are no longer kept, the subscriber gets a snapshot instead, which begins with
+`AllBlocksCleared`.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ log = structlog.get_logger()
 
 
 class ZmqOutlet:
-    """Owns the two sockets, which `run` serves."""
+    """The two sockets; `run` publishes on the PUB socket and answers on the ROUTER socket."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class ZmqOutlet:
 
 
 async def _batches(engine: AsOneEngine, message: WatchKvResponse) -> AsyncIterator[bytes]:
-    """Convert the events of one worker; after each part, let other tasks run."""
+    """Yield the batches that follow from a message; after each part, let other tasks run."""
     for events in engine.apply(message):
         if events:
             yield encode(events)

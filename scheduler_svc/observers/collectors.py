@@ -10,8 +10,8 @@ from scheduler_svc.core.compact.fragmentation import Fragmentation, Fragmentatio
 from scheduler_svc.core.interface.config import SchedulerLoad
 
 MAX_TENANTS = 20
-"""At most this many tenants have a metric series of their own, because clients choose the names of
-tenants, and there may be many."""
+"""The limit on tenants that have a metric series of their own. There may be many tenants, because
+clients choose their names."""
 OTHER_TENANTS = "other"
 _LEVELS = tuple(FragmentationLevel)
 
@@ -24,7 +24,7 @@ class LoadCollector(Collector):
         loads: Callable[[], Mapping[str, SchedulerLoad | None]],
         unloaded: Callable[[], Collection[str]],
     ) -> None:
-        """Make a collector that calls the functions at each scrape.
+        """Make a collector that calls `loads` and `unloaded` at each scrape.
 
         Args:
             loads: Returns the load of each worker, or None for a worker that is not attached.
@@ -93,13 +93,13 @@ class QueueCollector(Collector):
         oldest_step_ages_s: Callable[[], Mapping[str, float]],
         num_unplaced: Callable[[], int],
     ) -> None:
-        """Make a collector that calls the functions at each scrape.
+        """Make a collector that calls these functions at each scrape.
 
         Args:
             queued_by_tenant: Returns how many sequences of each tenant wait, at all workers.
             oldest_step_ages_s: Returns, for each attached worker, the age of its oldest step in
                 flight.
-            num_unplaced: Returns how many sequences wait for a worker.
+            num_unplaced: Returns how many sequences have not been placed at a worker yet.
         """
         self._queued_by_tenant = queued_by_tenant
         self._oldest_step_ages_s = oldest_step_ages_s

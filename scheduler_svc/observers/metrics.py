@@ -26,9 +26,9 @@ class EngineMetrics:
     step_tokens: Histogram
     queue_time: Histogram
     expired: Counter
-    """Counts sequences whose deadline passed while they waited."""
+    """Counts sequences whose deadline passed while they were waiting."""
     refused_late: Counter
-    """Counts requests refused because they could not meet their deadline."""
+    """Counts requests that were refused because they could not meet their deadline."""
 
     def on_sent(self, step: SentStep) -> None:
         self.schedule.observe(step.took_s)
@@ -105,7 +105,7 @@ class SchedulerMetrics:
         )
 
     def forget(self, worker: str) -> None:
-        """Stop exporting the metrics of a worker that is gone."""
+        """Stop exporting the metrics of a worker that has left the fleet."""
         for histogram in self._histograms:
             histogram.remove(worker)
         for stage in ("waiting", "refused"):

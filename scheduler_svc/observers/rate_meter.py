@@ -7,17 +7,18 @@ from contract.step import Plan
 from scheduler_svc.core.limits.acceptance import WorkerRates
 
 _FORGETTING = 0.99
-"""The factor by which the best value decays with each new observation. Chosen, not measured."""
+"""The factor by which a best rate decays with each step that measures it. Chosen, not measured."""
 
 
 class RateMeter:
     """Keeps the best rates of the last few hundred steps.
 
-    So a request is refused only if it would miss its deadline even at the worker's best speed.
+    With the best rates, a request is refused only if it would miss its deadline even at the
+    worker's best speed.
 
-    Only full steps show how fast prompts are computed. A step is full if it keeps the device at
-    least half busy, or has as many tokens as the pacer allows. A smaller step takes about the same
-    time with any number of tokens.
+    The rate of prompt tokens is measured only on full steps, because a smaller step takes about the
+    same time with any number of tokens. A step is full if it keeps the device at least half busy,
+    or has as many tokens as the pacer allows.
     """
 
     def __init__(self, busy_step_tokens: int) -> None:
@@ -25,10 +26,10 @@ class RateMeter:
         self.rates = WorkerRates()
         self._full_enough = busy_step_tokens / 2
         self._in_flight: deque[tuple[Plan, float]] = deque()
-        """The plan of each step in flight, with the number of tokens from which it is full."""
+        """For each step in flight, its plan, and how many tokens it must have to be full."""
 
     def on_sent(self, plan: Plan, max_prompt_tokens: int | None = None) -> None:
-        """Record a plan that was sent; `max_prompt_tokens` was the pacer's limit, if any."""
+        """Record a plan that was sent; `max_prompt_tokens`: the pacer's limit, if it has one."""
         most = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._in_flight.append((plan, min(self._full_enough, most)))
 

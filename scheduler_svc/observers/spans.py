@@ -30,8 +30,8 @@ from scheduler_svc.observers.steps import AnsweredStep, SentStep
 Attributes = Mapping[str, AttributeValue]
 
 _NAMES = {"preempted": "preempted", "swap_in": "kv_transfer", "swap_out": "kv_transfer"}
-"""Maps the kinds of spans that may last for several steps to the names of the spans. A sequence has
-at most one open span of each kind."""
+"""Some spans may last for several steps. This maps the kinds of these spans to their names. A
+sequence has at most one open span of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class TracedSequence:
         telemetry.record_span(name, self._context, start_s, end_s, attributes)
 
     def begin(self, what: str, start_s: float, attributes: Attributes) -> None:
-        """Begin a span that may last for several steps; an open span of the same kind ends."""
+        """Begin a span of the kind `what`; end and record an open span of this kind first."""
         self.end(what, start_s)
         self._open[what] = _Open(start_s, attributes)
 
     def end(self, what: str, end_s: float) -> None:
-        """End and record the open span of a kind, if there is one."""
+        """End and record the open span of the kind `what`, if there is one."""
         if (span := self._open.pop(what, None)) is not None:
             self.record(_NAMES[what], span.start_s, end_s, span.attributes)
 
@@ -80,14 +80,17 @@ class SequenceSpans:
         self._traced: dict[SourceId, dict[SeqKey, TracedSequence]] = {}
 
     def find(self, owner: tuple[SourceId, SeqKey] | None) -> TracedSequence | None:
-        """Return the traced sequence with this source and key; None if it is not live or traced."""
+        """Return the live traced sequence with this source and key; None: there is none."""
         if owner is None or not self._traced:
             return None
         source, seq_key = owner
         return self._traced.get(source, {}).get(seq_key)
 
     def on_submitted(self, request: Request) -> None:
-        """Called when a core has accepted a request, and again after the loss of its worker."""
+        """Called when a core has accepted a request.
+
+        If the request's worker is lost, this is called again when the next core has accepted it.
+        """
         if (context := telemetry.sampled_context(request.traceparent)) is None:
             return
         now_s = time.time()
@@ -98,7 +101,7 @@ class SequenceSpans:
             of_source[key] = TracedSequence(request.request_id, key, context, now_s)
 
     def on_admitted(self, admitted: Admitted) -> None:
-        """Called with the next result of a step after a sequence has left the queue."""
+        """Called when a sequence has left the queue and the next step result has arrived."""
         if (traced := self.find((admitted.source, admitted.seq_key))) is not None:
             attributes = {"quire.num_cached_tokens": admitted.num_cached_tokens}
             end_s = traced.arrived_s + admitted.queue_s
@@ -116,7 +119,7 @@ class SequenceSpans:
             traced.record("finish", now_s - took_s, now_s, attributes)
 
     def drop_source(self, source: SourceId) -> None:
-        """Forget the sequences of a router's stream that is gone."""
+        """Forget the sequences of a router's stream, because the stream has ended."""
         for traced in self._traced.pop(source, {}).values():
             traced.end_all(time.time())
 

@@ -16,7 +16,7 @@ MAX_STEPS: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What is kept of a step after its result."""
+    """What `StepLog` keeps of a step that has a result."""
 
     step_id: StepId
     answered_at_s: float

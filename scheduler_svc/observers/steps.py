@@ -1,4 +1,4 @@
-"""The two events in the life of a worker's step, and the interface of their observers.
+"""The two events of a worker's step, `SentStep` and `AnsweredStep`, and their observers.
 
 A session calls each of its observers, in order, when it has sent a step and when it has applied the
 step's result. Results come in the order of the steps.
@@ -35,9 +35,9 @@ class AnsweredStep:
     step_id: int
     """The step's id on the wire."""
     execute_s: float
-    """How long the step took, as the worker measured it."""
+    """How long the worker took to compute the step, by its own measurement."""
     rpc_s: float
-    """How long it took from sending the step to receiving its result."""
+    """The time from sending the step to receiving its result."""
     update_s: float
     """How long applying the result and writing the routers' messages took."""
     at_s: float

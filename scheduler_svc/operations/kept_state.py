@@ -1,7 +1,7 @@
 """The scheduler's state file, from which the next start continues.
 
 The file is a small JSON document. It has the loaded LoRA adapters, the sizes of resized pools, and
-the accounts of the fair policy.
+the accounts of the fair policy: for each tenant, how much a worker has served it.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ _RETRY_S: Final = 5.0
 _POLL_S: Final = 1.0
 _ACCOUNTS_S: Final = 5.0
 _MAX_ACCOUNTS: Final = 10_000
-"""At most this many accounts of a worker are kept, those of the tenants that it has served most.
-After a restart, other tenants are treated as new."""
+"""The limit on accounts that are stored for each worker. The accounts of the most served tenants
+are stored. After a restart, tenants without a stored account are treated as new."""
 _START: Final = re.compile(rb'\{"version": \d+, "start": (\d+)')
 _HEAD_BYTES: Final = 256
 _MAX_LEFT_WORKERS: Final = 64
@@ -46,10 +46,10 @@ class StateFileError(Exception):
 
 
 class StateFile:
-    """The contents of the state file, and the task that writes it; without a path, no file."""
+    """The contents of the state file, which `run` writes; if `path` is None, there is no file."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read the file if there is one; raise StateFileError if this fails."""
+        """Read the file if it exists; raise StateFileError if it cannot be read."""
         self._path = path
         self._changed = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
@@ -62,8 +62,8 @@ class StateFile:
         self._accounts: Mapping[str, Mapping[str, float]] = {}
         """For each worker, the accounts of its policy."""
         self._start = 1
-        """How many schedulers have used the file, including this one. Only the newest of them may
-        write it."""
+        """How many schedulers have used the file, including this one. Only the newest scheduler
+        may write the file."""
         if path is None or not path.exists():
             return
         try:
@@ -94,7 +94,7 @@ class StateFile:
             raise StateFileError(f"--state-file {path} cannot be read: {error!r}") from error
 
     async def written(self) -> None:
-        """Wait until the file has all changes made before this call, or cannot be written."""
+        """Wait until the changes made before this call are in the file, or a write has failed."""
         if self._path is not None and not self._has_ended:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
@@ -102,25 +102,31 @@ class StateFile:
             await waiter
 
     def keep_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
-        """Keep the list of adapters that operators have loaded; the file is written later."""
+        """Replace the list of adapters that operators have loaded; the file is written later."""
         self.adapters = tuple(adapters)
         self._changed.set()
 
     async def keep_pool(self, info: WorkerInfo, num_blocks: int) -> None:
-        """Keep the new size of a worker's pool, and wait until the file has it (`written`)."""
+        """Store the new size of a worker's pool, and wait as `written` does."""
         pool = {**_pool_of(info), "num_blocks": num_blocks}
         self._pools = {**self._pools, info.worker_id: pool}
         await self.written()
 
     def num_blocks(self, info: WorkerInfo) -> int | None:
-        """Return the kept size of a worker's pool; None if it was not resized for this model."""
+        """Return the stored size of a worker's pool.
+
+        None: no size is stored for the worker with its present model and block size.
+        """
         pool = self._pools.get(info.worker_id, {})
         if {**pool, **_pool_of(info)} != pool:
             return None
         return int(pool["num_blocks"])
 
     def keep_accounts(self, accounts: Mapping[str, Mapping[str, float]]) -> None:
-        """Keep the accounts of the attached workers, and of some that are not attached."""
+        """Store the accounts of the attached workers.
+
+        Of the workers that are not attached, `_MAX_LEFT_WORKERS` keep their stored accounts.
+        """
         self._set_accounts(_kept_accounts(accounts, self._accounts))
 
     def _set_accounts(self, after: Mapping[str, Mapping[str, float]] | None) -> None:
@@ -135,11 +141,12 @@ class StateFile:
     async def run(
         self, accounts_now: Callable[[], Mapping[str, Callable[[], Mapping[str, float]]]]
     ) -> None:
-        """Write changes to the file until cancelled; if the disk is full, try again later.
+        """Write changes to the file until cancelled; if a write fails, try again later.
 
-        The accounts change all the time, so `accounts_now` is called every few seconds. It returns,
-        for each worker, a function that reads the accounts. With 10,000 tenants such a read takes a
-        millisecond, so the event loop runs between two workers. A thread does the other work.
+        `accounts_now` returns, for each attached worker, a function that reads the worker's
+        accounts. The accounts change all the time, so they are read every few seconds. To read
+        10,000 accounts takes a millisecond, so other tasks may run between two workers. A thread
+        chooses the accounts to store, and writes the file.
         """
         try:
             while True:
@@ -177,7 +184,7 @@ class StateFile:
     def _contents(self) -> Iterator[str]:
         """Yield the file's text in small parts.
 
-        The event loop stands still while the writing thread encodes one part.
+        While the writing thread encodes a part, the event loop stands still, so parts are small.
         """
         adapters = [
             {"name": each.name, "digest": each.digest.hex(), "directory": each.directory}
@@ -222,7 +229,11 @@ def _start_of(path: Path) -> int:
 def _kept_accounts(
     accounts: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]
 ) -> Mapping[str, Mapping[str, float]] | None:
-    """Return the accounts to store if they differ from `before`; else None."""
+    """Return the accounts to store; None: they are the same as `before`.
+
+    `accounts` are the accounts of the attached workers now, and `before` the stored accounts of all
+    workers.
+    """
     now = {
         worker: each
         if len(each) <= _MAX_ACCOUNTS

@@ -1,9 +1,10 @@
 """Operators' calls that the scheduler forwards to workers: unload, load and drain.
 
-Before a worker unloads its model, the scheduler empties the worker so that no request is lost: the
-worker gets no new requests, its live requests move with their KV if they can, and no more steps are
-sent. The remaining requests continue as after the loss of a worker, or wait until a worker is
-attached.
+Before a worker unloads its model, the scheduler empties the worker, so that no request is lost.
+First, the worker gets no new requests, and its live requests move, with their KV, to other workers.
+Then the scheduler sends the worker no more steps. A request that could not move continues as after
+the loss of a worker: other workers compute its tokens again. If no other worker is attached, the
+request waits for one.
 """
 
 import asyncio
@@ -26,11 +27,12 @@ from scheduler_svc.workers.roster import Roster, ask_all, said_by
 from scheduler_svc.workers.session import Session
 
 _UNLOAD_TIMEOUT_S = ADAPTER_TIMEOUT_S + 60.0
-"""Longer than the worker waits for an adapter that it is loading. With a shorter timeout, the call
+"""The timeout of `Unload`. If a worker is loading an adapter, it finishes the adapter before it
+unloads the model, and the adapter may take `ADAPTER_TIMEOUT_S`. With a shorter timeout, the call
 could fail although the worker unloads its model afterwards."""
 _NOTICE_S = 15.0
-"""How long an engine may take to notice that its worker has loaded or unloaded its model. The time
-in which the worker loads adapters (`Engine.is_settling`) does not count."""
+"""How long an engine may take to notice that its worker has loaded or unloaded its model, without
+the time in which the worker loads adapters (`Engine.is_settling`)."""
 
 log = structlog.get_logger()
 
@@ -38,8 +40,9 @@ log = structlog.get_logger()
 class WorkerCalls:
     """Calls the services that workers have for operators.
 
-    A call raises the QuireError of the worker, if any. Each call opens a channel of its own,
-    because the link's channel is closed when the model is unloaded.
+    If the worker answers with an error, the call raises it as a QuireError. Each call opens a
+    channel of its own, because the channel of the worker's session is closed when the model is
+    unloaded.
     """
 
     def __init__(self, epoch: int, tls: ClientTls | None) -> None:
@@ -47,7 +50,11 @@ class WorkerCalls:
         self._tls = tls
 
     async def unload(self, target: str) -> bool:
-        """Unload a worker's model and wait for the end; return whether it was unloaded before."""
+        """Unload a worker's model, and wait until the model is unloaded.
+
+        Returns:
+            Whether the model was already unloaded before the call.
+        """
         request = loading_pb2.UnloadRequest(epoch=self._epoch)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -56,7 +63,7 @@ class WorkerCalls:
         return all(each.was_unloaded for each in answer.workers)
 
     async def load(self, target: str, directory: str) -> AsyncGenerator[loading_pb2.LoadResponse]:
-        """Load a model at a worker; yield the progress until it is loaded."""
+        """Load a model at a worker; yield the progress until the model is loaded."""
         request = loading_pb2.LoadRequest(directory=directory, epoch=self._epoch)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -66,7 +73,7 @@ class WorkerCalls:
                     yield progress
 
     async def drain(self, target: str) -> AsyncIterator[int]:
-        """Drain a worker; yield the number of its live sequences until it has drained."""
+        """Drain a worker; until it has drained, yield how many of its sequences are still live."""
         has_begun = False
         async with open_channel(target, tls=self._tls) as channel:
             stub = admin_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -102,18 +109,18 @@ class Loading:
     async def unload(self, worker: str) -> Mapping[str, bool]:
         """Unload the model of `worker`, or of all workers if `worker` is empty.
 
-        This continues even if the caller is cancelled.
+        The workers unload even if the caller is cancelled. If one worker fails, the others still
+        unload, and then the error is raised.
 
         Returns:
-            For each worker, whether its model was unloaded before.
+            For each worker, whether its model was already unloaded before this call.
 
         Raises:
             NotFoundError: There is no such worker.
             UnimplementedError: A worker cannot unload its model; no model was unloaded.
             FailedPreconditionError: A worker is loading its model.
-            UnavailableError: A worker cannot be reached, or is lost before the end.
-            QuireError: A worker reported another error. After any of the last three errors, the
-                models of other workers may be unloaded.
+            UnavailableError: A worker cannot be reached, or is lost before its model is unloaded.
+            QuireError: A worker reported another error.
         """
         engines = self._roster.chosen(worker)
         sessions = {
@@ -136,14 +143,16 @@ class Loading:
     async def load(self, worker: str, directory: str) -> AsyncGenerator[loading_pb2.LoadResponse]:
         """Load the model of `worker`, or of all workers if `worker` is empty; yield the progress.
 
-        The workers continue even if the caller is cancelled. The last message of a worker has
-        `is_done` set; by then the worker is attached. A worker that is unloading its model loads it
-        afterwards.
+        The workers load even if the caller is cancelled. When a worker has loaded its model and is
+        attached, its last message has `is_done` set. If a worker is unloading its model, it first
+        finishes this, and then loads.
 
         Raises:
             NotFoundError: There is no such worker.
-            UnavailableError: A worker is not attached, or is lost before the end.
-            QuireError: A worker has failed. The error is raised when all other workers have ended.
+            UnavailableError: A worker is not attached although its model was not unloaded, or is
+                lost before its model is loaded.
+            QuireError: A worker reported another error. If one worker fails, the others still load,
+                and then the error is raised.
         """
         engines = self._roster.chosen(worker)
         for engine in engines:
@@ -156,7 +165,7 @@ class Loading:
                 yield progress
 
     def drain_worker(self, worker: str) -> AsyncIterator[int]:
-        """Drain a worker by its own `AdminService.Drain`; yield how many sequences are live.
+        """Call the `AdminService.Drain` of a worker; yield how many of its sequences are live.
 
         Raises:
             NotFoundError: There is no such worker.
@@ -174,7 +183,7 @@ class Loading:
         return task is not None and not task.done()
 
     async def _unload(self, engine: Engine, session: Session | None) -> bool:
-        """Unload one worker's model; return whether it was unloaded before."""
+        """Empty a worker and unload its model; return whether the model was already unloaded."""
         log.info("unloading a worker's model", worker=engine.target)
         try:
             if session is not None:
@@ -238,11 +247,11 @@ async def _wait_noticed(engine: Engine, condition: Callable[[], bool], what: str
 
     Args:
         engine: The engine.
-        condition: Whether the engine has noticed it.
-        what: How the message of the error begins.
+        condition: Returns whether the engine has noticed the change.
+        what: What has happened to the worker, for the error message, such as "is loaded, not used".
 
     Raises:
-        UnavailableError: The engine has not noticed it in time.
+        UnavailableError: The engine has not noticed the change in time.
     """
     left_s = _NOTICE_S
     while not condition():

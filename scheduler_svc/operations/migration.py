@@ -1,9 +1,9 @@
 """Moves live requests with their KV between workers: for operators, for balance, and to drain.
 
-A request is always live at exactly one core: when its KV has been copied, it leaves one core and
-joins the other in a single turn of the event loop. If anything fails before this turn, the request
-continues at its worker; if this worker is lost, the request continues elsewhere, like all requests
-of the worker.
+A request is always live at exactly one core: when its KV has been copied, it leaves the source core
+and joins the target core in a single turn of the event loop. If anything fails before this turn,
+the request continues at the source worker. If the source worker is lost, the request continues at
+another worker, like all requests of a lost worker.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Session
 
 _REBALANCE_S: Final = 0.25
-"""How often to check whether a worker has room for a request that waits at another."""
+"""How often to look for a worker with room for a request that waits at another worker."""
 _PAUSE_S: Final = 5.0
 """How long rebalancing pauses after a failed move."""
 _MAX_MOVES: Final = 4
-"""The limit on concurrent moves from a draining worker. Each move copies over the network and needs
-room in two host tiers."""
+"""The limit on concurrent moves from a draining worker. Each move copies KV over the network, and
+needs host blocks at the source and at the target."""
 
 log = structlog.get_logger()
 
@@ -50,7 +50,7 @@ class Migration:
 
     from_worker: str
     num_seqs: int
-    """Number of sequences that arrived; the others ended during the move."""
+    """Number of the request's sequences that arrived. Its other sequences ended during the move."""
     num_blocks: int
     """Number of blocks whose contents were copied."""
     was_there: bool = False
@@ -98,7 +98,10 @@ class Migrator:
         return await self._moves.run(self.run(live, source, target))
 
     async def rebalance(self) -> None:
-        """Move requests that wait with KV on the host to workers with room, until cancelled."""
+        """Move requests that wait with their KV on the host, each to a worker with room.
+
+        This continues until it is cancelled.
+        """
         while True:
             await asyncio.sleep(_REBALANCE_S)
             if not self._moves.is_busy and (choice := self._find_imbalance()) is not None:
@@ -114,10 +117,10 @@ class Migrator:
     # --- one move -------------------------------------------------------------------------------
 
     async def run(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
-        """Do as `move`, but end if the caller is cancelled.
+        """Move a request like `move`; but if the caller is cancelled, the move is cancelled, too.
 
-        Room at the target is reserved before the first `await`, so no other task can take the room
-        that the caller has found.
+        Room at the target is reserved before the first `await`. So if the caller has found room, no
+        other task can take it.
         """
         who = {"request_id": live.request_id, "source": source.target, "target": target.target}
         started = time.perf_counter()
@@ -158,7 +161,7 @@ class Migrator:
     def switch(
         self, live: MovableRequest, source: Engine, target: Engine, receive: Callable[[], None]
     ) -> None:
-        """Move a request at once; its blocks have been copied to the target before.
+        """Move a request in one turn of the event loop; its blocks are at the target already.
 
         `receive` is called to let the target core find the copied blocks.
 
@@ -190,7 +193,11 @@ class Migrator:
     # --- balance --------------------------------------------------------------------------------
 
     def _find_imbalance(self) -> tuple[MovableRequest, Engine, Engine] | None:
-        """Find a request that waits with its KV on the host, and a worker with room for it."""
+        """Find a request that waits with its KV on the host, and a worker with room for it.
+
+        Returns:
+            The request, the engine of its worker, and the engine of the worker with room.
+        """
         loads = [
             (engine, session, session.load())
             for engine in self._roster.engines
@@ -217,9 +224,9 @@ class Migrator:
 class Drainer:
     """Empties workers that are about to end or to unload their model.
 
-    Requests move with their KV. Some requests cannot move, for example because there are too few
-    host blocks. These requests stay until the others have moved. Then other workers compute their
-    tokens again, as after the loss of a worker.
+    Requests move with their KV. If a request cannot move, for example because there are too few
+    host blocks, it stays at the worker until all other requests have moved. After that, it
+    continues as after the loss of a worker: another worker computes its tokens again.
     """
 
     def __init__(self, fleet: Fleet, migrator: Migrator) -> None:
@@ -227,7 +234,7 @@ class Drainer:
         self._migrator = migrator
 
     async def run(self) -> None:
-        """Empty and release each worker that announces its end, until cancelled."""
+        """Until cancelled, empty and release each worker that announces that it is about to end."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 engine = await self._fleet.next_draining()
@@ -241,7 +248,7 @@ class Drainer:
             log.info("a draining worker was released", worker=engine.target)
 
     async def move_away(self, engine: Engine, session: Session) -> None:
-        """Move all requests that can move to other workers; return when all moves have ended.
+        """Move a worker's requests to other workers; return when all moves have ended or failed.
 
         Raises:
             UnavailableError: The worker is lost.
@@ -270,7 +277,11 @@ class Drainer:
             return True
 
     def _find_target(self, source: Engine) -> Engine | None:
-        """Find the worker with the most room for KV, if possible one with the source's role."""
+        """Find a worker for a request of `source`; None: no other worker can take its KV.
+
+        A worker that can do the work of `source` (`_has_same_part`) is better than one that cannot.
+        Among equally good workers, the one with the most room for KV is chosen.
+        """
         giving = source.session
         if giving is None or not keeps_kv(giving):
             return None
@@ -287,9 +298,10 @@ class Drainer:
 
 
 def _has_same_part(session: Session, other: Engine) -> bool:
-    """Whether `other` has the same work as the session's worker.
+    """Whether `other` can do the work of the session's worker, by the roles of the two.
 
-    If the session's worker decodes, `other` must decode, too. Otherwise `other` must prefill.
+    If the session's worker decodes, `other` must decode, too. If the session's worker only
+    prefills, `other` must prefill.
     """
     if other.session is None:
         return False
@@ -302,10 +314,11 @@ def _num_free_blocks(load: SchedulerLoad) -> int:
 
 
 def _has_room(load: SchedulerLoad, live: MovableRequest) -> bool:
-    """Whether a worker has room for a request that waits at another.
+    """Whether a worker with the load `load` has room for a request that waits at another worker.
 
-    The request must be able to start at once and to run to its end, while each running sequence
-    gets one more block.
+    There must be a row for each of the request's sequences, and host blocks for its KV. The device
+    must have room for the request at its maximum length, and one more block for each running
+    sequence. So the request can start at once and run to its end.
     """
     num_host_blocks = load.num_free_host_blocks + load.num_cached_host_blocks
     return (
@@ -316,9 +329,12 @@ def _has_room(load: SchedulerLoad, live: MovableRequest) -> bool:
 
 
 def _hand_over(giving: Session, export: Export, taking: Session, room: Import) -> int:
-    """Move a request from one core to the other; return how many sequences arrived.
+    """Move a request from the core of `giving` to that of `taking`.
 
     This function never awaits, so the request is always live at exactly one of the two cores.
+
+    Returns:
+        How many of the request's sequences arrived.
     """
     num_crashes = giving.crashes.take(export.moved.request)
     indices = giving.call(lambda core: core.end_export(export.export_id, leaves=True))
@@ -339,7 +355,7 @@ def _refusals(live: MovableRequest) -> Iterator[None]:
 
 
 def _go_back(giving: Session, export: Export, taking: Session, room: Import | None) -> None:
-    """Give up a move: the request continues at its source, unless the source worker is lost."""
+    """Give up a move: the request continues at `giving`, unless the worker of `giving` is lost."""
     with contextlib.suppress(UnavailableError):
         giving.call(lambda core: core.end_export(export.export_id, leaves=False))
     if room is not None:

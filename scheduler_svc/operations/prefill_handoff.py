@@ -1,10 +1,10 @@
 """Moves requests from prefill workers to decode workers.
 
-While a prompt is computed, its full blocks are copied to the decode worker. Once the request has
-its first tokens and at most two blocks are still missing, the request moves in one turn of the
-event loop. The decode worker recomputes the tokens of the missing blocks and of the last, partial
-block. Until a decode worker has room, the request decodes at its prefill worker, if necessary to
-its end. So a missing decode worker costs speed but no request.
+While a prefill worker computes a prompt, the prompt's full blocks are copied to a decode worker.
+The request moves, in one turn of the event loop, when it has its first tokens and the decode worker
+lacks at most two of its full blocks. The decode worker recomputes the tokens of these blocks and of
+the last, partial block. Until a decode worker has room, the request decodes at its prefill worker,
+if necessary to its end. So without a decode worker requests are slower, but none fails.
 """
 
 import asyncio
@@ -33,12 +33,14 @@ from scheduler_svc.workers.session import Session
 _LOOK_S: Final = 0.25
 """How often to look for prefill workers that have been attached."""
 _PAUSE_S: Final = 5.0
-"""How long a pair of attached workers exchanges no KV after a failure."""
+"""How long no request moves between two workers, after a copy or move from one to the other has
+failed."""
 _MAX_FOLLOWED: Final = 64
-"""The limit on requests of one worker whose blocks are copied at the same time."""
+"""For each prefill worker, the limit on requests whose blocks are copied at the same time."""
 _MAX_LEFT_BLOCKS: Final = 2
-"""A request moves as soon as the decode worker lacks at most this many of its full blocks. To
-recompute them takes less time than another copy, which waits for a step of the prefill worker."""
+"""A request moves as soon as the decode worker lacks at most this many of its full blocks. The
+decode worker recomputes the missing blocks. This takes less time than another copy, which would
+wait for a step of the prefill worker."""
 
 log = structlog.get_logger()
 
@@ -47,7 +49,7 @@ _Name = tuple[SourceId, SeqKey]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ahead:
-    """The worker to which a request will move, and the blocks that this worker already has."""
+    """The decode worker to which a request will move, and the copy of the request's blocks."""
 
     engine: Engine
     copy: KvCopy
@@ -129,7 +131,7 @@ class Handoff:
     def _choose_again(
         self, ahead: _Ahead | None, source: Engine, giving: Session, progress: CopyProgress
     ) -> _Ahead | None:
-        """Choose a worker with room; if no worker has room, return `ahead` unchanged."""
+        """Return a worker with room to replace `ahead`; if there is none, return `ahead` itself."""
         if (found := self._find_target(giving, progress)) is None:
             return ahead
         if ahead is not None:
@@ -139,12 +141,18 @@ class Handoff:
         return ahead
 
     def _give_up(self, ahead: _Ahead) -> None:
-        """Free the blocks still reserved at the decode worker, after the move or in place of it."""
+        """Free the blocks that are still reserved at the decode worker.
+
+        This is done after the request has moved, or when it will not move to this worker.
+        """
         ahead.copy.give_up()
         self._ahead.discard(ahead)
 
     async def _advance(self, progress: CopyProgress, source: Engine, ahead: _Ahead) -> bool:
-        """Copy new blocks or move the request; return whether this should be called again at once.
+        """Copy new blocks or move the request.
+
+        Returns:
+            Whether this has changed anything. If so, the caller calls it again at once.
 
         Raises:
             QuireError: A worker is lost, or the copy or move has failed.
@@ -165,7 +173,10 @@ class Handoff:
         return may_move
 
     def _find_target(self, giving: Session, progress: CopyProgress) -> Engine | None:
-        """Among the decode workers with room for a request, find that with the fewest sequences."""
+        """Among the decode workers with room for a request, find the least busy one.
+
+        The least busy worker has the fewest sequences, including those that will move to it.
+        """
         now = time.monotonic()
         found: list[tuple[int, Engine]] = []
         for engine in self._roster.engines:
@@ -217,10 +228,11 @@ def _has_answered_after(step: StepId, core: Scheduler) -> bool:
 
 
 def _has_room(load: SchedulerLoad, live: MovableRequest, num_reserved: int = 0) -> bool:
-    """Whether a request can run at once, in addition to the requests that are arriving.
+    """Whether a request can run at once at a decode worker with the load `load`.
 
-    Arriving requests have their KV in host blocks until they start; `num_reserved` of the host
-    blocks belong to this request. Each running sequence may need one more block.
+    There must also be room for the requests that are arriving at the worker. Their KV is in held
+    host blocks until they start; but `num_reserved` of the held host blocks are for this request.
+    In addition, each sequence may need one more block.
     """
     num_available = load.num_free_blocks + load.num_cached_blocks
     num_host_available = load.num_free_host_blocks + load.num_cached_host_blocks

@@ -1,8 +1,8 @@
 """Resizes the KV pools of workers, with one resize at a time for each worker.
 
-To grow a pool, the worker first maps memory; to shrink a pool, the core first empties the blocks
-beyond the new end. If the worker refuses, the pool keeps its size. A worker that is lost during a
-resize reports its pool's size when it is attached again.
+To grow a pool, the worker first maps memory. To shrink a pool, the core first empties the blocks
+beyond the pool's new end. If the worker refuses the new size, the pool keeps its size. A worker
+that is lost during a resize reports its pool's size when it is attached again.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 class OngoingResize:
-    """The resize of one pool; it continues even if the caller stops waiting for it."""
+    """The resize of one pool. It continues even if no caller waits for `task`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class OngoingResize:
         self.task = asyncio.create_task(self._run(), name=f"resize of {worker}")
 
     def progress(self) -> scheduler_pb2.ResizeKvResponse:
-        """Return the progress; `is_done` is also set if `task` has failed."""
+        """Return the progress of the resize; `is_done` is also set if the resize has failed."""
         is_done = self.task.done()
         return scheduler_pb2.ResizeKvResponse(
             num_blocks_before=self._num_before,

@@ -18,7 +18,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
     """Answers the calls of `quire.v1.AdapterService`."""
 
     def __init__(self, adapters: Adapters, written: Callable[[], Awaitable[None]]) -> None:
-        """`written` waits until all changes are in the state file."""
+        """`written` waits until all changes to the adapters are in the state file."""
         self._adapters = adapters
         self._written = written
 
@@ -66,7 +66,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
 
 
 def adapter_service(adapters: Adapters, written: Callable[[], Awaitable[None]]) -> Service:
-    """Return the service in the form that `rpc.server.serve` takes."""
+    """Return `AdapterService` in the form that `rpc.server.serve` takes."""
     servicer = AdapterServicer(adapters, written)
     return service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", servicer)
 
@@ -106,5 +106,5 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
 
 
 def loading_service(loading: Loading) -> Service:
-    """Return the service in the form that `rpc.server.serve` takes."""
+    """Return `LoadingService` in the form that `rpc.server.serve` takes."""
     return service_of(loading_pb2, loading_pb2_grpc, "LoadingService", LoadingServicer(loading))

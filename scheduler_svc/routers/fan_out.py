@@ -1,4 +1,4 @@
-"""Sends each sequence's outputs to its router, and changes of the service to every router."""
+"""Sends each sequence's outputs to its router, and news such as a new limit to every router."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from scheduler_svc.wire.router import adapters_to_proto, refused_to_proto
 log = structlog.get_logger()
 
 _ROOM_INTERVAL_S: Final = 0.02
-"""Seconds between two reports of the room in the queues, about as long as a step."""
+"""Seconds between two reports to the routers; a step takes about as long."""
 
 
 class RouterStreams:
@@ -52,9 +52,10 @@ class RouterStreams:
         del self._streams[stream.source]
 
     def deliver(self, outputs: Mapping[SourceId, scheduler_pb2.StepOutput]) -> None:
-        """Send outputs to the streams; outputs of a resumed request go to the resuming stream.
+        """Send the outputs of each source to the source's stream, if the stream is open.
 
-        Outputs for a stream that is gone only update its resumable requests.
+        Outputs of resumable requests are also stored. If another stream has resumed a request, the
+        request's outputs are sent to that stream.
         """
         for source, output in outputs.items():
             if (stream := self._streams.get(source)) is not None:
@@ -77,8 +78,8 @@ class RouterStreams:
     def are_silent(self) -> bool:
         """Whether there are routers, but all of them seem to hang or to be cut off.
 
-        In that case a scheduler that the routers can reach should take over, because their clients
-        wait. Routers of earlier versions send no heartbeats and count as healthy.
+        If so, another scheduler that the routers can reach should take over, because the routers'
+        clients wait. Routers of earlier versions send no heartbeats and count as healthy.
         """
         heartbeats = [stream.heartbeat for stream in self._streams.values()]
         return bool(heartbeats) and all(each is not None and each.is_hanging for each in heartbeats)
@@ -95,7 +96,7 @@ class RouterStreams:
                 log.warning("all routers are silent", num_routers=len(self))
 
     def publish_room(self, num_seqs: int | None) -> None:
-        """Tell each router how many sequences may be submitted; None: there is no limit now."""
+        """Tell each router how many more sequences may be submitted; None: no limit now."""
         room = scheduler_pb2.QueueRoom(num_sequences=num_seqs)
         for stream in self._streams.values():
             stream.deliver(scheduler_pb2.StepOutput(room=room))
@@ -106,7 +107,7 @@ class RouterStreams:
             stream.publish_max_model_len(max_model_len)
 
     def publish_unloaded(self, *, is_unloaded: bool) -> None:
-        """Tell each router whether all workers are without a model, if this has changed."""
+        """Tell each router whether no worker has a model loaded, if this has changed."""
         for stream in self._streams.values():
             stream.publish_unloaded(is_unloaded=is_unloaded)
 
@@ -135,8 +136,8 @@ class QueueRoomReporter:
         """Make a reporter.
 
         Args:
-            room: Returns how many sequences may be submitted, at most `max_waiting`.
-            publish: Receives the result of `room`, or None when routers may stop counting.
+            room: Returns how many more sequences may be submitted.
+            publish: Receives the result of `room`, or None: there is no limit now.
             max_waiting: The limit on waiting sequences at a worker.
         """
         self._room = room
@@ -145,7 +146,7 @@ class QueueRoomReporter:
         self._refused = asyncio.Event()
 
     def on_refusal(self) -> None:
-        """Start to report, because a request was refused due to a full queue."""
+        """Called when a request was refused because of a full queue; starts the reports."""
         self._refused.set()
 
     async def run(self) -> None:

@@ -1,8 +1,8 @@
 """Resumable requests: the outputs so far, the owning stream and the expiry time of each.
 
 In the core a sequence always belongs to the stream on which it was submitted. When another stream
-resumes a request, only the outputs are redirected; the request is not recomputed and does not
-pause.
+resumes a request, the request is not recomputed and does not pause; only its outputs are sent to
+the other stream.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,8 +27,8 @@ from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.router import merge_step_outputs, refused_to_proto, renamed_part
 
 _MAX_UNREAD = 16
-"""The outputs of up to this many steps are sorted together, because to sort many costs little more
-than to sort one."""
+"""The outputs of up to this many steps are sorted by sequence together. To sort the outputs of many
+steps costs little more than to sort those of one step."""
 _MAX_UNREAD_BYTES = 1 << 20
 _MAX_FIRST_SEQ_KEY = 2**64 - 64
 
@@ -42,7 +42,7 @@ class _Output:
         """The tokens as little-endian int32, as in `quire.v1.StepOutput`."""
         self.end: scheduler_pb2.SequenceFinished | None = None
         self.logprobs: list[common_pb2.TokenLogprob] = []
-        """One entry for each token from `first_logprob` on; empty if the request asks for none."""
+        """One for each token from index `first_logprob` on; empty if the request asks for none."""
         self.first_logprob = len(self.token_ids) // 4
         if so_far is not None and so_far.finished:
             self.end = so_far.end
@@ -59,7 +59,8 @@ class ResumableRequest:
         self.router_id = owner.router_id
         """The router of the last owner."""
         self.owner: RouterStream | None = owner
-        """The stream that receives the outputs; None: the owner has left, no stream has resumed."""
+        """The stream that receives the outputs. None: the last owner has left, and no stream has
+        resumed the request."""
         self.owner_seq_key = int(request.first_seq_key)
         """The key of output 0 at the owner."""
         self.until: float | None = None
@@ -68,7 +69,7 @@ class ResumableRequest:
         self.outputs = tuple(_Output(so_far) for so_far in so_fars)
         self.prompt_logprobs: list[scheduler_pb2.SequencePromptLogprobs] = []
         self.admitted: scheduler_pb2.SequenceAdmitted | None = None
-        """The message about the first admission of output 0, if it was admitted."""
+        """The message about the first admission of output 0; None: it was not admitted yet."""
         self.num_pinned_tokens = 0
         self._submit = scheduler_pb2.Submit()
         self._submit.CopyFrom(submit)
@@ -110,7 +111,7 @@ class ResumableRequest:
         self._num_other_bytes += part.ByteSize()
 
     def to_proto(self, first_seq_key: int) -> scheduler_pb2.Resumed:
-        """Return the request and all outputs; the router's key for output 0 is `first_seq_key`."""
+        """Return the request and all outputs, with `first_seq_key` as the key of output 0."""
         so_far = scheduler_pb2.StepOutput(
             seq_keys=b"".join(
                 pack_uint64([first_seq_key + index]) * (len(output.token_ids) // 4)
@@ -149,23 +150,24 @@ class _Source:
     """Outputs that have not been sorted by sequence yet."""
     num_unread_bytes: int = 0
     redirects: dict[RouterStream, dict[int, int]] = field(default_factory=dict)
-    """For each other stream that has resumed sequences, maps their keys on this stream to their
-    keys on the other stream."""
+    """For each other stream that has resumed sequences of this stream: maps the key that such a
+    sequence has on this stream to the key that it has on the other stream."""
 
 
 class ResumableRequests:
     """The requests submitted with a `resume_record`, until their grace periods end.
 
-    The owner of a request is the stream that submitted or last resumed it, while the stream is
-    open. A request expires `grace_s` after it has lost its owner or has ended. The arguments `now`
-    are on the clock of the deadlines.
+    The stream that submitted or last resumed a request owns the request, until the stream ends or
+    the client leaves. A request expires `grace_s` after it has lost its owner or has ended. The
+    arguments `now` are on the clock of the requests' deadlines.
     """
 
     def __init__(self, *, grace_s: float, max_bytes: int) -> None:
         """Make an empty collection; if `grace_s` is 0, no request is resumable.
 
-        If the requests use more than `max_bytes`, ended requests and then requests without an owner
-        expire early, oldest first. If the other requests alone use more, new ones are refused.
+        If the requests use more than `max_bytes`, some expire early: first ended requests, then
+        requests without an owner, and of each kind the oldest first. If the unfinished requests
+        that have an owner alone use more than `max_bytes`, new requests are refused.
         """
         self.grace_s = grace_s
         self._max_bytes = max_bytes
@@ -175,8 +177,8 @@ class ResumableRequests:
         """The size of all requests at the last `expire`, plus the size of requests added since."""
         self._sources: dict[SourceId, _Source] = {}
         self._resumed: dict[RouterStream, dict[int, tuple[SourceId, SeqKey]]] = {}
-        """For each stream that has resumed requests, maps its keys to sources and keys in the core.
-        """
+        """For each stream that has resumed requests: maps the key that a sequence of these requests
+        has on the stream to the sequence's source and key in the core."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -189,8 +191,8 @@ class ResumableRequests:
         """Add a request that is about to be submitted.
 
         Returns:
-            The sequences to cancel: those of an earlier request with the same tenant and id, which
-            this request replaces. None: there is no earlier one.
+            The sequences that the caller must cancel: those of an earlier request with the same
+            tenant and id, which the new request replaces. None: there is no earlier request.
 
         Raises:
             AlreadyExistsError: The request is live at another router.
@@ -226,8 +228,8 @@ class ResumableRequests:
 
         Raises:
             NotFoundError: The tenant has no such request, or it has expired.
-            InvalidArgumentError: `first_seq_key` is too large, or the stream's live sequences
-                already have one of the keys.
+            InvalidArgumentError: `first_seq_key` is too large, or a live sequence of `stream` has
+                one of the keys that the request would get.
         """
         kept = self._requests.get((message.tenant, message.request_id))
         if kept is None:
@@ -259,14 +261,17 @@ class ResumableRequests:
         stream.send_resumed(kept.to_proto(message.first_seq_key))
 
     def leave(self, stream: RouterStream, seq_key: int, now: float) -> bool:
-        """Remove the owner of a request whose client has left; return whether it is resumable.
+        """Remove the owner of a request, because the client has left.
 
-        If another call has resumed the request by now, nothing changes, and the result is true.
+        If another call has already resumed the request, nothing changes.
 
         Args:
             stream: The owner.
             seq_key: The key that one of the request's sequences has at the owner.
             now: The time.
+
+        Returns:
+            Whether the request is resumable. If not, the caller must cancel its sequences.
         """
         if (name := self._in_core(stream, seq_key)) is None:
             return True
@@ -278,7 +283,7 @@ class ResumableRequests:
         return True
 
     def leave_all(self, stream: RouterStream, now: float) -> frozenset[SeqKey] | None:
-        """Let the requests of a stream that has ended lose their owner.
+        """Remove the owner of all requests that `stream` owns, because the stream has ended.
 
         Returns:
             The keys of the sequences to cancel; None: cancel all sequences of the stream.
@@ -295,7 +300,10 @@ class ResumableRequests:
     def by_source(
         self, stream: RouterStream, seq_keys: Iterable[int]
     ) -> Mapping[SourceId, list[SeqKey]]:
-        """Return the core's sources and keys of those sequences that the stream still owns."""
+        """Return, by source, the keys that the given sequences have in the core.
+
+        Sequences that another stream has resumed are left out.
+        """
         named: dict[SourceId, list[SeqKey]] = {}
         for seq_key in seq_keys:
             if (name := self._in_core(stream, seq_key)) is not None:
@@ -318,7 +326,7 @@ class ResumableRequests:
             self._read(source_id)
 
     def refuse(self, request: Request, error: QuireError) -> None:
-        """Forget a request that was refused; if a stream has resumed it, send the refusal there."""
+        """Forget a refused request; if a stream has resumed it, send the refusal to that stream."""
         kept = self._find(request.source, request.first_seq_key)
         if kept is None:
             return
@@ -392,10 +400,10 @@ class ResumableRequests:
                 found[0].outputs[found[1]].end = deepcopy(finished)
 
     def _in_core(self, stream: RouterStream, seq_key: int) -> tuple[SourceId, SeqKey] | None:
-        """Return the core's source and key of a sequence; None: another stream has resumed it.
+        """Return the source and key that a sequence has in the core.
 
-        The former owner may not know yet that it has lost the request, and its messages must not
-        end the request.
+        None: another stream has resumed the sequence's request. `stream` may not know yet that it
+        has lost the request, and the messages of `stream` must not end the request.
         """
         if (name := self._resumed.get(stream, {}).get(seq_key)) is not None:
             return name
@@ -410,7 +418,7 @@ class ResumableRequests:
         return None if found is None else found[0]
 
     def _keys_from(self, kept: ResumableRequest, first_seq_key: int) -> list[SeqKey]:
-        """Return the live sequences' keys at a stream whose key for output 0 is `first_seq_key`."""
+        """Return the keys of a request's live sequences if output 0 has the key `first_seq_key`."""
         return [SeqKey(key - kept.first_seq_key + first_seq_key) for key in kept.live_seq_keys]
 
     def _orphan(self, kept: ResumableRequest, now: float) -> None:

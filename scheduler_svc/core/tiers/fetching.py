@@ -1,10 +1,16 @@
 """Loads the KV of waiting sequences from the disk to the host.
 
-Two kinds of sequences wait for the disk. A swapped sequence that has spilled needs all its KV back.
-A new sequence may find blocks of its prompt on the disk, after those on the device and the host. If
-some of these blocks do not fit on the host or cannot be loaded, the sequence computes their tokens.
-Until their last load has ended, sequences of both kinds are FETCHING and out of the queue, so that
-others can run. Then they return to their place in the queue.
+Two kinds of sequences wait for the disk:
+
+    swapped  A swapped sequence may have spilled: some of its host blocks were moved to the disk.
+             It needs all its KV back before it can run.
+    new      The device and the host may have the first blocks of a new sequence's prompt, and the
+             disk the blocks that follow. If one of these disk blocks does not fit on the host or
+             cannot be loaded, the sequence computes the block's tokens.
+
+A sequence of either kind is FETCHING, and out of the queue, until its last load has ended. So the
+sequences behind it in the queue can run. When the last load has ended, the sequence is queued
+again, in the order of the policy.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -66,7 +72,7 @@ class Fetching:
 
     @property
     def num_swapped(self) -> int:
-        """Number of fetching sequences that were swapped."""
+        """Number of fetching sequences that were SWAPPED before they became FETCHING."""
         return sum(bool(seq.disk_block_ids) for seq in self._awaited)
 
     @property
@@ -84,8 +90,8 @@ class Fetching:
     def enqueue(self, seq: Sequence) -> None:
         """Queue a new sequence, or fetch its prefix from the disk first.
 
-        A fetch that begins here, before the sequence is first in the queue, leaves half of the host
-        blocks to other sequences.
+        The sequence is not first in the queue yet, so its fetch leaves half of the host blocks to
+        other sequences.
         """
         room = self._tier.pool.num_available - self._tier.pool.num_blocks // 2
         if not (self._is_enabled and self._fetch_prefix(seq, room, may_be_part=False)):
@@ -96,8 +102,8 @@ class Fetching:
 
         Args:
             seq: The first sequence in the queue.
-            has_room: Whether the device has room for the sequence. Only then may a swapped sequence
-                take host blocks from other sequences.
+            has_room: Whether the device has room for the sequence. Without this room, a swapped
+                sequence takes no host blocks from other sequences.
         """
         if not self._is_enabled:
             return FetchStatus.READY
@@ -108,15 +114,17 @@ class Fetching:
         return FetchStatus.READY
 
     def _fetch_prefix(self, seq: Sequence, room: int, *, may_be_part: bool) -> bool:
-        """Fetch the part of a sequence's prefix that the device lacks, if the disk has some of it.
+        """Fetch the blocks of a sequence's prefix that the device lacks and the host or disk has.
 
-        The sequence holds the blocks of this part that are on the host. The other blocks are loaded
-        from the disk.
+        The sequence becomes a holder of the blocks that are on the host, and the blocks that are on
+        the disk are loaded. Nothing is fetched if the host has all these blocks, or if to compute
+        their tokens is cheaper (`Costs`).
 
         Args:
             seq: A waiting sequence, in the queue or not.
-            room: The limit on host blocks to take.
-            may_be_part: Whether to load only a part of the prefix if `room` is too small for all.
+            room: The limit on available host blocks that the sequence may take.
+            may_be_part: Whether to fetch only the first blocks if `room` is too small for all. If
+                false, nothing is fetched in this case.
 
         Returns:
             Whether the sequence waits for loads.
@@ -194,11 +202,14 @@ class Fetching:
 
         Args:
             seq: A waiting sequence, in the queue or not.
-            loads: The disk blocks to load. If a block is being loaded already, its load is shared.
-            present: Host blocks that the sequence holds; some may be targets of loads in progress.
+            loads: The disk blocks to load. If a block is being loaded already, no second load
+                starts, and the sequence waits for the load in progress.
+            present: Host blocks that the sequence holds. If some of them are still being loaded,
+                the sequence waits for these loads, too.
 
         Returns:
-            For each of `loads`, the host block to which it loads; the sequence holds this block.
+            For each disk block of `loads`, the host block into which it is loaded. The sequence
+            holds these host blocks.
         """
         loads = list(loads)
         # Hold the disk blocks first, because allocations may evict blocks of both tiers.
@@ -266,7 +277,7 @@ class Fetching:
         self._queue.push(seq)
 
     def _give_up(self, seq: Sequence) -> None:
-        """Drop the KV of a swapped sequence that has lost a part of it."""
+        """Drop all KV of a swapped sequence, because a part of the KV is lost."""
         if seq.status is SeqStatus.FETCHING:
             self._requeue(seq)
         self._room.give_up(seq)

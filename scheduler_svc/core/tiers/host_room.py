@@ -1,9 +1,12 @@
 """Makes room on the host by taking blocks from waiting sequences.
 
 First, waiting sequences stop holding blocks that were fetched for them; these blocks stay in the
-prefix cache until they are evicted. Then swapped sequences spill their last blocks to the disk,
-beginning with the sequence that is last in the policy's order. If the disk is full, too, swapped
-sequences lose their KV, in the same order.
+prefix cache until they are evicted. If this is not enough, swapped sequences *spill*: their last
+blocks are moved to the disk. The sequence that is last in the policy's order spills first.
+
+If spills cannot make enough room, KV is dropped. If a preempted sequence needs the room, its own KV
+is dropped. If the first sequence in the queue needs the room, other swapped sequences lose their
+KV, beginning with the last in the policy's order.
 """
 
 from collections.abc import Iterator
@@ -43,7 +46,7 @@ class HostRoom:
         """Make room for the blocks of a preempted sequence if a swap is worth its cost.
 
         Returns:
-            Whether to swap the sequence out: the swap is worth its cost and the host has room.
+            Whether the host has room, and the swap is worth its cost.
         """
         if num_blocks > self._tier.pool.num_blocks:
             return False
@@ -64,7 +67,7 @@ class HostRoom:
         """Make room to load spilled blocks of `seq`, which is first in the queue.
 
         Returns:
-            Whether there is room now; if not, moves in progress may make some later.
+            Whether there is room now. If not, the moves in progress may make room later.
         """
         self._let_go(num_blocks)
         if num_blocks > self._tier.pool.num_available:
@@ -118,7 +121,7 @@ class HostRoom:
         return iter(sorted(seqs, key=self._queue.sort_key, reverse=True))
 
     def _let_go(self, num_blocks: int) -> None:
-        """Release blocks that were fetched for waiting sequences."""
+        """Drop blocks that were fetched for waiting sequences, until `num_blocks` are available."""
         if num_blocks <= self._tier.pool.num_available:
             return
         for seq in self._last_first(SeqStatus.WAITING):
@@ -130,10 +133,11 @@ class HostRoom:
     def _find_spills(
         self, num_blocks: int, but: Sequence | None = None
     ) -> list[tuple[Sequence, int]] | None:
-        """Find the sequences that must spill to make `num_blocks` available.
+        """Find the sequences that must spill to make `num_blocks` host blocks available.
 
         Returns:
-            Each sequence with the number of host blocks that it keeps; None if spills do not help.
+            Each sequence with the number of host blocks that it keeps. None: spills cannot make
+            that many blocks available.
         """
         pool = self._tier.pool
         num_lacking, num_disk_blocks = (

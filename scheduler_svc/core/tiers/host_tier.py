@@ -1,12 +1,13 @@
 """The host tier: its blocks, and moves between host blocks and device blocks.
 
+A swap-out copies a device block to the host, and a swap-in copies a host block to the device.
 Callers add moves at any time, and a plan sends them. A step swaps out or swaps in, never both. The
-next plan has all pending swap-outs, because it may overwrite their device blocks. Swap-ins wait for
-a plan without swap-outs. While swap-ins wait, no block is demoted, so only preemptions cause
-swap-outs. A plan without swap-outs comes soon, because only running sequences can be preempted.
+next plan has all pending swap-outs, because it may overwrite their device blocks.
 
-A swap-in holds a reference to its host block from the call of `swap_in` until the result of its
-step. The sequences that wait for the swap-in hold the device block.
+Swap-ins wait for a plan without swap-outs. They do not wait long: while swap-ins wait, no block is
+demoted, so only preemptions cause swap-outs, and only running sequences can be preempted. A swap-in
+holds a reference to its host block from the call of `swap_in` until the result of its step. The
+sequences that wait for the swap-in hold the device block.
 """
 
 from collections import deque
@@ -24,7 +25,7 @@ from scheduler_svc.core.tiers.disk_tier import DiskTier
 
 
 class HostBooks(NamedTuple):
-    """Live views of the swap-ins in progress, for invariants; read-only."""
+    """Live, read-only views of the swap-ins that have no result yet, for `invariants.py`."""
 
     unsent: Mapping[DeviceBlockId, HostBlockId]
     """Swap-ins that have not been sent."""
@@ -58,8 +59,8 @@ class HostTier:
         self._in_flight: deque[tuple[StepId, dict[DeviceBlockId, HostBlockId]]] = deque()
         self._targets: dict[HostBlockId, DeviceBlockId] = {}  # of swap-ins without a result
         self.loses_evicted = False
-        """Whether blocks that this step evicts from the device are lost, because the step may swap
-        in, and a step that swaps in cannot demote."""
+        """Whether blocks that this step evicts from the device are lost. They are lost if the step
+        may swap in, because a step that swaps in cannot demote."""
         self._num_demotions_left = 0
 
     # --- a step ---------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ class HostTier:
     def answer(self, step: StepId, failed: Int32Array) -> None:
         """Record the end of a step's swap-ins.
 
-        If a swap-in has failed, its host block can no longer be found by hash.
+        If a swap-in has failed, its host block is no longer found by hash.
 
         Raises:
             BrokenInvariantError: The step has not swapped in one of the blocks in `failed`.
@@ -133,11 +134,11 @@ class HostTier:
 
         Args:
             blocks: The device blocks; at most as many as the host pool has available.
-            hashes: The hashes of the full blocks, which come first. From now on these blocks can be
-                found on the host.
+            hashes: The hashes of the full blocks, which come first in `blocks`. From now on the
+                host blocks with their content can be found by these hashes.
 
         Returns:
-            The host blocks; the caller is a holder of each.
+            For each of `blocks`, the host block. The caller is a holder of each host block.
         """
         targets = self.pool.allocate(len(blocks))
         self._swap_outs.update(zip(targets, blocks, strict=True))
@@ -145,23 +146,23 @@ class HostTier:
         return targets
 
     def swap_in(self, sources: Iterable[HostBlockId], targets: Iterable[DeviceBlockId]) -> None:
-        """Copy host blocks to device blocks as soon as a step has room.
+        """Copy host blocks to device blocks, with the next plans that have no swap-outs.
 
-        The swap-in takes over one reference to each source. `is_loading` is true for the targets
-        until the result of the step that copies the blocks.
+        The caller hands over its reference to each source. `is_loading` is true for a target until
+        the result of the step that copies the block.
         """
         for source, target in zip(sources, targets, strict=True):
             self._swap_ins[target] = source
             self._targets[source] = target
 
     def cancel_swap_ins(self, targets: Iterable[DeviceBlockId]) -> None:
-        """Cancel the unsent swap-ins to `targets`, for which no sequence waits any more."""
+        """Cancel the unsent swap-ins to `targets`, because no sequence waits for them now."""
         for target in targets:
             if (source := self._swap_ins.pop(target, None)) is not None:
                 self._end({target: source})
 
     def is_unsent(self, target: DeviceBlockId) -> bool:
-        """Whether a swap-in to `target` exists that has not been sent."""
+        """Whether there is a swap-in to `target` that no plan has sent yet."""
         return target in self._swap_ins
 
     def is_loading(self, target: DeviceBlockId) -> bool:
@@ -173,7 +174,7 @@ class HostTier:
         return block in self._swap_outs
 
     def take_free(self) -> HostBlockId:
-        """Allocate a host block, and cancel the pending swap-out to it, if any."""
+        """Allocate a host block; if a swap-out to this block is pending, cancel the swap-out."""
         (block,) = self.pool.allocate(1)
         self._swap_outs.pop(block, None)
         return block
@@ -219,8 +220,9 @@ class HostTier:
         """Look up the longest prefix of `hashes` on the host; changes nothing.
 
         Returns:
-            Two lists: the device blocks of the first blocks, as far as these are already being
-            swapped in for another sequence, and the host blocks of the rest.
+            Two lists. The first blocks of the prefix may already have swap-ins, for another
+            sequence; the first list has the targets of these swap-ins. The second list has the host
+            blocks of the rest of the prefix.
         """
         loading: list[DeviceBlockId] = []
         sources: list[HostBlockId] = []
