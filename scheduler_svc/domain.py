@@ -59,7 +59,7 @@ Command: TypeAlias = SubmitRequest | CancelSequences | DropSource | UnpinPrompt 
 
 
 ADAPTERS_SALT = "\0"
-"""Prefix of the cache salts of all requests with an adapter. No client can choose such a salt."""
+"""Prefix of the cache salts of all requests with an adapter. No client's own salt can have it."""
 
 
 def adapter_salt(adapter: LoraAdapter) -> str:

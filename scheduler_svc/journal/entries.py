@@ -108,7 +108,7 @@ def encode_entry(
     plan: Plan | None = None,
     raised: str = "",
 ) -> bytes:
-    """Return the frame of a `JournalEntry` with these fields."""
+    """Return the frame of a `JournalEntry` that has the arguments as its fields."""
     raw = msgspec.Raw(_ENCODER.encode({k: _without_defaults(v) for k, v in arguments.items()}))
     kept = None if plan is None else describe_plan(plan)
     return _frame(_ENCODER.encode(JournalEntry(call, raw, at, kept, raised)))

@@ -40,9 +40,9 @@ class ReplayedPreemption:
     arrived: float
     """When the sequence was submitted, on the recorded clock."""
     num_running: int
-    """Number of running sequences, including this one."""
+    """Number of running sequences, including the preempted one."""
     num_later: int
-    """Number of running sequences that were submitted after this one."""
+    """Number of running sequences that were submitted after the preempted one."""
     num_blocks_due: int
     """New blocks that the running sequences needed for the step."""
     num_free_blocks: int

@@ -78,7 +78,7 @@ class KvEvents:
 
 
 class WorkerFeed:
-    """The events of one worker. Numbers the batches of changes and passes them to the readers."""
+    """The events of one worker. It numbers batches of changes and passes them to the readers."""
 
     def __init__(self, worker: str, epoch: int, readers: "set[KvReader]") -> None:
         self.worker = worker

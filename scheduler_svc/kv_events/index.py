@@ -72,8 +72,8 @@ class KvIndex:
     def on_named(self, seq: Sequence, first: int, end: int, token_ids: Int32Array) -> None:
         """Record the tokens of the blocks [first, end) of `seq`, which are about to be published.
 
-        If an earlier scheduler published the blocks before `first`, their tokens were unknown until
-        now. Report these blocks again, with their tokens.
+        If an earlier scheduler published blocks before `first`, the tokens of those blocks were
+        unknown until now. So those blocks are reported again, with their tokens.
         """
         hashes, salt = seq.block_hashes, seq.request.cache_salt
         begin = first

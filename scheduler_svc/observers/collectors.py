@@ -24,7 +24,7 @@ class LoadCollector(Collector):
         loads: Callable[[], Mapping[str, SchedulerLoad | None]],
         unloaded: Callable[[], Collection[str]],
     ) -> None:
-        """Make a collector that calls `loads` and `unloaded` at each scrape.
+        """Make a collector that calls its arguments at each scrape.
 
         Args:
             loads: Returns the load of each worker, or None for a worker that is not attached.
@@ -93,7 +93,7 @@ class QueueCollector(Collector):
         oldest_step_ages_s: Callable[[], Mapping[str, float]],
         num_unplaced: Callable[[], int],
     ) -> None:
-        """Make a collector that calls these functions at each scrape.
+        """Make a collector that calls its arguments at each scrape.
 
         Args:
             queued_by_tenant: Returns how many sequences of each tenant wait, at all workers.

@@ -1,6 +1,6 @@
 """Prometheus metrics that steps and requests update, such as histograms of the times of steps.
 
-Counters that a core already keeps are read at each scrape instead (`collectors.py`).
+Counters that a core already keeps are not among them; `collectors.py` reads these at each scrape.
 """
 
 from dataclasses import dataclass

@@ -13,8 +13,8 @@ _FORGETTING = 0.99
 class RateMeter:
     """Keeps the best rates of the last few hundred steps.
 
-    With the best rates, a request is refused only if it would miss its deadline even at the
-    worker's best speed.
+    The best rates show the worker's best speed. A request is refused because of its deadline only
+    if it would miss the deadline even at this speed.
 
     The rate of prompt tokens is measured only on full steps, because a smaller step takes about the
     same time with any number of tokens. A step is full if it keeps the device at least half busy,

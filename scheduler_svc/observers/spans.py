@@ -30,8 +30,8 @@ from scheduler_svc.observers.steps import AnsweredStep, SentStep
 Attributes = Mapping[str, AttributeValue]
 
 _NAMES = {"preempted": "preempted", "swap_in": "kv_transfer", "swap_out": "kv_transfer"}
-"""Some spans may last for several steps. This maps the kinds of these spans to their names. A
-sequence has at most one open span of each kind."""
+"""The name of each kind of span that may last for several steps. A sequence has at most one open
+span of each kind."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,8 +144,8 @@ class Loading:
         """Load the model of `worker`, or of all workers if `worker` is empty; yield the progress.
 
         The workers load even if the caller is cancelled. When a worker has loaded its model and is
-        attached, its last message has `is_done` set. If a worker is unloading its model, it first
-        finishes this, and then loads.
+        attached, its last message has `is_done` set. If a worker is unloading its model, it loads
+        after it has finished unloading.
 
         Raises:
             NotFoundError: There is no such worker.

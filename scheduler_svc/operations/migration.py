@@ -225,7 +225,7 @@ class Drainer:
     """Empties workers that are about to end or to unload their model.
 
     Requests move with their KV. If a request cannot move, for example because there are too few
-    host blocks, it stays at the worker until all other requests have moved. After that, it
+    host blocks, it stays at the worker until all other requests have moved. After that, the request
     continues as after the loss of a worker: another worker computes its tokens again.
     """
 

@@ -1,10 +1,11 @@
 """Moves requests from prefill workers to decode workers.
 
 While a prefill worker computes a prompt, the prompt's full blocks are copied to a decode worker.
-The request moves, in one turn of the event loop, when it has its first tokens and the decode worker
-lacks at most two of its full blocks. The decode worker recomputes the tokens of these blocks and of
-the last, partial block. Until a decode worker has room, the request decodes at its prefill worker,
-if necessary to its end. So without a decode worker requests are slower, but none fails.
+The request moves when it has its first tokens and the decode worker lacks at most two of the
+request's full blocks. A move takes one turn of the event loop. The decode worker recomputes the
+tokens of the missing blocks and of the last, partial block. Until a decode worker has room, the
+request decodes at its prefill worker, if necessary to its end. So without a decode worker requests
+are slower, but none fails.
 """
 
 import asyncio
@@ -152,7 +153,7 @@ class Handoff:
         """Copy new blocks or move the request.
 
         Returns:
-            Whether this has changed anything. If so, the caller calls it again at once.
+            Whether anything was copied or moved. If so, the caller calls this method again at once.
 
         Raises:
             QuireError: A worker is lost, or the copy or move has failed.

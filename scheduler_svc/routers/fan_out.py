@@ -19,7 +19,7 @@ from scheduler_svc.wire.router import adapters_to_proto, refused_to_proto
 log = structlog.get_logger()
 
 _ROOM_INTERVAL_S: Final = 0.02
-"""Seconds between two reports to the routers; a step takes about as long."""
+"""Seconds between two reports of `QueueRoomReporter`; a step takes about as long."""
 
 
 class RouterStreams:

@@ -49,7 +49,7 @@ class _Output:
 
 
 class ResumableRequest:
-    """A resumable request and its outputs so far. Only `ResumableRequests` changes it."""
+    """A resumable request and its outputs so far. Only `ResumableRequests` changes this object."""
 
     def __init__(self, request: Request, submit: scheduler_pb2.Submit, owner: RouterStream) -> None:
         self.source = request.source
@@ -224,7 +224,10 @@ class ResumableRequests:
         return stale
 
     def resume(self, message: scheduler_pb2.Resume, stream: RouterStream, now: float) -> None:
-        """Make `stream` a request's owner, send it all outputs, and send the old owner an error.
+        """Make `stream` the owner of a request.
+
+        All outputs so far are sent to `stream`. If the request has another owner, an error is sent
+        to that owner.
 
         Raises:
             NotFoundError: The tenant has no such request, or it has expired.

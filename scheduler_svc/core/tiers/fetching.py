@@ -117,8 +117,8 @@ class Fetching:
         """Fetch the blocks of a sequence's prefix that the device lacks and the host or disk has.
 
         The sequence becomes a holder of the blocks that are on the host, and the blocks that are on
-        the disk are loaded. Nothing is fetched if the host has all these blocks, or if to compute
-        their tokens is cheaper (`Costs`).
+        the disk are loaded. Nothing is fetched if the host has all these blocks, or if to load them
+        costs more than to compute their tokens (`Costs`).
 
         Args:
             seq: A waiting sequence, in the queue or not.
