@@ -17,8 +17,8 @@ class SubmitRequest:
 
     request: Request
     was_accepted: bool = False
-    """Whether a core has accepted the request before. Such a request is not refused: if the core
-    cannot run it, its sequences end with an error."""
+    """Whether a core has accepted the request before. Such a request is not refused: if this core
+    cannot run it, the request's sequences end with an error."""
     num_crashes: int = 0
     """How many workers in a row were lost while they ran the request, and before they had added a
     token to it."""

@@ -59,7 +59,8 @@ class LeaseError(Exception):
 class Lease:
     """The Lease, as an async context manager.
 
-    Entering begins to watch the Lease. On exit, the scheduler gives the Lease up if it holds it.
+    On entry, the scheduler begins to watch the Lease. On exit, a scheduler that holds the Lease
+    gives it up.
     """
 
     def __init__(self, name: str, holder: str, cluster: Cluster | None = None) -> None:
@@ -77,7 +78,7 @@ class Lease:
         self._moved_at = float("-inf")
         """When a change of the holder was last seen, on the monotonic clock."""
         self._failures: dict[str, str] = {}
-        """Why the Lease could not be "read" or "written" the last time; empty: it could be."""
+        """Under "read" and "written": why the last read or write failed, if it failed."""
 
     async def __aenter__(self) -> Self:
         """Begin to watch the Lease."""

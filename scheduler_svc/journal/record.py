@@ -186,7 +186,8 @@ class Recordings:
 class _Journal:
     """The file of one recording.
 
-    The event loop calls `add`, the thread calls `write_pending`, and both call `end`.
+    The event loop calls `add`, the thread of `Recordings` calls `write_pending`, and both call
+    `end`.
     """
 
     def __init__(self, path: Path, file: BinaryIO, origin: Origin) -> None:
